@@ -1,0 +1,49 @@
+# make demo | test | test-all | test-gpu. Needs git, make, Python 3.11 or newer and a package index; nothing else.
+# Settings: VENV (the virtual environment's folder), PYTHON (the interpreter that makes it), CUDA (cuda12 or cuda13), PROMPT.
+
+VENV ?= .venv
+CUDA ?= cuda12
+PROMPT ?= def fibonacci(n):
+export PROMPT
+NEW_ENOUGH = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+# python3 if it will do, else the first versioned one that runs and will do.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	if $$p $(NEW_ENOUGH) 2>/dev/null; then echo $$p; exit; fi; done; echo python3)
+BIN = $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Keeps pyright from asking the network whether a newer pyright exists.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+
+.PHONY: demo test test-all test-gpu lint
+.DELETE_ON_ERROR:  # half a virtual environment is no virtual environment
+
+demo: $(VENV)/.installed
+	$(BIN)/jaxspec generate --target pocket --drafter pocket-mtp --stats "$$PROMPT"
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-all: lint
+	$(BIN)/python -m pytest -m 'not gpu'
+
+test-gpu: $(VENV)/.installed-gpu
+	JAXSPEC_TEST_PLATFORM=gpu $(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Each set-up runs again only when pyproject.toml changes: the package itself is installed in place.
+$(VENV)/.installed: EXTRAS =
+$(VENV)/.installed-test: EXTRAS = [test]
+$(VENV)/.installed-gpu: EXTRAS = [test,$(CUDA)]
+$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-gpu: pyproject.toml | $(BIN)/python
+	@echo 'Installing jaxspec$(EXTRAS) into $(VENV); the first time takes a minute or more.'
+	$(PIP_INSTALL) --editable '.$(EXTRAS)'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) $(NEW_ENOUGH) || { echo 'jaxspec needs Python 3.11 or newer; $(PYTHON) is' \
+		"$$($(PYTHON) --version 2>&1 | head -n 1). Name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo '$(PYTHON) -m venv failed;' \
+		'on Debian and Ubuntu, install the package python3-venv.' >&2; exit 1; }

@@ -1,0 +1,18 @@
+"""Speculative decoding for Gemma 4 in JAX on NVIDIA GPUs."""
+
+import importlib
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it. Imported on first use, so that `import jaxspec` and the command line start at once.
+_EXPORTS: dict[str, str] = {}
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

@@ -1,0 +1,37 @@
+"""What every test runs under: 8 fake CPU devices, strict dtype promotion, no rank promotion, float32 products in float32.
+
+JAXSPEC_TEST_PLATFORM=gpu (set by `make test-gpu`) leaves the GPU in sight for tests marked `gpu`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py could choose its devices: find the pytest plugin that imports it")
+platform = os.environ.get("JAXSPEC_TEST_PLATFORM", "cpu")
+if platform not in PLATFORMS:
+    raise ValueError(f"JAXSPEC_TEST_PLATFORM is {platform!r}, expected one of {sorted(PLATFORMS)}")
+# In the environment rather than in jax.config, so that the command line's tests hand them on to their processes.
+os.environ["JAX_PLATFORMS"] = PLATFORMS[platform]
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for a hub, not even by mistake
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")
+# Compiled programs are kept from run to run. A size limit makes JAX lock the folder, so that runs side by side can share it.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_compilation_cache_max_size", 2**31)
+
+# The same examples every time, and no limit on how long one takes: the first call of a jitted function compiles it.
+hypothesis.settings.register_profile("jaxspec", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("jaxspec")
