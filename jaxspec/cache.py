@@ -1,0 +1,142 @@
+"""PagedKV: keys and values of all slots in pages, with a ring of pages for sliding layers and paged full attention.
+
+Two groups, because head_dim, KV heads and lifetime differ. A page table is a ring: logical page i of slot b is `table[b, i % width]`.
+Sliding tables are as wide as the window and a verify block need, and their pages belong to their slot for good. Full tables are as
+wide as max_len and never wrap; their pages come from a free list when a sequence grows. Only layers that own K and V have pools.
+Nothing is ever erased: rejecting rows is lowering a length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.config import FULL, SLIDING, LayerSpec
+
+
+@struct.dataclass
+class LayerKV:
+    """One layer's pools: k, v [pages, page, KV, D]."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+@struct.dataclass
+class PagedKV:
+    """The cache of all slots; donate it to every jitted call.
+
+    layers: one LayerKV for each layer that owns K and V, None for others. tables: kind of layer -> [slots, width] int32 page ids.
+    free: [full pages] int32, a stack of unused full pages; free_count: [] int32, how many. held: [slots] int32, full pages of each
+    slot, which are logical pages 0 .. held - 1.
+    """
+
+    layers: tuple[LayerKV | None, ...]
+    tables: dict[str, jax.Array]
+    free: jax.Array
+    free_count: jax.Array
+    held: jax.Array
+
+    @property
+    def slots(self) -> int:
+        return self.held.shape[0]
+
+
+def page_size_of(cache: PagedKV) -> int:
+    """Positions in a page."""
+    return next(layer.k.shape[1] for layer in cache.layers if layer is not None)
+
+
+def init(
+    layers: tuple[LayerSpec, ...],
+    *,
+    slots: int,
+    max_len: int,
+    num_draft_tokens: int,
+    page_size: int = 64,
+    dtype: jnp.dtype = jnp.bfloat16,
+    full_pages: int | None = None,
+) -> PagedKV:
+    """An empty cache. max_len: positions a sequence may have. num_draft_tokens: the largest K that will be drafted.
+
+    full_pages: pages shared by all slots' full layers; by default every slot can grow to max_len.
+    """
+    window = max((spec.window or 0 for spec in layers), default=0)
+    widths = {SLIDING: math.ceil((window + num_draft_tokens) / page_size), FULL: math.ceil(max_len / page_size)}
+    pages = {SLIDING: slots * widths[SLIDING], FULL: slots * widths[FULL] if full_pages is None else full_pages}
+
+    def pools(spec: LayerSpec) -> LayerKV | None:
+        if not spec.owns_kv:
+            return None
+        shape = (pages[spec.kind], page_size, spec.num_kv_heads, spec.head_dim)
+        return LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    return PagedKV(
+        layers=tuple(pools(spec) for spec in layers),
+        tables={
+            SLIDING: jnp.arange(pages[SLIDING], dtype=jnp.int32).reshape(slots, widths[SLIDING]),
+            FULL: jnp.zeros((slots, widths[FULL]), jnp.int32),
+        },
+        free=jnp.arange(pages[FULL], dtype=jnp.int32)[::-1],
+        free_count=jnp.asarray(pages[FULL], jnp.int32),
+        held=jnp.zeros((slots,), jnp.int32),
+    )
+
+
+def write(layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, k: jax.Array, v: jax.Array) -> LayerKV:
+    """Stores rows start .. start + count - 1 of each sequence in its pages.
+
+    table: [B, W] int32. start, count: [B] int32. k, v: [B, T, KV, D]; rows from `count` on are dropped. Of more rows than the ring
+    holds, the last are kept.
+    """
+    page = layer.k.shape[1]
+    row = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
+    position = start[:, None] + row
+    kept = (row < count[:, None]) & (row >= count[:, None] - table.shape[1] * page)
+    pages = jnp.take_along_axis(table, jnp.mod(position // page, table.shape[1]), axis=1)
+    pages = jnp.where(kept, pages, layer.k.shape[0])  # out of range: the row is dropped
+    offset = jnp.mod(position, page)
+    return LayerKV(
+        layer.k.at[pages, offset].set(k.astype(layer.k.dtype), mode="drop"),
+        layer.v.at[pages, offset].set(v.astype(layer.v.dtype), mode="drop"),
+    )
+
+
+def reserve(cache: PagedKV, slots: jax.Array, lengths: jax.Array, rows: int) -> tuple[PagedKV, jax.Array]:
+    """Gives each slot full pages for `lengths` positions. All slots get them, or none does and `ok` is false.
+
+    slots, lengths: [B] int32; a slot id out of range or a length of 0 asks for nothing. rows: how far lengths may exceed what a
+    slot already holds (static). Returns the cache and ok: [] bool.
+    """
+    page = page_size_of(cache)
+    held = jnp.take(cache.held, slots, mode="fill", fill_value=0)
+    missing = jnp.where(slots < cache.slots, jnp.maximum(-(-lengths // page) - held, 0), 0)
+    ok = jnp.sum(missing) <= cache.free_count
+    missing = jnp.where(ok, missing, 0)
+    new = jnp.arange(rows // page + 2, dtype=jnp.int32)[None, :]
+    order = (jnp.cumsum(missing) - missing)[:, None] + new
+    pages = jnp.take(cache.free, cache.free_count - 1 - order, mode="clip")
+    logical = jnp.where(new < missing[:, None], held[:, None] + new, cache.tables[FULL].shape[1])
+    table = cache.tables[FULL].at[slots[:, None], logical].set(pages, mode="drop")
+    return cache.replace(
+        tables={**cache.tables, FULL: table},
+        free_count=cache.free_count - jnp.sum(missing),
+        held=cache.held.at[slots].add(missing, mode="drop"),
+    ), ok
+
+
+def release(cache: PagedKV, slots: jax.Array) -> PagedKV:
+    """Returns all full pages of these slots to the free list. slots: [B] int32, each at most once; ids out of range are ignored."""
+    held = jnp.where(slots < cache.slots, jnp.take(cache.held, slots, mode="fill", fill_value=0), 0)
+    table = jnp.take(cache.tables[FULL], slots, axis=0, mode="clip")
+    logical = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
+    place = cache.free_count + (jnp.cumsum(held) - held)[:, None] + logical
+    place = jnp.where(logical < held[:, None], place, cache.free.shape[0])
+    return cache.replace(
+        free=cache.free.at[place].set(table, mode="drop"),
+        free_count=cache.free_count + jnp.sum(held),
+        held=cache.held.at[slots].set(0, mode="drop"),
+    )

@@ -1,0 +1,279 @@
+"""Gemma 4 configurations, read from Hugging Face's config.json.
+
+Field names are Hugging Face's. What a layer needs is derived once, into a `LayerSpec` that is hashable and holds no layer index,
+so that equal layers share one trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
+TARGET_TYPES = ("gemma4", "gemma4_unified", *TEXT_TYPES)
+ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """Everything a decoder layer needs to know, derived from the config.
+
+    kind: "sliding_attention" or "full_attention". window: keys a query sees, itself included (None: all before it).
+    rotary_angles: how many of head_dim / 2 frequency pairs rotate. kv_source: None if the layer owns its K and V, else the index
+    of the target layer whose K and V it reads. num_experts 0 means no mixture of experts; per_layer_input 0 means no PLE.
+    """
+
+    kind: str
+    window: int | None
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rotary_angles: int
+    k_eq_v: bool
+    kv_source: int | None
+    intermediate_size: int
+    num_experts: int
+    top_k_experts: int
+    moe_intermediate_size: int
+    per_layer_input: int
+    eps: float
+
+    @property
+    def owns_kv(self) -> bool:
+        return self.kv_source is None
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma4Config:
+    """The text part of a Gemma 4 config (facts: google/gemma-4-* config.json, transformers `Gemma4TextConfig`)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layer_types: tuple[str, ...]
+    layers: tuple[LayerSpec, ...]
+    sliding_window: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 131_072
+    final_logit_softcapping: float | None = None
+    vocab_size_per_layer_input: int = 0
+    hidden_size_per_layer_input: int = 0
+    num_kv_shared_layers: int = 0
+    initializer_range: float = 0.02
+    eos_token_id: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def first_shared_layer(self) -> int:
+        """Index of the first layer that reads another layer's K and V (num_hidden_layers if none does)."""
+        return next((i for i, layer in enumerate(self.layers) if not layer.owns_kv), self.num_hidden_layers)
+
+    @property
+    def kv_owners(self) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(self.layers) if layer.owns_kv)
+
+    def last_owner(self, kind: str) -> int | None:
+        """The last layer of `kind` that owns K and V: the one a shared layer, or an assistant's layer, reads. None if there is none."""
+        return next((i for i in reversed(self.kv_owners) if self.layers[i].kind == kind), None)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
+        """Reads a target's config.json, multimodal or text-only.
+
+        Raises ValueError for another model type, a quantised checkpoint, or a value that this implementation does not have.
+        """
+        model_type = config.get("model_type")
+        if model_type not in TARGET_TYPES:
+            raise ValueError(f"model_type is {model_type!r}; a Gemma 4 target has one of {', '.join(TARGET_TYPES)}")
+        refuse_quantised(config)
+        if model_type in TEXT_TYPES:
+            return _text_config(config, {})
+        if not isinstance(config.get("text_config"), Mapping):
+            raise ValueError(f"config.json of model_type {model_type!r} has no text_config")
+        return _text_config(config["text_config"], config)
+
+
+@dataclasses.dataclass(frozen=True)
+class AssistantConfig:
+    """A Gemma 4 MTP assistant's config (transformers `Gemma4AssistantConfig`). `text` layers all read the target's K and V."""
+
+    text: Gemma4Config
+    backbone_hidden_size: int
+    use_ordered_embeddings: bool = False
+    num_centroids: int = 2048
+    centroid_intermediate_top_k: int = 32
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> AssistantConfig:
+        model_type = config.get("model_type")
+        if model_type not in ASSISTANT_TYPES:
+            raise ValueError(f"model_type is {model_type!r}; a Gemma 4 assistant has one of {', '.join(ASSISTANT_TYPES)}")
+        refuse_quantised(config)
+        inner = dict(config["text_config"])
+        inner["num_kv_shared_layers"] = _require(inner, "num_hidden_layers")
+        text = _text_config(inner, config)
+        for field in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
+            if inner.get(field):
+                raise ValueError(f"the assistant's text_config has {field}={inner[field]!r}; an assistant has none")
+        ordered = bool(config.get("use_ordered_embeddings", False))
+        centroids, top_k = int(config.get("num_centroids", 2048)), int(config.get("centroid_intermediate_top_k", 32))
+        if ordered and (text.vocab_size % centroids or not 0 < top_k <= centroids):
+            raise ValueError(
+                f"use_ordered_embeddings needs num_centroids that divides vocab_size and holds centroid_intermediate_top_k; "
+                f"found num_centroids {centroids}, vocab_size {text.vocab_size}, centroid_intermediate_top_k {top_k}"
+            )
+        return cls(text, int(_require(config, "backbone_hidden_size")), ordered, centroids, top_k)
+
+
+def refuse_quantised(config: Mapping[str, Any]) -> None:
+    """Raises ValueError if the checkpoint's weights are quantised."""
+    for where in (config, config.get("text_config") or {}):
+        quantisation = where.get("quantization_config")
+        if quantisation:
+            method = quantisation.get("quant_method", "unknown")
+            raise ValueError(f"the checkpoint's weights are quantised (quant_method {method!r}); only float checkpoints can be loaded")
+
+
+def _require(config: Mapping[str, Any], field: str) -> Any:
+    if config.get(field) is None:
+        raise ValueError(f"config.json lacks {field!r}")
+    return config[field]
+
+
+def _expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> None:
+    value = config.get(field, allowed[0])
+    if value not in allowed:
+        raise ValueError(f"config.json has {field}={value!r}; implemented: {', '.join(map(repr, allowed))}")
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Config:
+    _expect(text, "hidden_activation", ("gelu_pytorch_tanh",))
+    _expect(text, "attention_bias", (False,))
+    _expect(text, "use_bidirectional_attention", (None, "vision"))
+    _expect(text, "tie_word_embeddings", (True,))
+    hidden = int(_require(text, "hidden_size"))
+    count = int(_require(text, "num_hidden_layers"))
+    # A config without layer_types means five sliding layers to a full one, and the last is always full.
+    kinds = list(text.get("layer_types") or (SLIDING if (i + 1) % 6 else FULL for i in range(count)))
+    if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
+        raise ValueError(f"layer_types has {len(kinds)} entries of {sorted(set(kinds))}; expected {count} of {SLIDING!r} and {FULL!r}")
+    kinds[-1] = FULL
+
+    shared = int(text.get("num_kv_shared_layers") or 0)
+    first_shared = count - shared
+    ple = int(text.get("hidden_size_per_layer_input") or 0)
+    moe = bool(text.get("enable_moe_block"))
+    layers = []
+    for i, kind in enumerate(kinds):
+        source = None
+        if i >= first_shared:
+            # An assistant owns no K and V at all: its layers are bound to the target's when the two meet.
+            owners = [j for j in range(first_shared) if kinds[j] == kind]
+            if shared < count and not owners:
+                raise ValueError(f"num_kv_shared_layers is {shared}, but no layer before {first_shared} is of type {kind!r}")
+            source = owners[-1] if owners else -1
+        wide = bool(text.get("use_double_wide_mlp")) and i >= first_shared > 0
+        heads, kv_heads, head_dim, k_eq_v = _attention_dims(text, i, kind)
+        theta, angles = _rope(text, kind, head_dim)
+        layers.append(
+            LayerSpec(
+                kind=kind,
+                window=int(_require(text, "sliding_window")) if kind == SLIDING else None,
+                hidden_size=hidden,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                rope_theta=theta,
+                rotary_angles=angles,
+                k_eq_v=k_eq_v,
+                kv_source=source,
+                intermediate_size=int(_require(text, "intermediate_size")) * (2 if wide else 1),
+                num_experts=int(_require(text, "num_experts")) if moe else 0,
+                top_k_experts=int(_require(text, "top_k_experts")) if moe else 0,
+                moe_intermediate_size=int(_require(text, "moe_intermediate_size")) if moe else 0,
+                per_layer_input=ple,
+                eps=float(text.get("rms_norm_eps", 1e-6)),
+            )
+        )
+    return Gemma4Config(
+        vocab_size=int(_require(text, "vocab_size")),
+        hidden_size=hidden,
+        intermediate_size=int(_require(text, "intermediate_size")),
+        num_hidden_layers=count,
+        num_attention_heads=int(_require(text, "num_attention_heads")),
+        num_key_value_heads=int(_require(text, "num_key_value_heads")),
+        head_dim=int(_require(text, "head_dim")),
+        layer_types=tuple(kinds),
+        layers=tuple(layers),
+        sliding_window=int(_require(text, "sliding_window")),
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=int(text.get("max_position_embeddings", 131_072)),
+        final_logit_softcapping=text.get("final_logit_softcapping"),
+        vocab_size_per_layer_input=int(text.get("vocab_size_per_layer_input") or 0) if ple else 0,
+        hidden_size_per_layer_input=ple,
+        num_kv_shared_layers=shared,
+        initializer_range=float(text.get("initializer_range", 0.02)),
+        eos_token_id=_ids(outer.get("eos_token_id") or text.get("eos_token_id")),
+        bos_token_id=text.get("bos_token_id"),
+        pad_token_id=text.get("pad_token_id"),
+        dtype=str(outer.get("dtype") or outer.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16"),
+    )
+
+
+def _attention_dims(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, int, int, bool]:
+    """(query heads, KV heads, head_dim, k_eq_v) of one layer.
+
+    Released configs give full layers `global_head_dim` and, with attention_k_eq_v, `num_global_key_value_heads`; transformers 5.16
+    and newer write the same as `per_layer_config`, keyed by layer.
+    """
+    heads, kv_heads, head_dim = (int(_require(text, f)) for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    k_eq_v = bool(text.get("attention_k_eq_v")) and kind == FULL
+    overrides = text.get("per_layer_config")
+    if overrides is not None:
+        own = overrides.get(str(index), overrides.get(index, {}))
+        unknown = set(own) - {"head_dim", "num_key_value_heads"}
+        if unknown:
+            raise ValueError(f"per_layer_config of layer {index} sets {sorted(unknown)}; implemented: head_dim, num_key_value_heads")
+        head_dim, kv_heads = int(own.get("head_dim", head_dim)), int(own.get("num_key_value_heads", kv_heads))
+    elif kind == FULL:
+        head_dim = int(text.get("global_head_dim") or 512)
+        if k_eq_v:
+            kv_heads = int(text.get("num_global_key_value_heads") or kv_heads)
+    if heads % kv_heads:
+        raise ValueError(f"layer {index} has {heads} query heads, which {kv_heads} KV heads do not divide")
+    return heads, kv_heads, head_dim, k_eq_v
+
+
+def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[float, int]:
+    """(theta, rotating frequency pairs) of one kind of layer."""
+    default = {
+        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    }
+    rope = (text.get("rope_parameters") or default)[kind]
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ("default", "proportional") or float(rope.get("factor", 1.0)) != 1.0:
+        raise ValueError(f"rope_parameters of {kind} are {dict(rope)}; implemented: rope_type 'default' or 'proportional' with factor 1")
+    fraction = float(rope.get("partial_rotary_factor", 1.0)) if rope_type == "proportional" else 1.0
+    return float(_require(rope, "rope_theta")), int(fraction * head_dim // 2)

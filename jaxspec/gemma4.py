@@ -1,0 +1,321 @@
+"""The Gemma 4 target: hidden states of a block of rows for each sequence, reading and extending a paged cache.
+
+Facts: transformers `modeling_gemma4.py` 5.23, vLLM `gemma4.py`, google-deepmind/gemma. The text path of the whole family:
+sliding and full layers with their own head_dim and KV heads, K = V projections, proportional RoPE, per-layer embeddings,
+layers that share KV, mixture of experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec import cache as paged
+from jaxspec.cache import LayerKV, PagedKV
+from jaxspec.config import FULL, Gemma4Config, LayerSpec
+from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, gelu, rms, rope, softcap
+from jaxspec.moe import Experts, Router
+from pallas_kernels.paged_attention import paged_attention
+
+
+@struct.dataclass
+class Rows:
+    """A block of consecutive rows for each of B sequences.
+
+    ids: [B, T] int32. start: [B] int32, the position of a sequence's first row, which is also how many positions its cache holds.
+    count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
+    sequence lives in the cache; an id out of range stands for no sequence and must come with count 0.
+    """
+
+    ids: jax.Array
+    start: jax.Array
+    count: jax.Array
+    slots: jax.Array
+
+    @property
+    def positions(self) -> jax.Array:
+        return self.start[:, None] + jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None, :]
+
+
+@struct.dataclass
+class Hidden:
+    """What a forward pass returns. hidden: [B, T, H] after the final norm, or [B, 1, H] where only the last row was asked for.
+    taps: one [B, T, H] for each tap asked for; tap i is the output of layer i - 1, tap 0 the scaled embedding."""
+
+    hidden: jax.Array
+    taps: tuple[jax.Array, ...]
+
+
+@struct.dataclass
+class Attention:
+    """qkv_proj: [KV, G + owned, D, H], by KV head its G query heads, then its key and (unless k_eq_v) its value; a layer that
+    shares KV has the query heads alone and no k_norm. o_proj: [H, KV, G, D]."""
+
+    qkv_proj: Linear
+    o_proj: Linear
+    q_norm: RMSNorm
+    k_norm: RMSNorm | None
+    spec: LayerSpec = struct.field(pytree_node=False)
+
+    def queries(self, projected: jax.Array, positions: jax.Array) -> jax.Array:
+        """projected: [B, T, KV, >= G, D] -> normed and rotated [B, T, KV, G, D]."""
+        return rope(self.q_norm(projected[..., : self.spec.group, :]), positions, self.spec.rope_theta, self.spec.rotary_angles)
+
+    def keys_values(self, projected: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rows' own K and V as they stand in the cache, each [B, T, KV, D]."""
+        assert self.k_norm is not None
+        key, value = projected[..., self.spec.group, :], projected[..., -1, :]
+        return rope(self.k_norm(key), positions, self.spec.rope_theta, self.spec.rotary_angles), rms(value, self.spec.eps)
+
+    def output(self, heads: jax.Array) -> jax.Array:
+        """heads: [B, T, KV, G, D] -> [B, T, H]."""
+        contract = (((2, 3, 4), (1, 2, 3)), ((), ()))
+        return jax.lax.dot_general(heads, self.o_proj.weight, contract)
+
+
+@struct.dataclass
+class DecoderLayer:
+    """One Gemma 4 layer: sandwich norms around attention and feed-forward, per-layer input, then the whole stream x layer_scalar.
+
+    The fields past layer_scalar are None unless the config has per-layer embeddings or experts.
+    """
+
+    self_attn: Attention
+    mlp: GatedMLP
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm
+    post_feedforward_layernorm: RMSNorm
+    layer_scalar: Weight
+    per_layer_input_gate: Linear | None
+    per_layer_projection: Linear | None
+    post_per_layer_input_norm: RMSNorm | None
+    router: Router | None
+    experts: Experts | None
+    post_feedforward_layernorm_1: RMSNorm | None
+    post_feedforward_layernorm_2: RMSNorm | None
+    pre_feedforward_layernorm_2: RMSNorm | None
+
+    def feed_forward(self, x: jax.Array, per_layer_input: jax.Array | None) -> jax.Array:
+        """The layer after attention. x: [B, T, H], per_layer_input: [B, T, P] or None -> [B, T, H]."""
+        out = self.mlp(self.pre_feedforward_layernorm(x))
+        if self.router is not None:
+            assert self.experts and self.post_feedforward_layernorm_1
+            assert self.pre_feedforward_layernorm_2 and self.post_feedforward_layernorm_2
+            flat = x.reshape(-1, x.shape[-1])
+            routed = self.experts(self.pre_feedforward_layernorm_2(flat), *self.router(flat))
+            out = self.post_feedforward_layernorm_1(out) + self.post_feedforward_layernorm_2(routed.reshape(x.shape))
+        x = x + self.post_feedforward_layernorm(out)
+        if per_layer_input is not None:
+            assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm
+            gated = gelu(self.per_layer_input_gate(x)) * per_layer_input
+            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        return x * self.layer_scalar.reshape((1,) * x.ndim)
+
+
+@struct.dataclass
+class Gemma4:
+    """The target's weights; the path of a field is its Hugging Face key without the `model.` prefix. The head is tied to embed_tokens."""
+
+    embed_tokens: Embedding
+    layers: tuple[DecoderLayer, ...]
+    norm: RMSNorm
+    embed_tokens_per_layer: Embedding | None
+    per_layer_model_projection: Linear | None
+    per_layer_projection_norm: RMSNorm | None
+    config: Gemma4Config = struct.field(pytree_node=False)
+
+    @property
+    def dtype(self) -> Any:
+        return self.embed_tokens.weight.dtype
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """Scaled token embeddings. ids: [...] int32 -> [..., H]."""
+        return self.embed_tokens(ids)
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Soft-capped logits in float32 of hidden states after the final norm. [..., H] -> [..., V]."""
+        logits = Linear(self.embed_tokens.weight)(hidden, dtype=jnp.float32)
+        return softcap(logits, self.config.final_logit_softcapping)
+
+    def per_layer_inputs(self, ids: jax.Array, embedded: jax.Array) -> jax.Array | None:
+        """Per-layer embeddings of every row: [B, T, layers, P], or None where the model has none."""
+        if self.embed_tokens_per_layer is None:
+            return None
+        assert self.per_layer_model_projection and self.per_layer_projection_norm
+        shape = (*ids.shape, self.config.num_hidden_layers, self.config.hidden_size_per_layer_input)
+        context = self.per_layer_model_projection(embedded) * (self.config.hidden_size**-0.5)
+        context = self.per_layer_projection_norm(context.reshape(shape))
+        return (context + self.embed_tokens_per_layer(ids).reshape(shape)) * (2.0**-0.5)
+
+    def __call__(
+        self,
+        rows: Rows,
+        cache: PagedKV | None,
+        *,
+        taps: tuple[int, ...] = (),
+        last_only: bool = False,
+        attention: str = "auto",
+    ) -> tuple[Hidden, PagedKV | None]:
+        """Runs a block of rows and stores their K and V. A row sees its sequence's cached positions and the rows before it.
+
+        cache: None runs the rows as whole sequences from position `start` (0, as a rule) and stores nothing. taps: indices of
+        hidden states to return. last_only: only the last real row's hidden state is wanted, so layers that share KV run that
+        row alone (unless a tap lies above the first of them). attention: implementation of `paged_attention`.
+        """
+        config = self.config
+        bad = [i for i in taps if not 0 <= i <= config.num_hidden_layers]
+        if bad:
+            raise ValueError(f"taps {bad} are outside 0 .. {config.num_hidden_layers}, the target's hidden states")
+        with jax.named_scope("embed"):
+            x = self.embed(rows.ids)
+            per_layer = self.per_layer_inputs(rows.ids, x)
+        positions, last = rows.positions, jnp.maximum(rows.count - 1, 0)
+        # Layers that share KV read the rows' K and V of another layer and write none: rows nobody reads can be left out of them.
+        cut = config.num_hidden_layers
+        if last_only and max(taps, default=0) <= config.first_shared_layer:
+            cut = config.first_shared_layer
+        fresh: dict[int, tuple[jax.Array, jax.Array]] = {}
+        tapped: dict[int, jax.Array] = {}
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped[i] = x
+            if i == cut:
+                x, positions = take_row(x, last), take_row(positions, last)
+                per_layer = None if per_layer is None else take_row(per_layer, last)
+            spec = layer.self_attn.spec
+            source = i if spec.kv_source is None else spec.kv_source
+            pools = table = None
+            if cache is not None:
+                pools, table = cache.layers[source], jnp.take(cache.tables[spec.kind], rows.slots, axis=0, mode="clip")
+            inputs = None if per_layer is None else per_layer[:, :, i]
+            x, fresh[source] = _layer(layer, x, positions, rows.start, rows.count, pools, table, inputs, fresh.get(source), attention)
+        if config.num_hidden_layers in taps:
+            tapped[config.num_hidden_layers] = x
+        if last_only and cut == config.num_hidden_layers:
+            x = take_row(x, last)
+        if cache is not None:
+            cache = _store(cache, rows, fresh, config)
+        return Hidden(self.norm(x), tuple(tapped[i] for i in taps)), cache
+
+
+def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
+    """One row of each sequence. x: [B, T, ...], index: [B] int32 -> [B, 1, ...]."""
+    return jnp.take_along_axis(x, index.reshape((-1,) + (1,) * (x.ndim - 1)), axis=1)
+
+
+# Jitted by itself so that layers with equal specs are traced once; XLA inlines it.
+@jax.jit(static_argnames="attention")
+def _layer(
+    layer: DecoderLayer,
+    x: jax.Array,
+    positions: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    pools: LayerKV | None,
+    table: jax.Array | None,
+    per_layer_input: jax.Array | None,
+    fresh: tuple[jax.Array, jax.Array] | None,
+    attention: str,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One layer; returns its output and the K and V of the fresh rows that it attended to, its own or its source's."""
+    attn, spec = layer.self_attn, layer.self_attn.spec
+    with jax.named_scope(spec.kind):
+        projected = attn.qkv_proj(layer.input_layernorm(x))
+        if spec.owns_kv:
+            dtype = x.dtype if pools is None else pools.k.dtype
+            # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
+            fresh = tuple(a.astype(dtype) for a in attn.keys_values(projected, positions))  # pyright: ignore[reportAssignmentType]
+        assert fresh is not None
+        heads = paged_attention(
+            attn.queries(projected, positions),
+            positions,
+            None if pools is None else (pools.k, pools.v),
+            table,
+            start,
+            fresh,
+            count,
+            window=spec.window,
+            implementation=attention,
+        )
+        x = x + layer.post_attention_layernorm(attn.output(heads))
+    with jax.named_scope("feed_forward"):
+        return layer.feed_forward(x, per_layer_input), fresh
+
+
+def _store(cache: PagedKV, rows: Rows, fresh: dict[int, tuple[jax.Array, jax.Array]], config: Gemma4Config) -> PagedKV:
+    """Writes every owning layer's fresh rows, once all layers have read the pools as they were."""
+    tables = {kind: jnp.take(table, rows.slots, axis=0, mode="clip") for kind, table in cache.tables.items()}
+    layers = list(cache.layers)
+    for i, (k, v) in fresh.items():
+        pools = cache.layers[i]
+        assert pools is not None
+        layers[i] = paged.write(pools, tables[config.layers[i].kind], rows.start, rows.count, k, v)
+    return cache.replace(layers=tuple(layers))
+
+
+def abstract(config: Gemma4Config, dtype: Any = jnp.bfloat16) -> Gemma4:
+    """The model as a tree of ShapeDtypeStructs: what loading, random init and sharding are maps over."""
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    hidden, ple, count = config.hidden_size, config.hidden_size_per_layer_input, config.num_hidden_layers
+    return Gemma4(
+        embed_tokens=Embedding(leaf(config.vocab_size, hidden), hidden**0.5),
+        layers=tuple(abstract_layer(spec, dtype) for spec in config.layers),
+        norm=RMSNorm(leaf(hidden), config.rms_norm_eps),
+        embed_tokens_per_layer=Embedding(leaf(config.vocab_size_per_layer_input, count * ple), ple**0.5) if ple else None,
+        per_layer_model_projection=Linear(leaf(count * ple, hidden)) if ple else None,
+        per_layer_projection_norm=RMSNorm(leaf(ple), config.rms_norm_eps) if ple else None,
+        config=config,
+    )
+
+
+def abstract_layer(spec: LayerSpec, dtype: Any) -> DecoderLayer:
+    """One layer as a tree of ShapeDtypeStructs."""
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def norm(width: int) -> RMSNorm:
+        return RMSNorm(leaf(width), spec.eps)
+
+    hidden, ple, experts = spec.hidden_size, spec.per_layer_input, spec.num_experts
+    owned = 0 if not spec.owns_kv else 1 if spec.k_eq_v else 2
+    return DecoderLayer(
+        self_attn=Attention(
+            qkv_proj=Linear(leaf(spec.num_kv_heads, spec.group + owned, spec.head_dim, hidden)),
+            o_proj=Linear(leaf(hidden, spec.num_kv_heads, spec.group, spec.head_dim)),
+            q_norm=norm(spec.head_dim),
+            k_norm=norm(spec.head_dim) if spec.owns_kv else None,
+            spec=spec,
+        ),
+        mlp=GatedMLP(Linear(leaf(2, spec.intermediate_size, hidden)), Linear(leaf(hidden, spec.intermediate_size))),
+        input_layernorm=norm(hidden),
+        post_attention_layernorm=norm(hidden),
+        pre_feedforward_layernorm=norm(hidden),
+        post_feedforward_layernorm=norm(hidden),
+        layer_scalar=leaf(1),
+        per_layer_input_gate=Linear(leaf(ple, hidden)) if ple else None,
+        per_layer_projection=Linear(leaf(hidden, ple)) if ple else None,
+        post_per_layer_input_norm=norm(hidden) if ple else None,
+        router=Router(Linear(leaf(experts, hidden)), leaf(hidden), leaf(experts), spec.top_k_experts, spec.eps) if experts else None,
+        experts=Experts(leaf(experts, 2, spec.moe_intermediate_size, hidden), leaf(experts, hidden, spec.moe_intermediate_size))
+        if experts
+        else None,
+        post_feedforward_layernorm_1=norm(hidden) if experts else None,
+        post_feedforward_layernorm_2=norm(hidden) if experts else None,
+        pre_feedforward_layernorm_2=norm(hidden) if experts else None,
+    )
+
+
+def init_cache(config: Gemma4Config, **settings: Any) -> PagedKV:
+    """An empty cache for this target; `settings` are those of `jaxspec.cache.init`."""
+    return paged.init(config.layers, **settings)
+
+
+__all__ = ["FULL", "Gemma4", "Hidden", "Rows", "abstract", "abstract_layer", "init_cache", "take_row"]

@@ -1,0 +1,130 @@
+"""The layers that target and drafters share: Linear, Embedding, RMSNorm, rotary position, gated MLP, softcap.
+
+A module is a `flax.struct.dataclass`: its fields are weights, named so that the path is the Hugging Face key, and static settings.
+Weights keep Hugging Face's [out, in] order. Matrices that are always used together are fused at load along new axes:
+query, key and value heads by KV head, gate and up projections as a pair; see `checkpoint.py` for the mapping.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+# A weight: an array, a ShapeDtypeStruct in an abstract tree, or a sharding in a tree of shardings.
+Weight = Any
+
+
+@struct.dataclass
+class Linear:
+    """y = x W^T. weight: [*out, in]; the output axes may be several, for fused matrices."""
+
+    weight: Weight
+
+    def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
+        """x: [..., in] -> [..., *out], in x's dtype or in `dtype`; products are summed in float32 on GPU."""
+        contract = (((x.ndim - 1,), (self.weight.ndim - 1,)), ((), ()))
+        return jax.lax.dot_general(x, self.weight, contract, preferred_element_type=dtype)
+
+
+@struct.dataclass
+class Embedding:
+    """Rows of a table times a constant, which is rounded to the table's dtype first (Gemma: sqrt(hidden))."""
+
+    weight: Weight
+    scale: float = struct.field(pytree_node=False, default=1.0)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """ids: [...] int32 -> [..., H]."""
+        return jnp.take(self.weight, ids, axis=0, mode="clip") * jnp.asarray(self.scale, self.weight.dtype)
+
+
+@struct.dataclass
+class RMSNorm:
+    """x / rms(x) * weight, in float32, rounded once at the end. weight: [H], not offset by one."""
+
+    weight: Weight
+    eps: float = struct.field(pytree_node=False, default=1e-6)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        normed = _normalise(x, self.eps)
+        return (normed * last_axis(self.weight.astype(jnp.float32), x.ndim)).astype(x.dtype)
+
+
+def rms(x: jax.Array, eps: float) -> jax.Array:
+    """RMS norm without a weight."""
+    return _normalise(x, eps).astype(x.dtype)
+
+
+def _normalise(x: jax.Array, eps: float) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def last_axis(vector: jax.Array, ndim: int) -> jax.Array:
+    """A vector shaped to broadcast along the last of `ndim` axes."""
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+@struct.dataclass
+class GatedMLP:
+    """down(gelu_tanh(gate x) * up x). gate_up_proj: [2, I, H], down_proj: [H, I]."""
+
+    gate_up_proj: Linear
+    down_proj: Linear
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate_up = self.gate_up_proj(x)
+        return self.down_proj(gelu(gate_up[..., 0, :]) * gate_up[..., 1, :])
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """Gemma's activation: the tanh form of GELU."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def softcap(logits: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(logits / cap), or the logits where there is no cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def rope_frequencies(head_dim: int, theta: float, rotary_angles: int) -> np.ndarray:
+    """Radians a position for each of head_dim / 2 pairs, float32 [head_dim / 2].
+
+    The first `rotary_angles` pairs rotate and the rest stand still ("proportional" RoPE); exponents run over the whole head_dim.
+    """
+    exponent = np.arange(0, 2 * rotary_angles, 2, dtype=np.float32) / np.float32(head_dim)
+    rotating = np.float32(1.0) / np.power(np.float32(theta), exponent, dtype=np.float32)
+    return np.concatenate([rotating, np.zeros(head_dim // 2 - rotary_angles, np.float32)])
+
+
+def rope(x: jax.Array, positions: jax.Array, theta: float, rotary_angles: int) -> jax.Array:
+    """Rotates pairs (d, d + D/2) of the last axis by position. x: [B, T, ..., D], positions: [B, T] int32. Angles in float32."""
+    frequencies = rope_frequencies(x.shape[-1], theta, rotary_angles)
+    angles = positions[..., None].astype(jnp.float32) * last_axis(jnp.asarray(frequencies), 3)
+    angles = angles.reshape(positions.shape + (1,) * (x.ndim - 3) + angles.shape[-1:])
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def init_weights(abstract: Any, key: jax.Array, std: float = 0.02) -> Any:
+    """Random weights for an abstract tree: norms and scalars one, everything else normal with deviation `std`.
+
+    `token_ordering` of a centroid head becomes the identity.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
+    keys = jax.random.split(key, len(leaves))
+
+    def draw(path: Any, leaf: Any, key: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        if name.endswith("token_ordering"):
+            return jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
+        if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            return jnp.ones(leaf.shape, leaf.dtype)
+        return (std * jax.random.normal(key, leaf.shape, jnp.float32)).astype(leaf.dtype)
+
+    return jax.tree_util.tree_unflatten(tree, [draw(p, x, k) for (p, x), k in zip(leaves, keys, strict=True)])

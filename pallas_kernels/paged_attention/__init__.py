@@ -1,0 +1,42 @@
+"""Attention over a paged cache and fresh rows: one operation for verify blocks, prefill chunks and drafters."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.paged_attention import reference
+
+IMPLEMENTATIONS = ("xla",)
+
+
+def paged_attention(
+    q: jax.Array,
+    positions: jax.Array,
+    cached: tuple[jax.Array, jax.Array] | None,
+    table: jax.Array | None,
+    lengths: jax.Array,
+    fresh: tuple[jax.Array, jax.Array] | None = None,
+    fresh_count: jax.Array | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float = 1.0,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Softmax attention of query rows over a sequence's pages and over fresh rows that are not in the pages yet.
+
+    q: [B, T, KV, G, D], G query heads for each KV head. positions: [B, T] int32, the position of each query row.
+    cached: K and V pools [pages, page, KV, D], or None. table: [B, W] int32; logical page i of row b is table[b, i % W], so a
+    narrow table is a ring that keeps the newest W * page positions. lengths: [B] int32, positions 0 .. lengths - 1 are cached.
+    fresh: K and V [B, F, KV, D] at positions lengths .. lengths + fresh_count - 1; fresh_count: [B] int32.
+    causal: a query sees fresh keys at its own position and before (False: all of them). window: a query at p sees keys with
+    p - key < window. Returns [B, T, KV, G, D] in q's dtype. Keys that no query sees may hold anything, NaN included; a query
+    that sees no key gives zeros.
+
+    Raises ValueError for an unknown or unsupported `implementation`.
+    """
+    if implementation not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"implementation is {implementation!r}; expected 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+    return reference.paged_attention(
+        q, positions, cached, table, lengths, fresh, fresh_count, causal=causal, window=window, scale=scale
+    )

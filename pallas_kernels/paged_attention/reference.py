@@ -1,0 +1,51 @@
+"""Paged attention in plain XLA: the definition of the operation, and its implementation where no kernel runs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
+
+
+def ring_positions(lengths: jax.Array, size: int) -> jax.Array:
+    """The position that each of `size` ring places holds once positions 0 .. lengths - 1 were written: [B, size] int32.
+
+    Place j holds the newest position that is congruent to j; negative where nothing was written.
+    """
+    newest = lengths[:, None] - 1
+    return newest - jnp.mod(newest - jnp.arange(size, dtype=jnp.int32)[None, :], size)
+
+
+def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, *, causal, window, scale):
+    """See `pallas_kernels.paged_attention.paged_attention`."""
+    keys, values, key_positions, is_fresh = [], [], [], []
+    if cached is not None:
+        k, v = (jnp.take(pool, table, axis=0, mode="clip").reshape(q.shape[0], -1, *pool.shape[2:]) for pool in cached)
+        keys.append(k)
+        values.append(v)
+        key_positions.append(ring_positions(lengths, k.shape[1]))
+        is_fresh.append(jnp.zeros(k.shape[1], bool))
+    if fresh is not None:
+        k, v = fresh
+        row = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
+        keys.append(k)
+        values.append(v)
+        key_positions.append(jnp.where(row < fresh_count[:, None], lengths[:, None] + row, -1))
+        is_fresh.append(jnp.ones(k.shape[1], bool))
+    at = jnp.concatenate(key_positions, axis=1)[:, None, :]
+    visible = at >= 0
+    if causal:
+        visible &= at <= positions[:, :, None]
+    else:
+        visible &= (at < lengths[:, None, None]) | jnp.concatenate(is_fresh)[None, None, :]
+    if window is not None:
+        visible &= positions[:, :, None] - at < window
+    # A masked key's weight is zero, but zero times NaN is not: keys that nobody sees are cleared.
+    seen = jnp.any(visible, axis=1)[:, :, None, None]
+    k = jnp.where(seen, jnp.concatenate(keys, axis=1).astype(q.dtype), 0)
+    v = jnp.where(seen, jnp.concatenate(values, axis=1).astype(q.dtype), 0)
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(visible[:, None, None, :, :], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, v)
