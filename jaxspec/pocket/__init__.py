@@ -1,0 +1,1 @@
+"""The bundled pocket models, each a folder in Hugging Face layout."""

@@ -1,0 +1,1 @@
+"""Training of the pocket models: corpus, data, losses, loops."""
