@@ -1,0 +1,158 @@
+"""Text in and out: the checkpoint's tokenizer and chat template, and detokenizing while tokens still arrive."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# How much of what is already shown is decoded again beside new tokens. A decoder may treat the first token of its input differently (strip
+# its leading space, say), and a character has at most 4 bytes, so 8 tokens back nothing of that can reach the new ones.
+CONTEXT_TOKENS = 8
+INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character (yet)
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, as transformers loads it from the checkpoint's folder.
+
+    bos_token_id, eos_token_id, pad_token_id: int, or None where the tokenizer has none. A model may stop at more ids than eos_token_id:
+    those are in its config. vocab_size: number of ids with a token, added tokens counted; a model's embedding may have more rows.
+    """
+
+    def __init__(self, hf_tokenizer, folder: Path):
+        self._hf = hf_tokenizer
+        self._folder = folder
+        backend = hf_tokenizer.backend_tokenizer
+        self.bos_token_id: int | None = hf_tokenizer.bos_token_id
+        self.eos_token_id: int | None = hf_tokenizer.eos_token_id
+        self.pad_token_id: int | None = hf_tokenizer.pad_token_id
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.byte_ids = _byte_ids(backend)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text, with the special tokens that the checkpoint's tokenizer adds (Gemma: bos first)."""
+        if not isinstance(text, str):
+            raise TypeError(f"encode() takes one str, found {type(text).__name__}")
+        return self._hf.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids. Special tokens and ids without a token are left out; bytes that are no UTF-8 character become U+FFFD."""
+        # Through the backend: the clean-up that transformers may do after it is not local, so text could not be streamed.
+        return self._hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def has_text(self, token_id: int) -> bool:
+        """False for what decode() leaves out: special tokens, and ids without a token (a padded vocabulary has some)."""
+        return token_id not in self._special_ids and self._hf.backend_tokenizer.id_to_token(token_id) is not None
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs) -> list[int]:
+        """Token ids of a conversation, by the checkpoint's chat template.
+
+        messages: mappings with "role" and "content", oldest first. add_generation_prompt: end with the opening of the model's turn.
+        kwargs go to the template (tools=..., enable_thinking=...). ValueError if there is no template, no message, a message without a
+        role, or if the template refuses the conversation.
+        """
+        from jinja2 import TemplateError
+
+        if self._hf.chat_template is None:
+            raise ValueError(
+                f"{self._folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
+                "it is not a chat checkpoint; use generate() with plain text, or an instruction-tuned checkpoint"
+            )
+        if isinstance(messages, str | Mapping) or not messages:
+            example = [{"role": "user", "content": "Hi"}]
+            raise ValueError(f"chat takes a list of at least one message, such as {example}, found {messages!r}")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise ValueError(f"message {i} is {message!r}, expected a dict with 'role' and 'content'")
+        conversation = [dict(message) for message in messages]
+        try:
+            return self._hf.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, return_dict=False, **kwargs)
+        except TemplateError as error:
+            raise ValueError(f"the chat template of {self._folder} refused the conversation: {error}") from error
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint in a local folder: tokenizer.json, and tokenizer_config.json and chat_template.jinja where present.
+
+    Nothing is downloaded and no code from the folder is run. FileNotFoundError names the file that is missing.
+    """
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        found = f"it has {_listing(folder)}" if folder.is_dir() else "there is no such folder"
+        raise FileNotFoundError(f"{folder} has no tokenizer.json: {found}. Every release has that file: copy it from there")
+    auto_tokenizer = _auto_tokenizer()
+    try:
+        hf_tokenizer = auto_tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the parser's errors are of many types, bare Exception among them
+        raise ValueError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
+    return Tokenizer(hf_tokenizer, folder)
+
+
+class IncrementalDetokenizer:
+    """Detokenizes one sequence while it grows: the pieces, in order, make up tokenizer.decode of all its ids.
+
+    A piece never ends inside a character. Bytes that are no complete character yet are held back, and so is a whole run of byte tokens
+    (<0xE2>...) until another token ends it: only then is it known whether the run is text. The cost of a push depends on how much is
+    pushed, not on how long the sequence is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # the last ids before _run; all but the last few leave as soon as their text is out
+        self._run: list[int] = []  # byte tokens at the end, all held back
+        self._shown = 0  # characters of the window's text that are out
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Takes the next ids, any number of them; returns the text that is now certain and was not returned before, "" if none."""
+        fresh = False
+        for i in filter(self._tokenizer.has_text, map(int, ids)):
+            self._run.append(i)
+            if i not in self._tokenizer.byte_ids:
+                self._window += self._run
+                self._run = []
+                fresh = True
+        if not fresh:
+            return ""
+        text = self._tokenizer.decode(self._window)
+        held = text.endswith(INCOMPLETE)  # of several, only the last can still become a character
+        piece = text[self._shown : len(text) - held]
+        if len(self._window) > CONTEXT_TOKENS:
+            self._window = self._window[-CONTEXT_TOKENS:]
+            text = self._tokenizer.decode(self._window)
+        self._shown = len(text) - held
+        return piece
+
+    def flush(self) -> str:
+        """The text that was still held back, at the end of the sequence. Afterwards the object is ready for another sequence."""
+        piece = self._tokenizer.decode(self._window + self._run)[self._shown :]
+        self._window, self._run, self._shown = [], [], 0
+        return piece
+
+
+def _byte_ids(backend) -> frozenset[int]:
+    """Ids of the byte tokens <0x00>..<0xFF>, where the tokenizer's decoder reads them as bytes."""
+    letter = backend.token_to_id("<0x41>")
+    if letter is None or backend.decode([letter]) != "A":
+        return frozenset()
+    ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(i for i in ids if i is not None)
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no files"
+
+
+def _auto_tokenizer():
+    """transformers.AutoTokenizer. Imported late, since that takes seconds, and without its advice to install PyTorch."""
+    logger = logging.getLogger("transformers")
+
+    def no_advice(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger.addFilter(no_advice)
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        logger.removeFilter(no_advice)
+    return AutoTokenizer

@@ -1,0 +1,287 @@
+"""Tokenizer, chat template and incremental detokenizing, on small tokenizers of the three kinds of decoder that checkpoints have."""
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from jaxspec.text import CONTEXT_TOKENS, INCOMPLETE, IncrementalDetokenizer, load_tokenizer
+
+CORPUS = [
+    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
+    "the quick brown fox jumps over the lazy dog, the quick brown fox jumps again",
+    "日本語 and 漢字, 你好世界; naïve café, voilà",
+]
+# Characters of 1 to 4 bytes that no merge covers, a skin tone, a joined family, combining marks, a flag.
+TEXTS = ["a€😀", " 👍🏽", "e\u0301o\u0308", "漢😀字", "👩\u200d👧", "🇫🇷x"]
+SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}{{ raise_exception('system must be first') }}"
+    "{% endif %}<|turn>{{ m['role'] }}\n{{ m['content'] }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+    "{% if think %}think{% endif %}"
+)
+
+
+def byte_level():
+    """Tokens are runs of bytes, as in GPT-2: one token may hold half a character."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+def byte_fallback():
+    """Tokens are characters and merges of them, with <0xNN> tokens for what the vocabulary lacks, as in Gemma."""
+    backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=[*SPECIALS, *byte_tokens], show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    # Training marks its special_tokens as special; the byte tokens are plain members of the vocabulary.
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    return Backend.from_str(json.dumps(state))
+
+
+def metaspace():
+    """A decoder that strips the space before the first token, as in Llama 2."""
+    backend = byte_fallback()
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([backend.decoder, decoders.Strip(" ", 1, 0)])
+    return backend
+
+
+def save(backend, folder, **config):
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", backend.token_to_id("<bos>"))])
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    names = dict(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", **names) | config))
+    return folder
+
+
+KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request, tmp_path_factory):
+    return load_tokenizer(save(KINDS[request.param](), tmp_path_factory.mktemp("tokenizer") / request.param))
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+    folder = save(byte_level(), tmp_path_factory.mktemp("chat"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def pieces(tokenizer, blocks):
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    return [detokenizer.push(block) for block in blocks] + [detokenizer.flush()]
+
+
+def splits(ids):
+    """Every way to cut ids into consecutive blocks."""
+    for cuts in itertools.product([False, True], repeat=len(ids) - 1):
+        blocks = [[ids[0]]]
+        for i, cut in zip(ids[1:], cuts, strict=True):
+            if cut:
+                blocks.append([i])
+            else:
+                blocks[-1].append(i)
+        yield blocks
+
+
+def random_blocks(rng, ids):
+    blocks = []
+    while ids:
+        size = rng.randint(0, 5)
+        blocks.append(ids[:size])
+        ids = ids[size:]
+    return blocks
+
+
+def test_encode_adds_bos_and_decode_gives_the_text_back(tokenizer):
+    for text in CORPUS + TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids[0] == tokenizer.bos_token_id == 2
+        assert all(type(i) is int for i in ids)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("") == [2]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.vocab_size == max(tokenizer.encode("".join(CORPUS)) + [tokenizer.vocab_size - 1]) + 1
+
+
+def test_special_and_byte_ids(tokenizer):
+    hidden = [i for i in range(tokenizer.vocab_size + 3) if not tokenizer.has_text(i)]
+    assert hidden == [*range(len(SPECIALS)), *range(tokenizer.vocab_size, tokenizer.vocab_size + 3)]
+    ids = tokenizer.encode("😀")[1:]
+    # Held-back runs hang on this: a Gemma tokenizer must know its byte tokens, and a byte-level one has none.
+    assert [i in tokenizer.byte_ids for i in ids][-4:] == [bool(tokenizer.byte_ids)] * 4
+    assert len(tokenizer.byte_ids) in (0, 256)
+
+
+def test_gemma_class_gives_the_same_ids(tmp_path):
+    # Released checkpoints name GemmaTokenizer, which builds its own pipeline around the vocabulary instead of reading it from the file.
+    plain = load_tokenizer(save(byte_fallback(), tmp_path / "plain"))
+    gemma = load_tokenizer(save(byte_fallback(), tmp_path / "gemma", tokenizer_class="GemmaTokenizer"))
+    for text in CORPUS + TEXTS:
+        assert gemma.encode(text) == plain.encode(text)
+        assert gemma.decode(gemma.encode(text)) == text
+    assert gemma.byte_ids == plain.byte_ids and gemma.bos_token_id == 2
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_split_of_a_text(tokenizer, text):
+    ids = tokenizer.encode(text)[1:]
+    assert len(ids) <= 13
+    for blocks in splits(ids):
+        out = pieces(tokenizer, blocks)
+        assert "".join(out) == text
+        assert not any(INCOMPLETE in piece for piece in out)  # a broken character was shown
+
+
+def test_text_is_not_held_longer_than_needed(tokenizer):
+    ids = tokenizer.encode("the quick brown fox")[1:]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    shown = ""
+    for n, i in enumerate(ids, 1):
+        shown += detokenizer.push([i])
+        assert shown == tokenizer.decode(ids[:n])
+
+
+def test_text_before_a_broken_character_is_shown(tokenizer):
+    ids = tokenizer.encode("fox😀")[1:]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert detokenizer.push(ids[:-1]) == "fox"
+    assert detokenizer.push(ids[-1:]) + detokenizer.flush() == "😀"
+
+
+def test_random_ids(tokenizer):
+    """Any ids at all, as an untrained model gives them: broken characters, special tokens, ids without a token."""
+    rng = random.Random(0)
+    raw_bytes = sorted(tokenizer.byte_ids) or tokenizer.encode("é漢😀😀")[1:]
+    for _ in range(300):
+        pool = rng.choice([range(tokenizer.vocab_size), raw_bytes, [*raw_bytes, *range(0, tokenizer.vocab_size + 9, 7)]])
+        ids = rng.choices(pool, k=rng.randint(0, 60))
+        assert "".join(pieces(tokenizer, random_blocks(rng, ids))) == tokenizer.decode(ids)
+
+
+def test_literal_replacement_character(tokenizer):
+    text = f"a{INCOMPLETE}b{INCOMPLETE}"
+    assert "".join(pieces(tokenizer, [[i] for i in tokenizer.encode(text)])) == text
+
+
+def test_cost_of_a_push_is_bounded(tokenizer, monkeypatch):
+    lengths = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
+    ids = tokenizer.encode(" ".join(CORPUS) * 5)[1:]
+    broken = tokenizer.encode("😀")[-2:-1] * 200  # second-last byte, over and over: never a character
+    out = pieces(tokenizer, [[i] for i in ids + broken + ids])
+    assert "".join(out) == decode(ids + broken + ids)
+    if tokenizer.byte_ids:  # the run of byte tokens is decoded once, when it ends
+        lengths.remove(CONTEXT_TOKENS + len(broken) + 1)
+    assert max(lengths) == CONTEXT_TOKENS + 1
+
+
+def test_flush_makes_ready_for_another_sequence(tokenizer):
+    ids = tokenizer.encode("fox €")[1:]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert detokenizer.push(ids[:-1]) + detokenizer.flush() == tokenizer.decode(ids[:-1])
+    assert detokenizer.flush() == ""
+    assert detokenizer.push(ids) + detokenizer.flush() == "fox €"
+
+
+def test_chat_template(chat_folder):
+    tokenizer = load_tokenizer(chat_folder)
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "Hi"}]
+    opening = "<|turn>system\nshort<turn|>\n<|turn>user\nHi<turn|>\n"
+    # encode() adds bos, and so does the template: once is right.
+    assert tokenizer.apply_chat_template(messages) == tokenizer.encode(opening + "<|turn>model\n")
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == tokenizer.encode(opening)
+    assert tokenizer.apply_chat_template(messages, think=True) == tokenizer.encode(opening + "<|turn>model\nthink")
+
+
+@pytest.mark.parametrize(
+    "messages, error",
+    [
+        ([], "at least one message.*found \\[\\]"),
+        ("Hi", "list of at least one message.*found 'Hi'"),
+        ({"role": "user", "content": "Hi"}, "list of at least one message"),
+        ([{"role": "user", "content": "Hi"}, "Hi"], "message 1 is 'Hi', expected a dict with 'role' and 'content'"),
+        ([{"content": "Hi"}], "message 0 is {'content': 'Hi'}, expected a dict"),
+        ([{"role": "user", "content": "Hi"}, {"role": "system", "content": "x"}], "refused the conversation: system must be first"),
+    ],
+)
+def test_bad_conversations(chat_folder, messages, error):
+    with pytest.raises(ValueError, match=error):
+        load_tokenizer(chat_folder).apply_chat_template(messages)
+
+
+def test_no_chat_template(tokenizer):
+    with pytest.raises(ValueError, match="has no chat template .*instruction-tuned"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+def test_encode_takes_text_only(tokenizer):
+    with pytest.raises(TypeError, match="takes one str, found list"):
+        tokenizer.encode(["Hi"])
+
+
+def test_missing_folder_and_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere has no tokenizer.json: there is no such folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json: it has no files"):
+        load_tokenizer(tmp_path)
+    for i in range(10):
+        (tmp_path / f"{i}.json").touch()
+    with pytest.raises(FileNotFoundError, match="it has 0.json, 1.json, .*7.json, ..."):
+        load_tokenizer(tmp_path)
+
+
+def test_broken_file(tmp_path):
+    folder = save(byte_level(), tmp_path)
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model":')
+    with pytest.raises(ValueError, match="tokenizer.json cannot be loaded: "):
+        load_tokenizer(folder)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    folder = save(byte_level(), tmp_path / "odd", tokenizer_class="Odd", auto_map={"AutoTokenizer": ["odd.Odd", "odd.Odd"]})
+    (folder / "odd.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Odd: pass\n")
+    try:
+        load_tokenizer(folder)
+    except ValueError:
+        pass  # refused, or loaded from the json file alone: either is right
+    assert not (tmp_path / "ran").exists()
+
+
+def test_added_tokens_that_are_not_special_are_text(tmp_path):
+    backend = byte_fallback()
+    backend.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    tokenizer = load_tokenizer(save(backend, tmp_path))
+    ids = tokenizer.encode("a<tool>b")
+    assert "".join(pieces(tokenizer, [[i] for i in ids])) == tokenizer.decode(ids) == "a<tool>b"
+
+
+def test_loading_says_nothing_and_importing_is_light(chat_folder):
+    # transformers takes seconds to import and, without PyTorch, advises to install it: neither is for someone who asks for --help.
+    code = f"""
+import sys, jaxspec, jaxspec.text
+assert "transformers" not in sys.modules and "jax" not in sys.modules
+sys.modules["torch"] = None
+jaxspec.text.load_tokenizer({str(chat_folder)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
