@@ -195,7 +195,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer
     learner.pre_tokenizer = _pre_tokenizer()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     size = vocab_size - NEWLINE
-    learner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))  # pyright: ignore
+    learner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
     merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
 
     names = {i: name for name, i in SPECIAL_IDS.items()}
@@ -208,7 +208,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges, unk_token="<unk>"))
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS)])  # pyright: ignore
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS)])
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
     return tokenizer
 
@@ -216,7 +216,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )  # pyright: ignore
+    )
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
