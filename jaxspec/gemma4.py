@@ -15,7 +15,7 @@ from flax import struct
 
 from jaxspec import cache as paged
 from jaxspec.cache import LayerKV, PagedKV
-from jaxspec.config import FULL, Gemma4Config, LayerSpec
+from jaxspec.config import Gemma4Config, LayerSpec
 from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, gelu, rms, rope, softcap
 from jaxspec.moe import Experts, Router
 from pallas_kernels.paged_attention import paged_attention
@@ -43,10 +43,27 @@ class Rows:
 @struct.dataclass
 class Hidden:
     """What a forward pass returns. hidden: [B, T, H] after the final norm, or [B, 1, H] where only the last row was asked for.
-    taps: one [B, T, H] for each tap asked for; tap i is the output of layer i - 1, tap 0 the scaled embedding."""
+    taps: one [B, T, H] for each tap asked for; tap i is the output of layer i - 1, tap 0 the scaled embedding.
+    keys: for each layer that owns K and V, what its queries attended to, fresh rows included."""
 
     hidden: jax.Array
     taps: tuple[jax.Array, ...]
+    keys: dict[int, Keys]
+
+
+@struct.dataclass
+class Keys:
+    """What a layer's queries attend to: positions 0 .. length - 1 in pages, then `count` fresh rows.
+
+    pools, table ([B, W] int32): the owning layer's pages, or None. length: [B] int32. fresh: K and V [B, T, KV, D] of rows that are
+    not in the pages yet, or None; count: [B] int32.
+    """
+
+    pools: LayerKV | None
+    table: jax.Array | None
+    length: jax.Array
+    fresh: tuple[jax.Array, jax.Array] | None
+    count: jax.Array
 
 
 @struct.dataclass
@@ -178,7 +195,7 @@ class Gemma4:
         cut = config.num_hidden_layers
         if last_only and max(taps, default=0) <= config.first_shared_layer:
             cut = config.first_shared_layer
-        fresh: dict[int, tuple[jax.Array, jax.Array]] = {}
+        fresh: dict[int, Keys] = {}
         tapped: dict[int, jax.Array] = {}
         for i, layer in enumerate(self.layers):
             if i in taps:
@@ -188,18 +205,16 @@ class Gemma4:
                 per_layer = None if per_layer is None else take_row(per_layer, last)
             spec = layer.self_attn.spec
             source = i if spec.kv_source is None else spec.kv_source
-            pools = table = None
-            if cache is not None:
-                pools, table = cache.layers[source], jnp.take(cache.tables[spec.kind], rows.slots, axis=0, mode="clip")
             inputs = None if per_layer is None else per_layer[:, :, i]
-            x, fresh[source] = _layer(layer, x, positions, rows.start, rows.count, pools, table, inputs, fresh.get(source), attention)
+            keys = fresh[source] if source in fresh else cached_keys(cache, source, spec.kind, rows.slots, rows.start, rows.count)
+            x, fresh[source] = decoder_layer(layer, x, positions, keys, inputs, attention)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
         if last_only and cut == config.num_hidden_layers:
             x = take_row(x, last)
         if cache is not None:
-            cache = _store(cache, rows, fresh, config)
-        return Hidden(self.norm(x), tuple(tapped[i] for i in taps)), cache
+            cache = _store(cache, rows, fresh)
+        return Hidden(self.norm(x), tuple(tapped[i] for i in taps), fresh), cache
 
 
 def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -209,51 +224,50 @@ def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
 
 # Jitted by itself so that layers with equal specs are traced once; XLA inlines it.
 @jax.jit(static_argnames="attention")
-def _layer(
-    layer: DecoderLayer,
-    x: jax.Array,
-    positions: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    pools: LayerKV | None,
-    table: jax.Array | None,
-    per_layer_input: jax.Array | None,
-    fresh: tuple[jax.Array, jax.Array] | None,
-    attention: str,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One layer; returns its output and the K and V of the fresh rows that it attended to, its own or its source's."""
+def decoder_layer(
+    layer: DecoderLayer, x: jax.Array, positions: jax.Array, keys: Keys, per_layer_input: jax.Array | None, attention: str
+) -> tuple[jax.Array, Keys]:
+    """One layer. x: [B, T, H]; positions: [B, T]; per_layer_input: [B, T, P] or None. Returns x and the keys that it attended to:
+    those given, with the layer's own fresh K and V if it owns any."""
     attn, spec = layer.self_attn, layer.self_attn.spec
     with jax.named_scope(spec.kind):
         projected = attn.qkv_proj(layer.input_layernorm(x))
         if spec.owns_kv:
-            dtype = x.dtype if pools is None else pools.k.dtype
+            dtype = x.dtype if keys.pools is None else keys.pools.k.dtype
             # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
-            fresh = tuple(a.astype(dtype) for a in attn.keys_values(projected, positions))  # pyright: ignore[reportAssignmentType]
-        assert fresh is not None
+            k, v = attn.keys_values(projected, positions)
+            keys = keys.replace(fresh=(k.astype(dtype), v.astype(dtype)))
         heads = paged_attention(
             attn.queries(projected, positions),
             positions,
-            None if pools is None else (pools.k, pools.v),
-            table,
-            start,
-            fresh,
-            count,
+            None if keys.pools is None else (keys.pools.k, keys.pools.v),
+            keys.table,
+            keys.length,
+            keys.fresh,
+            keys.count,
             window=spec.window,
             implementation=attention,
         )
         x = x + layer.post_attention_layernorm(attn.output(heads))
     with jax.named_scope("feed_forward"):
-        return layer.feed_forward(x, per_layer_input), fresh
+        return layer.feed_forward(x, per_layer_input), keys
 
 
-def _store(cache: PagedKV, rows: Rows, fresh: dict[int, tuple[jax.Array, jax.Array]], config: Gemma4Config) -> PagedKV:
+def cached_keys(
+    cache: PagedKV | None, owner: int, kind: str, slots: jax.Array, length: jax.Array, count: jax.Array
+) -> Keys:
+    """The cached positions of layer `owner` for these slots, with no fresh rows yet."""
+    if cache is None:
+        return Keys(None, None, length, None, count)
+    return Keys(cache.layers[owner], jnp.take(cache.tables[kind], slots, axis=0, mode="clip"), length, None, count)
+
+
+def _store(cache: PagedKV, rows: Rows, fresh: dict[int, Keys]) -> PagedKV:
     """Writes every owning layer's fresh rows, once all layers have read the pools as they were."""
-    tables = {kind: jnp.take(table, rows.slots, axis=0, mode="clip") for kind, table in cache.tables.items()}
     layers = list(cache.layers)
-    for i, (k, v) in fresh.items():
-        pools = cache.layers[i]
-        assert pools is not None
-        layers[i] = paged.write(pools, tables[config.layers[i].kind], rows.start, rows.count, k, v)
+    for i, keys in fresh.items():
+        assert keys.pools is not None and keys.table is not None and keys.fresh is not None
+        layers[i] = paged.write(keys.pools, keys.table, rows.start, rows.count, *keys.fresh)
     return cache.replace(layers=tuple(layers))
 
 
@@ -316,6 +330,3 @@ def abstract_layer(spec: LayerSpec, dtype: Any) -> DecoderLayer:
 def init_cache(config: Gemma4Config, **settings: Any) -> PagedKV:
     """An empty cache for this target; `settings` are those of `jaxspec.cache.init`."""
     return paged.init(config.layers, **settings)
-
-
-__all__ = ["FULL", "Gemma4", "Hidden", "Rows", "abstract", "abstract_layer", "init_cache", "take_row"]

@@ -1,0 +1,83 @@
+"""What a drafter is: an immutable pytree of weights with three pure methods over a state of its own.
+
+A new drafter is one file with a class like `NoDraft`, and one line in `jaxspec.drafters.REGISTRY`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.cache import PagedKV
+from jaxspec.gemma4 import Gemma4
+from jaxspec.sampling import Sampling
+
+
+@struct.dataclass
+class Observed:
+    """What the target just computed for B slots; the first `committed` of T rows stay, the rest were rejected or are padding.
+
+    slots: [B] int32, ids out of range stand for no sequence. ids, positions: [B, T] int32. hidden: [B, H], after the final norm, at
+    the last committed row. taps: [B, T, H] each, the drafter's `taps`. committed: [B] int32, 0 leaves the slot alone.
+    anchor: [B] int32, the token after the last committed row: the newest choice, or the next prompt token in the middle of a prompt.
+    """
+
+    slots: jax.Array
+    ids: jax.Array
+    positions: jax.Array
+    hidden: jax.Array
+    taps: tuple[jax.Array, ...]
+    committed: jax.Array
+    anchor: jax.Array
+
+
+@struct.dataclass
+class Target:
+    """The target as a drafter sees it, for B slots. anchor: [B] int32, the newest token, at position `length`, whose K and V do not
+    exist yet. length: [B] int32, the cache holds positions 0 .. length - 1."""
+
+    model: Gemma4
+    cache: PagedKV
+    slots: jax.Array
+    anchor: jax.Array
+    length: jax.Array
+
+
+class Drafter(Protocol):
+    """taps: indices of the target's hidden states that `observe` needs."""
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    def init(self, slots: int) -> Any:
+        """A state for this many slots, any pytree whose arrays have a leading slot axis or are a PagedKV."""
+        ...
+
+    def observe(self, state: Any, rows: Observed) -> Any:
+        """Takes in rows that the target computed."""
+        ...
+
+    def draft(self, state: Any, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[jax.Array, Any]:
+        """Guesses the tokens at positions length + 1 .. length + K: [B, K] int32, and the new state. Guesses are chosen with
+        `sampling.choose` at those positions."""
+        ...
+
+
+@struct.dataclass
+class NoDraft:
+    """Drafts nothing: with it the same loop decodes one token a step."""
+
+    taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    def init(self, slots: int) -> tuple[()]:
+        return ()
+
+    def observe(self, state: tuple[()], rows: Observed) -> tuple[()]:
+        return state
+
+    def draft(self, state: tuple[()], target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[jax.Array, tuple[()]]:
+        # Ids that no target chooses: with num_draft_tokens above 0 every draft is rejected.
+        return jnp.full((target.slots.shape[0], num_draft_tokens), -1, jnp.int32), state

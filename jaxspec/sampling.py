@@ -1,0 +1,40 @@
+"""How a token is chosen: argmax(logits / T + gumbel(seed, position, id)), by the target and by its drafters alike.
+
+`position` is that of the token being chosen. Temperature 0 drops the noise. Because the noise depends on nothing else, a draft
+equals what the target would choose at its position exactly when both put the same id on top.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from pallas_kernels.noise import gumbel, row_keys
+
+
+@struct.dataclass
+class Sampling:
+    """How B requests choose. seed: [B, 2] uint32 (low and high word); temperature: [B] float32, 0 for greedy."""
+
+    seed: jax.Array
+    temperature: jax.Array
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """A 64-bit seed as its low and high 32-bit words."""
+    return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+
+
+def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> jax.Array:
+    """The token ids chosen at `positions`.
+
+    logits: [B, T, C] float32. positions: [B, T] int32. ids: [B, T, C] int32, the token ids of the candidates; by default candidate
+    i is token i. Returns [B, T] int32. Of equal values the first candidate wins.
+    """
+    candidates = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
+    temperature = sampling.temperature[:, None, None]
+    keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions)
+    noisy = logits / jnp.maximum(temperature, jnp.float32(1e-30)) + gumbel(keys, candidates)
+    best = jnp.argmax(jnp.where(temperature > 0, noisy, logits), axis=-1).astype(jnp.int32)
+    return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]

@@ -1,0 +1,37 @@
+"""Position-keyed Gumbel noise: a counter-based integer hash of a request's seed, a token's position and a token id.
+
+It can be computed for any subset of ids (a vocabulary shard, a few candidates, a tile of a head) with the same values, on any
+backend, which is what lets a target and its drafter share it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which every input bit reaches every output bit (the finaliser of MurmurHash3)."""
+    x = x ^ (x >> jnp.uint32(16))
+    x = x * jnp.uint32(0x85EBCA6B)
+    x = x ^ (x >> jnp.uint32(13))
+    x = x * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))
+
+
+def row_keys(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """The 64-bit key of a row of noise. seed: [..., 2] uint32, position: [...] int32 -> [..., 2] uint32."""
+    low, high, at = seed[..., 0], seed[..., 1], position.astype(jnp.uint32)
+    first = _mix(_mix(_mix(low + jnp.uint32(0x9E3779B9)) ^ high) + at)
+    second = _mix(_mix(_mix(high ^ jnp.uint32(0x7F4A7C15)) + low) ^ at)
+    return jnp.stack([first, second], axis=-1)
+
+
+def gumbel(keys: jax.Array, ids: jax.Array) -> jax.Array:
+    """Gumbel noise of token ids. keys: [..., 2] uint32 from `row_keys`; ids: [..., C] int32 -> [..., C] float32.
+
+    The uniform is taken as its distance from one, so that large values, the ones that win, keep 32 bits of resolution.
+    """
+    bits = _mix(_mix((ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)) ^ keys[..., :1]) + keys[..., 1:])
+    distance = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32), jnp.float32(1.0 - 2.0**-24))
+    return -jnp.log(-jnp.log1p(-distance))
