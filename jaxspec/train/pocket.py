@@ -1,0 +1,174 @@
+"""Trains the bundled pocket models. One command a model:
+
+    python -m jaxspec.train.pocket target --data DIR --out DIR
+    python -m jaxspec.train.pocket mtp --target DIR --data DIR --out DIR
+
+--data is what `python -m jaxspec.train.corpus` wrote. Each takes at most 8 minutes on one H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import checkpoint, gemma4
+from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
+from jaxspec.drafters import gemma4_mtp
+from jaxspec.layers import init_weights
+from jaxspec.train.loop import train
+from jaxspec.train.losses import mtp_loss, target_loss
+
+ROPE = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+COMMON = {
+    "vocab_size": 4096,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": ROPE,
+    "sliding_window": 128,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "enable_moe_block": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "initializer_range": 0.02,
+    "dtype": "bfloat16",
+}
+TARGET = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    **COMMON,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 8,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL] * 2,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": 4096,
+    "hidden_size_per_layer_input": 16,
+}
+MTP = {
+    "architectures": ["Gemma4AssistantForCausalLM"],
+    "model_type": "gemma4_assistant",
+    "backbone_hidden_size": 256,
+    "use_ordered_embeddings": True,
+    "num_centroids": 64,
+    "centroid_intermediate_top_k": 8,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma4_text",
+        **COMMON,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": False,
+        "final_logit_softcapping": None,
+        "vocab_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 0,
+    },
+}
+
+
+def initial(abstract: Any, key: jax.Array) -> Any:
+    """Random float32 weights. Gemma's attention has no 1 / sqrt(D), so the query norm starts there; embeddings start at unit rms."""
+    weights = init_weights(abstract, key, std=0.05)
+
+    def scale(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf * leaf.shape[0] ** -0.5 if re.search(r"q_norm", jax.tree_util.keystr(path)) else leaf
+
+    return jax.tree_util.tree_map_with_path(scale, weights)
+
+
+def balanced_clusters(rows: np.ndarray, count: int, seed: int, rounds: int = 10) -> np.ndarray:
+    """k-means with clusters of equal size: the row ids of each cluster in turn, [N] int32. rows: [N, D]; count divides N."""
+    rng = np.random.default_rng(seed)
+    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-6)
+    size = len(rows) // count
+    centres = rows[rng.choice(len(rows), count, replace=False)]
+    owner = np.empty(len(rows), np.int64)
+    for _ in range(rounds):
+        similarity = rows @ centres.T
+        owner[:], room = -1, np.full(count, size)
+        for flat in np.argsort(-similarity, axis=None, kind="stable"):
+            row, centre = divmod(int(flat), count)
+            if owner[row] < 0 and room[centre]:
+                owner[row], room[centre] = centre, room[centre] - 1
+        centres = np.stack([rows[owner == centre].mean(axis=0) for centre in range(count)])
+    return np.argsort(owner, kind="stable").astype(np.int32)
+
+
+def train_target(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray) -> None:
+    config = Gemma4Config.from_hf(TARGET)
+    weights = initial(gemma4.abstract(config, jnp.float32), jax.random.key(args.seed))
+    weights = train(target_loss, weights, stream, held_out, **_settings(args))
+    checkpoint.save_weights(args.out, weights, TARGET, prefix="model.", dtype=jnp.bfloat16)
+
+
+def train_mtp(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray) -> None:
+    target_config = Gemma4Config.from_hf(checkpoint.read_config(args.target))
+    target = checkpoint.load_weights(args.target, gemma4.abstract(target_config), prefixes=("model.",), progress=False)
+    config = gemma4_mtp.bind(AssistantConfig.from_hf(MTP), target_config)
+    weights = initial(gemma4_mtp.abstract(config, jnp.float32), jax.random.key(args.seed))
+    ordering = balanced_clusters(np.asarray(target.embed_tokens.weight, np.float32), config.num_centroids, args.seed)
+    fixed = jnp.asarray(ordering)
+    assert weights.masked_embedding is not None
+    weights = weights.replace(masked_embedding=weights.masked_embedding.replace(token_ordering=None))
+
+    def loss(assistant: gemma4_mtp.Gemma4MTP, ids: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return mtp_loss(assistant, target, ids, args.unroll, fixed)
+
+    weights = train(loss, weights, stream, held_out, **_settings(args))
+    weights = weights.replace(masked_embedding=weights.masked_embedding.replace(token_ordering=fixed))
+    checkpoint.save_weights(args.out, weights, MTP, dtype=jnp.bfloat16)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    log = args.log or args.out / "train.jsonl"
+    return {"steps": args.steps, "batch": args.batch, "length": args.length, "peak": args.peak, "seed": args.seed, "log": log}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="model", required=True)
+    for name, steps, peak in (("target", 9000, 3e-3), ("mtp", 6000, 2e-3)):
+        command = commands.add_parser(name)
+        command.add_argument("--data", type=Path, required=True, help="folder with train.npy and val.npy")
+        command.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
+        command.add_argument("--log", type=Path, help="JSON lines of metrics (default: train.jsonl in --out)")
+        command.add_argument("--steps", type=int, default=steps)
+        command.add_argument("--batch", type=int, default=128)
+        command.add_argument("--length", type=int, default=512)
+        command.add_argument("--peak", type=float, default=peak, help="peak learning rate")
+        command.add_argument("--seed", type=int, default=0)
+        if name == "mtp":
+            command.add_argument("--target", type=Path, required=True, help="folder of the target")
+            command.add_argument("--unroll", type=int, default=5, help="draft steps to train")
+    args = parser.parse_args(argv)
+    stream, held_out = (np.load(args.data / f"{part}.npy") for part in ("train", "val"))
+    {"target": train_target, "mtp": train_mtp}[args.model](args, stream, held_out)
+
+
+if __name__ == "__main__":
+    main()
