@@ -45,7 +45,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     if text in bundled:
         return bundled[text]
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return path
     if path.suffix in PICKLES:
         raise ValueError(_refuse_pickle(path.name))

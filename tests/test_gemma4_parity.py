@@ -29,9 +29,7 @@ SLOT_IDS = jnp.asarray([2, 0, SLOTS], jnp.int32)  # the third row of every call 
 def load(member: str) -> gemma4.Gemma4:
     _, folder = oracle.target(member)
     abstract = gemma4.abstract(Gemma4Config.from_hf(checkpoint.read_config(folder)), jnp.float32)
-    return checkpoint.load_weights(
-        folder, abstract, prefixes=checkpoint.TARGET_PREFIXES, skip=checkpoint.TOWERS, progress=False
-    )
+    return checkpoint.load_weights(folder, abstract, prefixes=checkpoint.TARGET_PREFIXES, skip=checkpoint.TOWERS, progress=False)
 
 
 @functools.cache
@@ -208,9 +206,7 @@ def test_last_only_prefill(taps: tuple[int, ...]) -> None:
     target, (ids, _, states) = load("E2B"), expected("E2B")
     assert target.config.first_shared_layer == 4
     cache = empty_cache(target.config)
-    rows = gemma4.Rows(
-        jnp.asarray(ids[:, :CHUNK], jnp.int32), jnp.zeros(2, jnp.int32), jnp.asarray([CHUNK, 6], jnp.int32), SLOT_IDS[:2]
-    )
+    rows = gemma4.Rows(jnp.asarray(ids[:, :CHUNK], jnp.int32), jnp.zeros(2, jnp.int32), jnp.asarray([CHUNK, 6], jnp.int32), SLOT_IDS[:2])
     cache, _ = paged.reserve(cache, rows.slots, rows.count, CHUNK)
     last, kept = jax.jit(functools.partial(gemma4.Gemma4.__call__, taps=taps, last_only=True))(target, rows, cache)
     assert last.hidden.shape == (2, 1, target.config.hidden_size)
