@@ -103,11 +103,10 @@ class Gemma4Config:
         if model_type not in TARGET_TYPES:
             raise ValueError(f"model_type is {model_type!r}; a Gemma 4 target has one of {', '.join(TARGET_TYPES)}")
         refuse_quantised(config)
-        if model_type in TEXT_TYPES:
-            return _text_config(config, {})
-        if not isinstance(config.get("text_config"), Mapping):
-            raise ValueError(f"config.json of model_type {model_type!r} has no text_config")
-        return _text_config(config["text_config"], config)
+        read = _text_config(config, {}) if model_type in TEXT_TYPES else _text_config(_require(config, "text_config"), config)
+        if not read.kv_owners:
+            raise ValueError(f"num_kv_shared_layers is {read.num_kv_shared_layers}; a target of {len(read.layers)} layers shares fewer")
+        return read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +125,7 @@ class AssistantConfig:
         if model_type not in ASSISTANT_TYPES:
             raise ValueError(f"model_type is {model_type!r}; a Gemma 4 assistant has one of {', '.join(ASSISTANT_TYPES)}")
         refuse_quantised(config)
-        inner = dict(config["text_config"])
+        inner = dict(_require(config, "text_config"))
         inner["num_kv_shared_layers"] = _require(inner, "num_hidden_layers")
         text = _text_config(inner, config)
         for field in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
@@ -181,7 +180,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
     kinds[-1] = FULL
 
     shared = int(text.get("num_kv_shared_layers") or 0)
-    first_shared = count - shared
+    first_shared = max(count - shared, 0)
     ple = int(text.get("hidden_size_per_layer_input") or 0)
     moe = bool(text.get("enable_moe_block"))
     layers = []
@@ -234,7 +233,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         hidden_size_per_layer_input=ple,
         num_kv_shared_layers=shared,
         initializer_range=float(text.get("initializer_range", 0.02)),
-        eos_token_id=_ids(outer.get("eos_token_id") or text.get("eos_token_id")),
+        eos_token_id=_ids(next((c["eos_token_id"] for c in (outer, text) if c.get("eos_token_id") is not None), None)),
         bos_token_id=text.get("bos_token_id"),
         pad_token_id=text.get("pad_token_id"),
         dtype=str(outer.get("dtype") or outer.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16"),
@@ -271,7 +270,7 @@ def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[float, int
         SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     }
-    rope = (text.get("rope_parameters") or default)[kind]
+    rope = _require(text.get("rope_parameters") or default, kind)
     rope_type = rope.get("rope_type", "default")
     if rope_type not in ("default", "proportional") or float(rope.get("factor", 1.0)) != 1.0:
         raise ValueError(f"rope_parameters of {kind} are {dict(rope)}; implemented: rope_type 'default' or 'proportional' with factor 1")

@@ -1,0 +1,165 @@
+"""What a layer needs is derived from Hugging Face's fields, in both of the ways in which they are written; the rest is refused."""
+
+import dataclasses
+import json
+
+import oracle
+import pytest
+from real_configs import ASSISTANTS, FULL, SLIDING, TARGETS
+
+from jaxspec.config import AssistantConfig, Gemma4Config
+
+MODELS = list(TARGETS)
+
+
+def test_layers_of_e2b() -> None:
+    config = Gemma4Config.from_hf(TARGETS["E2B"])
+    assert (config.num_hidden_layers, config.first_shared_layer, config.vocab_size_per_layer_input) == (35, 15, 262_144)
+    assert config.kv_owners == tuple(range(15))
+    assert (config.last_owner(SLIDING), config.last_owner(FULL)) == (13, 14)
+    assert [spec.kind for spec in config.layers[:5]] == [SLIDING] * 4 + [FULL]
+    assert {spec.kv_source for spec in config.layers[15:] if spec.kind == SLIDING} == {13}
+    assert {spec.kv_source for spec in config.layers[15:] if spec.kind == FULL} == {14}
+    assert [spec.intermediate_size for spec in config.layers] == [6144] * 15 + [12_288] * 20
+    sliding, full = config.layers[0], config.layers[4]
+    assert (sliding.window, sliding.head_dim, sliding.rope_theta, sliding.rotary_angles) == (512, 256, 1e4, 128)
+    assert (full.window, full.head_dim, full.rope_theta, full.rotary_angles) == (None, 512, 1e6, 64)
+    assert (sliding.num_kv_heads, full.num_kv_heads, sliding.group, full.group) == (1, 1, 8, 8)
+    assert (config.eos_token_id, config.bos_token_id, config.pad_token_id, config.dtype) == ((1, 106), 2, 0, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "full_kv_heads"), [("E4B", (4, 4), 2), ("12B", (2, 16), 1), ("26B-A4B", (2, 8), 2), ("31B", (2, 8), 4)]
+)
+def test_heads(name: str, groups: tuple[int, int], full_kv_heads: int) -> None:
+    config = Gemma4Config.from_hf(TARGETS[name])
+    sliding, full = config.layers[0], config.layers[5]
+    assert ((sliding.group, full.group), full.num_kv_heads) == (groups, full_kv_heads)
+    assert (sliding.k_eq_v, full.k_eq_v) == (False, name != "E4B")
+
+
+def test_experts() -> None:
+    specs = Gemma4Config.from_hf(TARGETS["26B-A4B"]).layers
+    assert {(s.num_experts, s.top_k_experts, s.moe_intermediate_size, s.intermediate_size) for s in specs} == {(128, 8, 704, 2112)}
+    assert {s.num_experts for s in Gemma4Config.from_hf(TARGETS["31B"]).layers} == {0}
+
+
+def test_equal_layers_have_equal_specs() -> None:
+    """Two kinds of layer are two specs: what is traced once for each spec is not traced once for each layer."""
+    assert len(set(Gemma4Config.from_hf(TARGETS["31B"]).layers)) == 2
+    assert len(set(Gemma4Config.from_hf(TARGETS["E2B"]).layers)) == 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_only_and_conditional_generation_say_the_same(name: str) -> None:
+    outer = TARGETS[name]
+    alone = Gemma4Config.from_hf(outer["text_config"])
+    assert dataclasses.replace(alone, eos_token_id=(1, 106)) == Gemma4Config.from_hf(outer)
+    assert alone.eos_token_id == (1,)
+
+
+@pytest.mark.parametrize("member", list(oracle.MEMBERS))
+def test_as_transformers_writes_it(member: str) -> None:
+    """transformers gives full layers their sizes in per_layer_config, which releases do not have."""
+    folder = oracle.target(member)[1]
+    written = json.loads((folder / "config.json").read_text())
+    assert "per_layer_config" in written and "global_head_dim" not in written
+    released = Gemma4Config.from_hf(oracle.text_config(member, dtype="float32"))
+    assert Gemma4Config.from_hf(written) == released
+
+
+def test_defaults() -> None:
+    """Without layer_types, five sliding layers to a full one; the last layer is full whatever is said."""
+    text = oracle.text_config("31B", num_hidden_layers=8, layer_types=None, rope_parameters=None, eos_token_id=None)
+    config = Gemma4Config.from_hf(text)
+    assert [spec.kind for spec in config.layers] == [SLIDING] * 5 + [FULL, SLIDING, FULL]
+    assert {spec.rope_theta for spec in config.layers} == {1e4, 1e6}
+    assert config.eos_token_id == ()
+    assert Gemma4Config.from_hf(oracle.text_config("31B", layer_types=[SLIDING] * 6)).layer_types[-1] == FULL
+
+
+@pytest.mark.parametrize(("outer", "inner", "ids"), [(0, 1, (0,)), (None, 1, (1,)), ([1, 106], 1, (1, 106)), (None, 0, (0,))])
+def test_eos(outer, inner, ids: tuple[int, ...]) -> None:
+    config = {"model_type": "gemma4", "text_config": oracle.text_config("31B", eos_token_id=inner), "eos_token_id": outer}
+    assert Gemma4Config.from_hf(config).eos_token_id == ids
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_assistant(name: str) -> None:
+    config = AssistantConfig.from_hf(ASSISTANTS[name])
+    assert (config.text.num_hidden_layers, config.text.kv_owners, config.text.layer_types) == (4, (), (SLIDING,) * 3 + (FULL,))
+    assert config.backbone_hidden_size == TARGETS[name]["text_config"]["hidden_size"]
+    assert config.use_ordered_embeddings == (name in ("E2B", "E4B"))
+    target = Gemma4Config.from_hf(TARGETS[name])
+    for spec in config.text.layers:
+        theirs = target.layers[target.last_owner(spec.kind) or 0]
+        assert (spec.num_kv_heads, spec.head_dim, spec.window) == (theirs.num_kv_heads, theirs.head_dim, theirs.window)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_activation": "silu"}, "hidden_activation='silu'; implemented: 'gelu_pytorch_tanh'"),
+        ({"attention_bias": True}, "attention_bias=True; implemented: False"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'; implemented: None, 'vision'"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=False; implemented: True"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"layer_types": [SLIDING, FULL]}, "layer_types has 2 entries of .*; expected 6 of"),
+        ({"layer_types": ["linear_attention"] * 6}, r"6 entries of \['linear_attention'\]; expected 6 of"),
+        (
+            {"layer_types": [SLIDING] * 6, "num_kv_shared_layers": 2},
+            "shared_layers is 2, but no layer before 4 is of type 'full_attention'",
+        ),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6; a target of 6 layers shares fewer"),
+        ({"num_kv_shared_layers": 9}, "num_kv_shared_layers is 9; a target of 6 layers shares fewer"),
+        ({"num_key_value_heads": 3}, "layer 0 has 8 query heads, which 3 KV heads do not divide"),
+        ({"num_global_key_value_heads": 3}, "layer 2 has 8 query heads, which 3 KV heads do not divide"),
+        (
+            {"per_layer_config": {"2": {"sliding_window": 4}}},
+            r"per_layer_config of layer 2 sets \['sliding_window'\]; implemented: head_dim",
+        ),
+        ({"rope_parameters": {SLIDING: {"rope_theta": 1e4}}}, "lacks 'full_attention'"),
+        ({"rope_parameters": {SLIDING: {"rope_type": "yarn", "rope_theta": 1e4}}}, "implemented: rope_type 'default' or 'proportional'"),
+        ({"rope_parameters": {SLIDING: {"factor": 8.0, "rope_theta": 1e4}}}, "with factor 1"),
+        ({"enable_moe_block": True}, "lacks 'num_experts'"),
+        ({"quantization_config": {"quant_method": "gemma"}}, r"weights are quantised \(quant_method 'gemma'\); only float checkpoints"),
+    ],
+)
+def test_refused(changes: dict, message: str) -> None:
+    text = oracle.text_config("31B", **changes)
+    with pytest.raises(ValueError, match=message):
+        Gemma4Config.from_hf(text)
+    with pytest.raises(ValueError, match=message):
+        Gemma4Config.from_hf({"model_type": "gemma4", "text_config": text})
+
+
+def test_refused_targets() -> None:
+    with pytest.raises(ValueError, match="model_type is 'llama'; a Gemma 4 target has one of gemma4, gemma4_unified, gemma4_text"):
+        Gemma4Config.from_hf({"model_type": "llama"})
+    with pytest.raises(ValueError, match="lacks 'text_config'"):
+        Gemma4Config.from_hf({"model_type": "gemma4"})
+    with pytest.raises(ValueError, match="quant_method 'compressed-tensors'"):
+        Gemma4Config.from_hf({**TARGETS["31B"], "quantization_config": {"quant_method": "compressed-tensors"}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma4"}, "model_type is 'gemma4'; a Gemma 4 assistant has one of gemma4_assistant, gemma4_unified_assistant"),
+        ({"text_config": None}, "lacks 'text_config'"),
+        ({"backbone_hidden_size": None}, "lacks 'backbone_hidden_size'"),
+        ({"num_centroids": 1000}, "divides vocab_size .* found num_centroids 1000, vocab_size 262144, centroid_intermediate_top_k 32"),
+        ({"centroid_intermediate_top_k": 4096}, "found num_centroids 2048, vocab_size 262144, centroid_intermediate_top_k 4096"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
+    ],
+)
+def test_refused_assistants(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AssistantConfig.from_hf({**ASSISTANTS["E2B"], **changes})
+
+
+@pytest.mark.parametrize("field", ["hidden_size_per_layer_input", "use_double_wide_mlp"])
+def test_assistants_have_no_such_part(field: str) -> None:
+    text = {**ASSISTANTS["E2B"]["text_config"], field: 256}
+    with pytest.raises(ValueError, match=f"the assistant's text_config has {field}=256; an assistant has none"):
+        AssistantConfig.from_hf({**ASSISTANTS["E2B"], "text_config": text})
