@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import transformers
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import checkpoint, gemma4
@@ -168,7 +168,7 @@ def test_casts_to_the_dtype_of_the_tree(tmp_path: Path) -> None:
 
 
 def test_goes_to_the_sharding_of_the_tree() -> None:
-    mesh = jax.make_mesh((1, 2), ("data", "tensor"))
+    mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("data", "tensor"))
 
     def place(leaf):
         spec = PartitionSpec("tensor") if leaf.shape[0] % 2 == 0 else PartitionSpec()
