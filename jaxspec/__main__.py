@@ -1,0 +1,5 @@
+"""python -m jaxspec: the command line."""
+
+from jaxspec.cli import main
+
+raise SystemExit(main())

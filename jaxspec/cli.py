@@ -1,0 +1,146 @@
+"""The command line: jaxspec generate | chat | info."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 2 for what the user got wrong, 130 when interrupted."""
+    args = _parser().parse_args(argv)
+    # Set before JAX starts: what it says about the devices it looked for in vain is no news to a command's user.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
+    try:
+        args.command(args)
+    except _UserError as error:
+        print(f"jaxspec: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has had enough; without a place to write to, Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+class _UserError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _door() -> Iterator[None]:
+    """Turns what loading and checking a request raise into a message without a traceback; what comes later is a bug."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        raise _UserError(error) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding for Gemma 4 in JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("--target", default="pocket", help="hub id, folder or bundled name (default: pocket)")
+    model.add_argument("--drafter", help="hub id, folder or bundled name, such as pocket-mtp; none by default")
+    model.add_argument("--k", type=int, metavar="K", help="tokens drafted in each round")
+    model.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    model.add_argument("--max-len", type=int, metavar="N", help="tokens of a sequence, its prompt counted")
+    model.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most; by default up to max-len")
+    model.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; by default what the checkpoint says")
+    model.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    model.add_argument("--ignore-eos", action="store_true", help="do not end at the checkpoint's end tokens")
+    model.add_argument("--stats", action="store_true", help="print speed and acceptance at the end")
+
+    generate = commands.add_parser("generate", parents=[model], help="continue a prompt", description="Continues a prompt.")
+    generate.add_argument("--prompt", required=True, help="the text to continue; - reads it from standard input")
+    generate.set_defaults(command=_generate)
+
+    chat = commands.add_parser("chat", parents=[model], help="talk to the model", description="Answers line by line until end of input.")
+    chat.add_argument("--system", help="a system message")
+    chat.add_argument("--thinking", action="store_true", help="let the model think first, where its chat template knows how")
+    chat.set_defaults(command=_chat)
+
+    info = commands.add_parser("info", help="what a checkpoint is and needs", description="Prints what a checkpoint is and needs.")
+    info.add_argument("target", metavar="MODEL", help="hub id, folder or bundled name")
+    info.add_argument("--drafter", help="also say whether this drafter fits")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """(llm, sampling params)."""
+    from jaxspec.loading import load
+    from jaxspec.params import SamplingParams
+
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, ignore_eos=args.ignore_eos)
+    progress = sys.stderr.isatty()
+    llm = load(
+        args.target,
+        args.drafter,
+        num_draft_tokens=args.k,
+        dtype=args.dtype,
+        max_len=args.max_len,
+        max_slots=1,
+        progress=progress,
+    )
+    return llm, params
+
+
+def _show(chunks: Any) -> str:
+    """Prints a stream as it comes; returns its text."""
+    text = ""
+    for chunk in chunks:
+        print(chunk.text, end="", flush=True)
+        text += chunk.text
+    print()
+    return text
+
+
+def _generate(args: argparse.Namespace) -> None:
+    with _door():
+        llm, params = _load(args)
+        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+        chunks = llm.stream(prompt, params)
+    print(prompt, end="", flush=True)
+    _show(chunks)
+    if args.stats:
+        print(f"\n{llm.stats}")
+
+
+def _chat(args: argparse.Namespace) -> None:
+    with _door():
+        llm, params = _load(args)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            break
+        if not line:
+            continue
+        messages.append({"role": "user", "content": line})
+        with _door():
+            chunks = llm.stream(llm.chat_prompt(messages, enable_thinking=args.thinking), params)
+        messages.append({"role": "assistant", "content": _show(chunks)})
+    if args.stats:
+        print(f"\n{llm.stats}")
+
+
+def _info(args: argparse.Namespace) -> None:
+    with _door():
+        from jaxspec import checkpoint
+        from jaxspec.info import describe
+
+        folder = checkpoint.resolve(args.target)
+        drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
+        for line in describe(folder, drafter):
+            print(line)

@@ -1,0 +1,48 @@
+"""Drafters, and which checkpoint means which: the kind is read from its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspec import checkpoint
+from jaxspec.config import TARGET_TYPES, AssistantConfig, Gemma4Config
+from jaxspec.drafters import gemma4_mtp
+from jaxspec.drafters.base import Drafter
+
+
+def _assistant(config: Mapping[str, Any], generation: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> gemma4_mtp.Gemma4MTP:
+    bound = gemma4_mtp.bind(AssistantConfig.from_hf(config), target)
+    return gemma4_mtp.abstract(bound, dtype, tuple(generation.get("suppress_tokens") or ()))
+
+
+# model_type of config.json -> (config, generation config, target's config, dtype) -> the drafter as a tree of ShapeDtypeStructs.
+# Each raises ValueError, naming both numbers, for a drafter that does not fit the target.
+REGISTRY: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Gemma4Config, Any], Any]] = {
+    "gemma4_assistant": _assistant,
+    "gemma4_unified_assistant": _assistant,
+}
+
+
+def abstract_drafter(folder: Path, target: Gemma4Config, dtype: Any) -> Any:
+    """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs, bound to its target.
+
+    Raises ValueError if the checkpoint is no drafter, or does not fit the target.
+    """
+    config = checkpoint.read_config(folder)
+    kind = config.get("model_type")
+    if kind not in REGISTRY:
+        hint = "; that is a target, not a drafter" if kind in TARGET_TYPES else ""
+        raise ValueError(f"the drafter {folder} has model_type {kind!r}{hint}; expected one of {', '.join(map(repr, REGISTRY))}")
+    try:
+        return REGISTRY[kind](config, checkpoint.read_generation_config(folder), target, dtype)
+    except ValueError as error:
+        raise ValueError(f"the drafter {folder} cannot be used with this target: {error}") from error
+
+
+def load_drafter(
+    folder: Path, target: Gemma4Config, dtype: Any, *, place: Callable[[Any], Any] = lambda abstract: abstract, progress: bool = True
+) -> Drafter:
+    """The drafter in a checkpoint folder. place: gives the leaves of an abstract tree their shardings."""
+    return checkpoint.load_weights(folder, place(abstract_drafter(folder, target, dtype)), progress=progress)

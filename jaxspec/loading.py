@@ -1,0 +1,217 @@
+"""`load`: from the names of a target and a drafter to an LLM. Everything about a model is checked here, before its weights are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import checkpoint, drafters, gemma4
+from jaxspec.config import ASSISTANT_TYPES, Gemma4Config
+from jaxspec.drafters import gemma4_mtp
+from jaxspec.drafters.base import Drafter, NoDraft
+from jaxspec.engine import LLM
+from jaxspec.params import integer
+from jaxspec.runner import Runner, nbytes
+from jaxspec.text import load_tokenizer
+
+NUM_DRAFT_TOKENS = 4  # where the drafter's generation config names no number
+MAX_LEN = 4096
+MAX_SLOTS = 8
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+def load(
+    target: str | os.PathLike[str],
+    drafter: str | os.PathLike[str] | Drafter | None = None,
+    *,
+    num_draft_tokens: int | None = None,
+    dtype: Any = "auto",
+    mesh: jax.sharding.Mesh | None = None,
+    max_slots: int | None = None,
+    max_len: int | None = None,
+    accept: str = "coupled",
+    attention: str = "auto",
+    draft_attention: str = "auto",
+    kv_dtype: str = "auto",
+    memory_fraction: float = 0.9,
+    seed: int = 0,
+    progress: bool = True,
+) -> LLM:
+    """Loads a target, and a drafter that guesses for it, and returns an LLM.
+
+    target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket"). drafter: the same ("pocket-mtp"), a Drafter
+    object, or None to decode one token a step.
+
+    num_draft_tokens: tokens guessed in each round; by default what the drafter's generation_config.json says, else 4.
+    dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs of compute capability 8.0 and newer,
+    and float32 elsewhere. mesh: a Mesh with axes "data" and "tensor" to spread weights and slots over; one device by default.
+    max_slots: sequences in flight (8). max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
+    default. accept: "coupled", which keeps a draft exactly when it is what the target chooses. attention: implementation of
+    attention, "auto" or "xla"; draft_attention: the same for the drafter. kv_dtype: "auto", the dtype of the weights.
+    memory_fraction: the share of a device's memory that weights and cache may take. seed: of the seeds drawn for requests that name
+    none. progress: show bars.
+
+    Raises FileNotFoundError, ValueError or TypeError that says what was found and what was expected: for a checkpoint that is
+    missing, damaged or of another kind, a drafter that does not fit, a setting out of range.
+    """
+    _check_choices(accept=accept, attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction is {memory_fraction}, expected more than 0 and at most 1")
+    slots = MAX_SLOTS if max_slots is None else integer("max_slots", max_slots, 1)
+    seed = integer("seed", seed, 0)
+    place, shardings = _placement(mesh)
+
+    folder = checkpoint.resolve(target)
+    config, generation = read_target(folder)
+    longest = config.max_position_embeddings
+    max_len = min(longest, MAX_LEN) if max_len is None else integer("max_len", max_len, 2, longest)
+    weights_dtype = _dtype(dtype, config.dtype)
+
+    guess = NUM_DRAFT_TOKENS
+    draft_tree: Any = None
+    if isinstance(drafter, str | os.PathLike):
+        draft_folder = checkpoint.resolve(drafter)
+        draft_tree = place(drafters.abstract_drafter(draft_folder, config, weights_dtype))
+        guess = checkpoint.read_generation_config(draft_folder).get("num_assistant_tokens") or guess
+    else:
+        draft_folder, drafter = None, _object(drafter, config)
+        guess = 0 if isinstance(drafter, NoDraft) else guess
+    count = guess if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0, max_len - 1)
+    if count and isinstance(drafter, NoDraft):
+        raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
+
+    abstract = place(gemma4.abstract(config, weights_dtype))
+    planned: Any = drafter if draft_tree is None else draft_tree
+    state = jax.eval_shape(functools.partial(Runner.init_state, abstract, planned, slots=slots, max_len=max_len, num_draft_tokens=count))
+    _check_memory(nbytes((abstract, planned)), nbytes(state), memory_fraction, mesh)
+
+    tokenizer = load_tokenizer(folder)
+    _enable_compilation_cache()
+    weights = load_target(folder, abstract, progress=progress)
+    if draft_folder is not None:
+        drafter = drafters.load_drafter(draft_folder, config, weights_dtype, place=place, progress=progress)
+    return LLM(
+        weights,
+        drafter,  # pyright: ignore[reportArgumentType]
+        tokenizer,
+        num_draft_tokens=count,
+        max_slots=slots,
+        max_len=max_len,
+        eos_token_ids=eos_token_ids(config, generation),
+        temperature=default_temperature(generation),
+        attention=attention,
+        shardings=shardings,
+        seed=seed,
+        progress=progress,
+        name=os.fspath(target),
+    )
+
+
+def read_target(folder: Path) -> tuple[Gemma4Config, dict[str, Any]]:
+    """The config and generation config of a target's folder. Raises FileNotFoundError or ValueError."""
+    raw = checkpoint.read_config(folder)
+    try:
+        config = Gemma4Config.from_hf(raw)
+    except ValueError as error:
+        hint = "; it is a drafter, to be given as drafter=" if raw.get("model_type") in ASSISTANT_TYPES else ""
+        raise ValueError(f"the target {folder} cannot be loaded: {error}{hint}") from error
+    return config, checkpoint.read_generation_config(folder)
+
+
+def load_target(folder: Path, abstract: gemma4.Gemma4, *, progress: bool = True) -> gemma4.Gemma4:
+    """A target's weights in the shapes, dtypes and shardings of `gemma4.abstract`."""
+    return checkpoint.load_weights(
+        folder, abstract, prefixes=checkpoint.TARGET_PREFIXES, skip=checkpoint.TOWERS, progress=progress
+    )
+
+
+def eos_token_ids(config: Gemma4Config, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """What ends a sequence: the generation config's eos_token_id, else the config's."""
+    value = generation.get("eos_token_id")
+    if value is None:
+        return config.eos_token_id
+    return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+
+
+def default_temperature(generation: Mapping[str, Any]) -> float:
+    """The generation config's temperature if it samples (1.0 where it names none), else 0."""
+    value = generation.get("temperature")
+    return 0.0 if not generation.get("do_sample") else 1.0 if value is None else float(value)
+
+
+def _check_choices(**chosen: str) -> None:
+    offered = {"accept": ("coupled",), "attention": ("auto", "xla"), "draft_attention": ("auto", "xla"), "kv_dtype": ("auto",)}
+    for name, value in chosen.items():
+        if value not in offered[name]:
+            raise ValueError(f"{name} is {value!r}; available: {', '.join(map(repr, offered[name]))}")
+
+
+def _object(drafter: Any, config: Gemma4Config) -> Drafter:
+    """A drafter that is no checkpoint, checked as far as its kind allows."""
+    if drafter is None:
+        return NoDraft()
+    if isinstance(drafter, gemma4_mtp.Gemma4MTP):
+        return dataclasses.replace(drafter, config=gemma4_mtp.bind(drafter.config, config))
+    missing = [name for name in ("taps", "init", "observe", "draft") if not hasattr(drafter, name)]
+    if missing:
+        raise TypeError(
+            f"drafter is of type {type(drafter).__name__} without {', '.join(missing)}; expected a checkpoint's name, a Drafter or None"
+        )
+    return drafter
+
+
+def _dtype(dtype: Any, checkpoint_dtype: str) -> Any:
+    if isinstance(dtype, str) and dtype == "auto":
+        device = jax.devices()[0]
+        capable = device.platform == "gpu" and float(getattr(device, "compute_capability", "0")) >= 8.0
+        # float16 overflows in Gemma's residual stream; its checkpoints are read as float32.
+        return DTYPES.get(checkpoint_dtype, jnp.float32) if capable else jnp.float32
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; available: 'auto', {', '.join(map(repr, DTYPES))}")
+    return DTYPES[name]
+
+
+def _placement(mesh: jax.sharding.Mesh | None) -> tuple[Callable[[Any], Any], Callable[[Any], Any] | None]:
+    """How an abstract tree of weights gets its shardings, and how the shapes of a state become shardings."""
+    if mesh is None:
+        return lambda tree: tree, None
+    if set(mesh.axis_names) != {"data", "tensor"}:
+        raise ValueError(f"mesh has axes {tuple(mesh.axis_names)}, expected 'data' and 'tensor'")
+    from jaxspec import sharding
+
+    return lambda tree: sharding.shard_tree(tree, mesh), lambda state: sharding.state_shardings(state, mesh)
+
+
+def _check_memory(weights: int, state: int, fraction: float, mesh: jax.sharding.Mesh | None) -> None:
+    """Raises ValueError if weights and state cannot fit. Of a mesh, all devices together are counted."""
+    devices = jax.devices()[:1] if mesh is None else list(mesh.local_devices)
+    share = len(devices) / (1 if mesh is None else mesh.size)
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    if any(limit is None for limit in limits):
+        return  # the host's memory, which no device reports
+    room = fraction * sum(limit for limit in limits if limit is not None)
+    if (weights + state) * share > room:
+        gib = 2**30
+        raise ValueError(
+            f"weights take {weights / gib:.2f} GiB and the slots {state / gib:.2f} GiB; memory_fraction {fraction} of the devices' memory "
+            f"is {room / share / gib:.2f} GiB. Fewer max_slots or a smaller max_len take less"
+        )
+
+
+def _enable_compilation_cache() -> None:
+    """Keeps compiled programs between runs, in JAXSPEC_CACHE_DIR or ~/.cache/jaxspec, unless JAX was told a folder."""
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        from jax.experimental.compilation_cache import compilation_cache
+
+        folder = os.environ.get("JAXSPEC_CACHE_DIR") or Path.home() / ".cache" / "jaxspec"
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        # JAX decides once whether it has a cache; if anything was compiled before, it decided without a folder.
+        compilation_cache.reset_cache()

@@ -1,0 +1,143 @@
+"""What speculation achieved: rounds, drafts and acceptance, from the flags that a sequence's tokens carry. NumPy and plain Python."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+
+def accepted_by_round(from_draft: np.ndarray) -> np.ndarray:
+    """Accepted drafts of every draft/verify round of one sequence: [rounds] int64.
+
+    from_draft: [N] bool, for each new token whether it was a draft. The first token comes from the prompt's own pass and belongs to
+    no round. Then each round is a run of drafts, maybe empty, and the target's own choice; the last may have been cut by a stop or a
+    limit before that choice.
+    """
+    flags = np.asarray(from_draft, bool)[1:]
+    own = np.flatnonzero(~flags)
+    starts = np.concatenate([[0], own + 1])
+    ends = np.concatenate([own, [flags.size]])
+    counts = ends - starts
+    # What follows the last own choice is a round only if it holds something.
+    return counts if counts[-1] else counts[:-1]
+
+
+def histogram_of(accepted: np.ndarray, num_draft_tokens: int) -> tuple[int, ...]:
+    """Rounds by how many drafts they accepted: entry i counts rounds that accepted i, i = 0 .. K."""
+    return tuple(int(n) for n in np.bincount(accepted, minlength=num_draft_tokens + 1))
+
+
+def rates_of(histogram: Iterable[int]) -> tuple[float, ...]:
+    """Unconditional acceptance of each draft position: the share of rounds that accepted draft i and all before it, i = 1 .. K."""
+    counts = np.asarray(tuple(histogram), np.int64)
+    rounds = counts.sum()
+    at_least = counts[::-1].cumsum()[::-1][1:]
+    return tuple(float(n) / float(rounds) if rounds else 0.0 for n in at_least)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundStats:
+    """The rounds of one sequence. drafted: tokens that the drafter guessed. histogram: rounds by accepted drafts, 0 .. K.
+    from_draft: for each new token, whether it was an accepted draft."""
+
+    drafted: int
+    histogram: tuple[int, ...]
+    from_draft: tuple[bool, ...] = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, from_draft: np.ndarray, drafted: int, num_draft_tokens: int) -> RoundStats:
+        """From the flags of a sequence's new tokens [N] and the state's count of drafted tokens."""
+        histogram = histogram_of(accepted_by_round(from_draft), num_draft_tokens)
+        return cls(int(drafted), histogram, tuple(bool(flag) for flag in from_draft))
+
+    @property
+    def steps(self) -> int:
+        """Draft/verify rounds; the pass over the prompt, which gives the first token, is none."""
+        return sum(self.histogram)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that became tokens."""
+        return sum(self.from_draft)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a step, the target's own choice counted; 1.0 before the first step."""
+        return (len(self.from_draft) - 1) / self.steps if self.steps else 1.0
+
+    @property
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """The share of steps that accepted draft i and all before it, for i = 1 .. K."""
+        return rates_of(self.histogram)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Totals of an engine since it was loaded.
+
+    requests, prompt_tokens, tokens: what was served; a stream that was closed early counts what it gave. steps, drafted, accepted,
+    histogram: sums over requests. seconds: time spent generating, compiling excluded. compilations, compile_seconds: programs made
+    ready, and how long that took, be it by compiling or from the persistent cache. weight_bytes, state_bytes: memory of the target's
+    and drafter's weights, and of the cache and all slots.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    stepped_tokens: int = 0
+    histogram: tuple[int, ...] = ()
+    seconds: float = 0.0
+    compilations: int = 0
+    compile_seconds: float = 0.0
+    weight_bytes: int = 0
+    state_bytes: int = 0
+
+    def plus(self, prompt_tokens: int, rounds: RoundStats) -> Stats:
+        """With one more request."""
+        width = max(len(self.histogram), len(rounds.histogram))
+        sums = [sum(h[i] for h in (self.histogram, rounds.histogram) if i < len(h)) for i in range(width)]
+        return dataclasses.replace(
+            self,
+            requests=self.requests + 1,
+            prompt_tokens=self.prompt_tokens + prompt_tokens,
+            tokens=self.tokens + len(rounds.from_draft),
+            steps=self.steps + rounds.steps,
+            drafted=self.drafted + rounds.drafted,
+            accepted=self.accepted + rounds.accepted,
+            stepped_tokens=self.stepped_tokens + max(len(rounds.from_draft) - 1, 0),
+            histogram=tuple(sums),
+        )
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a step, the target's own choice counted; 1.0 before the first step."""
+        return self.stepped_tokens / self.steps if self.steps else 1.0
+
+    @property
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """The share of steps that accepted draft i and all before it, for i = 1 .. K."""
+        return rates_of(self.histogram)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        most = max(len(self.histogram) - 1, 0)
+        rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rates)
+        return "\n".join(
+            [
+                f"tokens             {self.tokens} of {self.requests} requests, prompts {self.prompt_tokens}",
+                f"speed              {self.tokens_per_second:.1f} tokens/s ({self.seconds:.2f} s)",
+                f"acceptance length  {self.acceptance_length:.2f} tokens a step ({self.steps} steps)",
+                f"by position        {rates or 'nothing drafted'}",
+                f"histogram          {', '.join(map(str, self.histogram))} steps with 0 .. {most} drafts accepted",
+                f"compiling          {self.compile_seconds:.1f} s, {self.compilations} programs",
+                f"memory             weights {self.weight_bytes / 2**20:.1f} MiB, state {self.state_bytes / 2**20:.1f} MiB",
+            ]
+        )
