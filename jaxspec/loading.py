@@ -192,18 +192,19 @@ def _placement(mesh: jax.sharding.Mesh | None) -> tuple[Callable[[Any], Any], Ca
 
 def _check_memory(weights: int, state: int, fraction: float, mesh: jax.sharding.Mesh | None) -> None:
     """Raises ValueError if weights and state cannot fit. Of a mesh, all devices together are counted."""
-    devices = jax.devices()[:1] if mesh is None else list(mesh.local_devices)
-    share = len(devices) / (1 if mesh is None else mesh.size)
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    if any(limit is None for limit in limits):
-        return  # the host's memory, which no device reports
-    room = fraction * sum(limit for limit in limits if limit is not None)
-    if (weights + state) * share > room:
+    limit = memory_limit(jax.devices()[0])
+    room = None if limit is None else fraction * limit * (1 if mesh is None else mesh.size)
+    if room is not None and weights + state > room:
         gib = 2**30
         raise ValueError(
-            f"weights take {weights / gib:.2f} GiB and the slots {state / gib:.2f} GiB; memory_fraction {fraction} of the devices' memory "
-            f"is {room / share / gib:.2f} GiB. Fewer max_slots or a smaller max_len take less"
+            f"the weights take {weights / gib:.2f} GiB and the slots {state / gib:.2f} GiB; memory_fraction {fraction} leaves "
+            f"{room / gib:.2f} GiB. Fewer max_slots or a smaller max_len take less"
         )
+
+
+def memory_limit(device: Any) -> int | None:
+    """Bytes of a device's memory that JAX may use, or None where the device does not say (a CPU)."""
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _enable_compilation_cache() -> None:

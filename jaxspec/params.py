@@ -61,7 +61,10 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
 def _temperature(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"temperature is {value!r} of type {type(value).__name__}, expected a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     # The device holds it as a float32.
     if not (math.isfinite(number) and 0 <= number < 2.0**127):
         raise ValueError(f"temperature is {number}, expected a finite number of at least 0")

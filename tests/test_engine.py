@@ -1,0 +1,407 @@
+"""The engine: whatever the drafter, the batch, the slots and the way of asking, the tokens are those of plain decoding."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxspec
+from jaxspec import SamplingParams, decode
+from jaxspec.drafters.base import NoDraft
+from jaxspec.sampling import seed_words
+
+MAX_LEN = 96
+K = 4
+
+# (prompt, temperature); the seed of each is its row. Lengths are uneven; the longest leaves one token to generate.
+PROMPTS = [
+    ("def fibonacci(n):\n", 0.0),
+    ("class Stack:\n    def push(self, item):\n        self.items.append(item)\n", 0.9),
+    ([300], 0.7),
+    (list(range(200, 200 + MAX_LEN - 1)), 1.0),
+    ("import os", 0.0),
+    (list(range(500, 570)), 0.8),
+    ("x = 1\n", 1.0),
+    ("return", 0.5),
+]
+ALL = range(len(PROMPTS))
+
+
+def params(row, **changes):
+    return SamplingParams(temperature=PROMPTS[row][1], seed=row, ignore_eos=True).__class__(
+        **{"temperature": PROMPTS[row][1], "seed": row, "ignore_eos": True, **changes}
+    )
+
+
+def generate(llm, rows=ALL, **changes):
+    return llm.generate([PROMPTS[row][0] for row in rows], [params(row, **changes) for row in rows])
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
+
+
+@pytest.fixture(scope="module")
+def load(folders):
+    return functools.partial(jaxspec.load, folders[0], max_len=MAX_LEN, progress=False)
+
+
+@pytest.fixture(scope="module")
+def llm(load, folders):
+    """Three slots for eight prompts, with the MTP assistant."""
+    return load(folders[1], max_slots=3)
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """Every prompt's tokens up to max_len, by decoding one token at a time in a state driven by hand: [8] lists."""
+    target, drafter = llm.target, NoDraft()
+    ids = [llm.tokenizer.encode(p) if isinstance(p, str) else p for p, _ in PROMPTS]
+    size = np.array([len(i) for i in ids], np.int32)
+    padded = np.zeros((len(ids), MAX_LEN), np.int32)
+    for row, i in enumerate(ids):
+        padded[row, : len(i)] = i
+    slots = jnp.arange(len(ids), dtype=jnp.int32)
+    state = decode.init_state(target, drafter, slots=len(ids), max_len=MAX_LEN, num_draft_tokens=0)
+    requests = decode.Requests(
+        tokens=jnp.asarray(padded),
+        length=jnp.asarray(size),
+        prompt=jnp.asarray(size),
+        limit=jnp.full(len(ids), MAX_LEN),
+        stop_ids=jnp.full((len(ids), 16), -1),
+        seed=jnp.asarray([seed_words(row) for row in ALL], jnp.uint32),
+        temperature=jnp.asarray([t for _, t in PROMPTS], jnp.float32),
+    )
+    state = decode.admit(state, slots, requests)
+    state = jax.jit(functools.partial(decode.prefill, chunk=MAX_LEN))(target, drafter, state, slots)
+    state = jax.jit(functools.partial(decode.decode_loop, num_draft_tokens=0))(target, drafter, state, slots, MAX_LEN)
+    return [row[n:].tolist() for row, n in zip(np.asarray(state.tokens), size, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def parrot(llm, expected):
+    """A drafter that guesses two of three tokens right, so that rounds of every length occur."""
+    ids = [llm.tokenizer.encode(p) if isinstance(p, str) else p for p, _ in PROMPTS]
+    answers = np.array([[*i, *e] for i, e in zip(ids, expected, strict=True)], np.int32)
+    return tiny.Parrot(jnp.asarray(answers), jnp.asarray(np.random.RandomState(0).rand(*answers.shape) < 0.33))
+
+
+@pytest.fixture(scope="module")
+def speculative(load, parrot):
+    """Eight slots and a drafter that is often right."""
+    return load(parrot, num_draft_tokens=K, max_slots=8)
+
+
+def rounds_of(parrot, row, start, k):
+    """Accepted drafts of each round that the parrot must get: it is right until its first wrong guess."""
+    right = ~np.asarray(parrot.wrong)[row]
+    length, rounds = start + 1, []
+    while length < MAX_LEN:
+        accepted = 0
+        while accepted < k and length + accepted < MAX_LEN and right[length + accepted]:
+            accepted += 1
+        rounds.append(accepted)
+        length += accepted + 1
+    return rounds
+
+
+def test_a_batch_in_few_slots_equals_decoding_by_hand(llm, expected):
+    completions = generate(llm)
+    assert tokens(completions) == expected
+    assert all(c.finish_reason == "length" and len(c.prompt_token_ids) + len(c.token_ids) == MAX_LEN for c in completions)
+    assert len({tuple(e[:8]) for e in expected}) == len(expected)  # the prompts do lead to different texts
+    assert completions[3].token_ids == expected[3] and len(expected[3]) == 1
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 7])
+def test_any_number_of_drafts_and_any_batch_gives_the_same_tokens(load, parrot, expected, speculative, k):
+    llm = speculative if k == K else load(parrot, num_draft_tokens=k, max_slots=8)
+    completions = generate(llm)
+    assert tokens(completions) == expected
+    assert [generate(llm, [row])[0].token_ids for row in (0, 1)] == expected[:2]
+    for row, completion in enumerate(completions):
+        rounds = rounds_of(parrot, row, len(completion.prompt_token_ids), k)
+        stats = completion.stats
+        assert stats.histogram == tuple(np.bincount(rounds, minlength=k + 1)), f"row {row}"
+        assert (stats.steps, stats.drafted) == (len(rounds), k * len(rounds))
+    if k == K:
+        assert completions[0].stats.acceptance_length > 1.5
+
+
+def test_without_a_drafter_nothing_is_drafted(load, expected):
+    llm = load(max_slots=2)
+    assert llm.num_draft_tokens == 0
+    completion = generate(llm, [0])[0]
+    assert completion.token_ids == expected[0]
+    assert completion.stats.drafted == 0 and completion.stats.acceptance_length == 1.0
+
+
+def test_prompts_may_be_one_or_many_text_or_ids(llm):
+    text, short = "import os", SamplingParams(max_tokens=4, temperature=0)
+    ids = llm.tokenizer.encode(text)
+    wanted = tokens(llm.generate(text, short))
+    for prompts in (ids, np.array(ids), tuple(ids), [text], [ids], [np.array(ids)]):
+        assert tokens(llm.generate(prompts, short)) == wanted
+    assert tokens(llm.generate([text, ids, [7]], short))[:2] == wanted * 2
+    assert llm.generate([], short) == []
+
+
+def accepted_spot(parrot, completion, row):
+    """(index among the new tokens, id) of a draft inside an accepted block, more of which follow, whose id did not occur before."""
+    flags, new = completion.stats.from_draft, completion.token_ids
+    for i in range(2, len(new) - 1):
+        if flags[i] and flags[i + 1] and new[i] not in new[:i]:
+            return i, new[i]
+    raise AssertionError("the parrot got no block of two drafts right")
+
+
+def test_a_stop_id_inside_an_accepted_block_ends_the_sequence_there(speculative, parrot, expected):
+    whole = generate(speculative, [0])[0]
+    at, stop = accepted_spot(parrot, whole, 0)
+    completion = generate(speculative, [0], stop_token_ids=[stop])[0]
+    assert completion.token_ids == expected[0][: at + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.text == speculative.tokenizer.decode(expected[0][:at])
+    assert completion.stats.from_draft == whole.stats.from_draft[: at + 1]
+    assert completion.stats.steps == completion.stats.drafted // K
+
+
+def test_the_checkpoints_own_end_tokens_stop_unless_ignored(speculative, parrot, expected, monkeypatch):
+    at, end = accepted_spot(parrot, generate(speculative, [1])[0], 1)
+    monkeypatch.setattr(speculative, "eos_token_ids", (end,))
+    stopped = generate(speculative, [1], ignore_eos=False)[0]
+    assert stopped.token_ids == expected[1][: at + 1]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", None)
+    ignored = generate(speculative, [1])[0]
+    assert (ignored.token_ids, ignored.finish_reason) == (expected[1], "length")
+    asked = generate(speculative, [1], stop_token_ids=[end])[0]
+    assert (asked.token_ids, asked.stop_reason) == (stopped.token_ids, end)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_max_tokens_counts_new_tokens_inside_blocks_too(speculative, expected, count):
+    completions = generate(speculative, max_tokens=count)
+    assert tokens(completions) == [e[:count] for e in expected]
+    assert {c.finish_reason for c in completions} == {"length"}
+
+
+def test_a_first_token_that_stops(speculative, expected):
+    completion = generate(speculative, [2], stop_token_ids=[expected[2][0]])[0]
+    assert (completion.token_ids, completion.text, completion.finish_reason) == (expected[2][:1], "", "stop")
+    assert completion.stats.steps == 0
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_stream_gives_what_generate_gives(speculative, expected, steps):
+    for row in (0, 1, 3):
+        whole = generate(speculative, [row])[0]
+        chunks = list(speculative.stream(PROMPTS[row][0], params(row), steps=steps))
+        assert sum((c.token_ids for c in chunks), []) == expected[row]
+        assert "".join(c.text for c in chunks) == whole.text
+        assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        assert chunks[-1].completion == whole
+        # The first token comes at once, then no chunk holds more than its rounds can give.
+        assert len(chunks[0].token_ids) == 1
+        assert all(len(c.token_ids) <= steps * (K + 1) for c in chunks[1:])
+
+
+def test_a_stream_leaves_out_the_stop_tokens_text(speculative, parrot, expected):
+    at, stop = accepted_spot(parrot, generate(speculative, [0])[0], 0)
+    chunks = list(speculative.stream(PROMPTS[0][0], params(0, stop_token_ids=[stop])))
+    assert sum((c.token_ids for c in chunks), []) == expected[0][: at + 1]
+    assert "".join(c.text for c in chunks) == speculative.tokenizer.decode(expected[0][:at])
+
+
+def test_closing_a_stream_frees_its_slot(llm, expected):
+    streams = [llm.stream(PROMPTS[row][0], params(row)) for row in (0, 1, 2)]
+    begun = [next(stream).token_ids for stream in streams]
+    full = "all 3 slots are held by open streams; close some, or load with more max_slots"
+    with pytest.raises(RuntimeError, match=full):
+        generate(llm, [4])
+    with pytest.raises(RuntimeError, match=full):
+        next(llm.stream("x"))
+    streams[1].close()
+    assert tokens(generate(llm, [4, 5])) == [expected[4], expected[5]]  # in the one slot that is free, one after the other
+    for row in (0, 2):
+        assert begun[row] + sum((c.token_ids for c in streams[row]), []) == expected[row]
+    assert tokens(generate(llm)) == expected
+
+
+def test_a_stream_that_nobody_starts_takes_no_slot(llm, expected):
+    unread = [llm.stream("x") for _ in range(9)]
+    assert tokens(generate(llm, [0])) == [expected[0]]
+    del unread
+
+
+def test_nothing_compiles_after_warmup(load, parrot, expected):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event) if "compile" in event else None)
+    llm = load(parrot, num_draft_tokens=2, max_slots=3)
+    llm.warmup()
+    made = llm.stats.compilations
+    assert made == len(llm._runner._programs) <= 8
+    assert compiled  # the listener hears what JAX does
+    compiled.clear()
+    assert tokens(generate(llm)) == expected
+    assert sum((c.token_ids for c in llm.stream(PROMPTS[0][0], params(0))), []) == expected[0]
+    llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=3))
+    assert compiled == []
+    assert llm.stats.compilations == made
+
+
+def test_seeds_beyond_32_bits_are_different_seeds(speculative):
+    def text(seed):
+        return tuple(speculative.generate([300], SamplingParams(temperature=1.0, max_tokens=12, seed=seed))[0].token_ids)
+
+    seeds = [1, 1 + 2**32, 1 + 2**40, 2**63 - 1]
+    assert len({text(seed) for seed in seeds}) == len(seeds)
+    assert text(1 + 2**40) == text(1 + 2**40)
+
+
+def test_a_seed_that_nobody_gave_is_drawn_and_told(load, speculative):
+    wild = SamplingParams(temperature=1.0, max_tokens=6)
+    first, second = speculative.generate([[300], [300]], wild)
+    assert first.seed != second.seed and first.token_ids != second.token_ids
+    again = speculative.generate([300], SamplingParams(temperature=1.0, max_tokens=6, seed=first.seed))[0]
+    assert again.token_ids == first.token_ids
+
+
+def test_the_temperature_comes_from_the_checkpoint_unless_given(speculative, monkeypatch):
+    assert speculative.default_temperature == 1.0  # the pocket generation config: do_sample, temperature 1.0
+    sampled = speculative.generate([300], SamplingParams(max_tokens=12, seed=3))
+    assert tokens(sampled) == tokens(speculative.generate([300], SamplingParams(max_tokens=12, seed=3, temperature=1.0)))
+    greedy = speculative.generate([300], SamplingParams(max_tokens=12, seed=3, temperature=0))
+    assert tokens(sampled) != tokens(greedy)
+
+
+def test_chat_generates_from_the_template(speculative):
+    messages = [{"role": "user", "content": "Hi"}]
+    greedy = SamplingParams(max_tokens=6, temperature=0)
+    ids = speculative.tokenizer.apply_chat_template(messages)
+    answer = speculative.chat(messages, greedy)
+    assert answer.prompt_token_ids == ids
+    assert answer.token_ids == speculative.generate(ids, greedy)[0].token_ids
+    thinking = speculative.chat([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], greedy, enable_thinking=True)
+    assert thinking.prompt_token_ids == speculative.tokenizer.apply_chat_template(messages, enable_thinking=True) != ids
+    both = speculative.chat([messages, [*messages, {"role": "model", "content": "A"}, {"role": "user", "content": "B"}]], greedy)
+    assert both[0].token_ids == answer.token_ids and len(both[1].prompt_token_ids) > len(ids)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes", "error", "message"),
+    [
+        ([[5], []], {}, ValueError, "prompt 1 is empty; expected at least one token"),
+        ([""], {}, ValueError, "prompt 0 is empty"),
+        ([[5] * MAX_LEN], {}, ValueError, f"prompt 0 has {MAX_LEN} tokens; expected at most {MAX_LEN - 1}, max_len {MAX_LEN} less one"),
+        ([[5], [7, 4096]], {}, ValueError, "prompt 1 has id 4096 at position 1; expected 0 .. 4095"),
+        ([[-1]], {}, ValueError, "prompt 0 has id -1 at position 0; expected 0 .. 4095"),
+        ([[2**70]], {}, ValueError, f"prompt 0 has id {2**70} at position 0"),
+        ([[5, 1.5]], {}, TypeError, "prompt 0 has 1.5 at position 1; expected a token id, an integer"),
+        ([[True]], {}, TypeError, "prompt 0 has True at position 0"),
+        ([None], {}, TypeError, "prompt 0 is of type NoneType, expected a str or a list of token ids"),
+        ([{"a": 1}], {}, TypeError, "prompt 0 is of type dict"),
+        ([[5]], {"stop_token_ids": [4096]}, ValueError, "stop_token_ids of prompt 0 has id 4096; expected 0 .. 4095"),
+        ([[5]], {"stop_token_ids": range(200, 214)}, ValueError, "prompt 0 has 17 stop ids, the checkpoint's 3 among them; expected at most 16"),
+    ],
+)
+def test_a_bad_request_is_refused_before_anything_is_computed(speculative, monkeypatch, prompts, changes, error, message):
+    monkeypatch.setattr(speculative._runner, "admit", lambda requests: pytest.fail("a bad request reached the device"))
+    with pytest.raises(error, match=message):
+        speculative.generate(prompts, SamplingParams(**changes))
+    with pytest.raises(error, match=message.replace("prompt 1", "prompt 0")):
+        speculative.stream(prompts[-1], SamplingParams(**changes))
+
+
+def test_bad_arguments_of_calls(speculative):
+    with pytest.raises(ValueError, match="found 2 params for 1 prompts; expected one for each, or one for all"):
+        speculative.generate(["x"], [SamplingParams()] * 2)
+    with pytest.raises(TypeError, match="params of prompt 0 are of type dict, expected SamplingParams"):
+        speculative.generate(["x"], [{"max_tokens": 3}])
+    with pytest.raises(TypeError, match="params is list, expected SamplingParams or None"):
+        speculative.stream("x", [SamplingParams()])
+    with pytest.raises(ValueError, match="steps is 0, expected at least 1"):
+        speculative.stream("x", steps=0)
+    with pytest.raises(ValueError, match="message 0 holds content of type 'image'; only text can be read"):
+        speculative.chat([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}])
+    with pytest.raises(ValueError, match="chat takes a list of at least one message"):
+        speculative.chat([])
+
+
+def test_an_interrupt_between_calls_leaves_the_llm_usable(llm, expected, monkeypatch):
+    calls = iter(range(9))
+    real = llm._runner.decode
+
+    def interrupted(*args, **kwargs):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(llm._runner, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm)
+    monkeypatch.undo()
+    assert llm._runner.free_slots == 3
+    assert tokens(generate(llm)) == expected
+
+
+def test_a_failed_call_costs_open_streams_but_not_the_llm(llm, expected, monkeypatch):
+    stream = llm.stream(PROMPTS[0][0], params(0))
+    next(stream)
+    key = next(key for key in llm._runner._programs if key[0] == "decode" and key[1] == 3)
+
+    def failing(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(llm._runner._programs, key, failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generate(llm, [0, 1])
+    monkeypatch.undo()
+    assert tokens(generate(llm, [0, 1])) == expected[:2]
+    with pytest.raises(RuntimeError, match="this sequence was lost when another call failed; ask for it again"):
+        next(stream)
+    assert llm._runner.free_slots == 3
+    assert tokens(generate(llm)) == expected
+
+
+def test_threads_take_turns(llm, expected):
+    results = {}
+
+    def work(name, rows):
+        results[name] = tokens(generate(llm, rows))
+
+    threads = [threading.Thread(target=work, args=(i, rows)) for i, rows in enumerate([[0, 1, 2, 4], [5, 6, 7, 0]])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: [expected[i] for i in (0, 1, 2, 4)], 1: [expected[i] for i in (5, 6, 7, 0)]}
+
+
+def test_totals_and_how_things_show_themselves(load, parrot, folders):
+    llm = load(parrot, num_draft_tokens=K, max_slots=8)
+    completions = generate(llm, [0, 1])
+    stats = llm.stats
+    assert (stats.requests, stats.tokens) == (2, sum(len(c.token_ids) for c in completions))
+    assert stats.prompt_tokens == sum(len(c.prompt_token_ids) for c in completions)
+    assert stats.steps == sum(c.stats.steps for c in completions)
+    assert stats.histogram == tuple(sum(h) for h in zip(*(c.stats.histogram for c in completions), strict=True))
+    assert stats.accepted == sum(c.stats.accepted for c in completions)
+    assert stats.seconds > 0 and stats.compile_seconds > 0 and stats.compilations == len(llm._runner._programs)
+    assert stats.weight_bytes > 4 * 4096 * 32 and stats.state_bytes > 8 * MAX_LEN * 5
+    stream = llm.stream(PROMPTS[0][0], params(0))
+    given = len(next(stream).token_ids) + len(next(stream).token_ids)
+    stream.close()
+    assert llm.stats.tokens >= stats.tokens + given and llm.stats.requests == 3
+    assert repr(llm) == (
+        f"LLM('{folders[0]}', drafter=Parrot, num_draft_tokens=4, max_slots=8, max_len={MAX_LEN}, dtype=float32, on cpu)"
+    )

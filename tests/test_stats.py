@@ -1,0 +1,55 @@
+"""Rounds and acceptance, derived from the flags that tokens carry."""
+
+import numpy as np
+import pytest
+
+from jaxspec.stats import RoundStats, Stats, accepted_by_round, rates_of
+
+
+@pytest.mark.parametrize(
+    ("flags", "rounds"),
+    [
+        ("", []),
+        ("0", []),  # the first token comes from the prompt's pass
+        ("00", [0]),
+        ("0110", [2]),
+        ("0110100", [2, 1, 0]),
+        ("011", [2]),  # cut by a stop before the target's own choice
+        ("00111", [0, 3]),
+        ("0000", [0, 0, 0]),
+    ],
+)
+def test_rounds_are_runs_of_drafts_with_the_choice_that_ends_them(flags, rounds):
+    assert accepted_by_round(np.array([c == "1" for c in flags], bool)).tolist() == rounds
+
+
+def test_round_stats():
+    flags = np.array([c == "1" for c in "0110100111"], bool)  # rounds of 2, 1, 0 and, cut, 3 accepted drafts
+    stats = RoundStats.of(flags, drafted=16, num_draft_tokens=4)
+    assert stats.histogram == (1, 1, 1, 1, 0)
+    assert (stats.steps, stats.drafted, stats.accepted) == (4, 16, 6)
+    assert stats.acceptance_length == 9 / 4
+    # Unconditional: 3 of 4 rounds accepted the first draft, 2 the second as well, 1 the third, none the fourth.
+    assert stats.acceptance_rates == (0.75, 0.5, 0.25, 0.0)
+    assert stats.from_draft == tuple(flags.tolist())
+
+
+def test_without_drafts_a_step_is_a_token():
+    stats = RoundStats.of(np.zeros(5, bool), drafted=0, num_draft_tokens=0)
+    assert (stats.histogram, stats.acceptance_length, stats.acceptance_rates) == ((4,), 1.0, ())
+    assert rates_of((0, 0, 0)) == (0.0, 0.0)
+    assert RoundStats.of(np.zeros(1, bool), 0, 2).acceptance_length == 1.0
+
+
+def test_totals_add_up():
+    first = RoundStats.of(np.array([c == "1" for c in "01100"], bool), drafted=4, num_draft_tokens=2)
+    second = RoundStats.of(np.array([c == "1" for c in "010"], bool), drafted=2, num_draft_tokens=2)
+    total = Stats().plus(7, first).plus(5, second)
+    assert (total.requests, total.prompt_tokens, total.tokens) == (2, 12, 8)
+    assert (total.steps, total.drafted, total.accepted) == (3, 6, 3)
+    assert total.histogram == (1, 1, 1)
+    assert total.acceptance_length == 2.0
+    assert total.acceptance_rates == (2 / 3, 1 / 3)
+    assert Stats().acceptance_length == 1.0
+    assert Stats(tokens=10, seconds=4.0).tokens_per_second == 2.5
+    assert "2.00 tokens a step (3 steps)" in str(total) and "0.67, 0.33" in str(total)
