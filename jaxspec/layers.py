@@ -96,9 +96,8 @@ def rope_frequencies(head_dim: int, theta: float, rotary_angles: int) -> np.ndar
 
     The first `rotary_angles` pairs rotate and the rest stand still ("proportional" RoPE); exponents run over the whole head_dim.
     """
-    exponent = np.arange(0, 2 * rotary_angles, 2, dtype=np.float32) / np.float32(head_dim)
-    rotating = np.float32(1.0) / np.power(np.float32(theta), exponent, dtype=np.float32)
-    return np.concatenate([rotating, np.zeros(head_dim // 2 - rotary_angles, np.float32)])
+    exponent = np.arange(0, 2 * rotary_angles, 2) / head_dim
+    return np.concatenate([theta**-exponent, np.zeros(head_dim // 2 - rotary_angles)]).astype(np.float32)
 
 
 def rope(x: jax.Array, positions: jax.Array, theta: float, rotary_angles: int) -> jax.Array:

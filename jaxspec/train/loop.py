@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# loss(weights in compute dtype, ids [B, T] int32) -> (scalar, metrics by name)
-Loss = Callable[[Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+# loss(weights in compute dtype, batch) -> (scalar, metrics by name); a batch is ids [B, T] int32 unless `draw` makes another.
+Loss = Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]
+# draw(weights in compute dtype, stream, key) -> batch
+Draw = Callable[[Any, jax.Array, jax.Array], Any]
 
 
 def optimizer(peak: float, steps: int, weight_decay: float = 0.1) -> optax.GradientTransformation:
@@ -44,29 +46,33 @@ def train(
     peak: float,
     seed: int,
     log: Path,
+    draw: Draw | None = None,
+    score: Loss | None = None,
     every: int = 500,
     dtype: Any = jnp.bfloat16,
 ) -> Any:
     """Minimises `loss` and returns the float32 weights.
 
-    weights: float32 pytree. stream, held_out: [N] token ids. Metrics of both streams go to `log` as JSON lines every `every` steps.
+    weights: float32 pytree. stream, held_out: [N] token ids. draw: makes a batch (default: windows of `length` tokens). score: the
+    loss of held-out windows (default: `loss`). Metrics of both streams are appended to `log` as JSON lines every `every` steps.
     Raises FloatingPointError naming the step if the loss is no longer finite.
     """
     tx = optimizer(peak, steps)
 
-    def compute(weights: Any, ids: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return loss(jax.tree.map(lambda x: x.astype(dtype), weights), ids)
+    def rounded(weights: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype), weights)
 
     @jax.jit(donate_argnums=(0, 1))
     def update(weights: Any, moments: Any, tokens: jax.Array, step: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
-        ids = windows(tokens, jax.random.fold_in(jax.random.key(seed), step), batch, length)
-        (value, metrics), grads = jax.value_and_grad(compute, has_aux=True)(weights, ids)
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        drawn = windows(tokens, key, batch, length) if draw is None else draw(rounded(weights), tokens, key)
+        (value, metrics), grads = jax.value_and_grad(lambda w: loss(rounded(w), drawn), has_aux=True)(weights)
         changes, moments = tx.update(grads, moments, weights)
         return optax.apply_updates(weights, changes), moments, {"loss": value, **metrics}
 
     @jax.jit
     def evaluate(weights: Any, ids: jax.Array) -> dict[str, jax.Array]:
-        value, metrics = compute(weights, ids)
+        value, metrics = (score or loss)(rounded(weights), ids)
         return {"loss": value, **metrics}
 
     tokens = jnp.asarray(stream)
@@ -76,7 +82,7 @@ def train(
     held = held[: max(1, len(held) // batch) * batch].reshape(-1, min(batch, len(held)), length)
     moments = tx.init(weights)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as out:
+    with log.open("a", encoding="utf-8") as out:
         began, metrics = time.perf_counter(), {}
         for step in range(steps):
             weights, moments, metrics = update(weights, moments, tokens, jnp.asarray(step))

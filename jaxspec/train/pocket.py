@@ -24,6 +24,7 @@ from jaxspec.drafters import gemma4_mtp
 from jaxspec.layers import init_weights
 from jaxspec.train.loop import train
 from jaxspec.train.losses import mtp_loss, target_loss
+from jaxspec.train.unlikelihood import break_loops
 
 ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -122,7 +123,10 @@ def balanced_clusters(rows: np.ndarray, count: int, seed: int, rounds: int = 10)
 def train_target(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray) -> None:
     config = Gemma4Config.from_hf(TARGET)
     weights = initial(gemma4.abstract(config, jnp.float32), jax.random.key(args.seed))
-    weights = train(target_loss, weights, stream, held_out, **_settings(args))
+    # The end of the stream is kept for prompts, so that the model has not learnt what follows them.
+    learnt, prompts = np.split(stream, [int(0.95 * len(stream))])
+    weights = train(target_loss, weights, learnt, held_out, **_settings(args))
+    weights = break_loops(weights, learnt, prompts, held_out, **_settings(args) | {"steps": args.unlikelihood_steps})
     checkpoint.save_weights(args.out, weights, TARGET, prefix="model.", dtype=jnp.bfloat16)
 
 
@@ -145,27 +149,30 @@ def train_mtp(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    log = args.log or args.out / "train.jsonl"
-    return {"steps": args.steps, "batch": args.batch, "length": args.length, "peak": args.peak, "seed": args.seed, "log": log}
+    return {name: getattr(args, name) for name in ("steps", "batch", "length", "peak", "seed", "log")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="model", required=True)
-    for name, steps, peak in (("target", 9000, 3e-3), ("mtp", 6000, 2e-3)):
+    for name, steps, length in (("target", 1400, 1024), ("mtp", 5000, 512)):
         command = commands.add_parser(name)
         command.add_argument("--data", type=Path, required=True, help="folder with train.npy and val.npy")
         command.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
         command.add_argument("--log", type=Path, help="JSON lines of metrics (default: train.jsonl in --out)")
         command.add_argument("--steps", type=int, default=steps)
-        command.add_argument("--batch", type=int, default=128)
-        command.add_argument("--length", type=int, default=512)
-        command.add_argument("--peak", type=float, default=peak, help="peak learning rate")
+        command.add_argument("--batch", type=int, default=64)
+        command.add_argument("--length", type=int, default=length, help="tokens in a window")
+        command.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
         command.add_argument("--seed", type=int, default=0)
+        if name == "target":
+            command.add_argument("--unlikelihood-steps", type=int, default=900, help="steps against repeating itself, at the end")
         if name == "mtp":
             command.add_argument("--target", type=Path, required=True, help="folder of the target")
             command.add_argument("--unroll", type=int, default=5, help="draft steps to train")
     args = parser.parse_args(argv)
+    args.log = args.log or args.out / "train.jsonl"
+    args.log.unlink(missing_ok=True)
     stream, held_out = (np.load(args.data / f"{part}.npy") for part in ("train", "val"))
     {"target": train_target, "mtp": train_mtp}[args.model](args, stream, held_out)
 
