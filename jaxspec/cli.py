@@ -142,5 +142,5 @@ def _info(args: argparse.Namespace) -> None:
 
         folder = checkpoint.resolve(args.target)
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
-        for line in describe(folder, drafter):
-            print(line)
+        lines = list(describe(folder, drafter))
+    print("\n".join(lines))

@@ -1,0 +1,107 @@
+"""The command line, run in this process unless the process itself is what is tested."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+import jaxspec
+from jaxspec import cli
+from jaxspec.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    target, drafter = tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
+    return ["--target", str(target), "--drafter", str(drafter), "--max-len", "96", "--k", "2"]
+
+
+@pytest.fixture(scope="module")
+def llm(models):
+    return jaxspec.load(models[1], models[3], max_len=96, num_draft_tokens=2, max_slots=1, progress=False)
+
+
+def test_generate_prints_the_prompt_its_continuation_and_the_statistics(models, llm, capsys):
+    options = ["--prompt", "def f():", "--max-tokens", "9", "--temperature", "0.5", "--seed", "4", "--ignore-eos", "--stats"]
+    assert cli.main(["generate", *models, *options]) == 0
+    text, _, stats = capsys.readouterr().out.partition("\n\ntokens ")
+    params = SamplingParams(max_tokens=9, temperature=0.5, seed=4, ignore_eos=True)
+    assert text == "def f():" + llm.generate("def f():", params)[0].text
+    assert stats.startswith("            9 of 1 requests") and "tokens/s" in stats
+    assert "acceptance length" in stats and "by position" in stats
+
+
+def test_generate_reads_a_prompt_from_standard_input(models, llm, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("import os"))
+    assert cli.main(["generate", *models, "--prompt", "-", "--max-tokens", "4", "--temperature", "0"]) == 0
+    wanted = llm.generate("import os", SamplingParams(max_tokens=4, temperature=0))[0].text
+    assert capsys.readouterr().out == f"import os{wanted}\n"
+
+
+def test_chat_answers_line_by_line_and_remembers(models, llm, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nBye\n"))
+    assert cli.main(["chat", *models, "--system", "Short.", "--max-tokens", "5", "--temperature", "0"]) == 0
+    params = SamplingParams(max_tokens=5, temperature=0)
+    messages = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Hi"}]
+    first = llm.chat(messages, params).text
+    second = llm.chat([*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "Bye"}], params).text
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+
+
+def test_info_says_what_a_checkpoint_is_and_needs(models, capsys):
+    assert cli.main(["info", models[1], "--drafter", models[3]]) == 0
+    lines = dict((line[:11].strip(), line[11:].strip()) for line in capsys.readouterr().out.splitlines() if line[:11].strip())
+    assert lines["layers"] == "1 sliding (window 8), 1 full"
+    assert lines["full"] == "2 heads, 1 KV heads of 16, K = V"
+    # By hand: embeddings 131,072 and 32,768, layers 6,577 and 7,617, the rest 292; K and V of 8 and of 16 elements of 2 bytes.
+    assert lines["parameters"] == "178,326, of which 32,768 are per-layer embeddings"
+    assert lines["KV cache"] == "sliding 32 bytes a token, for the window; full 64 bytes a token"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["generate", "--target", "/nowhere", "--prompt", "x"], "jaxspec: '/nowhere' is neither a folder"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], "jaxspec: temperature is -1.0, expected a finite number"),
+        (["generate", "--prompt", ""], "jaxspec: prompt 0 is empty; expected at least one token"),
+        (["chat", "--k", "-3"], "jaxspec: num_draft_tokens is -3, expected 0 .. 95"),
+        (["info", "/nowhere"], "jaxspec: '/nowhere' is neither a folder"),
+    ],
+)
+def test_what_the_user_got_wrong_is_one_line_and_status_2(models, capsys, options, message):
+    given = [*options[:1], *models, *options[1:]] if options[0] != "info" else options
+    assert cli.main(given) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(message) and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_unknown_options_are_status_2(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["generate"])
+    assert stopped.value.code == 2
+    assert "the following arguments are required: --prompt" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_status_130_without_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_load", lambda args: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert cli.main(["generate", "--prompt", "x"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_process_starts_without_jax_and_ends_quietly_when_nobody_reads(models):
+    code = "import sys, jaxspec.cli; jaxspec.cli._parser(); sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    command = f"{sys.executable} -m jaxspec info {models[1]} | true; exit ${{PIPESTATUS[0]}}"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert run.returncode in (0, 1) and "Traceback" not in run.stderr and "Exception" not in run.stderr
+
+
+def test_a_process_says_nothing_but_the_text(models):
+    command = [sys.executable, "-m", "jaxspec", "generate", *models, "--prompt", "x", "--max-tokens", "2", "--seed", "1"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("x") and run.stdout.endswith("\n")

@@ -1,0 +1,175 @@
+"""load: what it takes, its defaults, and every refusal."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+import jaxspec
+from jaxspec import loading
+from jaxspec.drafters.gemma4_mtp import Gemma4MTP
+from jaxspec.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
+
+
+@pytest.fixture(scope="module")
+def llm(folders):
+    return jaxspec.load(*folders, progress=False)
+
+
+def edited(folder, to, name, **changes):
+    """A copy of a checkpoint with other entries in one of its json files; None takes one away."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / name).read_text())
+    config.update(changes)
+    (to / name).write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return to
+
+
+def test_defaults_come_from_the_checkpoints(llm, folders, tmp_path):
+    assert isinstance(llm.drafter, Gemma4MTP)
+    assert llm.num_draft_tokens == 3  # the assistant's generation config
+    assert (llm.max_len, llm.max_slots) == (256, 8)  # the target's max_position_embeddings
+    assert llm.target.dtype == jnp.float32  # bfloat16 in the checkpoint, but on a CPU
+    assert (llm.eos_token_ids, llm.default_temperature) == (tiny.EOS, 1.0)
+    silent = edited(folders[1], tmp_path / "silent", "generation_config.json", num_assistant_tokens=None)
+    assert jaxspec.load(folders[0], silent, progress=False).num_draft_tokens == 4
+
+
+def test_end_tokens_and_temperature_of_generation_configs():
+    config = jaxspec.config.Gemma4Config.from_hf({**tiny.TARGET, "eos_token_id": [1, 106]})
+    assert loading.eos_token_ids(config, {}) == (1, 106)
+    assert loading.eos_token_ids(config, {"eos_token_id": 7}) == (7,)
+    assert loading.eos_token_ids(config, {"eos_token_id": [7, 8]}) == (7, 8)
+    assert loading.default_temperature({}) == 0.0
+    assert loading.default_temperature({"temperature": 0.7}) == 0.0
+    assert loading.default_temperature({"do_sample": True}) == 1.0
+    assert loading.default_temperature({"do_sample": True, "temperature": 0.7}) == 0.7
+
+
+def test_settings_reach_the_llm(folders):
+    settings = dict(num_draft_tokens=2, dtype="bfloat16", max_slots=2, max_len=40, seed=3, progress=False)
+    one, other = (jaxspec.load(*folders, **settings) for _ in range(2))
+    assert (one.num_draft_tokens, one.max_slots, one.max_len) == (2, 2, 40)
+    assert one.target.dtype == one.drafter.post_projection.weight.dtype == jnp.bfloat16
+    assert one._runner._state.cache.layers[0].k.dtype == jnp.bfloat16
+    drawn = [llm._request(0, [5], SamplingParams()).seed for llm in (one, other)]
+    assert drawn[0] == drawn[1]
+    assert jaxspec.load(*folders, dtype=jnp.float32, progress=False).target.dtype == jnp.float32
+
+
+def test_a_drafter_may_be_an_object(folders, llm):
+    again = jaxspec.load(folders[0], llm.drafter, num_draft_tokens=1, progress=False)
+    assert again.drafter.config == llm.drafter.config
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"accept": "standard"}, ValueError, "accept is 'standard'; available: 'coupled'"),
+        ({"attention": "triton"}, ValueError, "attention is 'triton'; available: 'auto', 'xla'"),
+        ({"draft_attention": "triton"}, ValueError, "draft_attention is 'triton'; available: 'auto', 'xla'"),
+        ({"kv_dtype": "fp8"}, ValueError, "kv_dtype is 'fp8'; available: 'auto'"),
+        ({"dtype": "float16"}, ValueError, "dtype is 'float16'; available: 'auto', 'float32', 'bfloat16'"),
+        ({"dtype": jnp.float16}, ValueError, "dtype is 'float16'"),
+        ({"memory_fraction": 0}, ValueError, "memory_fraction is 0, expected more than 0 and at most 1"),
+        ({"max_slots": 0}, ValueError, "max_slots is 0, expected at least 1"),
+        ({"max_len": 1}, ValueError, "max_len is 1, expected 2 .. 256"),
+        ({"max_len": 257}, ValueError, "max_len is 257, expected 2 .. 256"),
+        ({"max_len": 64.0}, TypeError, "max_len is 64.0 of type float, expected an integer"),
+        ({"num_draft_tokens": -1}, ValueError, "num_draft_tokens is -1, expected 0 .."),
+        ({"seed": -1}, ValueError, "seed is -1, expected at least 0"),
+        ({"drafter": None, "num_draft_tokens": 2}, ValueError, "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter"),
+        ({"drafter": "ngram"}, FileNotFoundError, "'ngram' is neither a folder, nor a hub id"),
+        ({"drafter": 3}, TypeError, "drafter is of type int without taps, init, observe, draft; expected a checkpoint's name"),
+    ],
+)
+def test_a_bad_setting_is_refused_before_weights_are_read(folders, monkeypatch, settings, error, message):
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(error, match=message):
+        jaxspec.load(folders[0], **{"drafter": folders[1], "progress": False, **settings})
+
+
+def test_a_checkpoint_of_another_kind_is_refused(folders, tmp_path):
+    target, assistant = folders
+    with pytest.raises(ValueError, match="the target .* model_type is 'gemma4_assistant'.*it is a drafter, to be given as drafter="):
+        jaxspec.load(assistant)
+    with pytest.raises(ValueError, match="the drafter .* has model_type 'gemma4'; that is a target, not a drafter; expected one of"):
+        jaxspec.load(target, target)
+    other = edited(assistant, tmp_path / "other", "config.json", model_type="qwen3")
+    with pytest.raises(ValueError, match="the drafter .* has model_type 'qwen3'; expected one of 'gemma4_assistant'"):
+        jaxspec.load(target, other)
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        jaxspec.load(tmp_path)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(target / "config.json", bare)
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json"):
+        jaxspec.load(bare)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backbone_hidden_size": 40}, "made for a target of hidden_size 40, this target has 32"),
+        ({"vocab_size": 4160}, "vocab_size 4160, the target 4096"),
+        ({"num_key_value_heads": 2}, "num_kv_heads 2, .* has 1"),
+        ({"sliding_window": 16}, "window 16, .* has 8"),
+        ({"head_dim": 16}, "head_dim 16, .* has 8"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused_with_both_numbers(folders, tmp_path, changes, message):
+    drafter = tiny.tiny_assistant(tmp_path / "misfit", **changes)
+    with pytest.raises(ValueError, match="the drafter .* cannot be used with this target: .*" + message):
+        jaxspec.load(folders[0], drafter, progress=False)
+
+
+def test_a_drafter_object_that_does_not_fit_is_refused(folders, llm, tmp_path):
+    narrow = tiny.tiny_target(tmp_path / "narrow", hidden_size=24)
+    with pytest.raises(ValueError, match="hidden_size 32, this target has 24"):
+        jaxspec.load(narrow, llm.drafter, progress=False)
+
+
+def test_models_that_exceed_the_memory_are_refused_before_weights_are_read(folders, monkeypatch):
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "memory_limit", lambda device: 2**20)
+    with pytest.raises(ValueError, match=r"the weights take 0.00 GiB and the slots 0.00 GiB; memory_fraction 0.5 leaves 0.00 GiB. Fewer"):
+        jaxspec.load(*folders, memory_fraction=0.5, progress=False)
+    assert loading._check_memory(2**19, 2**18, 0.9, None) is None
+    with pytest.raises(ValueError, match="Fewer max_slots or a smaller max_len take less"):
+        loading._check_memory(2**19, 2**19, 0.9, None)
+
+
+def test_a_mesh_needs_its_two_axes(folders):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(ValueError, match=r"mesh has axes \('data',\), expected 'data' and 'tensor'"):
+        jaxspec.load(*folders, mesh=mesh, progress=False)
+
+
+def test_compiled_programs_are_kept_where_nobody_chose_a_folder(monkeypatch, tmp_path):
+    from jax.experimental.compilation_cache import compilation_cache
+
+    chosen = jax.config.jax_compilation_cache_dir
+    try:
+        loading._enable_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == chosen  # somebody chose: left alone
+        monkeypatch.setenv("JAXSPEC_CACHE_DIR", str(tmp_path / "own"))
+        jax.config.update("jax_compilation_cache_dir", None)
+        loading._enable_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
+        monkeypatch.delenv("JAXSPEC_CACHE_DIR")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", None)
+        loading._enable_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / ".cache" / "jaxspec")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        compilation_cache.reset_cache()
