@@ -18,7 +18,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 .DELETE_ON_ERROR:  # half a virtual environment is no virtual environment
 
 demo: $(VENV)/.installed
-	$(BIN)/jaxspec generate --target pocket --drafter pocket-mtp --stats --prompt "$$PROMPT"
+	$(BIN)/jaxspec generate --target pocket --drafter pocket-mtp --temperature 0 --max-tokens 256 --stats --prompt="$$PROMPT"
 
 test: lint
 	$(BIN)/python -m pytest
