@@ -1,9 +1,11 @@
 """The command line, run in this process unless the process itself is what is tested."""
 
 import io
+import os
 import subprocess
 import sys
 
+import jax
 import pytest
 import tiny
 
@@ -102,6 +104,11 @@ def test_a_process_starts_without_jax_and_ends_quietly_when_nobody_reads(models)
 
 def test_a_process_says_nothing_but_the_text(models):
     command = [sys.executable, "-m", "jaxspec", "generate", *models, "--prompt", "x", "--max-tokens", "2", "--seed", "1"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    kept = {  # programs that the tests above have compiled
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    }
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | kept)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith("x") and run.stdout.endswith("\n")
