@@ -78,9 +78,10 @@ class Stats:
     """Totals of an engine since it was loaded.
 
     requests, prompt_tokens, tokens: what was served; a stream that was closed early counts what it gave. steps, drafted, accepted,
-    histogram: sums over requests; stepped_tokens: tokens less the first of each request. seconds: time spent generating, compiling excluded. compilations, compile_seconds: programs made
-    ready, and how long that took, be it by compiling or from the persistent cache. weight_bytes, state_bytes: memory of the target's
-    and drafter's weights, and of the cache and all slots.
+    histogram: sums over requests. stepped_tokens: tokens less the first of each request, which no step gives. seconds: time spent
+    generating, compiling excluded. compilations, compile_seconds: programs made ready, and how long that took, be it by compiling
+    or from the persistent cache. weight_bytes, state_bytes: memory of the target's and drafter's weights, and of the cache and all
+    slots.
     """
 
     requests: int = 0
