@@ -27,7 +27,7 @@ def target_loss(model: Gemma4, ids: jax.Array) -> tuple[jax.Array, dict[str, jax
 
 
 def mtp_loss(
-    assistant: Gemma4MTP, target: Gemma4, ids: jax.Array, steps: int, ordering: jax.Array, hard: float = 0.5
+    assistant: Gemma4MTP, target: Gemma4, ids: jax.Array, steps: int, ordering: jax.Array, hard: float = 1.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The assistant's distance from the target's next-token distributions, unrolled over `steps` draft steps with its own feedback.
 

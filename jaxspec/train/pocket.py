@@ -22,7 +22,8 @@ from jaxspec import checkpoint, gemma4
 from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.layers import init_weights
-from jaxspec.train.loop import train
+from jaxspec.train.generate import corpus
+from jaxspec.train.loop import train, windows
 from jaxspec.train.losses import mtp_loss, target_loss
 from jaxspec.train.unlikelihood import break_loops
 
@@ -30,6 +31,8 @@ ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
+# The end of the stream is kept for prompts, so that the target has not learnt what follows them.
+LEARNT = 0.95
 COMMON = {
     "vocab_size": 4096,
     "head_dim": 64,
@@ -80,7 +83,7 @@ MTP = {
         "model_type": "gemma4_text",
         **COMMON,
         "hidden_size": 128,
-        "intermediate_size": 384,
+        "intermediate_size": 512,
         "num_hidden_layers": 4,
         "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
         "num_kv_shared_layers": 4,
@@ -123,8 +126,7 @@ def balanced_clusters(rows: np.ndarray, count: int, seed: int, rounds: int = 10)
 def train_target(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray) -> None:
     config = Gemma4Config.from_hf(TARGET)
     weights = initial(gemma4.abstract(config, jnp.float32), jax.random.key(args.seed))
-    # The end of the stream is kept for prompts, so that the model has not learnt what follows them.
-    learnt, prompts = np.split(stream, [int(0.95 * len(stream))])
+    learnt, prompts = np.split(stream, [int(LEARNT * len(stream))])
     weights = train(target_loss, weights, learnt, held_out, **_settings(args))
     weights = break_loops(weights, learnt, prompts, held_out, **_settings(args) | {"steps": args.unlikelihood_steps})
     checkpoint.save_weights(args.out, weights, TARGET, prefix="model.", dtype=jnp.bfloat16)
@@ -140,10 +142,25 @@ def train_mtp(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray
     assert weights.masked_embedding is not None
     weights = weights.replace(masked_embedding=weights.masked_embedding.replace(token_ordering=None))
 
+    # Half of each batch is text that the target wrote itself: greedy text is what greedy drafts will meet.
+    prompt_length = args.length // 3
+    written = corpus(
+        target,
+        stream[int(LEARNT * len(stream)) :],
+        sequences=args.self_generate,
+        prompt_length=prompt_length,
+        new_tokens=args.length - prompt_length,
+        seed=args.seed,
+    )
+
+    def draw(_: Any, stream: jax.Array, key: jax.Array) -> jax.Array:
+        own = jax.random.choice(jax.random.fold_in(key, 1), written, (args.batch // 2,))
+        return jnp.concatenate([windows(stream, key, args.batch - len(own), args.length), own])
+
     def loss(assistant: gemma4_mtp.Gemma4MTP, ids: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return mtp_loss(assistant, target, ids, args.unroll, fixed)
 
-    weights = train(loss, weights, stream, held_out, **_settings(args))
+    weights = train(loss, weights, stream, held_out, draw=draw, **_settings(args))
     weights = weights.replace(masked_embedding=weights.masked_embedding.replace(token_ordering=fixed))
     checkpoint.save_weights(args.out, weights, MTP, dtype=jnp.bfloat16)
 
@@ -155,13 +172,13 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="model", required=True)
-    for name, steps, length in (("target", 1400, 1024), ("mtp", 5000, 512)):
+    for name, steps, batch, length in (("target", 1400, 64, 1024), ("mtp", 6000, 96, 384)):
         command = commands.add_parser(name)
         command.add_argument("--data", type=Path, required=True, help="folder with train.npy and val.npy")
         command.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
         command.add_argument("--log", type=Path, help="JSON lines of metrics (default: train.jsonl in --out)")
         command.add_argument("--steps", type=int, default=steps)
-        command.add_argument("--batch", type=int, default=64)
+        command.add_argument("--batch", type=int, default=batch)
         command.add_argument("--length", type=int, default=length, help="tokens in a window")
         command.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
         command.add_argument("--seed", type=int, default=0)
@@ -170,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name == "mtp":
             command.add_argument("--target", type=Path, required=True, help="folder of the target")
             command.add_argument("--unroll", type=int, default=5, help="draft steps to train")
+            command.add_argument("--self-generate", type=int, default=16384, help="sequences that the target writes to train on")
     args = parser.parse_args(argv)
     args.log = args.log or args.out / "train.jsonl"
     args.log.unlink(missing_ok=True)

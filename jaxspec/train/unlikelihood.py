@@ -11,31 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode
-from jaxspec.drafters.base import NoDraft
 from jaxspec.gemma4 import Gemma4
+from jaxspec.train.generate import generate
 from jaxspec.train.loop import train, windows
 from jaxspec.train.losses import target_loss, whole_rows
 from pallas_kernels.noise import row_keys
-
-
-def generate(model: Gemma4, prompts: jax.Array, new_tokens: int) -> jax.Array:
-    """Greedy continuations. prompts: [B, P] int32 -> [B, P + new_tokens] int32."""
-    batch, length = prompts.shape
-    slots = jnp.arange(batch, dtype=jnp.int32)
-    zero = jnp.zeros_like(slots)
-    state = decode.init_state(model, NoDraft(), slots=batch, max_len=length + new_tokens, num_draft_tokens=0)
-    requests = decode.Requests(
-        tokens=prompts,
-        length=zero + length,
-        prompt=zero + length,
-        limit=zero + length + new_tokens,
-        stop_ids=jnp.broadcast_to(state.stop_ids[:1], state.stop_ids.shape),
-        seed=state.seed,
-        temperature=state.temperature,
-    )
-    state = decode.prefill(model, NoDraft(), decode.admit(state, slots, requests), slots, chunk=length)
-    return decode.decode_loop(model, NoDraft(), state, slots, new_tokens, num_draft_tokens=0).tokens
 
 
 def repeats(ids: jax.Array, n: int) -> jax.Array:
