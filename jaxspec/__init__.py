@@ -12,8 +12,9 @@ _EXPORTS: dict[str, str] = {
     "Completion": "jaxspec.params",
     "Chunk": "jaxspec.params",
     "Stats": "jaxspec.stats",
+    "mesh": "jaxspec.sharding",
 }
-_MODULES = ("cache", "checkpoint", "config", "decode", "drafters", "gemma4", "sampling")
+_MODULES = ("cache", "checkpoint", "config", "decode", "drafters", "gemma4", "sampling", "sharding")
 
 
 def __getattr__(name: str):

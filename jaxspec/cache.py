@@ -8,6 +8,7 @@ Nothing is ever erased: rejecting rows is lowering a length.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -121,7 +122,8 @@ def reserve(cache: PagedKV, slots: jax.Array, lengths: jax.Array, rows: int) -> 
     pages = jnp.take(cache.free, cache.free_count - 1 - order, mode="clip")
     logical = jnp.where(new < missing[:, None], held[:, None] + new, cache.tables[FULL].shape[1])
     table = cache.tables[FULL].at[slots[:, None], logical].set(pages, mode="drop")
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         tables={**cache.tables, FULL: table},
         free_count=cache.free_count - jnp.sum(missing),
         held=cache.held.at[slots].add(missing, mode="drop"),
@@ -135,7 +137,8 @@ def release(cache: PagedKV, slots: jax.Array) -> PagedKV:
     logical = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
     place = cache.free_count + (jnp.cumsum(held) - held)[:, None] + logical
     place = jnp.where(logical < held[:, None], place, cache.free.shape[0])
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         free=cache.free.at[place].set(table, mode="drop"),
         free_count=cache.free_count + jnp.sum(held),
         held=cache.held.at[slots].set(0, mode="drop"),

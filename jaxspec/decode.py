@@ -7,6 +7,7 @@ the target on [anchor, drafts], keeps the drafts that the target chooses too, an
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -122,7 +123,8 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         return field.at[slots].set(value.astype(field.dtype), mode="drop")
 
     zero = jnp.zeros_like(slots)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=state.tokens.at[slots, : requests.tokens.shape[1]].set(requests.tokens, mode="drop"),
         from_draft=put(state.from_draft, jnp.zeros((slots.shape[0], state.from_draft.shape[1]), jnp.bool_)),
         length=put(state.length, requests.length),
@@ -140,16 +142,15 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
 
 def release(state: DecodeState, slots: jax.Array) -> DecodeState:
     """Empties slots and returns their pages. slots: [B] int32, each at most once; ids out of range are ignored."""
-    return state.replace(
+    return dataclasses.replace(
+        state,
         cache=paged.release(state.cache, slots),
         status=state.status.at[slots].set(EMPTY, mode="drop"),
         starved=jnp.zeros_like(state.starved),
     )
 
 
-def prefill(
-    target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.Array, *, chunk: int, attention: str = "auto"
-) -> DecodeState:
+def prefill(target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.Array, *, chunk: int, attention: str = "auto") -> DecodeState:
     """Computes up to `chunk` (static) more rows of each slot's known tokens; a slot whose prompt is done chooses its first token.
 
     slots: [B] int32, ids out of range stand for no sequence. A slot is ready to decode once computed == length - 1. A resumed
@@ -170,10 +171,9 @@ def prefill(
     first = choose(target.unembed(out.hidden), computed[:, None], rows.sampling)
     chosen = (count > 0) & (computed == known)
     next_known = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), computed[:, None], axis=1, mode="clip")
-    observed = Observed(
-        slots, ids, block.positions, out.hidden[:, 0], out.taps, count, jnp.where(chosen[:, None], first, next_known)[:, 0]
-    )
-    state = state.replace(
+    observed = Observed(slots, ids, block.positions, out.hidden[:, 0], out.taps, count, jnp.where(chosen[:, None], first, next_known)[:, 0])
+    state = dataclasses.replace(
+        state,
         cache=cache,
         drafter=drafter.observe(state.drafter, observed),
         computed=state.computed.at[slots].set(computed, mode="drop"),
@@ -207,7 +207,7 @@ def spec_step(
         choices = choose(target.unembed(out.hidden), block.positions + 1, rows.sampling)
     accepted = accept.coupled(drafts, choices)
 
-    state = state.replace(cache=cache, drafter=drafter_state, starved=~ok)
+    state = dataclasses.replace(state, cache=cache, drafter=drafter_state, starved=~ok)
     state = _append(state, slots, rows, choices, jnp.where(live, accepted + 1, 0), accepted)
     committed = jnp.where(live, state.length.at[slots].get(mode="clip") - known, 0)
     last = jnp.maximum(committed - 1, 0)
@@ -215,7 +215,8 @@ def spec_step(
     newest = take_row(choices, last)[:, 0]
     observed = Observed(slots, block.ids, block.positions, hidden, out.taps, committed, newest)
     spent = live.astype(jnp.int32)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         drafter=drafter.observe(state.drafter, observed),
         computed=state.computed.at[slots].add(committed, mode="drop"),
         rounds=state.rounds.at[slots].add(spent, mode="drop"),
@@ -254,7 +255,7 @@ def decode_loop(
         step, state = carry
         return step + 1, spec_step(target, drafter, state, slots, num_draft_tokens=num_draft_tokens, attention=attention)
 
-    state = state.replace(starved=jnp.zeros_like(state.starved))
+    state = dataclasses.replace(state, starved=jnp.zeros_like(state.starved))
     return jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))[1]
 
 
@@ -297,7 +298,8 @@ def _append(
     status = jnp.where(first_stop < count, STOPPED, jnp.where(length >= rows.limit, FULL_LENGTH, RUNNING))
     changed = jnp.where(count > 0, slots, state.slots)
     at = jnp.where(row < count[:, None], rows.length[:, None] + row, state.tokens.shape[1])
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=state.tokens.at[slots[:, None], at].set(choices, mode="drop"),
         from_draft=state.from_draft.at[slots[:, None], at].set(row < accepted[:, None], mode="drop"),
         length=state.length.at[changed].set(length, mode="drop"),

@@ -89,9 +89,7 @@ class LLM:
     @property
     def stats(self) -> Stats:
         """Totals since the LLM was loaded."""
-        return dataclasses.replace(
-            self._totals, compilations=self._runner.compilations, compile_seconds=self._runner.compile_seconds
-        )
+        return dataclasses.replace(self._totals, compilations=self._runner.compilations, compile_seconds=self._runner.compile_seconds)
 
     def __repr__(self) -> str:
         return (

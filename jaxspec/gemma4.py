@@ -7,6 +7,7 @@ layers that share KV, mixture of experts.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -236,7 +237,7 @@ def decoder_layer(
             dtype = x.dtype if keys.pools is None else keys.pools.k.dtype
             # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
             k, v = attn.keys_values(projected, positions)
-            keys = keys.replace(fresh=(k.astype(dtype), v.astype(dtype)))
+            keys = dataclasses.replace(keys, fresh=(k.astype(dtype), v.astype(dtype)))
         heads = paged_attention(
             attn.queries(projected, positions),
             positions,
@@ -253,9 +254,7 @@ def decoder_layer(
         return layer.feed_forward(x, per_layer_input), keys
 
 
-def cached_keys(
-    cache: PagedKV | None, owner: int, kind: str, slots: jax.Array, length: jax.Array, count: jax.Array
-) -> Keys:
+def cached_keys(cache: PagedKV | None, owner: int, kind: str, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
     """The cached positions of layer `owner` for these slots, with no fresh rows yet."""
     if cache is None:
         return Keys(None, None, length, None, count)
@@ -268,7 +267,7 @@ def _store(cache: PagedKV, rows: Rows, fresh: dict[int, Keys]) -> PagedKV:
     for i, keys in fresh.items():
         assert keys.pools is not None and keys.table is not None and keys.fresh is not None
         layers[i] = paged.write(keys.pools, keys.table, rows.start, rows.count, *keys.fresh)
-    return cache.replace(layers=tuple(layers))
+    return dataclasses.replace(cache, layers=tuple(layers))
 
 
 def abstract(config: Gemma4Config, dtype: Any = jnp.bfloat16) -> Gemma4:

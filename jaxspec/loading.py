@@ -127,9 +127,7 @@ def read_target(folder: Path) -> tuple[Gemma4Config, dict[str, Any]]:
 
 def load_target(folder: Path, abstract: gemma4.Gemma4, *, progress: bool = True) -> gemma4.Gemma4:
     """A target's weights in the shapes, dtypes and shardings of `gemma4.abstract`."""
-    return checkpoint.load_weights(
-        folder, abstract, prefixes=checkpoint.TARGET_PREFIXES, skip=checkpoint.TOWERS, progress=progress
-    )
+    return checkpoint.load_weights(folder, abstract, prefixes=checkpoint.TARGET_PREFIXES, skip=checkpoint.TOWERS, progress=progress)
 
 
 def eos_token_ids(config: Gemma4Config, generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -78,9 +78,7 @@ class Runner:
         self.compilations, self.compile_seconds = 0, 0.0
         self._attention = attention
         self._programs: dict[tuple[str, int, int], Callable[..., Any]] = {}
-        init = functools.partial(
-            self.init_state, target, drafter, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens
-        )
+        init = functools.partial(self.init_state, target, drafter, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens)
         self._shardings = None if shardings is None else shardings(jax.eval_shape(init))
         self._init = jax.jit(init, out_shardings=self._shardings)
         self._epoch = -1

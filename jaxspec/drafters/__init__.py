@@ -9,7 +9,7 @@ from typing import Any
 from jaxspec import checkpoint
 from jaxspec.config import TARGET_TYPES, AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
-from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.base import Drafter, NoDraft
 
 
 def _assistant(config: Mapping[str, Any], generation: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> gemma4_mtp.Gemma4MTP:
@@ -46,3 +46,6 @@ def load_drafter(
 ) -> Drafter:
     """The drafter in a checkpoint folder. place: gives the leaves of an abstract tree their shardings."""
     return checkpoint.load_weights(folder, place(abstract_drafter(folder, target, dtype)), progress=progress)
+
+
+__all__ = ["REGISTRY", "Drafter", "NoDraft", "abstract_drafter", "load_drafter"]

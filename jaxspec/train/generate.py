@@ -31,7 +31,9 @@ def generate(model: Gemma4, prompts: jax.Array, new_tokens: int) -> jax.Array:
     return decode.decode_loop(model, NoDraft(), state, slots, new_tokens, num_draft_tokens=0).tokens
 
 
-def corpus(model: Gemma4, stream: np.ndarray, *, sequences: int, prompt_length: int, new_tokens: int, seed: int, batch: int = 512) -> jax.Array:
+def corpus(
+    model: Gemma4, stream: np.ndarray, *, sequences: int, prompt_length: int, new_tokens: int, seed: int, batch: int = 512
+) -> jax.Array:
     """Greedy continuations of prompts from random places of a stream: [sequences, prompt_length + new_tokens] int32.
 
     sequences: rounded up to whole batches.

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,7 +141,7 @@ def train_mtp(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray
     ordering = balanced_clusters(np.asarray(target.embed_tokens.weight, np.float32), config.num_centroids, args.seed)
     fixed = jnp.asarray(ordering)
     assert weights.masked_embedding is not None
-    weights = weights.replace(masked_embedding=weights.masked_embedding.replace(token_ordering=None))
+    weights = dataclasses.replace(weights, masked_embedding=dataclasses.replace(weights.masked_embedding, token_ordering=None))
 
     # Half of each batch is text that the target wrote itself: greedy text is what greedy drafts will meet.
     prompt_length = args.length // 3
@@ -161,7 +162,7 @@ def train_mtp(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray
         return mtp_loss(assistant, target, ids, args.unroll, fixed)
 
     weights = train(loss, weights, stream, held_out, draw=draw, **_settings(args))
-    weights = weights.replace(masked_embedding=weights.masked_embedding.replace(token_ordering=fixed))
+    weights = dataclasses.replace(weights, masked_embedding=dataclasses.replace(weights.masked_embedding, token_ordering=fixed))
     checkpoint.save_weights(args.out, weights, MTP, dtype=jnp.bfloat16)
 
 

@@ -37,6 +37,4 @@ def paged_attention(
     """
     if implementation not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation is {implementation!r}; expected 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    return reference.paged_attention(
-        q, positions, cached, table, lengths, fresh, fresh_count, causal=causal, window=window, scale=scale
-    )
+    return reference.paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, causal=causal, window=window, scale=scale)
