@@ -91,7 +91,7 @@ def test_every_word_of_the_key_counts():
 def test_any_subset_of_ids_in_any_order_has_the_same_values():
     whole = noise([11, 2**50], [3, 70000], np.arange(262_144))
     rng = np.random.default_rng(0)
-    for size in (1, 2, 3, 5, 7, 16, 33, 1000, 4097):  # not multiples of a vector's width
+    for size in (1, 3, 16, 33, 4097):  # not multiples of a vector's width
         ids = rng.permutation(262_144)[:size]
         assert np.array_equal(noise([11, 2**50], [3, 70000], ids), whole[:, ids]), size
     per_row = rng.integers(0, 262_144, (2, 501))
@@ -123,7 +123,7 @@ def unmix(y):
 def of_bits(bits):
     """The noise that 32 given random bits become: id 0 under a key that the hash takes there."""
     key = np.array([[0, unmix(b)] for b in bits], np.uint32)
-    return np.asarray(gumbel(jnp.asarray(key), jnp.zeros((len(bits), 1), jnp.int32)))[:, 0]
+    return np.asarray(jax.jit(gumbel)(jnp.asarray(key), jnp.zeros((len(bits), 1), jnp.int32)))[:, 0]
 
 
 def test_every_bit_pattern_gives_a_finite_value_and_larger_ones_smaller_noise():
