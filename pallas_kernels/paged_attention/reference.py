@@ -46,6 +46,7 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, *,
     k = jnp.where(seen, jnp.concatenate(keys, axis=1).astype(q.dtype), 0)
     v = jnp.where(seen, jnp.concatenate(values, axis=1).astype(q.dtype), 0)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(visible[:, None, None, :, :], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    visible = visible[:, None, None, :, :]
+    weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
+    weights = jnp.where(visible, weights, 0).astype(q.dtype)  # a query that sees nothing weighs all keys alike: they count for nothing
     return jnp.einsum("bkgts,bskd->btkgd", weights, v)

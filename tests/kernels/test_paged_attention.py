@@ -1,0 +1,219 @@
+"""Attention over pages and fresh rows, against a softmax in float64 over the keys that a query may see, one row at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.reference import ring_positions
+
+attention = functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "implementation"))(paged_attention)
+NAN = np.float32("nan")
+
+
+def plain(q, key, value, scale):
+    """q: [KV, G, D]; key, value: [S, KV, D] -> [KV, G, D] in float64; zeros where there is no key."""
+    if not len(key):
+        return np.zeros(q.shape)
+    scores = np.einsum("kgd,skd->kgs", q.astype(np.float64), key.astype(np.float64)) * scale
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("kgs,skd->kgd", weights / weights.sum(-1, keepdims=True), value.astype(np.float64))
+
+
+class Case:
+    """Random sequences, laid out in permuted pages as `paged_attention` expects them, with NaN in every cell that no query sees."""
+
+    def __init__(
+        self, seed, lengths, *, queries=4, kv=2, group=2, dim=8, page=4, width=3, fresh=4, counts=None, positions=None,
+        causal=True, window=None, scale=0.6, dtype=np.float32,
+    ):  # fmt: skip
+        rng = np.random.default_rng(seed)
+        self.settings = {"causal": causal, "window": window, "scale": scale}
+        lengths = np.asarray(lengths, np.int32)
+        batch = len(lengths)
+        counts = np.full(batch, min(fresh, queries), np.int32) if counts is None else np.asarray(counts, np.int32)
+        counts = np.minimum(counts, fresh)
+        if positions is None:
+            positions = lengths[:, None] + np.arange(queries, dtype=np.int32)[None, :]
+        positions = np.asarray(positions, np.int32)
+
+        def normal(*shape):
+            return rng.standard_normal(shape).astype(dtype).astype(np.float32)
+
+        self.q = normal(batch, queries, kv, group, dim)
+        total = int(lengths.max(initial=0)) + fresh
+        content = normal(2, batch, total, kv, dim)  # every position's K and V
+        ring = width * page
+        pages = batch * width + 5
+        pools = np.full((2, pages, page, kv, dim), NAN)
+        table = rng.permutation(pages)[: batch * width].reshape(batch, width).astype(np.int32)
+        new = np.full((2, batch, fresh, kv, dim), NAN)
+        self.expected = np.zeros(self.q.shape)
+        self.blind = np.zeros((batch, queries), bool)
+        for b in range(batch):
+            cached = range(max(0, lengths[b] - ring), lengths[b])
+            own = range(lengths[b], lengths[b] + counts[b])
+            seen = set()
+            for t in range(queries):
+                at = positions[b, t]
+                near = [p for p in (*cached, *own) if window is None or at - p < window]
+                visible = [p for p in near if p <= at or (not causal)]
+                seen.update(visible)
+                self.blind[b, t] = not visible
+                self.expected[b, t] = plain(self.q[b, t], *content[:, b, visible], scale)
+            for p in seen & set(cached):
+                pools[:, table[b, p // page % width], p % page] = content[:, b, p]
+            for p in seen & set(own):
+                new[:, b, p - lengths[b]] = content[:, b, p]
+        cast = functools.partial(jnp.asarray, dtype=dtype)
+        self.arguments = [
+            cast(self.q),
+            jnp.asarray(positions),
+            (cast(pools[0]), cast(pools[1])) if width else None,
+            jnp.asarray(table) if width else None,
+            jnp.asarray(lengths),
+            *(((cast(new[0]), cast(new[1])), jnp.asarray(counts)) if fresh else (None, None)),
+        ]
+
+    def check(self, rtol=2e-5, atol=2e-6):
+        found = attention(*self.arguments, **self.settings)
+        assert found.dtype == self.arguments[0].dtype and found.shape == self.q.shape
+        found = np.asarray(found.astype(jnp.float32))
+        np.testing.assert_allclose(found, self.expected, rtol=rtol, atol=atol)
+        assert not found[self.blind].any()
+        return found
+
+
+# Around every edge of a page (4) and of the ring (12): empty, ragged, exactly full, wrapped once, wrapped often.
+LENGTHS = [0, 1, 3, 4, 5, 11, 12, 13, 30, 47]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 9])
+@pytest.mark.parametrize("causal", [True, False])
+def test_cached_and_fresh_rows(causal, window):
+    """A verify block, or a drafter's block that sees itself whole: each row's own K and V are fresh."""
+    Case(0, LENGTHS, causal=causal, window=window).check()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_fewer_fresh_rows_than_queries(causal):
+    """Rows past the count are padding: nobody sees them, and their own results are those of later rows without keys of their own."""
+    case = Case(1, LENGTHS, counts=[i % 5 for i in range(10)], causal=causal)
+    case.check()
+    assert case.blind.sum() == 4  # those of the empty sequence
+
+
+def test_a_query_that_sees_nothing_gives_zeros_beside_one_that_sees():
+    """The ring forgets what a query far behind may see, and a window passes what a query far ahead could have."""
+    case = Case(2, [30, 30, 30, 30], queries=2, positions=[[5, 31], [40, 30], [18, 17], [31, 39]], window=6)
+    case.check()
+    assert case.blind.tolist() == [[True, False], [True, False], [False, True], [False, True]]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_prefill_chunk_longer_than_the_ring(window):
+    """The chunk attends to the ring as it was and to itself."""
+    Case(3, [0, 7, 12, 25], queries=17, fresh=17, counts=[17, 17, 9, 1], window=window).check()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_no_cached_rows(window):
+    case = Case(4, [0, 0, 0], width=0, queries=9, fresh=9, counts=[9, 3, 0], window=window)
+    case.check()
+    assert case.blind[2].all() and not case.blind[0].any()
+    Case(5, [6, 0, 100], width=0, queries=9, fresh=9, counts=[9, 3, 0], window=window).check()  # whole sequences may start anywhere
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_no_fresh_rows(window):
+    """The assistant's query: it stands at the last cached position, and stores nothing."""
+    case = Case(6, LENGTHS, queries=1, fresh=0, positions=[[max(0, n - 1)] for n in LENGTHS], window=window)
+    case.check()
+    assert case.blind.sum() == 1  # the empty sequence's
+
+
+def test_every_row_of_a_text_may_query_at_once():
+    """As in training: rows P see keys 0 .. P of the same text."""
+    Case(7, [0, 0], width=0, queries=12, fresh=12, counts=[12, 12], positions=[range(12)] * 2, window=4).check()
+
+
+@pytest.mark.parametrize(("kv", "group"), [(1, 1), (3, 1), (1, 4), (2, 3), (3, 2)])
+def test_query_heads_belong_to_their_kv_head(kv, group):
+    Case(8, [9, 20], kv=kv, group=group).check()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+def test_scale(scale):
+    Case(9, LENGTHS, scale=scale).check()
+
+
+def test_large_scores_do_not_overflow():
+    Case(10, LENGTHS, scale=300.0).check(rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_bfloat16(causal):
+    """Inputs are rounded to bf16 for both; what differs is the weights' and the result's own rounding, 2**-8 of values near one."""
+    Case(11, LENGTHS, causal=causal, dtype=jnp.bfloat16).check(rtol=2e-2, atol=2e-2)
+
+
+def test_a_cache_of_another_dtype_is_read_in_the_queries_dtype():
+    case = Case(12, LENGTHS, dtype=jnp.bfloat16)
+    case.arguments[0] = case.arguments[0].astype(jnp.float32)
+    case.check()
+
+
+def test_pages_outside_the_table_and_unseen_cells_change_nothing():
+    case = Case(13, LENGTHS, window=5)
+    first = case.check()
+    pools, fresh = case.arguments[2], case.arguments[5]
+    case.arguments[2] = tuple(jnp.where(jnp.isnan(pool), 1e30, pool) for pool in pools)
+    case.arguments[5] = tuple(jnp.where(jnp.isnan(rows), -1e30, rows) for rows in fresh)
+    assert np.array_equal(case.check(), first)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_random_lengths_counts_and_positions(seed, data):
+    """Shapes stay the same, so that this compiles two programs."""
+    numbers = functools.partial(st.lists, min_size=3, max_size=3)
+    case = Case(
+        seed,
+        data.draw(numbers(st.integers(0, 40))),
+        queries=3,
+        group=3,
+        fresh=3,
+        counts=data.draw(numbers(st.integers(0, 3))),
+        positions=data.draw(numbers(st.lists(st.integers(0, 45), min_size=3, max_size=3))),
+        causal=data.draw(st.booleans()),
+        window=6,
+    )
+    case.check()
+
+
+def test_ring_positions_are_what_writing_in_order_leaves():
+    size = 6
+    for length in range(20):
+        places = np.full(size, -1)
+        for position in range(length):
+            places[position % size] = position
+        found = np.asarray(ring_positions(jnp.asarray([length], jnp.int32), size))[0]
+        assert np.array_equal(np.maximum(found, -1), places), length
+
+
+@pytest.mark.parametrize("name", ["triton", "XLA", ""])
+def test_an_unknown_implementation_is_refused(name):
+    case = Case(14, LENGTHS)
+    with pytest.raises(ValueError, match=f"implementation is '{name}'; expected 'auto' or one of 'xla'"):
+        paged_attention(*case.arguments, implementation=name)
+
+
+def test_the_named_implementation_serves():
+    case = Case(14, LENGTHS)
+    case.settings["implementation"] = "xla"
+    case.check()
