@@ -1,0 +1,185 @@
+"""The bundled pocket models on code that they have not seen: the same tokens with any K and batch, acceptance, variety, and the card."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import decode, gemma4, loading
+from jaxspec.checkpoint import resolve
+from jaxspec.drafters import NoDraft, load_drafter
+from jaxspec.text import load_tokenizer
+from jaxspec.train.corpus import held_out_texts
+
+PROMPT_TOKENS = 160
+NEW_TOKENS = 128
+TIE = 1e-4  # margins below this are floating-point ties
+
+
+@pytest.fixture(scope="module")
+def target():
+    folder = resolve("pocket")
+    config, _ = loading.read_target(folder)
+    return loading.load_target(folder, gemma4.abstract(config, jnp.float32), progress=False)
+
+
+@pytest.fixture(scope="module")
+def assistant(target):
+    return load_drafter(resolve("pocket-mtp"), target.config, jnp.float32, progress=False)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    tokenizer = load_tokenizer(resolve("pocket"))
+    return [np.asarray(tokenizer.encode(text), np.int32) for text in held_out_texts().values()]
+
+
+prefill = jax.jit(decode.prefill, static_argnames="chunk", donate_argnums=2)
+decode_loop = jax.jit(decode.decode_loop, static_argnames="num_draft_tokens", donate_argnums=2)
+spec_step = jax.jit(decode.spec_step, static_argnames="num_draft_tokens", donate_argnums=2)
+
+
+def put(state, sequences, limits, prompts=None, temperature=0.0):
+    """Admits sequences of any lengths into slots 0, 1, ...; their seeds are 0, 1, ..."""
+    count, width = len(sequences), max(map(len, sequences))
+    tokens = np.zeros((count, width), np.int32)
+    for row, ids in zip(tokens, sequences, strict=True):
+        row[: len(ids)] = ids
+    lengths = np.asarray([len(ids) for ids in sequences], np.int32)
+    stop_ids = np.full((count, state.stop_ids.shape[1]), -1, np.int32)
+    stop_ids[:, 0] = 1
+    return decode.admit(
+        state,
+        jnp.arange(count, dtype=jnp.int32),
+        decode.Requests(
+            tokens=jnp.asarray(tokens),
+            length=jnp.asarray(lengths),
+            prompt=jnp.asarray(lengths if prompts is None else prompts),
+            limit=jnp.asarray(limits, dtype=jnp.int32),
+            stop_ids=jnp.asarray(stop_ids),
+            seed=jnp.stack([jnp.arange(count), jnp.zeros(count, jnp.int32)], axis=1).astype(jnp.uint32),
+            temperature=jnp.full(count, temperature, jnp.float32),
+        ),
+    )
+
+
+def prefilled(target, drafter, sequences, limits, *, max_len, prompts=None, temperature=0.0):
+    """A state whose sequences are ready to decode, and its slots."""
+    state = decode.init_state(target, drafter, slots=len(sequences), max_len=max_len, num_draft_tokens=7, page_size=32)
+    slots = jnp.arange(len(sequences), dtype=jnp.int32)
+    state = put(state, sequences, limits, prompts, temperature)
+    for _ in range(-(-max(map(len, sequences)) // 80)):
+        state = prefill(target, drafter, state, slots, chunk=80)
+    return state, slots
+
+
+def decoded(target, drafter, sequences, limits, *, max_len, num_draft_tokens, temperature=0.0):
+    """The finished sequences, and the state."""
+    state, slots = prefilled(target, drafter, sequences, limits, max_len=max_len, temperature=temperature)
+    state = decode_loop(target, drafter, state, slots, 10_000, num_draft_tokens=num_draft_tokens)
+    return [np.asarray(row[:n]) for row, n in zip(state.tokens, state.length, strict=True)], state
+
+
+def assert_same(target, found, expected, temperature, seed):
+    """Equal, or the target's own margin at the first difference is a floating-point tie. Returns the number of ties, 0 or 1."""
+    if found.shape == expected.shape and (found == expected).all():
+        return 0
+    at = int(np.argmin(found[: len(expected)] == expected[: len(found)]))
+    out, _ = target(gemma4.Rows(jnp.asarray(expected[None, :at]), jnp.zeros(1, jnp.int32), jnp.full(1, at), jnp.zeros(1, jnp.int32)), None)
+    logits = target.unembed(out.hidden)[0, -1]
+    if temperature:
+        from pallas_kernels.noise import gumbel, row_keys
+
+        keys = row_keys(jnp.asarray([seed, 0], jnp.uint32), jnp.asarray(at))
+        logits = logits / temperature + gumbel(keys, jnp.arange(logits.shape[0]))
+    margin = abs(float(logits[int(expected[at])] - logits[int(found[at])]))
+    assert margin < TIE, f"tokens differ at {at}: {expected[at]} without drafts, {found[at]} with, margin {margin}"
+    return 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_same_tokens_for_any_k_and_batch(target, assistant, texts, temperature):
+    """Up to exactly max_len, past the window of 128, from prompts of 1 to 220 tokens."""
+    max_len = 320
+    sequences = [ids[:n] for ids, n in zip(texts, [1, 3, 40, 63, 64, 127, 129, 220], strict=False)]
+    limits = [max_len] * len(sequences)
+    expected, state = decoded(target, NoDraft(), sequences, limits, max_len=max_len, num_draft_tokens=0, temperature=temperature)
+    ends = np.asarray(state.status)
+    assert (np.asarray(state.length)[ends == decode.FULL_LENGTH] == max_len).all()
+    assert (ends == decode.FULL_LENGTH).any()
+    compared, ties = 0, 0
+    for k in (1, 2, 4, 7):
+        found, _ = decoded(target, assistant, sequences, limits, max_len=max_len, num_draft_tokens=k, temperature=temperature)
+        for seed, (f, e) in enumerate(zip(found, expected, strict=True)):
+            ties += assert_same(target, f, e, temperature, seed)
+            compared += len(e)
+    alone, _ = decoded(target, assistant, sequences[:1], limits[:1], max_len=max_len, num_draft_tokens=4, temperature=temperature)
+    ties += assert_same(target, alone[0], expected[0], temperature, 0)
+    assert ties <= 1 + compared // 10_000
+
+
+@pytest.fixture(scope="module")
+def written(target, assistant, texts):
+    """Greedy continuations of the beginnings of all held-out modules, K = 4: [(prompt length, tokens)], and the state."""
+    sequences = [ids[:PROMPT_TOKENS] for ids in texts]
+    limits = [len(ids) + NEW_TOKENS for ids in sequences]
+    tokens, state = decoded(target, assistant, sequences, limits, max_len=PROMPT_TOKENS + NEW_TOKENS, num_draft_tokens=4)
+    return [(len(ids), row) for ids, row in zip(sequences, tokens, strict=True)], state
+
+
+def test_acceptance_on_unseen_code(written):
+    """Tokens a round, the bonus counted. An assistant that reads the wrong cache, row or position falls to about 1."""
+    sequences, state = written
+    new = sum(len(row) - prompt - 1 for prompt, row in sequences)  # the first token comes from the prefill
+    assert new / int(state.rounds.sum()) >= 2.3
+
+
+def test_acceptance_along_the_real_text(target, assistant, texts):
+    """One round from each of many places of the real text, so that repetitive output cannot flatter the figure."""
+    places = np.random.default_rng(0).integers(60, 240, (len(texts), 8))
+    sequences = [ids[: at + 1] for ids, row in zip(texts, places, strict=True) for at in row]
+    # More tokens known than prompted: the last is taken as the anchor, though the target may have chosen another.
+    prompts = [len(ids) - 1 for ids in sequences]
+    limits = [len(ids) + 8 for ids in sequences]
+    state, slots = prefilled(target, assistant, sequences, limits, max_len=256, prompts=np.asarray(prompts, np.int32))
+    before = np.asarray(state.length)
+    np.testing.assert_array_equal(before, [len(ids) for ids in sequences])
+    state = spec_step(target, assistant, state, slots, num_draft_tokens=4)
+    assert np.mean(np.asarray(state.length) - before) >= 2.3
+
+
+def test_what_it_writes_does_not_loop(written):
+    grams = [tuple(row[i : i + 8]) for prompt, row in written[0] for i in range(prompt, len(row) - 7)]
+    assert len(set(grams)) / len(grams) >= 0.8
+
+
+def test_transformers_loads_the_target_with_the_same_logits(target, texts):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(resolve("pocket"), dtype=torch.float32, attn_implementation="eager")
+    ids = texts[0][:300]
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0].numpy()
+    rows = gemma4.Rows(jnp.asarray(ids[None]), jnp.zeros(1, jnp.int32), jnp.full(1, len(ids)), jnp.zeros(1, jnp.int32))
+    found = np.asarray(target.unembed(target(rows, None)[0].hidden)[0])
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_every_feature_of_a_release_but_experts_is_there(target):
+    config = target.config
+    assert config.hidden_size_per_layer_input and config.num_kv_shared_layers and 64 <= config.sliding_window <= 128
+    assert any(spec.k_eq_v for spec in config.layers) and config.final_logit_softcapping == 30.0
+    assert len({spec.head_dim for spec in config.layers}) == 2 and len({spec.intermediate_size for spec in config.layers}) == 2
+
+
+def test_the_bundle_is_small():
+    folders = [path.parent for path in Path(jaxspec.__file__).parent.glob("pocket/*/config.json")]
+    sizes = {folder.name: sum(f.stat().st_size for f in folder.iterdir()) for folder in folders}
+    assert max(sizes.values()) <= 16 * 2**20 and sum(sizes.values()) < 25e6, sizes
+    for folder in folders:
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
