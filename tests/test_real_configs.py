@@ -9,7 +9,7 @@ import pytest
 import real_configs
 from real_configs import ASSISTANTS, FULL, SLIDING, TARGETS
 
-from jaxspec import checkpoint, gemma4
+from jaxspec import checkpoint, decode, gemma4
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 
@@ -96,3 +96,38 @@ def test_the_assistant_reads_the_last_layers_that_own_keys(name: str) -> None:
     sources = {"E2B": (13, 14), "E4B": (22, 23), "12B": (46, 47), "26B-A4B": (28, 29), "31B": (58, 59)}[name]
     bound = gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANTS[name]), Gemma4Config.from_hf(TARGETS[name]))
     assert [spec.kv_source for spec in bound.text.layers] == [sources[0]] * 3 + [sources[1]]
+
+
+@functools.cache
+def pair(name: str) -> tuple[gemma4.Gemma4, gemma4_mtp.Gemma4MTP]:
+    """A released target and its assistant, as shapes."""
+    config = Gemma4Config.from_hf(TARGETS[name])
+    return gemma4.abstract(config), gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANTS[name]), config))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_call_returns_the_state_that_it_was_given(name: str) -> None:
+    """The same tree, shapes and dtypes, weak types included: what donation, while_loop and one compiled program need."""
+    slots, max_len, k = 8, 8192, 3 if name == "E2B" else 4
+    target, drafter = pair(name)
+    settings = {"slots": slots, "max_len": max_len, "num_draft_tokens": k}
+    state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
+
+    def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    each = array(slots)
+    seed, temperature = array(slots, 2, dtype=jnp.uint32), array(slots, dtype=jnp.float32)
+    requests = decode.Requests(array(slots, max_len), each, each, each, array(slots, 16), seed, temperature)
+    calls = {
+        "admit": lambda: jax.eval_shape(decode.admit, state, each, requests),
+        "prefill": lambda: jax.eval_shape(functools.partial(decode.prefill, chunk=512), target, drafter, state, each),
+        "spec_step": lambda: jax.eval_shape(functools.partial(decode.spec_step, num_draft_tokens=k), target, drafter, state, each),
+        "release": lambda: jax.eval_shape(decode.release, state, each),
+    }
+    for call, run in calls.items():
+        after = run()
+        assert jax.tree.structure(after) == jax.tree.structure(state), call
+        for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(after), strict=True):
+            assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type), (call, path)
+            assert not new.weak_type, (call, path)
