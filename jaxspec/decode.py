@@ -117,7 +117,10 @@ def init_state(
 
 
 def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeState:
-    """Puts sequences into empty slots; `prefill` then computes them. slots: [B] int32, ids out of range are ignored."""
+    """Puts sequences into empty slots; `prefill` then computes them. slots: [B] int32, ids out of range are ignored.
+
+    A sequence that has its `limit` of tokens already has ended.
+    """
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[slots].set(value.astype(field.dtype), mode="drop")
@@ -131,7 +134,7 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         computed=put(state.computed, zero),
         prompt=put(state.prompt, requests.prompt),
         limit=put(state.limit, requests.limit),
-        status=put(state.status, zero + RUNNING),
+        status=put(state.status, jnp.where(requests.length < requests.limit, RUNNING, FULL_LENGTH)),
         stop_ids=put(state.stop_ids, requests.stop_ids),
         seed=put(state.seed, requests.seed),
         temperature=put(state.temperature, requests.temperature),
@@ -237,12 +240,13 @@ def decode_loop(
 ) -> DecodeState:
     """Repeats `spec_step` on the device until the host is needed.
 
-    That is when no slot of the list runs any more, after `max_steps` steps, when full pages ran out (`state.starved`), or, with
-    `until_any`, as soon as one more slot has ended.
+    That is when no slot of the list is ready to decode any more, after `max_steps` steps, when full pages ran out
+    (`state.starved`), or, with `until_any`, as soon as one more slot has ended.
     """
 
     def running(state: DecodeState) -> jax.Array:
-        return jnp.sum(_rows(state, slots)[2])
+        rows, known, live = _rows(state, slots)
+        return jnp.sum(live & (rows.computed == known - 1))
 
     begun = running(state)
 
