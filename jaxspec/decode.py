@@ -295,7 +295,7 @@ def _append(
     choices: [B, T] int32; count: [B] int32, 0 appends nothing; the first `accepted` of them were drafts.
     """
     row = jnp.arange(choices.shape[1], dtype=jnp.int32)[None, :]
-    stops = jnp.any(choices[:, :, None] == rows.stop_ids[:, None, :], axis=-1) & (row < count[:, None])
+    stops = jnp.any(choices[:, :, None] == rows.stop_ids[:, None, :], axis=-1)
     first_stop = jnp.min(jnp.where(stops, row, choices.shape[1]), axis=1)
     count = jnp.minimum(jnp.minimum(count, first_stop + 1), jnp.maximum(rows.limit - rows.length, 0))
     length = rows.length + count

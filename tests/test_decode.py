@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import struct
 
 from jaxspec import decode, gemma4
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.decode import EMPTY, FULL_LENGTH, RUNNING, STOPPED
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import NoDraft
+from jaxspec.sampling import choose
 from jaxspec.train.losses import whole_rows
 from pallas_kernels.noise import gumbel, row_keys
 
@@ -129,8 +131,8 @@ def texts():
 
 
 @functools.cache
-def values():
-    """What the target chooses by at each position after the first, from whole texts at once without a cache. [6, MAX_LEN - 1, V]"""
+def logits_and_noise():
+    """At each position after the first, from whole texts at once without a cache. [6, MAX_LEN - 1, V] each"""
 
     @compiled
     def forward(model, ids, seeds):
@@ -139,7 +141,13 @@ def values():
         keys = row_keys(jnp.broadcast_to(seeds[:, None, :], (*at.shape, 2)), at)
         return logits, gumbel(keys, jnp.broadcast_to(jnp.arange(VOCAB, dtype=jnp.int32)[None, None, :], logits.shape))
 
-    logits, noise = forward(target(), texts(), np.stack([ROWS, 0 * ROWS], axis=1).astype(np.uint32))
+    return forward(target(), texts(), np.stack([ROWS, 0 * ROWS], axis=1).astype(np.uint32))
+
+
+@functools.cache
+def values():
+    """What the target chooses by at each position after the first."""
+    logits, noise = logits_and_noise()
     return np.asarray(logits) + (TEMPERATURE > 0)[:, None, None] * np.asarray(noise)
 
 
@@ -227,6 +235,29 @@ def test_the_assistant_changes_nothing_but_the_rounds(k):
         # After the first token each round gives its accepted drafts and a token of the target's own, which the limit may cut off.
         assert not flags[row, : n + 1].any()
         assert MAX_LEN - (n + 1) - flags[row].sum() in (count[row], count[row] - 1)
+
+
+@struct.dataclass
+class Shadow:
+    """A drafter whose logits are the target's own; it draws from them as every drafter does. logits: [6, MAX_LEN - 1, V]."""
+
+    logits: jax.Array
+    taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    def observe(self, state, rows):
+        return state
+
+    def draft(self, state, target, sampling, num_draft_tokens):
+        at = target.length[:, None] + 1 + jnp.arange(num_draft_tokens, dtype=jnp.int32)[None, :]
+        logits = self.logits.at[sampling.seed[:, :1].astype(jnp.int32), at - 1].get(mode="clip")
+        return choose(logits, at, sampling), state
+
+
+def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens():
+    """Sampled or greedy, all its drafts are accepted: both put the same noise at the same position."""
+    state = run(Shadow(logits_and_noise()[0]), 2)
+    assert_same(numbers(state, "tokens"))
+    assert np.array_equal(numbers(state, "rounds"), -(-(MAX_LEN - PROMPT - 1) // 3))
 
 
 def test_drafts_that_nobody_chooses_are_all_rejected():
