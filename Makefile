@@ -3,7 +3,7 @@
 
 VENV ?= .venv
 CUDA ?= cuda12
-PROMPT ?= def fibonacci(n):
+PROMPT ?= def read_lines(path):
 export PROMPT
 NEW_ENOUGH = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 # python3 if it will do, else the first versioned one that runs and will do.

@@ -124,8 +124,8 @@ def test_the_same_tokens_for_any_k_and_batch(target, assistant, texts, temperatu
 
 @pytest.fixture(scope="module")
 def written(target, assistant, texts):
-    """Greedy continuations of the beginnings of all held-out modules, K = 4: [(prompt length, tokens)], and the state."""
-    sequences = [ids[:PROMPT_TOKENS] for ids in texts]
+    """Greedy continuations of two places in each held-out module, K = 4: [(prompt length, tokens)], and the state."""
+    sequences = [ids[at : at + PROMPT_TOKENS] for ids in texts for at in (0, 400)]
     limits = [len(ids) + NEW_TOKENS for ids in sequences]
     tokens, state = decoded(target, assistant, sequences, limits, max_len=PROMPT_TOKENS + NEW_TOKENS, num_draft_tokens=4)
     return [(len(ids), row) for ids, row in zip(sequences, tokens, strict=True)], state
