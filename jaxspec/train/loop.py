@@ -53,10 +53,13 @@ def train(
 ) -> Any:
     """Minimises `loss` and returns the float32 weights.
 
-    weights: float32 pytree. stream, held_out: [N] token ids. draw: makes a batch (default: windows of `length` tokens). score: the
+    weights: float32 pytree, donated. stream, held_out: [N] token ids. draw: makes a batch (default: windows of `length` tokens). score: the
     loss of held-out windows (default: `loss`). Metrics of both streams are appended to `log` as JSON lines every `every` steps.
-    Raises FloatingPointError naming the step if the loss is no longer finite.
+    Raises ValueError for a stream without one window, and FloatingPointError naming the step if the logged loss is not finite.
     """
+    for name, ids in (("stream", stream), ("held_out", held_out)):
+        if len(ids) <= length:
+            raise ValueError(f"{name} has {len(ids)} tokens; expected more than the {length} of a window")
     tx = optimizer(peak, steps)
 
     def rounded(weights: Any) -> Any:
@@ -67,7 +70,8 @@ def train(
         key = jax.random.fold_in(jax.random.key(seed), step)
         drawn = windows(tokens, key, batch, length) if draw is None else draw(rounded(weights), tokens, key)
         (value, metrics), grads = jax.value_and_grad(lambda w: loss(rounded(w), drawn), has_aux=True)(weights)
-        changes, moments = tx.update(grads, moments, weights)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            changes, moments = tx.update(grads, moments, weights)
         return optax.apply_updates(weights, changes), moments, {"loss": value, **metrics}
 
     @jax.jit

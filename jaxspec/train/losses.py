@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.gemma4_mtp import Gemma4MTP
 from jaxspec.gemma4 import Gemma4, Rows
-from jaxspec.layers import Linear
+from jaxspec.layers import Linear, softcap
 
 
 def whole_rows(ids: jax.Array) -> Rows:
@@ -53,21 +53,25 @@ def mtp_loss(
         y, hidden = assistant.step(embedded, hidden, rows.positions, keys)
         y, truth = y[:, : length - steps], jnp.roll(logits, -k, axis=1)[:, : length - steps]
         drafted = Linear(assistant.model.embed_tokens.weight)(y, dtype=jnp.float32)
+        if assistant.masked_embedding is None:
+            drafted = softcap(drafted, config.text.final_logit_softcapping)
         best = jnp.argmax(truth, axis=-1)
         log_q = jax.nn.log_softmax(drafted, axis=-1)
         p = jax.nn.softmax(truth, axis=-1)
         loss = -jnp.sum(p * log_q, axis=-1) - hard * jnp.take_along_axis(log_q, best[..., None], axis=-1)[..., 0]
-        guess = jnp.argmax(drafted, axis=-1)
+        offered = jnp.ones_like(drafted, bool)
         if assistant.masked_embedding is not None:
             scores = assistant.masked_embedding.centroids(y).astype(jnp.float32)
             mass = jnp.take(p, ordering, axis=-1).reshape(*p.shape[:2], config.num_centroids, -1).sum(-1)
             loss -= jnp.sum(mass * jax.nn.log_softmax(scores, axis=-1), axis=-1)
             chosen = jax.lax.top_k(scores, config.centroid_intermediate_top_k)[1]
             centroid_of = jnp.argsort(ordering) // (ordering.shape[0] // config.num_centroids)
-            found = jnp.any(chosen == jnp.take(centroid_of, best)[..., None], axis=-1)
+            among = jnp.any(jax.nn.one_hot(chosen, config.num_centroids, dtype=bool), axis=-2)
+            offered = jnp.take(among, centroid_of, axis=-1)
+            found = jnp.take_along_axis(offered, best[..., None], axis=-1)
             metrics[f"recall_{k}"] = jnp.mean(found.astype(jnp.float32))
-            agree &= found
-        agree &= guess == best
+        # What inference drafts: the best of the tokens that the centroids offer.
+        agree &= jnp.argmax(jnp.where(offered, drafted, -jnp.inf), axis=-1) == best
         accepted += jnp.mean(agree.astype(jnp.float32))
         total, weight = total + 0.9 ** (k - 1) * jnp.mean(loss), weight + 0.9 ** (k - 1)
     return total / weight, {"acceptance_length": accepted, **metrics}
