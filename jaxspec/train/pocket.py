@@ -176,16 +176,16 @@ def train_mtp(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray
 def measure(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int = 128) -> None:
     """Prints acceptance length by K and temperature, and the share of distinct 8-grams of the greedy text.
 
-    Continues each held-out module at its beginning and at token 400 + prompt_tokens; float32.
+    Continues each held-out module at its beginning and from its token 400 on; float32.
     """
     from jaxspec import SamplingParams, load
-    from jaxspec.train.corpus import held_out_texts
+    from jaxspec.train.corpus import BOS, held_out_texts
 
     print("temperature  K  acceptance length  distinct 8-grams")
     for k in (1, 2, 4, 7):
         llm = load(target, drafter, num_draft_tokens=k, dtype="float32", max_slots=8, max_len=prompt_tokens + new_tokens, progress=False)
         texts = [llm.tokenizer.encode(text) for text in held_out_texts().values()]
-        prompts = [ids[at : at + prompt_tokens] for ids in texts for at in (0, 400)]
+        prompts = [[BOS, *ids[at + 1 : at + prompt_tokens]] for ids in texts for at in (0, 400)]
         for temperature in (0.0, 1.0):
             outs = llm.generate(prompts, SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=0))
             steps, accepted = (sum(getattr(out.stats, name) for out in outs) for name in ("steps", "accepted"))
