@@ -1,6 +1,7 @@
 """Speculative decoding for Gemma 4 in JAX on NVIDIA GPUs."""
 
 import importlib
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -17,7 +18,7 @@ _EXPORTS: dict[str, str] = {
 _MODULES = ("cache", "checkpoint", "config", "decode", "drafters", "gemma4", "sampling", "sharding")
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _EXPORTS:
