@@ -109,7 +109,7 @@ def write(layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, 
 def reserve(cache: PagedKV, slots: jax.Array, lengths: jax.Array, rows: int) -> tuple[PagedKV, jax.Array]:
     """Gives each slot full pages for `lengths` positions. All slots get them, or none does and `ok` is false.
 
-    slots, lengths: [B] int32; a slot id out of range or a length of 0 asks for nothing. rows: how far lengths may exceed what a
+    slots, lengths: [B] int32; an id >= slots or a length of 0 asks for nothing. rows: how far lengths may exceed what a
     slot already holds (static). Returns the cache and ok: [] bool.
     """
     page = page_size_of(cache)
@@ -131,7 +131,7 @@ def reserve(cache: PagedKV, slots: jax.Array, lengths: jax.Array, rows: int) -> 
 
 
 def release(cache: PagedKV, slots: jax.Array) -> PagedKV:
-    """Returns all full pages of these slots to the free list. slots: [B] int32, each at most once; ids out of range are ignored."""
+    """Returns all full pages of these slots to the free list. slots: [B] int32, each at most once; ids >= slots are ignored."""
     held = jnp.where(slots < cache.slots, jnp.take(cache.held, slots, mode="fill", fill_value=0), 0)
     table = jnp.take(cache.tables[FULL], slots, axis=0, mode="clip")
     logical = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]

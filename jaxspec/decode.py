@@ -117,7 +117,7 @@ def init_state(
 
 
 def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeState:
-    """Puts sequences into empty slots; `prefill` then computes them. slots: [B] int32, ids out of range are ignored.
+    """Puts sequences into empty slots; `prefill` then computes them. slots: [B] int32, ids >= slots are ignored.
 
     A sequence that has its `limit` of tokens already has ended.
     """
@@ -144,7 +144,7 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
 
 
 def release(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """Empties slots and returns their pages. slots: [B] int32, each at most once; ids out of range are ignored."""
+    """Empties slots and returns their pages. slots: [B] int32, each at most once; ids >= slots are ignored."""
     return dataclasses.replace(
         state,
         cache=paged.release(state.cache, slots),
@@ -156,7 +156,7 @@ def release(state: DecodeState, slots: jax.Array) -> DecodeState:
 def prefill(target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.Array, *, chunk: int, attention: str = "auto") -> DecodeState:
     """Computes up to `chunk` (static) more rows of each slot's known tokens; a slot whose prompt is done chooses its first token.
 
-    slots: [B] int32, ids out of range stand for no sequence. A slot is ready to decode once computed == length - 1. A resumed
+    slots: [B] int32, ids >= slots stand for no sequence. A slot is ready to decode once computed == length - 1. A resumed
     sequence, which knows more than its prompt, has its anchor already and chooses nothing.
     """
     rows, known, live = _rows(state, slots)
@@ -190,7 +190,7 @@ def spec_step(
 ) -> DecodeState:
     """One round for each running slot of the list: draft, verify, accept, append, observe.
 
-    slots: [B] int32, ids out of range stand for no sequence; slots that are not ready to decode stay as they are.
+    slots: [B] int32, ids >= slots stand for no sequence; slots that are not ready to decode stay as they are.
     """
     rows, known, live = _rows(state, slots)
     live &= rows.computed == known - 1

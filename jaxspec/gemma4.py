@@ -28,7 +28,7 @@ class Rows:
 
     ids: [B, T] int32. start: [B] int32, the position of a sequence's first row, which is also how many positions its cache holds.
     count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
-    sequence lives in the cache; an id out of range stands for no sequence and must come with count 0.
+    sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0.
     """
 
     ids: jax.Array

@@ -20,7 +20,7 @@ from jaxspec.sampling import Sampling
 class Observed:
     """What the target just computed for B slots; the first `committed` of T rows stay, the rest were rejected or are padding.
 
-    slots: [B] int32, ids out of range stand for no sequence. ids, positions: [B, T] int32. hidden: [B, H], after the final norm, at
+    slots: [B] int32, ids >= slots stand for no sequence. ids, positions: [B, T] int32. hidden: [B, H], after the final norm, at
     the last committed row. taps: [B, T, H] each, the drafter's `taps`. committed: [B] int32, 0 leaves the slot alone.
     anchor: [B] int32, the token after the last committed row: the newest choice, or the next prompt token in the middle of a prompt.
     """
@@ -62,7 +62,8 @@ class Drafter(Protocol):
 
     def draft(self, state: Any, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[jax.Array, Any]:
         """Guesses the tokens at positions length + 1 .. length + K: [B, K] int32, and the new state. Guesses are chosen with
-        `sampling.choose` at those positions."""
+        `sampling.choose` at those positions. The new state is kept for every slot, those of no running sequence too; what of the
+        guesses became text, `observe` tells."""
         ...
 
 
