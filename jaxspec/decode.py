@@ -204,11 +204,11 @@ def spec_step(
         view = Target(target, cache, slots, anchor, start)
         drafts, drafter_state = drafter.draft(state.drafter, view, rows.sampling, num_draft_tokens)
     with jax.named_scope("verify"):
-        block = Rows(jnp.concatenate([anchor[:, None], drafts], axis=1), start, count, slots)
+        block = Rows(jnp.concatenate([anchor[:, None], drafts.tokens], axis=1), start, count, slots)
         out, cache = target(block, cache, taps=drafter.taps, attention=attention)
         assert cache is not None
         choices = choose(target.unembed(out.hidden), block.positions + 1, rows.sampling)
-    accepted = accept.coupled(drafts, choices)
+    accepted = accept.coupled(drafts.tokens, choices)
 
     state = dataclasses.replace(state, cache=cache, drafter=drafter_state, starved=~ok)
     state = _append(state, slots, rows, choices, jnp.where(live, accepted + 1, 0), accepted)

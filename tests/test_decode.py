@@ -14,7 +14,7 @@ from jaxspec import decode, gemma4
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.decode import EMPTY, FULL_LENGTH, RUNNING, STOPPED
 from jaxspec.drafters import gemma4_mtp
-from jaxspec.drafters.base import NoDraft
+from jaxspec.drafters.base import Drafts, NoDraft
 from jaxspec.sampling import choose
 from jaxspec.train.losses import whole_rows
 from pallas_kernels.noise import gumbel, row_keys
@@ -250,7 +250,7 @@ class Shadow:
     def draft(self, state, target, sampling, num_draft_tokens):
         at = target.length[:, None] + 1 + jnp.arange(num_draft_tokens, dtype=jnp.int32)[None, :]
         logits = self.logits.at[sampling.seed[:, :1].astype(jnp.int32), at - 1].get(mode="clip")
-        return choose(logits, at, sampling), state
+        return Drafts(choose(logits, at, sampling), logits), state
 
 
 def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens():

@@ -392,6 +392,4 @@ def test_totals_and_how_things_show_themselves(load, parrot, folders):
     given = len(next(stream).token_ids) + len(next(stream).token_ids)
     stream.close()
     assert llm.stats.tokens >= stats.tokens + given and llm.stats.requests == 3
-    assert repr(llm) == (
-        f"LLM('{folders[0]}', drafter=Parrot, num_draft_tokens=4, max_slots=8, max_len={MAX_LEN}, dtype=float32, on cpu)"
-    )
+    assert repr(llm) == (f"LLM('{folders[0]}', drafter=Parrot, num_draft_tokens=4, max_slots=8, max_len={MAX_LEN}, dtype=float32, on cpu)")

@@ -54,6 +54,4 @@ def test_unknown_fields_are_refused():
 def test_a_completion_shows_itself_in_a_line():
     stats = RoundStats.of(np.array([False, True, False, False]), drafted=4, num_draft_tokens=2)
     completion = Completion("a\nb", [5, 6, 7, 1], "stop", None, [2, 3], 9, stats)
-    assert repr(completion) == (
-        r"Completion(text='a\nb', tokens=4, finish_reason='stop', prompt_tokens=2, seed=9, acceptance_length=1.50)"
-    )
+    assert repr(completion) == (r"Completion(text='a\nb', tokens=4, finish_reason='stop', prompt_tokens=2, seed=9, acceptance_length=1.50)")

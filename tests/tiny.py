@@ -16,6 +16,7 @@ import jaxspec
 from jaxspec import checkpoint, gemma4
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
+from jaxspec.drafters.base import Drafts
 
 POCKET = Path(jaxspec.__file__).parent / "pocket" / "target"
 VOCAB = 4096
@@ -115,4 +116,4 @@ class Parrot:
         at = target.length[:, None] + 1 + jnp.arange(num_draft_tokens, dtype=jnp.int32)[None, :]
         row = sampling.seed[:, :1].astype(jnp.int32)
         right = self.answers.at[row, at].get(mode="clip")
-        return jnp.where(self.wrong.at[row, at].get(mode="clip"), (right + 1) % VOCAB, right), state
+        return Drafts(jnp.where(self.wrong.at[row, at].get(mode="clip"), (right + 1) % VOCAB, right)), state

@@ -5,6 +5,7 @@ A new drafter is one file with a class like `NoDraft`, and one line in `jaxspec.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -46,6 +47,28 @@ class Target:
     length: jax.Array
 
 
+@struct.dataclass
+class Drafts:
+    """Guessed tokens. tokens: [B, K] int32. logits: [B, K, C] float32, what each was chosen from, before temperature; None if a
+    guess has no distribution (a lookup). ids: [B, K, C] int32, the candidates' token ids; None if candidate i is token i.
+
+    An acceptance rule that does not use the logits costs nothing for them: they are never computed.
+    """
+
+    tokens: jax.Array
+    logits: jax.Array | None = None
+    ids: jax.Array | None = None
+
+    @classmethod
+    def joined(cls, steps: Sequence[tuple[jax.Array, jax.Array | None, jax.Array | None]], batch: int) -> Drafts:
+        """Drafts made one by one. steps: of each its token [B, 1], logits [B, 1, C] and ids [B, 1, C]; none at all give K = 0."""
+        if not steps:
+            return cls(jnp.zeros((batch, 0), jnp.int32))
+        tokens, logits, ids = (None if part[0] is None else jnp.concatenate(part, axis=1) for part in zip(*steps, strict=True))
+        assert tokens is not None
+        return cls(tokens, logits, ids)
+
+
 class Drafter(Protocol):
     """taps: indices of the target's hidden states that `observe` needs."""
 
@@ -60,8 +83,8 @@ class Drafter(Protocol):
         """Takes in rows that the target computed."""
         ...
 
-    def draft(self, state: Any, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[jax.Array, Any]:
-        """Guesses the tokens at positions length + 1 .. length + K: [B, K] int32, and the new state. Guesses are chosen with
+    def draft(self, state: Any, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, Any]:
+        """Guesses the tokens at positions length + 1 .. length + K, and gives the new state. Guesses are chosen with
         `sampling.choose` at those positions. The new state is kept for every slot, those of no running sequence too; what of the
         guesses became text, `observe` tells."""
         ...
@@ -79,6 +102,6 @@ class NoDraft:
     def observe(self, state: tuple[()], rows: Observed) -> tuple[()]:
         return state
 
-    def draft(self, state: tuple[()], target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[jax.Array, tuple[()]]:
+    def draft(self, state: tuple[()], target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, tuple[()]]:
         # Ids that no target chooses: with num_draft_tokens above 0 every draft is rejected.
-        return jnp.full((target.slots.shape[0], num_draft_tokens), -1, jnp.int32), state
+        return Drafts(jnp.full((target.slots.shape[0], num_draft_tokens), -1, jnp.int32)), state

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.drafters.base import Observed, Target
+from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.gemma4 import DecoderLayer, Keys, abstract_layer, cached_keys, decoder_layer
 from jaxspec.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.sampling import Sampling, choose
@@ -66,7 +66,7 @@ class Gemma4MTP:
         slots = jnp.where(rows.committed > 0, rows.slots, state.hidden.shape[0])
         return MTPState(state.hidden.at[slots].set(rows.hidden.astype(state.hidden.dtype), mode="drop"))
 
-    def draft(self, state: MTPState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[jax.Array, MTPState]:
+    def draft(self, state: MTPState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, MTPState]:
         keys = {
             spec.kind: cached_keys(target.cache, spec.kv_source, spec.kind, target.slots, target.length, jnp.zeros_like(target.length))
             for spec in self.config.text.layers
@@ -74,13 +74,13 @@ class Gemma4MTP:
         }
         hidden = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
         position = jnp.maximum(target.length - 1, 0)[:, None]
-        token, drafts = target.anchor[:, None], []
+        token, steps = target.anchor[:, None], []
         for k in range(1, num_draft_tokens + 1):
             out, hidden = self.step(target.model.embed(token), hidden, position, keys)
-            token = self.choose(out, target.length[:, None] + k, sampling)
-            drafts.append(token)
-        drafted = jnp.concatenate(drafts, axis=1) if drafts else jnp.zeros((target.slots.shape[0], 0), jnp.int32)
-        return drafted, state
+            logits, ids = self.candidates(out)
+            token = choose(logits, target.length[:, None] + k, sampling, ids)
+            steps.append((token, logits, ids))
+        return Drafts.joined(steps, target.slots.shape[0]), state
 
     def step(
         self, embedded: jax.Array, hidden: jax.Array, positions: jax.Array, keys: dict[str, Keys], attention: str = "auto"
@@ -116,11 +116,6 @@ class Gemma4MTP:
             tokens = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
             logits = jnp.where(jnp.isin(tokens, banned), -jnp.inf, logits)
         return logits, ids
-
-    def choose(self, out: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:
-        """The draft at `positions` [B, T], drawn as the target draws: [B, T] int32."""
-        logits, ids = self.candidates(out)
-        return choose(logits, positions, sampling, ids)
 
 
 def bind(config: AssistantConfig, target: Gemma4Config) -> AssistantConfig:

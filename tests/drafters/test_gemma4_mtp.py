@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec import decode, drafters, gemma4, loading, sampling
 from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
-from jaxspec.drafters.base import Observed, Target
+from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.gemma4_mtp import Gemma4MTP
 from jaxspec.gemma4 import Gemma4, Keys
 from jaxspec.layers import Embedding
@@ -36,7 +36,13 @@ PAGE, K, MAX_LEN = 4, 4, 48  # with the window of 8, sliding rings hold 12 posit
 LIMIT = 1e-4
 
 
-choose = jax.jit(Gemma4MTP.choose)
+def drawn(drafter: Gemma4MTP, out: jax.Array, at: jax.Array, how: Sampling) -> jax.Array:
+    """The drafts at positions `at` from outputs of the assistant."""
+    logits, ids = drafter.candidates(out)
+    return sampling.choose(logits, at, how, ids)
+
+
+choose = jax.jit(drawn)
 
 
 @struct.dataclass
@@ -233,7 +239,7 @@ def test_a_centroid_head_never_makes_a_row_of_the_vocabulary(name: str, sparse: 
     """From the output to the draft, noise and suppressed tokens included, at the sizes of the released models."""
     drafter = gemma4_mtp.abstract(AssistantConfig.from_hf(real_configs.ASSISTANTS[name]), suppress_tokens=(5, 6))
     out = jax.ShapeDtypeStruct((8, 1, drafter.config.text.hidden_size), jnp.bfloat16)
-    jaxpr = jax.make_jaxpr(Gemma4MTP.choose)(drafter, out, jax.ShapeDtypeStruct((8, 1), jnp.int32), jax.eval_shape(lambda: greedy(8)))
+    jaxpr = jax.make_jaxpr(drawn)(drafter, out, jax.ShapeDtypeStruct((8, 1), jnp.int32), jax.eval_shape(lambda: greedy(8)))
     shapes = [var.aval.shape for eqn in equations(jaxpr.jaxpr) for var in eqn.outvars]
     assert any(262_144 in shape for shape in shapes) != sparse
     logits, _ = jax.eval_shape(Gemma4MTP.candidates, drafter, out)
@@ -267,7 +273,7 @@ class Told:
         return self.drafter.observe(state, rows)
 
     def draft(self, state, target, sampling, num_draft_tokens):
-        return self.drafts, state
+        return Drafts(self.drafts), state
 
 
 @functools.cache
@@ -334,7 +340,7 @@ def draft(target: Gemma4, drafter: Gemma4MTP, state: decode.DecodeState) -> tupl
     view = Target(target, state.cache, SLOT_IDS, state.tokens[at, state.computed[at]], state.computed[at])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemma4_mtp, "choose", watched)
-        drafts, _ = drafter.draft(state.drafter, view, greedy(len(SLOT_IDS)), K)
+        drafts = drafter.draft(state.drafter, view, greedy(len(SLOT_IDS)), K)[0].tokens
     return drafts, seen
 
 

@@ -222,7 +222,7 @@ def test_the_acceptance_that_training_reports_is_that_of_the_drafts_at_inference
         state = decode.prefill(model, drafter, decode.admit(state, slots, requests), slots, chunk=length)
         anchor = jnp.take_along_axis(state.tokens, state.computed[:, None], axis=1)[:, 0]
         view = base.Target(model, state.cache, slots, anchor, state.computed)
-        return drafter.draft(state.drafter, view, Sampling(state.seed, state.temperature), STEPS)[0]
+        return drafter.draft(state.drafter, view, Sampling(state.seed, state.temperature), STEPS)[0].tokens
 
     requests = decode.Requests(
         tokens=row_tokens,
