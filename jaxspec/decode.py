@@ -99,7 +99,7 @@ def init_state(
 
     return DecodeState(
         cache=cache,
-        drafter=drafter.init(slots),
+        drafter=drafter.init(slots, max_len, num_draft_tokens),
         tokens=per_slot(max_len),
         from_draft=per_slot(max_len, dtype=jnp.bool_),
         length=per_slot(),
@@ -153,7 +153,16 @@ def release(state: DecodeState, slots: jax.Array) -> DecodeState:
     )
 
 
-def prefill(target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.Array, *, chunk: int, attention: str = "auto") -> DecodeState:
+def prefill(
+    target: Gemma4,
+    drafter: Drafter,
+    state: DecodeState,
+    slots: jax.Array,
+    *,
+    chunk: int,
+    attention: str = "auto",
+    draft_attention: str = "auto",
+) -> DecodeState:
     """Computes up to `chunk` (static) more rows of each slot's known tokens; a slot whose prompt is done chooses its first token.
 
     slots: [B] int32, ids >= slots stand for no sequence. A slot is ready to decode once computed == length - 1. A resumed
@@ -174,7 +183,8 @@ def prefill(target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.Arr
     first = choose(target.unembed(out.hidden), computed[:, None], rows.sampling)
     chosen = (count > 0) & (computed == known)
     next_known = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), computed[:, None], axis=1, mode="clip")
-    observed = Observed(slots, ids, block.positions, out.hidden[:, 0], out.taps, count, jnp.where(chosen[:, None], first, next_known)[:, 0])
+    anchor = jnp.where(chosen[:, None], first, next_known)[:, 0]
+    observed = Observed(target, slots, ids, block.positions, out.hidden[:, 0], out.taps, count, anchor, draft_attention)
     state = dataclasses.replace(
         state,
         cache=cache,
@@ -186,7 +196,14 @@ def prefill(target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.Arr
 
 
 def spec_step(
-    target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.Array, *, num_draft_tokens: int, attention: str = "auto"
+    target: Gemma4,
+    drafter: Drafter,
+    state: DecodeState,
+    slots: jax.Array,
+    *,
+    num_draft_tokens: int,
+    attention: str = "auto",
+    draft_attention: str = "auto",
 ) -> DecodeState:
     """One round for each running slot of the list: draft, verify, accept, append, observe.
 
@@ -201,7 +218,7 @@ def spec_step(
 
     anchor = state.tokens.at[slots, start].get(mode="clip")
     with jax.named_scope("draft"):
-        view = Target(target, cache, slots, anchor, start)
+        view = Target(target, cache, slots, anchor, start, attention, draft_attention)
         drafts, drafter_state = drafter.draft(state.drafter, view, rows.sampling, num_draft_tokens)
     with jax.named_scope("verify"):
         block = Rows(jnp.concatenate([anchor[:, None], drafts.tokens], axis=1), start, count, slots)
@@ -216,7 +233,7 @@ def spec_step(
     last = jnp.maximum(committed - 1, 0)
     hidden = take_row(out.hidden, last)[:, 0]
     newest = take_row(choices, last)[:, 0]
-    observed = Observed(slots, block.ids, block.positions, hidden, out.taps, committed, newest)
+    observed = Observed(target, slots, block.ids, block.positions, hidden, out.taps, committed, newest, draft_attention)
     spent = live.astype(jnp.int32)
     return dataclasses.replace(
         state,
@@ -237,6 +254,7 @@ def decode_loop(
     *,
     num_draft_tokens: int,
     attention: str = "auto",
+    draft_attention: str = "auto",
 ) -> DecodeState:
     """Repeats `spec_step` on the device until the host is needed.
 
@@ -257,7 +275,10 @@ def decode_loop(
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry
-        return step + 1, spec_step(target, drafter, state, slots, num_draft_tokens=num_draft_tokens, attention=attention)
+        state = spec_step(
+            target, drafter, state, slots, num_draft_tokens=num_draft_tokens, attention=attention, draft_attention=draft_attention
+        )
+        return step + 1, state
 
     state = dataclasses.replace(state, starved=jnp.zeros_like(state.starved))
     return jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))[1]

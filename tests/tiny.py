@@ -106,7 +106,7 @@ class Parrot:
     wrong: jax.Array
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
-    def init(self, slots):
+    def init(self, slots, max_len, num_draft_tokens):
         return ()
 
     def observe(self, state, rows):

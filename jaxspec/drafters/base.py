@@ -21,11 +21,13 @@ from jaxspec.sampling import Sampling
 class Observed:
     """What the target just computed for B slots; the first `committed` of T rows stay, the rest were rejected or are padding.
 
-    slots: [B] int32, ids >= slots stand for no sequence. ids, positions: [B, T] int32. hidden: [B, H], after the final norm, at
-    the last committed row. taps: [B, T, H] each, the drafter's `taps`. committed: [B] int32, 0 leaves the slot alone.
-    anchor: [B] int32, the token after the last committed row: the newest choice, or the next prompt token in the middle of a prompt.
+    model: the target, for its embeddings. slots: [B] int32, ids >= slots stand for no sequence. ids, positions: [B, T] int32.
+    hidden: [B, H], after the final norm, at the last committed row. taps: [B, T, H] each, the drafter's `taps`. committed: [B] int32,
+    0 leaves the slot alone. anchor: [B] int32, the token after the last committed row: the newest choice, or the next prompt token
+    in the middle of a prompt. draft_attention: as in `Target`.
     """
 
+    model: Gemma4
     slots: jax.Array
     ids: jax.Array
     positions: jax.Array
@@ -33,18 +35,24 @@ class Observed:
     taps: tuple[jax.Array, ...]
     committed: jax.Array
     anchor: jax.Array
+    draft_attention: str = struct.field(pytree_node=False, default="auto")
 
 
 @struct.dataclass
 class Target:
     """The target as a drafter sees it, for B slots. anchor: [B] int32, the newest token, at position `length`, whose K and V do not
-    exist yet. length: [B] int32, the cache holds positions 0 .. length - 1."""
+    exist yet. length: [B] int32, the cache holds positions 0 .. length - 1.
+
+    attention: the implementation that serves the target's attention. draft_attention: the one asked for the drafter's, "auto" where
+    none was: then a drafter that reads the target's cache takes `attention`, and any other chooses by its own needs."""
 
     model: Gemma4
     cache: PagedKV
     slots: jax.Array
     anchor: jax.Array
     length: jax.Array
+    attention: str = struct.field(pytree_node=False, default="auto")
+    draft_attention: str = struct.field(pytree_node=False, default="auto")
 
 
 @struct.dataclass
@@ -75,8 +83,9 @@ class Drafter(Protocol):
     @property
     def taps(self) -> tuple[int, ...]: ...
 
-    def init(self, slots: int) -> Any:
-        """A state for this many slots, any pytree whose arrays have a leading slot axis or are a PagedKV."""
+    def init(self, slots: int, max_len: int, num_draft_tokens: int) -> Any:
+        """A state for this many slots of up to max_len positions and at most num_draft_tokens drafts a round: any pytree whose
+        arrays have a leading slot axis or are a PagedKV."""
         ...
 
     def observe(self, state: Any, rows: Observed) -> Any:
@@ -96,7 +105,7 @@ class NoDraft:
 
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
-    def init(self, slots: int) -> tuple[()]:
+    def init(self, slots: int, max_len: int, num_draft_tokens: int) -> tuple[()]:
         return ()
 
     def observe(self, state: tuple[()], rows: Observed) -> tuple[()]:

@@ -59,7 +59,7 @@ class Gemma4MTP:
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
-    def init(self, slots: int) -> MTPState:
+    def init(self, slots: int, max_len: int, num_draft_tokens: int) -> MTPState:
         return MTPState(jnp.zeros((slots, self.config.backbone_hidden_size), self.post_projection.weight.dtype))
 
     def observe(self, state: MTPState, rows: Observed) -> MTPState:
@@ -74,9 +74,10 @@ class Gemma4MTP:
         }
         hidden = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
         position = jnp.maximum(target.length - 1, 0)[:, None]
+        attention = target.attention if target.draft_attention == "auto" else target.draft_attention
         token, steps = target.anchor[:, None], []
         for k in range(1, num_draft_tokens + 1):
-            out, hidden = self.step(target.model.embed(token), hidden, position, keys)
+            out, hidden = self.step(target.model.embed(token), hidden, position, keys, attention)
             logits, ids = self.candidates(out)
             token = choose(logits, target.length[:, None] + k, sampling, ids)
             steps.append((token, logits, ids))

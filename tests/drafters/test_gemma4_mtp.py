@@ -106,8 +106,8 @@ class Golden:
         """The drafter's state after the target's last row of each case."""
         hidden = jnp.pad(self.rows("input.{}.step1.hidden")[:, 0], ((0, 1), (0, 0)))
         none = jnp.zeros((3, 1), jnp.int32)
-        observed = Observed(slots, none, none, hidden, (), jnp.asarray([1, 1, 0], jnp.int32), none[:, 0])
-        return self.drafter.observe(self.drafter.init(4), observed)
+        observed = Observed(self.target, slots, none, none, hidden, (), jnp.asarray([1, 1, 0], jnp.int32), none[:, 0])
+        return self.drafter.observe(self.drafter.init(4, MAX_LEN, K), observed)
 
 
 @pytest.fixture(scope="module", params=["dense", "centroid"])
@@ -266,8 +266,8 @@ class Told:
     drafts: jax.Array
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
-    def init(self, slots):
-        return self.drafter.init(slots)
+    def init(self, slots, max_len, num_draft_tokens):
+        return self.drafter.init(slots, max_len, num_draft_tokens)
 
     def observe(self, state, rows):
         return self.drafter.observe(state, rows)
