@@ -1,0 +1,74 @@
+"""Timing on the device that is there: what the `bench.py` of every kernel shares."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+L2_BYTES = 50 * 2**20  # of an H200; other GPUs have less
+CALLS, TRIPS = 8, 16  # calls written out in the loop's body, and how often it runs: one dispatch is CALLS * TRIPS calls
+WARM_UPS, SAMPLES, SAMPLE_SECONDS = 3, 9, 0.02
+
+
+def time_us(fn: Callable[..., Any], *args: Any, variants: Sequence[tuple[Any, ...]] = ()) -> float:
+    """Microseconds of one call of fn(*args) on the device, the median of several samples.
+
+    The calls run in a jitted loop, one after the other, so that neither dispatch nor launches count. variants: other tuples of
+    arguments, of the same shapes, which are used in turn with args so that a call does not find its inputs in the L2 cache.
+    Without any, args are copied as often as that takes (at most CALLS - 1 times). Arguments are arrays or trees of arrays; what else
+    fn needs is closed over. Nothing may be donated.
+    """
+    turns = [args, *variants]
+    size = sum(x.nbytes for x in jax.tree.leaves(args))
+    if not variants and size < 4 * L2_BYTES:
+        turns += [jax.tree.map(jnp.copy, args) for _ in range(min(CALLS, math.ceil(4 * L2_BYTES / size)) - 1)]
+    turns = [turns[i % len(turns)] for i in range(max(CALLS, len(turns)))]
+
+    def body(_: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        turns, results = carry
+        done, last = [], results[-1]
+        for turn in turns:
+            # A call's inputs depend on the call before, so that none is hoisted out of the loop or fused with its neighbours.
+            turn, _ = jax.lax.optimization_barrier((turn, last))
+            last = fn(*turn)
+            done.append(last)
+        return turns, tuple(done)
+
+    def loop(turns: Any) -> Any:
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(jax.eval_shape(fn, *turn) for turn in turns))
+        return jax.lax.fori_loop(0, TRIPS, body, (turns, empty))[1]
+
+    # Nor may a graph run them side by side.
+    options = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
+    run = jax.jit(loop, compiler_options=options)
+
+    def seconds(dispatches: int) -> float:
+        start = time.perf_counter()
+        for _ in range(dispatches):
+            results = run(turns)
+        jax.block_until_ready(results)
+        return time.perf_counter() - start
+
+    for _ in range(WARM_UPS):
+        once = seconds(1)
+    dispatches = max(1, min(64, math.ceil(SAMPLE_SECONDS / once)))
+    return statistics.median(seconds(dispatches) for _ in range(SAMPLES)) / (dispatches * TRIPS * len(turns)) * 1e6
+
+
+def copy_bandwidth() -> float:
+    """GB/s, bytes read and bytes written together, of an elementwise operation on arrays far larger than the L2 cache."""
+    x = jnp.zeros(2**26, jnp.float32)
+    return 2 * x.nbytes / time_us(lambda x: x + jnp.float32(1), x) / 1e3
+
+
+def show(name: str, us: float, size: int, bandwidth: float, reference_us: float | None = None) -> None:
+    """Prints a line: microseconds, GB/s of the `size` bytes that have to be moved, their share of `bandwidth`, and the reference's time."""
+    speed = size / us / 1e3
+    beside = "" if reference_us is None else f"   reference {reference_us:9.1f} us ({reference_us / us:.2f}x)"
+    print(f"{name:32s} {us:9.1f} us {speed:8.0f} GB/s {speed / bandwidth:6.1%} of copy{beside}", flush=True)
