@@ -20,7 +20,7 @@ from jaxspec.config import FULL, SLIDING, LayerSpec
 
 @struct.dataclass
 class LayerKV:
-    """One layer's pools: k, v [pages, page, KV, D]."""
+    """One layer's pools: k [pages, page, KV, key_dims], v [pages, page, KV, D]."""
 
     k: jax.Array
     v: jax.Array
@@ -72,8 +72,8 @@ def init(
     def pools(spec: LayerSpec) -> LayerKV | None:
         if not spec.owns_kv:
             return None
-        shape = (pages[spec.kind], page_size, spec.num_kv_heads, spec.head_dim)
-        return LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        shape = (pages[spec.kind], page_size, spec.num_kv_heads)
+        return LayerKV(jnp.zeros((*shape, spec.key_dims), dtype), jnp.zeros((*shape, spec.head_dim), dtype))
 
     return PagedKV(
         layers=tuple(pools(spec) for spec in layers),
@@ -87,10 +87,33 @@ def init(
     )
 
 
+def fixed(
+    layers: tuple[LayerSpec, ...],
+    *,
+    slots: int,
+    max_len: int,
+    num_draft_tokens: int,
+    page_size: int = 64,
+    dtype: jnp.dtype = jnp.bfloat16,
+) -> PagedKV:
+    """A cache in which every page belongs to its slot for good: a drafter's own, of which nothing is reserved or released.
+
+    Arguments as in `init`. Full tables too are as wide as max_len, and `held` says that each slot has them whole.
+    """
+    cache = init(layers, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens, page_size=page_size, dtype=dtype)
+    width = cache.tables[FULL].shape[1]
+    return dataclasses.replace(
+        cache,
+        tables={**cache.tables, FULL: jnp.arange(slots * width, dtype=jnp.int32).reshape(slots, width)},
+        free_count=jnp.zeros_like(cache.free_count),
+        held=jnp.full_like(cache.held, width),
+    )
+
+
 def write(layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, k: jax.Array, v: jax.Array) -> LayerKV:
     """Stores rows start .. start + count - 1 of each sequence in its pages.
 
-    table: [B, W] int32. start, count: [B] int32. k, v: [B, T, KV, D]; rows from `count` on are dropped. Of more rows than the ring
+    table: [B, W] int32. start, count: [B] int32. k: [B, T, KV, key_dims], v: [B, T, KV, D]; rows from `count` on are dropped. Of more rows than the ring
     holds, the last are kept.
     """
     page = layer.k.shape[1]

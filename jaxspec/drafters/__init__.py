@@ -12,14 +12,15 @@ from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import Drafter, NoDraft
 
 
-def _assistant(config: Mapping[str, Any], generation: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> gemma4_mtp.Gemma4MTP:
+def _assistant(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> gemma4_mtp.Gemma4MTP:
     bound = gemma4_mtp.bind(AssistantConfig.from_hf(config), target)
-    return gemma4_mtp.abstract(bound, dtype, tuple(generation.get("suppress_tokens") or ()))
+    suppressed = checkpoint.read_generation_config(folder).get("suppress_tokens") or ()
+    return gemma4_mtp.abstract(bound, dtype, tuple(suppressed))
 
 
-# model_type of config.json -> (config, generation config, target's config, dtype) -> the drafter as a tree of ShapeDtypeStructs.
+# What config.json calls the drafter -> (folder, config, target's config, dtype) -> the drafter as a tree of ShapeDtypeStructs.
 # Each raises ValueError, naming both numbers, for a drafter that does not fit the target.
-REGISTRY: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Gemma4Config, Any], Any]] = {
+REGISTRY: dict[str, Callable[[Path, Mapping[str, Any], Gemma4Config, Any], Any]] = {
     "gemma4_assistant": _assistant,
     "gemma4_unified_assistant": _assistant,
 }
@@ -31,12 +32,15 @@ def abstract_drafter(folder: Path, target: Gemma4Config, dtype: Any) -> Any:
     Raises ValueError if the checkpoint is no drafter, or does not fit the target.
     """
     config = checkpoint.read_config(folder)
-    kind = config.get("model_type")
-    if kind not in REGISTRY:
+    # An architecture says more than a model_type: many drafters have that of the decoder that they resemble.
+    names = [*(config.get("architectures") or ()), config.get("model_type")]
+    make = next((REGISTRY[name] for name in names if name in REGISTRY), None)
+    if make is None:
+        kind = config.get("model_type")
         hint = "; that is a target, not a drafter" if kind in TARGET_TYPES else ""
         raise ValueError(f"the drafter {folder} has model_type {kind!r}{hint}; expected one of {', '.join(map(repr, REGISTRY))}")
     try:
-        return REGISTRY[kind](config, checkpoint.read_generation_config(folder), target, dtype)
+        return make(folder, config, target, dtype)
     except ValueError as error:
         raise ValueError(f"the drafter {folder} cannot be used with this target: {error}") from error
 
