@@ -15,7 +15,7 @@ _EXPORTS: dict[str, str] = {
     "Stats": "jaxspec.stats",
     "mesh": "jaxspec.sharding",
 }
-_MODULES = ("cache", "checkpoint", "config", "decode", "drafters", "gemma4", "sampling", "sharding")
+_MODULES = ("accept", "cache", "checkpoint", "config", "decode", "drafters", "gemma4", "sampling", "sharding")
 
 
 def __getattr__(name: str) -> Any:

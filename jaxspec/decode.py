@@ -2,20 +2,22 @@
 
 Of every slot, `length` tokens are known and the target has computed the first `computed` of them. While a sequence decodes,
 computed == length - 1: the last known token, the anchor, has no K and V yet. One `spec_step` drafts K tokens after the anchor, runs
-the target on [anchor, drafts], keeps the drafts that the target chooses too, and adds the target's own next choice.
+the target on [anchor, drafts], keeps the drafts that the acceptance rule accepts (by default those that the target chooses too),
+and adds the target's own next choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec import accept
 from jaxspec import cache as paged
+from jaxspec.accept import COUPLED, Rule
 from jaxspec.cache import PagedKV
 from jaxspec.drafters.base import Drafter, Observed, Target
 from jaxspec.gemma4 import Gemma4, Rows, init_cache, take_row
@@ -60,7 +62,8 @@ class DecodeState:
 @struct.dataclass
 class Requests:
     """B sequences to put into slots. tokens: [B, L] int32 with L <= max_len, the first `length` of them known and the first `prompt`
-    of those the prompt (more only for a sequence that is resumed). limit, stop_ids, seed, temperature: as in DecodeState."""
+    of those the prompt (more only for a sequence that is resumed). limit, stop_ids, seed, temperature: as in DecodeState. rounds:
+    [B] int32, of a resumed sequence the rounds it had, so that none of their noise is drawn again; None for all 0."""
 
     tokens: jax.Array
     length: jax.Array
@@ -69,6 +72,7 @@ class Requests:
     stop_ids: jax.Array
     seed: jax.Array
     temperature: jax.Array
+    rounds: jax.Array | None = None
 
 
 def init_state(
@@ -138,7 +142,7 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         stop_ids=put(state.stop_ids, requests.stop_ids),
         seed=put(state.seed, requests.seed),
         temperature=put(state.temperature, requests.temperature),
-        rounds=put(state.rounds, zero),
+        rounds=put(state.rounds, zero if requests.rounds is None else requests.rounds),
         drafted=put(state.drafted, zero),
     )
 
@@ -202,12 +206,14 @@ def spec_step(
     slots: jax.Array,
     *,
     num_draft_tokens: int,
+    accept: Rule = COUPLED,
     attention: str = "auto",
     draft_attention: str = "auto",
 ) -> DecodeState:
     """One round for each running slot of the list: draft, verify, accept, append, observe.
 
-    slots: [B] int32, ids >= slots stand for no sequence; slots that are not ready to decode stay as they are.
+    slots: [B] int32, ids >= slots stand for no sequence; slots that are not ready to decode stay as they are. accept: the rule
+    (static) by which drafts become tokens.
     """
     rows, known, live = _rows(state, slots)
     live &= rows.computed == known - 1
@@ -225,14 +231,14 @@ def spec_step(
         out, cache = target(block, cache, taps=drafter.taps, attention=attention)
         assert cache is not None
         choices = choose(target.unembed(out.hidden), block.positions + 1, rows.sampling)
-    accepted = accept.coupled(drafts.tokens, choices)
+    tokens, accepted = accept(drafts.tokens, choices, rows.sampling, rows.rounds)
 
     state = dataclasses.replace(state, cache=cache, drafter=drafter_state, starved=~ok)
-    state = _append(state, slots, rows, choices, jnp.where(live, accepted + 1, 0), accepted)
+    state = _append(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted)
     committed = jnp.where(live, state.length.at[slots].get(mode="clip") - known, 0)
     last = jnp.maximum(committed - 1, 0)
     hidden = take_row(out.hidden, last)[:, 0]
-    newest = take_row(choices, last)[:, 0]
+    newest = take_row(tokens, last)[:, 0]
     observed = Observed(target, slots, block.ids, block.positions, hidden, out.taps, committed, newest, draft_attention)
     spent = live.astype(jnp.int32)
     return dataclasses.replace(
@@ -253,6 +259,7 @@ def decode_loop(
     until_any: jax.Array | bool = False,
     *,
     num_draft_tokens: int,
+    accept: Rule = COUPLED,
     attention: str = "auto",
     draft_attention: str = "auto",
 ) -> DecodeState:
@@ -267,6 +274,9 @@ def decode_loop(
         return jnp.sum(live & (rows.computed == known - 1))
 
     begun = running(state)
+    one_round = functools.partial(
+        spec_step, num_draft_tokens=num_draft_tokens, accept=accept, attention=attention, draft_attention=draft_attention
+    )
 
     def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         step, state = carry
@@ -275,10 +285,7 @@ def decode_loop(
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry
-        state = spec_step(
-            target, drafter, state, slots, num_draft_tokens=num_draft_tokens, attention=attention, draft_attention=draft_attention
-        )
-        return step + 1, state
+        return step + 1, one_round(target, drafter, state, slots)
 
     state = dataclasses.replace(state, starved=jnp.zeros_like(state.starved))
     return jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))[1]
@@ -293,6 +300,7 @@ class _SlotRows:
     limit: jax.Array
     length: jax.Array
     stop_ids: jax.Array
+    rounds: jax.Array
     sampling: Sampling
 
 
@@ -304,7 +312,8 @@ def _rows(state: DecodeState, slots: jax.Array) -> tuple[_SlotRows, jax.Array, j
 
     live = (slots < state.slots) & (of(state.status) == RUNNING)
     sampling = Sampling(of(state.seed), of(state.temperature))
-    fields = _SlotRows(of(state.computed), of(state.prompt), of(state.limit), of(state.length), of(state.stop_ids), sampling)
+    names = ("computed", "prompt", "limit", "length", "stop_ids", "rounds")
+    fields = _SlotRows(*(of(getattr(state, name)) for name in names), sampling)
     return fields, fields.length, live
 
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
+from jaxspec.accept import COUPLED, Rule
 from jaxspec.decode import STOPPED
 from jaxspec.drafters.base import Drafter
 from jaxspec.gemma4 import Gemma4
@@ -49,7 +50,9 @@ class LLM:
         max_len: int,
         eos_token_ids: Sequence[int] = (),
         temperature: float = 0.0,
+        accept: Rule = COUPLED,
         attention: str = "auto",
+        draft_attention: str = "auto",
         shardings: Any = None,
         seed: int = 0,
         progress: bool = True,
@@ -59,7 +62,15 @@ class LLM:
         self.config = target.config
         self.eos_token_ids, self.default_temperature = tuple(eos_token_ids), temperature
         self._runner = Runner(
-            target, drafter, slots=max_slots, max_len=max_len, num_draft_tokens=num_draft_tokens, attention=attention, shardings=shardings
+            target,
+            drafter,
+            slots=max_slots,
+            max_len=max_len,
+            num_draft_tokens=num_draft_tokens,
+            accept=accept,
+            attention=attention,
+            draft_attention=draft_attention,
+            shardings=shardings,
         )
         self._seeds = random.Random(seed)
         self._progress, self._name = progress, name

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters, gemma4
+from jaxspec.accept import Rule, rule_of
 from jaxspec.config import ASSISTANT_TYPES, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import Drafter, NoDraft
@@ -36,7 +37,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     max_slots: int | None = None,
     max_len: int | None = None,
-    accept: str = "coupled",
+    accept: str | Rule = "coupled",
     attention: str = "auto",
     draft_attention: str = "auto",
     kv_dtype: str = "auto",
@@ -53,15 +54,17 @@ def load(
     dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs of compute capability 8.0 and newer,
     and float32 elsewhere. mesh: a Mesh with axes "data" and "tensor" to spread weights and slots over; one device by default.
     max_slots: sequences in flight (8). max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
-    default. accept: "coupled", which keeps a draft exactly when it is what the target chooses. attention: implementation of
-    attention, "auto" or "xla"; draft_attention: the same for the drafter. kv_dtype: "auto", the dtype of the weights.
+    default. accept: the acceptance rule: "coupled", which keeps a draft exactly when it is what the target chooses, or, for
+    benchmarks, `accept.synthetic(rates)`. attention: implementation of attention, "auto" or "xla"; draft_attention: the same for the
+    drafter. kv_dtype: "auto", the dtype of the weights.
     memory_fraction: the share of a device's memory that weights and cache may take. seed: of the seeds drawn for requests that name
     none. progress: show bars.
 
     Raises FileNotFoundError, ValueError or TypeError that says what was found and what was expected: for a checkpoint that is
     missing, damaged or of another kind, a drafter that does not fit, a setting out of range.
     """
-    _check_choices(accept=accept, attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
+    rule = rule_of(accept)
+    _check_choices(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction is {memory_fraction}, expected more than 0 and at most 1")
     slots = MAX_SLOTS if max_slots is None else integer("max_slots", max_slots, 1)
@@ -87,6 +90,8 @@ def load(
     if count and isinstance(drafter, NoDraft):
         raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
 
+    rule.check(count)
+
     abstract = place(gemma4.abstract(config, weights_dtype))
     planned: Any = drafter if draft_tree is None else draft_tree
     state = jax.eval_shape(functools.partial(Runner.init_state, abstract, planned, slots=slots, max_len=max_len, num_draft_tokens=count))
@@ -106,7 +111,9 @@ def load(
         max_len=max_len,
         eos_token_ids=eos_token_ids(config, generation),
         temperature=default_temperature(generation),
+        accept=rule,
         attention=attention,
+        draft_attention=draft_attention,
         shardings=shardings,
         seed=seed,
         progress=progress,
@@ -145,7 +152,7 @@ def default_temperature(generation: Mapping[str, Any]) -> float:
 
 
 def _check_choices(**chosen: str) -> None:
-    offered = {"accept": ("coupled",), "attention": ("auto", "xla"), "draft_attention": ("auto", "xla"), "kv_dtype": ("auto",)}
+    offered = {"attention": ("auto", "xla"), "draft_attention": ("auto", "xla"), "kv_dtype": ("auto",)}
     for name, value in chosen.items():
         if value not in offered[name]:
             raise ValueError(f"{name} is {value!r}; available: {', '.join(map(repr, offered[name]))}")

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxspec import decode
+from jaxspec.accept import COUPLED, Rule
 from jaxspec.drafters.base import Drafter
 from jaxspec.gemma4 import Gemma4
 from jaxspec.sampling import seed_words
@@ -58,7 +59,8 @@ class Request:
 class Runner:
     """Puts requests into slots, computes their prompts and decodes them. One call at a time: the caller holds a lock.
 
-    target, drafter: weights. attention: implementation for the target's attention. shardings: from the shapes of a state to its
+    target, drafter: weights. accept: the acceptance rule. attention, draft_attention: implementations for the target's and the
+    drafter's attention. shardings: from the shapes of a state to its
     shardings, or None for one device. compilations, compile_seconds: programs made ready so far, and the time that took.
     """
 
@@ -70,13 +72,17 @@ class Runner:
         slots: int,
         max_len: int,
         num_draft_tokens: int,
+        accept: Rule = COUPLED,
         attention: str = "auto",
+        draft_attention: str = "auto",
         shardings: Callable[[Any], Any] | None = None,
     ):
         self.target, self.drafter = target, drafter
         self.slots, self.max_len, self.num_draft_tokens = slots, max_len, num_draft_tokens
         self.compilations, self.compile_seconds = 0, 0.0
-        self._attention = attention
+        accept.check(num_draft_tokens)
+        self.accept = accept
+        self._attention = {"attention": attention, "draft_attention": draft_attention}
         self._programs: dict[tuple[str, int, int], Callable[..., Any]] = {}
         init = functools.partial(self.init_state, target, drafter, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens)
         self._shardings = None if shardings is None else shardings(jax.eval_shape(init))
@@ -249,10 +255,10 @@ class Runner:
             return jitted.lower(self._state, self._ids([], self.slots), slots, self._pack([], size)).compile()
         weights = (self.target, self.drafter, self._state)
         if name == "prefill":
-            function = functools.partial(decode.prefill, chunk=chunk, attention=self._attention)
+            function = functools.partial(decode.prefill, chunk=chunk, **self._attention)
             args: tuple[Any, ...] = (slots,)
         else:
-            function = functools.partial(decode.decode_loop, num_draft_tokens=self.num_draft_tokens, attention=self._attention)
+            function = functools.partial(decode.decode_loop, num_draft_tokens=self.num_draft_tokens, accept=self.accept, **self._attention)
             args = (slots, np.int32(0), np.bool_(False))
         return jax.jit(function, donate_argnums=2, out_shardings=self._shardings).lower(*weights, *args).compile()
 

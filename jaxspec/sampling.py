@@ -12,6 +12,9 @@ from flax import struct
 
 from pallas_kernels.noise import gumbel, row_keys
 
+# Kinds of noise that a rule draws beside the position's own, each from a seed of its own.
+ACCEPTANCE = 1
+
 
 @struct.dataclass
 class Sampling:
@@ -38,3 +41,15 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     noisy = logits / jnp.maximum(temperature, jnp.float32(1e-30)) + gumbel(keys, candidates)
     best = jnp.argmax(jnp.where(temperature > 0, noisy, logits), axis=-1).astype(jnp.int32)
     return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
+
+
+def stream_seed(seed: jax.Array, stream: int, rounds: jax.Array) -> jax.Array:
+    """The seed of one kind of noise in one round, independent of the request's own. seed: [B, 2] uint32; rounds: [B] int32."""
+    return row_keys(row_keys(seed, jnp.full_like(rounds, stream)), rounds)
+
+
+def uniform(seed: jax.Array, stream: int, rounds: jax.Array, count: int) -> jax.Array:
+    """Uniform numbers of 0 <= u < 1, keyed by (seed, stream, round, index): [B, count] float32."""
+    index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None, :], (seed.shape[0], count))
+    keys = row_keys(jnp.broadcast_to(stream_seed(seed, stream, rounds)[:, None, :], (*index.shape, 2)), index)
+    return (keys[..., 0] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)

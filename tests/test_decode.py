@@ -10,7 +10,7 @@ import pytest
 import tiny
 from flax import struct
 
-from jaxspec import decode, gemma4
+from jaxspec import accept, decode, gemma4
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.decode import EMPTY, FULL_LENGTH, RUNNING, STOPPED
 from jaxspec.drafters import gemma4_mtp
@@ -45,7 +45,7 @@ ROWS = np.arange(len(PROMPT))
 # Unoptimised code compiles in half the time, and computes the same.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 jit_prefill = compiled(decode.prefill, static_argnames="chunk")
-jit_loop = compiled(decode.decode_loop, static_argnames="num_draft_tokens")
+jit_loop = compiled(decode.decode_loop, static_argnames=("num_draft_tokens", "accept"))
 jit_admit, jit_release = compiled(decode.admit), compiled(decode.release)
 
 
@@ -84,8 +84,8 @@ def padded(slots, size=SLOTS):
     return np.asarray([*slots, *[NOBODY] * (size - len(slots))], np.int32)
 
 
-def admit(state, slots, rows=ROWS, *, known=PROMPT, tokens=None, limit=MAX_LEN, stops=None):
-    """Puts `rows` into `slots`. known, limit, stops: by row of all prompts, or one for all."""
+def admit(state, slots, rows=ROWS, *, known=PROMPT, tokens=None, limit=MAX_LEN, stops=None, rounds=0):
+    """Puts `rows` into `slots`. known, limit, stops, rounds: by row of all prompts, or one for all."""
     tokens = prompts() if tokens is None else tokens
     some = {
         "tokens": np.where(np.arange(MAX_LEN) < np.reshape(known, (-1, 1)), tokens, 0),
@@ -95,6 +95,7 @@ def admit(state, slots, rows=ROWS, *, known=PROMPT, tokens=None, limit=MAX_LEN, 
         "stop_ids": np.full((len(PROMPT), 4), -1) if stops is None else stops,
         "seed": np.stack([ROWS, 0 * ROWS], axis=1).astype(np.uint32),
         "temperature": TEMPERATURE,
+        "rounds": np.broadcast_to(rounds, PROMPT.shape),
     }
     rows = np.asarray([*rows, *[0] * (SLOTS - len(rows))])
 
@@ -111,8 +112,8 @@ def prefill(state, slots, chunk=32):
     return state
 
 
-def loop(state, slots, drafter, k, steps=1000, until_any=False, size=SLOTS):
-    return jit_loop(target(), drafter, state, padded(slots, size), steps, until_any, num_draft_tokens=k)
+def loop(state, slots, drafter, k, steps=1000, until_any=False, size=SLOTS, **rule):
+    return jit_loop(target(), drafter, state, padded(slots, size), steps, until_any, num_draft_tokens=k, **rule)
 
 
 def run(drafter, k, slots=ROWS, rows=ROWS, **requests):
@@ -476,3 +477,21 @@ def test_a_released_slot_serves_another_sequence():
     state = prefill(admit(state, [2], [5]), [2])
     assert not numbers(state, "rounds", [2]) and not numbers(state, "drafted", [2]) and not numbers(state, "from_draft", [2]).any()
     assert_same(numbers(loop(state, [2], parrot(), 4), "tokens", [2]), rows=[5])
+
+
+def test_a_rule_may_make_tokens_of_drafts_that_the_target_would_not_choose():
+    """Half of the rounds keep the one draft: what was kept is the draft, and the target goes on from there as from any prompt."""
+    wrong = (texts() + 1) % VOCAB
+    always_wrong = tiny.Parrot(jnp.asarray(wrong), jnp.zeros(texts().shape, bool))
+    rule = {"accept": accept.synthetic([0.5])}
+    begun = prefill(admit(empty(), ROWS, rounds=ROWS), ROWS)
+    state = loop(begun, ROWS, always_wrong, 1, **rule)
+    tokens, flags = numbers(state, "tokens"), numbers(state, "from_draft")
+    assert np.array_equal(tokens[flags], wrong[flags]) and 60 < flags.sum() < 140
+    assert (numbers(state, "length") == MAX_LEN).all() and numbers(state, "rounds").min() > ROWS.max()
+    # Cut at any round and resumed with its round number, a sequence goes on as it would have.
+    part = loop(begun, ROWS, always_wrong, 1, 9, **rule)
+    known = numbers(part, "length")
+    again = prefill(admit(empty(), ROWS, known=known, tokens=numbers(part, "tokens"), rounds=numbers(part, "rounds")), ROWS)
+    assert_equal(numbers(loop(again, ROWS, always_wrong, 1, **rule), "tokens"), tokens)
+    assert_equal(numbers(loop(again, ROWS, always_wrong, 1, **rule), "rounds"), numbers(state, "rounds"))

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import loading
+from jaxspec import accept, loading
 from jaxspec.drafters.gemma4_mtp import Gemma4MTP
 from jaxspec.params import SamplingParams
 
@@ -74,7 +74,8 @@ def test_a_drafter_may_be_an_object(folders, llm):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"accept": "standard"}, ValueError, "accept is 'standard'; available: 'coupled'"),
+        ({"accept": "fly"}, ValueError, "accept is 'fly'; available: 'coupled'"),
+        ({"accept": accept.synthetic([0.5])}, ValueError, "synthetic acceptance has 1 rates for 3 drafts"),
         ({"attention": "triton"}, ValueError, "attention is 'triton'; available: 'auto', 'xla'"),
         ({"draft_attention": "triton"}, ValueError, "draft_attention is 'triton'; available: 'auto', 'xla'"),
         ({"kv_dtype": "fp8"}, ValueError, "kv_dtype is 'fp8'; available: 'auto'"),
