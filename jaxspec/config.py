@@ -53,6 +53,12 @@ class LayerSpec:
         """Query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def key_dims(self) -> int:
+        """How many numbers of a key the cache stores. With k_eq_v the dims of a key that do not rotate are the value's times
+        k_norm's weight, so only those that do are stored: 128 of 512."""
+        return min(2 * self.rotary_angles, self.head_dim) if self.k_eq_v else self.head_dim
+
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4Config:

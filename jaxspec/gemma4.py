@@ -56,8 +56,9 @@ class Hidden:
 class Keys:
     """What a layer's queries attend to: positions 0 .. length - 1 in pages, then `count` fresh rows.
 
-    pools, table ([B, W] int32): the owning layer's pages, or None. length: [B] int32. fresh: K and V [B, T, KV, D] of rows that are
-    not in the pages yet, or None; count: [B] int32.
+    pools, table ([B, W] int32): the owning layer's pages, or None. length: [B] int32. fresh: K [B, T, KV, key_dims] and V
+    [B, T, KV, D] of rows that are not in the pages yet, or None; count: [B] int32. weight: [D], the owner's k_norm where its keys
+    are stored in part (`LayerSpec.key_dims`), else None.
     """
 
     pools: LayerKV | None
@@ -65,6 +66,7 @@ class Keys:
     length: jax.Array
     fresh: tuple[jax.Array, jax.Array] | None
     count: jax.Array
+    weight: jax.Array | None
 
 
 @struct.dataclass
@@ -83,10 +85,19 @@ class Attention:
         return rope(self.q_norm(projected[..., : self.spec.group, :]), positions, self.spec.rope_theta, self.spec.rotary_angles)
 
     def keys_values(self, projected: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rows' own K and V as they stand in the cache, each [B, T, KV, D]."""
+        """The rows' own K and V as they stand in the cache, [B, T, KV, key_dims] and [B, T, KV, D]."""
         assert self.k_norm is not None
         key, value = projected[..., self.spec.group, :], projected[..., -1, :]
-        return rope(self.k_norm(key), positions, self.spec.rope_theta, self.spec.rotary_angles), rms(value, self.spec.eps)
+        key = rope(self.k_norm(key), positions, self.spec.rope_theta, self.spec.rotary_angles)
+        if self.spec.key_dims < self.spec.head_dim:
+            low, high = jnp.split(key, 2, axis=-1)
+            key = jnp.concatenate([low[..., : self.spec.rotary_angles], high[..., : self.spec.rotary_angles]], axis=-1)
+        return key, rms(value, self.spec.eps)
+
+    @property
+    def key_weight(self) -> jax.Array | None:
+        """What turns a stored value into the part of its key that is not stored: [D], or None where keys are stored whole."""
+        return self.k_norm.weight if self.k_norm is not None and self.spec.key_dims < self.spec.head_dim else None
 
     def output(self, heads: jax.Array) -> jax.Array:
         """heads: [B, T, KV, G, D] -> [B, T, H]."""
@@ -207,7 +218,7 @@ class Gemma4:
             spec = layer.self_attn.spec
             source = i if spec.kv_source is None else spec.kv_source
             inputs = None if per_layer is None else per_layer[:, :, i]
-            keys = fresh[source] if source in fresh else cached_keys(cache, source, spec.kind, rows.slots, rows.start, rows.count)
+            keys = fresh[source] if source in fresh else self.cached_keys(cache, source, rows.slots, rows.start, rows.count)
             x, fresh[source] = decoder_layer(layer, x, positions, keys, inputs, attention)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
@@ -216,6 +227,14 @@ class Gemma4:
         if cache is not None:
             cache = _store(cache, rows, fresh)
         return Hidden(self.norm(x), tuple(tapped[i] for i in taps), fresh), cache
+
+    def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
+        """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32."""
+        attn = self.layers[owner].self_attn
+        if cache is None:
+            return Keys(None, None, length, None, count, attn.key_weight)
+        table = jnp.take(cache.tables[attn.spec.kind], slots, axis=0, mode="clip")
+        return Keys(cache.layers[owner], table, length, None, count, attn.key_weight)
 
 
 def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -246,19 +265,13 @@ def decoder_layer(
             keys.length,
             keys.fresh,
             keys.count,
+            keys.weight,
             window=spec.window,
             implementation=attention,
         )
         x = x + layer.post_attention_layernorm(attn.output(heads))
     with jax.named_scope("feed_forward"):
         return layer.feed_forward(x, per_layer_input), keys
-
-
-def cached_keys(cache: PagedKV | None, owner: int, kind: str, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
-    """The cached positions of layer `owner` for these slots, with no fresh rows yet."""
-    if cache is None:
-        return Keys(None, None, length, None, count)
-    return Keys(cache.layers[owner], jnp.take(cache.tables[kind], slots, axis=0, mode="clip"), length, None, count)
 
 
 def _store(cache: PagedKV, rows: Rows, fresh: dict[int, Keys]) -> PagedKV:

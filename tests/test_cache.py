@@ -49,7 +49,8 @@ def test_sizes():
     assert cache.layers[0].k.shape == (SLOTS * 3, PAGE, 1, 8) and cache.layers[1].v.shape == (SLOTS * 6, PAGE, 1, 16)
     assert len(set(np.asarray(cache.tables[SLIDING]).flat)) == SLOTS * 3  # no slot shares a ring
     small = empty(full_pages=5, dtype=jnp.bfloat16, page_size=8, num_draft_tokens=0)
-    assert small.layers[1].k.shape == (5, 8, 1, 16) and small.layers[1].k.dtype == jnp.bfloat16
+    assert small.layers[1].k.shape == (5, 8, 1, 4) and small.layers[1].v.shape == (5, 8, 1, 16)  # K = V: the rotary dims alone
+    assert small.layers[1].k.dtype == jnp.bfloat16
     assert small.tables[SLIDING].shape == (SLOTS, 1) and small.tables[FULL].shape == (SLOTS, 3)
     check(small, [0] * SLOTS)
 

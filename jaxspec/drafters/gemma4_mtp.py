@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.gemma4 import DecoderLayer, Keys, abstract_layer, cached_keys, decoder_layer
+from jaxspec.gemma4 import DecoderLayer, Keys, abstract_layer, decoder_layer
 from jaxspec.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.sampling import Sampling, choose
 
@@ -68,7 +68,7 @@ class Gemma4MTP:
 
     def draft(self, state: MTPState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, MTPState]:
         keys = {
-            spec.kind: cached_keys(target.cache, spec.kv_source, spec.kind, target.slots, target.length, jnp.zeros_like(target.length))
+            spec.kind: target.model.cached_keys(target.cache, spec.kv_source, target.slots, target.length, jnp.zeros_like(target.length))
             for spec in self.config.text.layers
             if spec.kv_source is not None
         }

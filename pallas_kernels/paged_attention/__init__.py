@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.paged_attention import reference
-
-IMPLEMENTATIONS = ("xla",)
+from pallas_kernels import dialect
+from pallas_kernels.paged_attention import reference, triton
 
 
 def paged_attention(
@@ -17,6 +16,7 @@ def paged_attention(
     lengths: jax.Array,
     fresh: tuple[jax.Array, jax.Array] | None = None,
     fresh_count: jax.Array | None = None,
+    key_weight: jax.Array | None = None,
     *,
     causal: bool = True,
     window: int | None = None,
@@ -29,12 +29,17 @@ def paged_attention(
     cached: K and V pools [pages, page, KV, D], or None. table: [B, W] int32; logical page i of row b is table[b, i % W], so a
     narrow table is a ring that keeps the newest W * page positions. lengths: [B] int32, positions 0 .. lengths - 1 are cached.
     fresh: K and V [B, F, KV, D] at positions lengths .. lengths + fresh_count - 1; fresh_count: [B] int32.
+    key_weight: [D], or None. With it, the K given, cached and fresh, are only the R rotary dims of each key ([..., R], dims
+    0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1), and the others are V's times the weight.
     causal: a query sees fresh keys at its own position and before (False: all of them). window: a query at p sees keys with
-    p - key < window. Returns [B, T, KV, G, D] in q's dtype. Keys that no query sees may hold anything, NaN included; a query
-    that sees no key gives zeros.
+    p - key < window. Returns [B, T, KV, G, D] in q's dtype; a query that sees no key gives zeros. What lies
+    outside a sequence's positions 0 .. lengths + fresh_count - 1, at or before min(positions) - window, or (if causal) after
+    max(positions), may be anything, NaN included.
 
-    Raises ValueError for an unknown or unsupported `implementation`.
+    implementation: see `dialect.select`. Raises ValueError for an unknown or unsupported one.
     """
-    if implementation not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"implementation is {implementation!r}; expected 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    return reference.paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, causal=causal, window=window, scale=scale)
+    chosen = dialect.select(implementation, triton.unsupported(q, cached))
+    arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight)
+    if chosen == "xla":
+        return reference.paged_attention(*arguments, causal=causal, window=window, scale=scale)
+    return triton.paged_attention(*arguments, causal=causal, window=window, scale=scale, interpret=chosen == "triton-interpret")

@@ -17,7 +17,17 @@ def ring_positions(lengths: jax.Array, size: int) -> jax.Array:
     return newest - jnp.mod(newest - jnp.arange(size, dtype=jnp.int32)[None, :], size)
 
 
-def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, *, causal, window, scale):
+def rebuilt_keys(rotary: jax.Array, values: jax.Array, weight: jax.Array) -> jax.Array:
+    """K [..., D] from its rotary dims [..., R] and V [..., D]: elsewhere K is V times the weight [D].
+
+    Of D dims, those that rotate are 0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1.
+    """
+    half, middle = rotary.shape[-1] // 2, values.shape[-1] // 2
+    keys = (values.astype(jnp.float32) * weight.astype(jnp.float32).reshape((1,) * (values.ndim - 1) + weight.shape)).astype(values.dtype)
+    return keys.at[..., :half].set(rotary[..., :half]).at[..., middle : middle + half].set(rotary[..., half:])
+
+
+def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale):
     """See `pallas_kernels.paged_attention.paged_attention`."""
     keys, values, key_positions, is_fresh = [], [], [], []
     if cached is not None:
@@ -45,6 +55,8 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, *,
     seen = jnp.any(visible, axis=1)[:, :, None, None]
     k = jnp.where(seen, jnp.concatenate(keys, axis=1).astype(q.dtype), 0)
     v = jnp.where(seen, jnp.concatenate(values, axis=1).astype(q.dtype), 0)
+    if key_weight is not None:
+        k = rebuilt_keys(k, v, key_weight)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
     visible = visible[:, None, None, :, :]
     weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)

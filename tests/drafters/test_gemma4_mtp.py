@@ -4,6 +4,7 @@ The vectors in tests/golden were made with transformers 5.23's Gemma4AssistantFo
 position, keys and hidden states that a drafter has; its generation loop is not, as it lets the assistant see keys of rejected drafts.
 """
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -81,7 +82,9 @@ class Golden:
     def fresh(self) -> dict[str, Keys]:
         """The keys as rows that are in no page."""
         zero = np.zeros_like(self.length)
-        return {kind: Keys(None, None, zero, jax.tree.map(jnp.asarray, self.keys_values(kind)), self.length) for kind in (SLIDING, FULL)}
+        return {
+            kind: Keys(None, None, zero, jax.tree.map(jnp.asarray, self.keys_values(kind)), self.length, None) for kind in (SLIDING, FULL)
+        }
 
     def cached(self) -> Target:
         """The keys in pages that lie in no order, the long case's sliding ring having wrapped, with the stale rows behind them. Every
@@ -119,6 +122,9 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     backbone = config["backbone_hidden_size"]
     kinds = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 0}
     target_config = Gemma4Config.from_hf({**config["text_config"], **kinds, "hidden_size": backbone})
+    # The stored keys are no function of the stored values, so the cache has to hold them whole.
+    layers = tuple(dataclasses.replace(spec, k_eq_v=False) for spec in target_config.layers)
+    target_config = dataclasses.replace(target_config, layers=layers)
     target = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), gemma4.abstract(target_config, jnp.float32))
     target = target.replace(embed_tokens=Embedding(jnp.asarray(tensors["target.embed_tokens.weight"]), backbone**0.5))
 
@@ -151,7 +157,7 @@ def test_golden_steps(golden: Golden, where: str) -> None:
     if where == "pages":
         view = golden.cached()
         rows = (view.slots[:2], view.length[:2], jnp.zeros(2, jnp.int32))
-        keys = {kind: gemma4.cached_keys(view.cache, golden.target.config.last_owner(kind), kind, *rows) for kind in (SLIDING, FULL)}
+        keys = {kind: view.model.cached_keys(view.cache, golden.target.config.last_owner(kind), *rows) for kind in (SLIDING, FULL)}
     else:
         keys = golden.fresh()
     step, candidates = jax.jit(Gemma4MTP.step), jax.jit(Gemma4MTP.candidates)

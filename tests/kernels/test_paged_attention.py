@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import bench, paged_attention, triton
 from pallas_kernels.paged_attention.reference import ring_positions
+from pallas_kernels.paged_attention.shapes import SHAPES
 
 # Unoptimised code compiles in half the time, and computes the same.
 attention = jax.jit(
@@ -31,11 +32,12 @@ def plain(q, key, value, scale):
 
 
 class Case:
-    """Random sequences, laid out in permuted pages as `paged_attention` expects them, with NaN in every cell that no query sees."""
+    """Random sequences, laid out in permuted pages as `paged_attention` expects them, with NaN in every cell outside the span of
+    positions that a sequence's queries reach. rotary: how many dims of a key are stored, 0 for all."""
 
     def __init__(
         self, seed, lengths, *, queries=4, kv=2, group=2, dim=8, page=4, width=3, fresh=4, counts=None, positions=None,
-        causal=True, window=None, scale=0.6, dtype=np.float32,
+        causal=True, window=None, scale=0.6, dtype=np.float32, rotary=0,
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
         self.settings = {"causal": causal, "window": window, "scale": scale}
@@ -53,6 +55,9 @@ class Case:
         self.q = normal(batch, queries, kv, group, dim)
         total = int(lengths.max(initial=0)) + fresh
         content = normal(2, batch, total, kv, dim)  # every position's K and V
+        weight, turns = normal(dim), np.arange(dim) % (dim // 2) < rotary // 2
+        if rotary:
+            content[0] = np.where(turns, content[0], content[1] * weight)
         ring = width * page
         pages = batch * width + 5
         pools = np.full((2, pages, page, kv, dim), NAN)
@@ -63,26 +68,32 @@ class Case:
         for b in range(batch):
             cached = range(max(0, lengths[b] - ring), lengths[b])
             own = range(lengths[b], lengths[b] + counts[b])
-            seen = set()
             for t in range(queries):
                 at = positions[b, t]
                 near = [p for p in (*cached, *own) if window is None or at - p < window]
                 visible = [p for p in near if p <= at or (not causal)]
-                seen.update(visible)
                 self.blind[b, t] = not visible
                 self.expected[b, t] = plain(self.q[b, t], *content[:, b, visible], scale)
-            for p in seen & set(cached):
+            span = {
+                p for p in (*cached, *own) if (window is None or p > min(positions[b]) - window) and (p <= max(positions[b]) or not causal)
+            }
+            for p in span & set(cached):
                 pools[:, table[b, p // page % width], p % page] = content[:, b, p]
-            for p in seen & set(own):
+            for p in span & set(own):
                 new[:, b, p - lengths[b]] = content[:, b, p]
         cast = functools.partial(jnp.asarray, dtype=dtype)
+
+        def stored(pair):
+            return cast(pair[0][..., turns] if rotary else pair[0]), cast(pair[1])
+
         self.arguments = [
             cast(self.q),
             jnp.asarray(positions),
-            (cast(pools[0]), cast(pools[1])) if width else None,
+            stored(pools) if width else None,
             jnp.asarray(table) if width else None,
             jnp.asarray(lengths),
-            *(((cast(new[0]), cast(new[1])), jnp.asarray(counts)) if fresh else (None, None)),
+            *((stored(new), jnp.asarray(counts)) if fresh else (None, None)),
+            cast(weight) if rotary else None,
         ]
 
     def check(self, rtol=2e-5, atol=2e-6):
@@ -211,14 +222,106 @@ def test_ring_positions_are_what_writing_in_order_leaves():
         assert np.array_equal(np.maximum(found, -1), places), length
 
 
-@pytest.mark.parametrize("name", ["triton", "XLA", ""])
+@pytest.mark.parametrize("window", [None, 5])
+def test_keys_of_which_only_the_rotary_dims_are_stored(window):
+    Case(14, LENGTHS, rotary=4, window=window).check()
+
+
+# Around every edge of a page (16) and of the ring (48).
+KERNEL_LENGTHS = [0, 1, 15, 16, 17, 47, 48, 49, 130]
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "tiles"))
+def kernel(*arguments, tiles=None, **settings):
+    return triton.paged_attention(*arguments, **settings, interpret=True, tiles=tiles)
+
+
+def check_kernel(case, rtol=2e-5, atol=2e-6, tiles=None):
+    found = np.asarray(kernel(*case.arguments, **case.settings, tiles=tiles).astype(jnp.float32))
+    np.testing.assert_allclose(found, case.expected, rtol=rtol, atol=atol)
+    assert not found[case.blind].any()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"causal": False, "window": 20},
+        {"rotary": 4, "group": 5, "dim": 24},  # neither the group nor the width is a power of two
+        {"rotary": 4, "window": 20, "queries": 17, "fresh": 17, "counts": [17, 0, 3, 17, 9, 1, 17, 16, 17]},
+        {"queries": 1, "fresh": 0, "positions": [[max(0, n - 1)] for n in KERNEL_LENGTHS], "kv": 1, "group": 16},
+        {"queries": 40, "fresh": 40, "window": 30},
+        {"causal": False, "queries": 3, "fresh": 6},
+    ],
+)
+def test_the_kernel_on_pages_and_fresh_rows(settings):
+    check_kernel(Case(15, KERNEL_LENGTHS, page=16, **settings))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7])
+def test_the_kernel_with_any_number_of_splits(splits):
+    """More parts than there are keys, too."""
+    check_kernel(Case(16, KERNEL_LENGTHS, page=16, rotary=4), tiles=triton.Tiles(16, 16, splits, 4, 2))
+
+
+def test_the_kernel_without_pages():
+    check_kernel(Case(17, [0, 6, 0], width=0, queries=20, fresh=20, counts=[20, 3, 0], window=9))
+
+
+def test_the_kernel_in_bfloat16_and_with_a_cache_of_another_dtype():
+    check_kernel(Case(18, KERNEL_LENGTHS, page=16, dtype=jnp.bfloat16), rtol=2e-2, atol=2e-2)
+    mixed = Case(18, KERNEL_LENGTHS, page=16, dtype=jnp.bfloat16)
+    mixed.arguments[0] = mixed.arguments[0].astype(jnp.float32)
+    check_kernel(mixed)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_the_kernel_on_random_lengths_counts_and_positions(seed, data):
+    """Shapes stay the same, so that this compiles four programs."""
+    numbers = functools.partial(st.lists, min_size=3, max_size=3)
+    case = Case(
+        seed,
+        data.draw(numbers(st.integers(0, 120))),
+        queries=3,
+        page=16,
+        fresh=3,
+        counts=data.draw(numbers(st.integers(0, 3))),
+        positions=data.draw(numbers(st.lists(st.integers(0, 130), min_size=3, max_size=3))),
+        causal=data.draw(st.booleans()),
+        window=data.draw(st.sampled_from([None, 20])),
+        rotary=4,
+    )
+    check_kernel(case)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_kernel_lowers_for_cuda_at_real_shapes(name):
+    shape = SHAPES[name]
+    args = jax.eval_shape(functools.partial(bench.arguments, shape, 8, 4096))
+    function = functools.partial(paged_attention, causal=shape.causal, window=shape.window, implementation="triton")
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count('name = "paged_attention"') == 1 and text.count("__gpu$xla.gpu.triton") >= 1
+
+
+@pytest.mark.parametrize("name", ["cuda", "XLA", ""])
 def test_an_unknown_implementation_is_refused(name):
     case = Case(14, LENGTHS)
-    with pytest.raises(ValueError, match=f"implementation is '{name}'; expected 'auto' or one of 'xla'"):
+    with pytest.raises(ValueError, match=f"implementation is '{name}'; expected 'auto' or one of 'xla', 'triton', 'triton-interpret'"):
         paged_attention(*case.arguments, implementation=name)
 
 
-def test_the_named_implementation_serves():
-    case = Case(14, LENGTHS)
-    case.settings["implementation"] = "xla"
+def test_shapes_that_the_kernel_cannot_serve_are_refused():
+    with pytest.raises(ValueError, match="'triton' cannot serve this: pages hold 4 positions, the kernel needs a multiple of 16"):
+        paged_attention(*Case(14, LENGTHS).arguments, implementation="triton")
+    with pytest.raises(ValueError, match="'triton' cannot serve this: head_dim is 520, the kernel holds at most 512"):
+        paged_attention(*Case(14, [3], page=16, dim=520).arguments, implementation="triton")
+
+
+@pytest.mark.parametrize("name", ["xla", "triton-interpret"])
+def test_the_named_implementation_serves(name):
+    case = Case(14, LENGTHS, page=16)
+    case.settings["implementation"] = name
     case.check()
+    jaxpr = str(jax.make_jaxpr(functools.partial(paged_attention, **case.settings))(*case.arguments))
+    assert ("pallas_call" in jaxpr) == (name != "xla")

@@ -1,0 +1,53 @@
+"""The shapes that the Gemma 4 family and its drafters give to paged attention, for tests, benchmarks and tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+
+PAGE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """queries: rows of a sequence. rotary: dims of a stored key, 0 where keys are stored whole. fresh: whether the rows bring their
+    own K and V. The other fields are those of `paged_attention`."""
+
+    queries: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    rotary: int = 0
+    window: int | None = None
+    causal: bool = True
+    fresh: bool = True
+
+
+SHAPES = {
+    # Verify blocks: the anchor and K drafts.
+    "e2b-full": Shape(4, 1, 8, 512),
+    "e2b-sliding": Shape(4, 1, 8, 256, window=512),
+    "e4b-full": Shape(5, 2, 4, 512),
+    "e4b-sliding": Shape(5, 2, 4, 256, window=512),
+    "12b-full": Shape(5, 1, 16, 512, rotary=128),
+    "12b-sliding": Shape(5, 8, 2, 256, window=1024),
+    "26b-full": Shape(5, 2, 8, 512, rotary=128),
+    "26b-sliding": Shape(5, 8, 2, 256, window=1024),
+    "31b-full": Shape(5, 4, 8, 512, rotary=128),
+    "31b-sliding": Shape(5, 16, 2, 256, window=1024),
+    "31b-full-17-rows": Shape(17, 4, 8, 512, rotary=128),
+    "31b-sliding-17-rows": Shape(17, 16, 2, 256, window=1024),
+    # One row of the assistant, which stores nothing.
+    "e2b-assistant-full": Shape(1, 1, 4, 512, fresh=False),
+    "e2b-assistant-sliding": Shape(1, 1, 4, 256, window=512, fresh=False),
+    "12b-assistant-full": Shape(1, 1, 16, 512, rotary=128, fresh=False),
+    "31b-assistant-full": Shape(1, 4, 8, 512, rotary=128, fresh=False),
+    "31b-assistant-sliding": Shape(1, 16, 2, 256, window=1024, fresh=False),
+    # DFlash blocks of the 31B's drafter.
+    "dflash-full": Shape(16, 8, 8, 128, causal=False),
+    "dflash-sliding": Shape(16, 8, 8, 128, window=2048),
+    # Prefill chunks.
+    "e2b-full-prefill": Shape(512, 1, 8, 512),
+    "e2b-sliding-prefill": Shape(512, 1, 8, 256, window=512),
+    "31b-full-prefill": Shape(2048, 4, 8, 512, rotary=128),
+    "31b-sliding-prefill": Shape(2048, 16, 2, 256, window=1024),
+}

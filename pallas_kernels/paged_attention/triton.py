@@ -1,0 +1,262 @@
+"""Paged attention as a split-KV kernel in the Triton dialect.
+
+A program serves a tile of query rows of one KV head (its G query heads x T positions) over one part of the keys that the tile can
+see: pages first, then fresh rows. Parts, not the whole length, are what is split, so a window or a short sequence leaves no program
+with more work than another. Partial results are merged by a second, small kernel; with one part there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl, plgpu
+from pallas_kernels.paged_attention.reference import MASKED
+
+LOG2_E = math.log2(math.e)
+ANY = pl.BlockSpec(memory_space=pl.ANY)
+PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: enough to keep its memory busy
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """rows: query rows of a program; keys: keys of a step; splits: parts of the visible keys."""
+
+    rows: int
+    keys: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def unsupported(q: jax.Array, cached: tuple[jax.Array, jax.Array] | None) -> str | None:
+    """Why the kernel cannot serve these arrays, or None."""
+    if cached is not None and cached[0].shape[1] % 16:
+        return f"pages hold {cached[0].shape[1]} positions, the kernel needs a multiple of 16"
+    if q.shape[-1] > 512:
+        return f"head_dim is {q.shape[-1]}, the kernel holds at most 512"
+    return None
+
+
+def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
+    """The tile sizes for these arguments of `paged_attention`."""
+    batch, queries, heads, group, dim = q.shape
+    rows, rotary = queries * group, key_weight is not None
+    stored = cached if cached is not None else fresh
+    wide_numbers = max(q.dtype.itemsize, stored[0].dtype.itemsize) > 2
+    page = 0 if cached is None else cached[0].shape[1]
+    visible = 0 if cached is None else table.shape[1] * page
+    visible = visible if window is None else min(visible, window)
+    visible += 0 if fresh is None else fresh[0].shape[1]
+
+    if wide_numbers or rows <= 16:
+        tile = 16
+    else:
+        tile = 32 if rows <= 64 or rotary else 64
+    keys = 16 if wide_numbers else 64 if dim <= 128 or rotary else 32
+    keys = min(keys, page & -page if page else keys, max(16, pl.next_power_of_2(visible)))
+    programs = batch * heads * pl.cdiv(rows, tile)
+    splits = max(1, min(PROGRAMS // programs, pl.cdiv(visible, keys), 32))
+    return Tiles(tile, keys, splits, num_warps=8 if dim > 256 or tile > 32 else 4, num_stages=2)
+
+
+def paged_attention(
+    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, interpret=False, tiles=None
+):
+    """See `pallas_kernels.paged_attention.paged_attention`."""
+    batch, queries, heads, group, dim = q.shape
+    if tiles is None:
+        tiles = tiles_for(q, cached, table, fresh, key_weight, window)
+    row_tiles = pl.cdiv(queries * group, tiles.rows)
+
+    inputs = {"lengths": lengths, "positions": positions, "q": q}
+    if key_weight is not None:
+        inputs["weight"] = key_weight
+    if cached is not None:
+        inputs |= {"table": table, "k": cached[0], "v": cached[1]}
+    if fresh is not None:
+        inputs |= {"count": fresh_count, "fresh_k": fresh[0], "fresh_v": fresh[1]}
+    if tiles.splits == 1:
+        outputs = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+    else:
+        parts = (batch, heads, tiles.splits, row_tiles * tiles.rows)
+        numbers = jax.ShapeDtypeStruct(parts, jnp.float32)
+        outputs = {"acc": jax.ShapeDtypeStruct((*parts, dim), jnp.float32), "top": numbers, "total": numbers}
+    out = dialect.call(
+        functools.partial(_attend, names=(*inputs, *outputs), tiles=tiles, causal=causal, window=window, scale=scale * LOG2_E),
+        name="paged_attention",
+        grid=(row_tiles, tiles.splits, batch * heads),
+        in_specs=[ANY] * len(inputs),
+        out_specs=[ANY] * len(outputs),
+        out_shape=list(outputs.values()),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )(*inputs.values())
+    return out[0] if tiles.splits == 1 else _merged(out, q, tiles.splits, interpret)
+
+
+def _attend(*refs, names, tiles, causal, window, scale):
+    refs = dict(zip(names, refs, strict=True))
+    has_weight, has_cache, has_fresh = (name in refs for name in ("weight", "k", "fresh_k"))
+    lengths_ref, positions_ref, q_ref = refs["lengths"], refs["positions"], refs["q"]
+    _, queries, heads, group, dim = q_ref.shape
+    tile, split, b, head = pl.program_id(0), pl.program_id(1), pl.program_id(2) // heads, pl.program_id(2) % heads
+
+    row = tile * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    real = row < queries * group
+    at, member = jnp.minimum(row // group, queries - 1), row % group
+    position = plgpu.load(positions_ref.at[b, at])
+    length = lengths_ref[b]
+    # The span of keys that any row of the tile sees, first .. end - 1; fresh keys sit at `length` and after it.
+    newest = jnp.max(position)
+    horizon = newest + 1 if causal else jnp.int32(2**30)
+    oldest = jnp.int32(0) if window is None else jnp.maximum(jnp.min(position) - window + 1, 0)
+
+    width, wide = _padded(dim), jnp.arange(_padded(dim), dtype=jnp.int32)
+
+    def load_q(columns, inside):
+        where = q_ref.at[b, at[:, None], head, member[:, None], columns[None, :]]
+        return plgpu.load(where, mask=real[:, None] & inside[None, :], other=jnp.zeros((), q_ref.dtype))
+
+    dot = functools.partial(plgpu.dot, precision="highest" if q_ref.dtype == jnp.float32 else None)
+    if has_weight:
+        # K is V times a weight, except in the rotary dims, which are stored: one tile of V serves both products.
+        rotary = refs["k" if has_cache else "fresh_k"].shape[-1]
+        half = rotary // 2
+        turns = (wide < half) | ((wide >= dim // 2) & (wide < dim // 2 + half))
+        weight = plgpu.load(
+            refs["weight"].at[jnp.minimum(wide, dim - 1)], mask=(wide < dim) & ~turns, other=jnp.zeros((), refs["weight"].dtype)
+        )
+        q = (load_q(jnp.minimum(wide, dim - 1), wide < dim).astype(jnp.float32) * weight.astype(jnp.float32)[None, :]).astype(q_ref.dtype)
+        narrow = jnp.arange(_padded(rotary), dtype=jnp.int32)
+        column = jnp.where(narrow < half, narrow, jnp.minimum(narrow + dim // 2 - half, dim - 1))
+        q_rotary = load_q(column, narrow < rotary)
+    else:
+        q, q_rotary = load_q(jnp.minimum(wide, dim - 1), wide < dim), None
+
+    def load_rows(ref, index, kept, count):
+        """[keys, padded dim] in q's dtype of one pool or of fresh rows."""
+        columns, mask = jnp.arange(_padded(count), dtype=jnp.int32), kept[:, None]
+        if _padded(count) != count:
+            mask, columns = mask & (columns < count)[None, :], jnp.minimum(columns, count - 1)
+        where = ref.at[index[0], index[1][:, None], head, columns[None, :]]
+        return plgpu.load(where, mask=mask, other=jnp.zeros((), ref.dtype)).astype(q_ref.dtype)
+
+    def step(key_position, k_source, v_source, index, kept, carry):
+        top, total, acc = carry
+        v = load_rows(v_source, index, kept, dim)
+        if has_weight:
+            scores = dot(q, v.T) + dot(q_rotary, load_rows(k_source, index, kept, k_source.shape[-1]).T)
+        else:
+            scores = dot(q, load_rows(k_source, index, kept, dim).T)
+        visible = kept[None, :]
+        if causal:
+            visible = visible & (key_position[None, :] <= position[:, None])
+        if window is not None:
+            visible = visible & (position[:, None] - key_position[None, :] < window)
+        scores = jnp.where(visible, scores * scale, MASKED)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.where(visible, jnp.exp2(scores - new_top[:, None]), 0.0)
+        total = total * shrink + jnp.sum(weights, axis=1)
+        acc = acc * shrink[:, None] + dot(weights.astype(v.dtype), v)
+        return new_top, total, acc
+
+    keys = tiles.keys
+    lane = jnp.arange(keys, dtype=jnp.int32)
+    first = cached_blocks = fresh_first = fresh_blocks = jnp.int32(0)
+    if has_cache:
+        table_ref, k_ref, v_ref = refs["table"], refs["k"], refs["v"]
+        page, places = k_ref.shape[1], table_ref.shape[1]
+        begin = jnp.maximum(oldest, length - page * places)
+        end = jnp.minimum(length, horizon)
+        first = begin // keys
+        cached_blocks = jnp.maximum(pl.cdiv(end, keys) - first, 0)
+    if has_fresh:
+        count_ref, fresh_k_ref, fresh_v_ref = refs["count"], refs["fresh_k"], refs["fresh_v"]
+        count = jnp.minimum(count_ref[b], fresh_k_ref.shape[1])
+        fresh_end = jnp.minimum(count, horizon - length)
+        fresh_first = jnp.maximum(oldest - length, 0) // keys
+        fresh_blocks = jnp.maximum(pl.cdiv(fresh_end, keys) - fresh_first, 0)
+    share = pl.cdiv(cached_blocks + fresh_blocks, tiles.splits)
+    start = split * share
+    stop = jnp.minimum(start + share, cached_blocks + fresh_blocks)
+
+    carry = (
+        jnp.full((tiles.rows,), MASKED, jnp.float32),
+        jnp.zeros((tiles.rows,), jnp.float32),
+        jnp.zeros((tiles.rows, width), jnp.float32),
+    )
+    if has_cache:
+
+        def cached_step(i, carry):
+            base = (first + i) * keys
+            key_position = base + lane
+            entry = table_ref[b, (base // page) % places]
+            index = (entry, base % page + lane)
+            return step(key_position, k_ref, v_ref, index, (key_position >= begin) & (key_position < end), carry)
+
+        carry = jax.lax.fori_loop(start, jnp.minimum(stop, cached_blocks), cached_step, carry)
+    if has_fresh:
+
+        def fresh_step(i, carry):
+            number = (fresh_first + i - cached_blocks) * keys + lane
+            index = (b, jnp.minimum(number, fresh_k_ref.shape[1] - 1))
+            return step(length + number, fresh_k_ref, fresh_v_ref, index, number < fresh_end, carry)
+
+        carry = jax.lax.fori_loop(jnp.maximum(start, cached_blocks), stop, fresh_step, carry)
+
+    top, total, acc = carry
+    inside = (wide < dim)[None, :]
+    if tiles.splits == 1:
+        value = jnp.where(total[:, None] > 0, acc / jnp.maximum(total, 1e-30)[:, None], 0.0).astype(q_ref.dtype)
+        where = refs["out"].at[b, (row // group)[:, None], head, member[:, None], wide[None, :]]
+        plgpu.store(where, value, mask=real[:, None] & inside)
+    else:
+        plgpu.store(refs["acc"].at[b, head, split, row[:, None], wide[None, :]], acc, mask=real[:, None] & inside)
+        plgpu.store(refs["top"].at[b, head, split, row], top, mask=real)
+        plgpu.store(refs["total"].at[b, head, split, row], total, mask=real)
+
+
+def _merged(parts, q, splits, interpret):
+    """The partial results of all splits as one. Each program merges one query row."""
+    batch, queries, heads, group, dim = q.shape
+
+    def merge(acc_ref, top_ref, total_ref, out_ref):
+        row, b, head = pl.program_id(0), pl.program_id(1) // heads, pl.program_id(1) % heads
+        part = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
+        real = part < splits
+        part = jnp.minimum(part, splits - 1)
+        wide = jnp.arange(_padded(dim), dtype=jnp.int32)
+        inside = wide < dim
+        columns = jnp.minimum(wide, dim - 1)
+        top = plgpu.load(top_ref.at[b, head, part, row], mask=real, other=jnp.float32(MASKED))
+        share = jnp.exp2(top - jnp.max(top))
+        total = jnp.sum(share * plgpu.load(total_ref.at[b, head, part, row], mask=real, other=jnp.float32(0.0)))
+        mask = real[:, None] & inside[None, :]
+        acc = plgpu.load(acc_ref.at[b, head, part[:, None], row, columns[None, :]], mask=mask, other=jnp.float32(0.0))
+        value = jnp.where(total > 0, jnp.sum(acc * share[:, None], axis=0) / jnp.maximum(total, 1e-30), 0.0)
+        plgpu.store(out_ref.at[b, row // group, head, row % group, wide], value.astype(out_ref.dtype), mask=inside)
+
+    return dialect.call(
+        merge,
+        name="paged_attention_merge",
+        grid=(queries * group, batch * heads),
+        in_specs=[ANY] * 3,
+        out_specs=ANY,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=8 if dim > 256 else 4,
+        num_stages=1,
+        interpret=interpret,
+    )(*parts)
+
+
+def _padded(dim: int) -> int:
+    """The width of a tile that holds `dim` columns: products need at least 16, and a power of two."""
+    return max(16, pl.next_power_of_2(dim))
