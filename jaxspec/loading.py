@@ -17,6 +17,7 @@ from jaxspec.accept import Rule, rule_of
 from jaxspec.config import ASSISTANT_TYPES, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import Drafter, NoDraft
+from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import LLM
 from jaxspec.params import integer
 from jaxspec.runner import Runner, nbytes
@@ -47,8 +48,8 @@ def load(
 ) -> LLM:
     """Loads a target, and a drafter that guesses for it, and returns an LLM.
 
-    target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket"). drafter: the same ("pocket-mtp"), a Drafter
-    object, or None to decode one token a step.
+    target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket"). drafter: the same ("pocket-mtp"; a target is a
+    draft model), "ngram" to look guesses up in the sequence itself, a Drafter object, or None to decode one token a step.
 
     num_draft_tokens: tokens guessed in each round; by default what the drafter's generation_config.json says, else 4.
     dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs of compute capability 8.0 and newer,
@@ -79,7 +80,7 @@ def load(
 
     guess = NUM_DRAFT_TOKENS
     draft_tree: Any = None
-    if isinstance(drafter, str | os.PathLike):
+    if isinstance(drafter, str | os.PathLike) and drafter != "ngram":
         draft_folder = checkpoint.resolve(drafter)
         draft_tree = place(drafters.abstract_drafter(draft_folder, config, weights_dtype))
         guess = checkpoint.read_generation_config(draft_folder).get("num_assistant_tokens") or guess
@@ -162,6 +163,8 @@ def _object(drafter: Any, config: Gemma4Config) -> Drafter:
     """A drafter that is no checkpoint, checked as far as its kind allows."""
     if drafter is None:
         return NoDraft()
+    if drafter == "ngram":
+        return NGram()
     if isinstance(drafter, gemma4_mtp.Gemma4MTP):
         return dataclasses.replace(drafter, config=gemma4_mtp.bind(drafter.config, config))
     missing = [name for name in ("taps", "init", "observe", "draft") if not hasattr(drafter, name)]

@@ -89,7 +89,7 @@ def test_a_drafter_may_be_an_object(folders, llm):
         ({"num_draft_tokens": -1}, ValueError, "num_draft_tokens is -1, expected 0 .."),
         ({"seed": -1}, ValueError, "seed is -1, expected at least 0"),
         ({"drafter": None, "num_draft_tokens": 2}, ValueError, "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter"),
-        ({"drafter": "ngram"}, FileNotFoundError, "'ngram' is neither a folder, nor a hub id"),
+        ({"drafter": "bigram"}, FileNotFoundError, "'bigram' is neither a folder, nor a hub id"),
         ({"drafter": 3}, TypeError, "drafter is of type int without taps, init, observe, draft; expected a checkpoint's name"),
     ],
 )
@@ -103,8 +103,6 @@ def test_a_checkpoint_of_another_kind_is_refused(folders, tmp_path):
     target, assistant = folders
     with pytest.raises(ValueError, match="the target .* model_type is 'gemma4_assistant'.*it is a drafter, to be given as drafter="):
         jaxspec.load(assistant)
-    with pytest.raises(ValueError, match="the drafter .* has model_type 'gemma4'; that is a target, not a drafter; expected one of"):
-        jaxspec.load(target, target)
     other = edited(assistant, tmp_path / "other", "config.json", model_type="qwen3")
     with pytest.raises(ValueError, match="the drafter .* has model_type 'qwen3'; expected one of 'gemma4_assistant'"):
         jaxspec.load(target, other)

@@ -1,0 +1,133 @@
+"""Five sequences of unlike lengths on a tiny random target, in draft/verify rounds: what the tests of a drafter run it in."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from flax import struct
+
+from jaxspec import decode, gemma4
+from jaxspec.config import Gemma4Config
+from jaxspec.drafters.base import Drafts, NoDraft, Target
+
+VOCAB, WINDOW, PAGE, MAX_LEN, MAX_K, CHUNK = 61, 8, 3, 43, 7, 5
+TEXT = {
+    **tiny.TEXT,
+    "vocab_size": VOCAB,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 0,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+SLOTS = 7
+LENGTHS = np.array([1, 4, 9, 13, 22], np.int32)  # tokens of each prompt; a sequence's seed is its row
+TEMPERATURE = np.array([0, 1, 0, 1, 0], np.float32)
+SLOT_IDS = np.array([5, 2, 0, 6, 3, SLOTS + 1], np.int32)  # the last is nobody's
+
+# Unoptimised code compiles in half the time, and computes the same.
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+prefill = compiled(decode.prefill, static_argnames="chunk")
+spec_step = compiled(decode.spec_step, static_argnames="num_draft_tokens")
+decode_loop = compiled(decode.decode_loop, static_argnames="num_draft_tokens")
+admit = compiled(decode.admit)
+
+
+def random_weights(abstract, seed):
+    return jax.tree.map(jnp.asarray, tiny.random_weights(abstract, seed))
+
+
+@functools.cache
+def target():
+    return random_weights(gemma4.abstract(Gemma4Config.from_hf(TEXT), jnp.float32), 0)
+
+
+@functools.cache
+def prompts():
+    """[5, MAX_LEN]"""
+    return np.random.default_rng(1).integers(2, VOCAB, (len(LENGTHS), MAX_LEN)).astype(np.int32)
+
+
+def started(drafter, model=None, chunk=CHUNK):
+    """A state in which every prompt is computed and every first token chosen."""
+    model = target() if model is None else model
+    sizes = {"slots": SLOTS, "max_len": MAX_LEN, "num_draft_tokens": MAX_K, "page_size": PAGE, "max_stop_ids": 1}
+    state = jax.jit(functools.partial(decode.init_state, **sizes))(model, drafter)
+    pad = ((0, 1),)
+    seed = np.stack([np.arange(len(LENGTHS) + 1), np.zeros(len(LENGTHS) + 1)], axis=1).astype(np.uint32)
+    requests = decode.Requests(
+        tokens=np.pad(np.where(np.arange(MAX_LEN) < LENGTHS[:, None], prompts(), 0), (*pad, (0, 0))),
+        length=np.pad(LENGTHS, pad),
+        prompt=np.pad(LENGTHS, pad),
+        limit=np.full(len(SLOT_IDS), MAX_LEN, np.int32),
+        stop_ids=np.full((len(SLOT_IDS), 1), -1, np.int32),
+        seed=seed,
+        temperature=np.pad(TEMPERATURE, pad),
+    )
+    state = admit(state, SLOT_IDS, requests)
+    for _ in range(-(-LENGTHS.max() // chunk)):
+        state = prefill(model, drafter, state, SLOT_IDS, chunk=chunk)
+    return state
+
+
+def tokens(state):
+    """[5, MAX_LEN]"""
+    return np.asarray(state.tokens)[SLOT_IDS[:-1]]
+
+
+def lengths(state):
+    return np.asarray(state.length)[SLOT_IDS[:-1]]
+
+
+@functools.cache
+def texts():
+    """Every sequence to its end, one token at a time. [5, MAX_LEN]"""
+    return tokens(decode_loop(target(), NoDraft(), started(NoDraft()), SLOT_IDS, 1000, num_draft_tokens=0))
+
+
+def finish(drafter, k):
+    """The texts with a drafter, and how many rounds each took."""
+    state = decode_loop(target(), drafter, started(drafter), SLOT_IDS, 1000, num_draft_tokens=k)
+    return tokens(state), np.asarray(state.rounds)[SLOT_IDS[:-1]]
+
+
+@functools.partial(compiled, static_argnames="k")
+def drafts(model, drafter, state, k) -> Drafts:
+    """What the next round would guess."""
+    slots = jnp.asarray(SLOT_IDS)
+    rows = decode._rows(state, slots)[0]
+    anchor = state.tokens.at[slots, rows.computed].get(mode="clip")
+    return drafter.draft(state.drafter, Target(model, state.cache, slots, anchor, rows.computed), rows.sampling, k)[0]
+
+
+@struct.dataclass
+class Told:
+    """A drafter whose guesses are replaced by others once it has made them."""
+
+    inner: object
+    guesses: jax.Array
+
+    @property
+    def taps(self):
+        return self.inner.taps
+
+    def init(self, slots, max_len, num_draft_tokens):
+        return self.inner.init(slots, max_len, num_draft_tokens)
+
+    def observe(self, state, rows):
+        return self.inner.observe(state, rows)
+
+    def draft(self, state, target, sampling, num_draft_tokens):
+        _, state = self.inner.draft(state, target, sampling, num_draft_tokens)
+        return Drafts(self.guesses[:, :num_draft_tokens]), state
+
+
+def told(drafter, state, accepted, k=MAX_K):
+    """The drafter, told to guess so that `accepted` ([5]) of k guesses are right in the next round."""
+    at = lengths(state)[:, None] + np.arange(k)
+    right = np.take_along_axis(texts(), np.minimum(at, MAX_LEN - 1), axis=1)
+    guesses = np.where(np.arange(k) < np.asarray(accepted)[:, None], right, (right + 1) % VOCAB)
+    return Told(drafter, jnp.asarray(np.pad(guesses, ((0, 1), (0, 0))), jnp.int32))
