@@ -1,0 +1,45 @@
+"""The mixture of experts in plain XLA: the definition, and what runs where the kernels do not."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.moe.route`."""
+    top, ids = jax.lax.top_k(scores.astype(jnp.float32), top_k)
+    weights = jax.nn.softmax(top, axis=-1) * jnp.take(per_expert_scale.astype(jnp.float32), ids, axis=0)
+    return weights.astype(scores.dtype), ids
+
+
+def experts(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+    """See `pallas_kernels.moe.experts`. Rows are sorted by expert; each group is multiplied with its expert's matrix."""
+    count, _, inner, hidden = gate_up_proj.shape
+    order = jnp.argsort(ids.reshape(-1))
+    row = order // ids.shape[1]
+    # Pairs without an expert come last and belong to no group.
+    sizes = jnp.bincount(ids.reshape(-1), length=count + 1)[:count].astype(jnp.int32)
+    gate_up = _grouped(jnp.take(x, row, axis=0), gate_up_proj.reshape(count, 2 * inner, hidden), sizes)
+    out = _grouped(jax.nn.gelu(gate_up[:, :inner], approximate=True) * gate_up[:, inner:], down_proj, sizes)
+    return combine(jnp.zeros_like(out).at[order].set(out, unique_indices=True), weights, ids, count)
+
+
+def combine(out: jax.Array, weights: jax.Array, ids: jax.Array, count: int) -> jax.Array:
+    """Each row's weighted sum over its choices, added in float32 in their order. out: [N * top_k, H], undefined for an id >= count."""
+    rows, top_k = ids.shape
+    out = jnp.where((ids < count)[..., None], out.reshape(rows, top_k, -1), jnp.zeros((), out.dtype))
+    # Multiplied after the choice, so that a NaN among the weights shows.
+    terms = out.astype(jnp.float32) * weights.astype(jnp.float32)[..., None]
+    total = terms[:, 0]
+    for choice in range(1, top_k):
+        total = total + terms[:, choice]
+    return total.astype(out.dtype)
+
+
+def _grouped(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Consecutive groups of rows, each times its own matrix. x: [M, in], w: [E, out, in], sizes: [E] -> [M, out]."""
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    return jax.lax.ragged_dot_general(x, w, sizes, numbers)

@@ -1,0 +1,257 @@
+"""The mixture of experts in the Triton dialect: route, group, gate_up and down.
+
+`route` picks the experts of each row. `group` lists the pairs (row, choice) of each expert; a small `route` does that itself. A tile
+is a few pairs of one expert. `gate_up` and `down` run over (tiles, blocks of output columns): there are as many tiles as the
+worst spread of pairs needs, a program finds its tile's expert from the counts, and one past the last tile ends at once. Every tile of
+one expert is a neighbour of the next in the grid, so an expert with several is read from memory once, then from the L2 cache. Each pair's
+output has its own place and is added up afterwards, so no two programs write to the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl, plgpu
+from pallas_kernels.moe.reference import combine
+
+ANY = pl.BlockSpec(memory_space=pl.ANY)
+SCORES = 8192  # that a program of `route` holds
+ALONE = 64  # rows that one program of `route` serves, groups included
+PAIRS = 2048  # that a program of `group` looks at in a step
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """columns: output columns of a program; depth: columns of its input in a step."""
+
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """rows: pairs of a tile."""
+
+    rows: int
+    gate_up: Blocks
+    down: Blocks
+
+
+def choose_tiles(pairs: int, experts: int, itemsize: int) -> Tiles:
+    """Tiles for this many pairs. At few pairs an expert it is the weights' bytes in flight that count, at many the products."""
+    if itemsize > 2:
+        return Tiles(16, Blocks(32, 64, 4, 3), Blocks(64, 64, 4, 3))
+    share = pairs / experts
+    if share <= 4:
+        return Tiles(16, Blocks(32, 128, 4, 4), Blocks(64, 128, 4, 4))
+    if share <= 16:
+        return Tiles(32, Blocks(64, 128, 4, 3), Blocks(64, 128, 4, 4))
+    if share <= 64:
+        return Tiles(64, Blocks(64, 64, 4, 4), Blocks(128, 64, 4, 4))
+    return Tiles(128, Blocks(64, 64, 8, 4), Blocks(128, 64, 8, 4))
+
+
+def unsupported(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array) -> str | None:
+    """Why the kernels cannot serve these arrays, or None."""
+    dtypes = [a.dtype.name for a in (x, gate_up_proj, down_proj)]
+    if len(set(dtypes)) > 1:
+        return f"x, gate_up_proj and down_proj are {', '.join(dtypes)}; the kernel needs one dtype"
+    if dtypes[0] not in ("bfloat16", "float16", "float32"):
+        return f"x is {dtypes[0]}; the kernel takes bfloat16, float16 and float32"
+    return None
+
+
+def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, Any]:
+    """See `pallas_kernels.moe.route`; the groups come as (counts, pairs) or None."""
+    rows, experts = scores.shape
+    width = pl.next_power_of_2(experts)
+    alone = rows <= min(ALONE, SCORES // width)
+    block = pl.next_power_of_2(rows) if alone else max(1, min(16, SCORES // width))
+    out_shape = [jax.ShapeDtypeStruct((rows, top_k), scores.dtype), jax.ShapeDtypeStruct((rows, top_k), jnp.int32)]
+    if alone:
+        out_shape += [jax.ShapeDtypeStruct((experts,), jnp.int32), jax.ShapeDtypeStruct((experts, rows), jnp.int32)]
+    weights, ids, *groups = dialect.call(
+        functools.partial(_route, top_k=top_k, block=block),
+        name="moe_route",
+        grid=(pl.cdiv(rows, block),),
+        in_specs=[ANY] * 2,
+        out_specs=[ANY] * len(out_shape),
+        out_shape=out_shape,
+        num_warps=8 if block * width > 2048 else 4,
+        num_stages=1,
+        interpret=interpret,
+    )(scores, per_expert_scale)
+    return weights, ids, tuple(groups) or None
+
+
+def _route(scores_ref, scale_ref, weights_ref, ids_ref, *group_refs, top_k, block):
+    rows, experts = scores_ref.shape
+    row = _numbers(0, block)
+    column = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
+    real = row < rows
+    inside = real[:, None] & (column < experts)[None, :]
+    where = scores_ref.at[row[:, None], column[None, :]]
+    left = plgpu.load(where, mask=inside, other=jnp.array(-jnp.inf, scores_ref.dtype)).astype(jnp.float32)
+    # At which choice a column was taken; top_k where it was not.
+    choice = jnp.full(left.shape, top_k, jnp.int32)
+    tops, ids = [], []
+    for k in range(top_k):
+        top = jnp.max(left, axis=1)
+        free = (left == top[:, None]) & (choice == top_k)
+        best = jnp.min(jnp.where(free, column[None, :], experts), axis=1)
+        taken = column[None, :] == best[:, None]
+        choice = jnp.where(taken, k, choice)
+        left = jnp.where(taken, -jnp.inf, left)
+        tops.append(top)
+        ids.append(best)
+    shares = [jnp.exp(top - tops[0]) for top in tops]
+    total = functools.reduce(jnp.add, shares)
+    for k, (share, best) in enumerate(zip(shares, ids, strict=True)):
+        scale = plgpu.load(scale_ref.at[best], mask=best < experts, other=jnp.zeros((), scale_ref.dtype)).astype(jnp.float32)
+        plgpu.store(weights_ref.at[row, k], (share / total * scale).astype(weights_ref.dtype), mask=real)
+        plgpu.store(ids_ref.at[row, k], best, mask=real)
+    if group_refs:
+        counts_ref, pairs_ref = group_refs
+        member = (choice < top_k) & inside
+        ones = member.astype(jnp.int32)
+        # Outside of the array where there is nothing to store: the interpreter ignores such an index, but not a mask.
+        rank = jnp.where(member, jnp.cumsum(ones, axis=0) - ones, rows)
+        plgpu.store(pairs_ref.at[column[None, :], rank], row[:, None] * top_k + choice, mask=member)
+        plgpu.store(counts_ref.at[column], jnp.sum(ones, axis=0), mask=column < experts)
+
+
+def group(ids: jax.Array, experts: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The counts and pairs of `pallas_kernels.moe.Groups` for any ids. One program an expert."""
+    pairs = ids.size
+    return dialect.call(
+        functools.partial(_group, block=min(PAIRS, pl.next_power_of_2(pairs))),
+        name="moe_group",
+        grid=(experts,),
+        in_specs=[ANY],
+        out_specs=[ANY] * 2,
+        out_shape=[jax.ShapeDtypeStruct((experts,), jnp.int32), jax.ShapeDtypeStruct((experts, pairs), jnp.int32)],
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+    )(ids.reshape(-1))
+
+
+def _group(ids_ref, counts_ref, pairs_ref, *, block):
+    expert, (pairs,) = pl.program_id(0), ids_ref.shape
+
+    def step(i, count):
+        pair = i * block + jnp.arange(block, dtype=jnp.int32)
+        mine = plgpu.load(ids_ref.at[pair], mask=pair < pairs, other=jnp.int32(-1)) == expert
+        ones = mine.astype(jnp.int32)
+        rank = jnp.where(mine, count + jnp.cumsum(ones) - ones, pairs)
+        plgpu.store(pairs_ref.at[expert, rank], pair, mask=mine)
+        return count + jnp.sum(ones)
+
+    counts_ref[expert] = jax.lax.fori_loop(0, pl.cdiv(pairs, block), step, jnp.int32(0))
+
+
+def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, interpret=False, tiles=None):
+    """See `pallas_kernels.moe.experts`."""
+    count, _, inner, hidden = gate_up_proj.shape
+    pairs, top_k = ids.size, ids.shape[1]
+    counts, members = groups or group(ids, count, interpret=interpret)
+    tiles = tiles or choose_tiles(pairs, count, x.dtype.itemsize)
+    # Every expert that anyone chose has at most one tile that is not full.
+    most = (pairs + min(pairs, count) * (tiles.rows - 1)) // tiles.rows
+
+    def call(kernel, name, blocks, columns, rows, *arguments):
+        return dialect.call(
+            functools.partial(kernel, rows=tiles.rows, top_k=top_k, columns=blocks.columns, depth=blocks.depth),
+            name=name,
+            grid=(most, pl.cdiv(columns, blocks.columns)),
+            in_specs=[ANY] * (2 + len(arguments)),
+            out_specs=ANY,
+            out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+            interpret=interpret,
+        )(counts, members, *arguments)
+
+    act = call(_gate_up, "moe_gate_up", tiles.gate_up, inner, most * tiles.rows, x, gate_up_proj)
+    out = call(_down, "moe_down", tiles.down, hidden, pairs, act, down_proj)
+    return combine(out, weights, ids, count)
+
+
+def _numbers(axis, block):
+    """The numbers of a program's block along an axis of the grid."""
+    return pl.program_id(axis) * block + jnp.arange(block, dtype=jnp.int32)
+
+
+def _members(counts_ref, pairs_ref, rows):
+    """A program's expert (the number of experts or more if it has none) and its tile's pairs [rows]; a number past all pairs if none."""
+    tile, (experts,) = pl.program_id(0), counts_ref.shape
+    lane = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
+    counts = plgpu.load(counts_ref.at[lane], mask=lane < experts, other=jnp.int32(0))
+    tiles = pl.cdiv(counts, rows)
+    before = jnp.cumsum(tiles) <= tile  # experts whose tiles all come before this one
+    expert = jnp.sum(before.astype(jnp.int32))
+    first = (tile - jnp.sum(jnp.where(before, tiles, 0))) * rows
+    count = jnp.sum(jnp.where(lane == expert, counts, 0))
+    rank = first + jnp.arange(rows, dtype=jnp.int32)
+    return expert, plgpu.load(pairs_ref.at[expert, rank], mask=rank < count, other=jnp.int32(2**30))
+
+
+def _load(ref, index, row, column, kept):
+    """[rows, columns] of the matrix ref[*index]; zeros where a row is not kept (None: all are) or a column is outside."""
+    mask = None if kept is None else kept[:, None]
+    columns = ref.shape[-1]
+    if columns % column.shape[0]:
+        inside = (column < columns)[None, :]
+        mask = inside if mask is None else mask & inside
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (row.shape[0], column.shape[0]))
+    return plgpu.load(ref.at[*index, row[:, None], column[None, :]], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+
+
+def _products(x_ref, row, kept, w_ref, indices, column, depth):
+    """The products, in float32, of rows of x with columns of each w[*index]. -> [rows, columns] each."""
+    width = x_ref.shape[1]
+    inside = None if w_ref.shape[-2] % column.shape[0] == 0 else column < w_ref.shape[-2]
+    precision = "highest" if x_ref.dtype == jnp.float32 else None
+
+    def step(i, sums):
+        at = i * depth + jnp.arange(depth, dtype=jnp.int32)
+        x = _load(x_ref, (), row, at, kept)
+        tiles = [_load(w_ref, index, column, at, inside) for index in indices]
+        return tuple(s + plgpu.dot(x, w, trans_b=True, precision=precision) for s, w in zip(sums, tiles, strict=True))
+
+    zero = jnp.zeros((row.shape[0], column.shape[0]), jnp.float32)
+    return jax.lax.fori_loop(0, pl.cdiv(width, depth), step, (zero,) * len(indices))
+
+
+def _gate_up(counts_ref, pairs_ref, x_ref, w_ref, act_ref, *, rows, top_k, columns, depth):
+    expert, pair = _members(counts_ref, pairs_ref, rows)
+    place, column = _numbers(0, rows), _numbers(1, columns)
+
+    @pl.when(expert < w_ref.shape[0])
+    def _():
+        row = pair // top_k
+        gate, up = _products(x_ref, row, row < x_ref.shape[0], w_ref, [(expert, 0), (expert, 1)], column, depth)
+        act = (jax.nn.gelu(gate, approximate=True) * up).astype(act_ref.dtype)
+        inside = jnp.broadcast_to((column < act_ref.shape[1])[None, :], act.shape)
+        plgpu.store(act_ref.at[place[:, None], column[None, :]], act, mask=inside)
+
+
+def _down(counts_ref, pairs_ref, act_ref, w_ref, out_ref, *, rows, top_k, columns, depth):
+    del top_k
+    expert, pair = _members(counts_ref, pairs_ref, rows)
+    place, column = _numbers(0, rows), _numbers(1, columns)
+
+    @pl.when(expert < w_ref.shape[0])
+    def _():
+        (out,) = _products(act_ref, place, None, w_ref, [(expert,)], column, depth)
+        kept = (pair < out_ref.shape[0])[:, None] & (column < out_ref.shape[1])[None, :]
+        plgpu.store(out_ref.at[pair[:, None], column[None, :]], out.astype(out_ref.dtype), mask=kept)
