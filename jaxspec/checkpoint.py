@@ -106,6 +106,12 @@ def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]
 
     shapes: of all leaves of the tree, by path. Keys come without the checkpoint's prefix.
     """
+    choices = _layouts(path, shapes)
+    # The tensors of an MTP module's decoder layer lie beside its own.
+    return [[dataclasses.replace(part, key=part.key.replace(".mtp_block.", ".")) for part in parts] for parts in choices]
+
+
+def _layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
     shape = shapes[path]
     stem, _, name = path.rpartition("self_attn.")
     if name == "qkv_proj.weight":  # [KV, G + owned, D, H]

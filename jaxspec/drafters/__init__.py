@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxspec import checkpoint
 from jaxspec.config import TARGET_TYPES, AssistantConfig, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
+from jaxspec.drafters import draft_model, gemma4_mtp, mtp
 from jaxspec.drafters.base import Drafter, NoDraft
 
 
@@ -23,6 +24,8 @@ def _assistant(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dt
 REGISTRY: dict[str, Callable[[Path, Mapping[str, Any], Gemma4Config, Any], Any]] = {
     "gemma4_assistant": _assistant,
     "gemma4_unified_assistant": _assistant,
+    mtp.MODEL_TYPE: mtp.from_checkpoint,
+    **dict.fromkeys(TARGET_TYPES, draft_model.from_checkpoint),
 }
 
 
@@ -37,8 +40,7 @@ def abstract_drafter(folder: Path, target: Gemma4Config, dtype: Any) -> Any:
     make = next((REGISTRY[name] for name in names if name in REGISTRY), None)
     if make is None:
         kind = config.get("model_type")
-        hint = "; that is a target, not a drafter" if kind in TARGET_TYPES else ""
-        raise ValueError(f"the drafter {folder} has model_type {kind!r}{hint}; expected one of {', '.join(map(repr, REGISTRY))}")
+        raise ValueError(f"the drafter {folder} has model_type {kind!r}; expected one of {', '.join(map(repr, REGISTRY))}")
     try:
         return make(folder, config, target, dtype)
     except ValueError as error:
@@ -49,7 +51,12 @@ def load_drafter(
     folder: Path, target: Gemma4Config, dtype: Any, *, place: Callable[[Any], Any] = lambda abstract: abstract, progress: bool = True
 ) -> Drafter:
     """The drafter in a checkpoint folder. place: gives the leaves of an abstract tree their shardings."""
-    return checkpoint.load_weights(folder, place(abstract_drafter(folder, target, dtype)), progress=progress)
+    tree = place(abstract_drafter(folder, target, dtype))
+    if isinstance(tree, draft_model.DraftModel):  # a target's checkpoint
+        prefixes, skip = checkpoint.TARGET_PREFIXES, checkpoint.TOWERS
+        model = checkpoint.load_weights(folder, tree.model, prefixes=prefixes, skip=skip, progress=progress)
+        return dataclasses.replace(tree, model=model)
+    return checkpoint.load_weights(folder, tree, progress=progress)
 
 
 __all__ = ["REGISTRY", "Drafter", "NoDraft", "abstract_drafter", "load_drafter"]

@@ -1,0 +1,106 @@
+"""A draft model: any Gemma 4 target, smaller than the one it guesses for, with a cache of its own.
+
+It is the target's own class, called in the same loop. `observe` runs it over the rows that are committed and over the anchor, so its
+cache holds positions 0 .. length and the output at the anchor gives the first guess; each further guess is one row. A round of K
+guesses thus reads the draft model's weights K times. What guesses leave in the cache lies behind the anchor, where the next rows are
+written before anything sees them. Facts: vLLM's standalone draft model speculator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec import cache as paged
+from jaxspec import gemma4
+from jaxspec.cache import PagedKV
+from jaxspec.config import FULL, Gemma4Config
+from jaxspec.drafters.base import Drafts, Observed, Target
+from jaxspec.gemma4 import Gemma4, Rows
+from jaxspec.sampling import Sampling, choose
+
+
+@struct.dataclass
+class DraftModelState:
+    """cache: the draft model's own. hidden: [slots, h], its output after the final norm at each slot's anchor.
+
+    drafted: `draft` has run since the last `observe`, so that all rows of its block but the last have their K and V. It is a property
+    of the program, never of the data: false in any state that a program takes or gives.
+    """
+
+    cache: PagedKV
+    hidden: jax.Array
+    drafted: bool = struct.field(pytree_node=False, default=False)
+
+
+@struct.dataclass
+class DraftModel:
+    """A smaller target as a drafter. model: its weights. page_size: positions in a page of its cache."""
+
+    model: Gemma4
+    page_size: int = struct.field(pytree_node=False, default=64)
+    taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    def init(self, slots: int, max_len: int, num_draft_tokens: int) -> DraftModelState:
+        config, dtype = self.model.config, self.model.dtype
+        cache = paged.fixed(
+            config.layers, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens, page_size=self.page_size, dtype=dtype
+        )
+        return DraftModelState(cache, jnp.zeros((slots, config.hidden_size), dtype))
+
+    def observe(self, state: DraftModelState, rows: Observed) -> DraftModelState:
+        live, start = rows.committed > 0, rows.positions[:, 0]
+        row = jnp.arange(rows.ids.shape[1] + 1, dtype=jnp.int32)[None, :]
+        ids = jnp.where(row == rows.committed[:, None], rows.anchor[:, None], jnp.pad(rows.ids, ((0, 0), (0, 1))))
+        count = jnp.where(live, rows.committed + 1, 0)
+        if state.drafted:
+            # Of the rows that stayed only the last may be missing: two rows do, where there are K + 2.
+            last = jnp.maximum(rows.committed - 1, 0)
+            ids = jnp.take_along_axis(ids, last[:, None] + row[:, :2], axis=1)
+            start, count = start + last, jnp.minimum(count, 2)
+        out, cache = self.model(Rows(ids, start, count, rows.slots), state.cache, last_only=True, attention=rows.draft_attention)
+        assert cache is not None
+        slots = jnp.where(live, rows.slots, cache.slots)
+        return DraftModelState(cache, state.hidden.at[slots].set(out.hidden[:, 0], mode="drop"))
+
+    def draft(self, state: DraftModelState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, DraftModelState]:
+        hidden = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
+        cache: PagedKV | None = state.cache
+        # A full table does not wrap: rows past its end would overwrite the sequence's beginning.
+        end = cache.tables[FULL].shape[1] * paged.page_size_of(cache)
+        steps = []
+        for k in range(1, num_draft_tokens + 1):
+            at = target.length + k
+            logits = self.model.unembed(hidden)
+            token = choose(logits, at[:, None], sampling)
+            steps.append((token, logits, None))
+            if k < num_draft_tokens:
+                count = ((target.slots < state.hidden.shape[0]) & (at < end)).astype(jnp.int32)
+                out, cache = self.model(Rows(token, at, count, target.slots), cache, attention=target.draft_attention)
+                hidden = out.hidden
+        assert cache is not None
+        after = dataclasses.replace(state, cache=cache, drafted=num_draft_tokens > 0)
+        return Drafts.joined(steps, target.slots.shape[0]), after
+
+
+def bind(config: Gemma4Config, target: Gemma4Config) -> Gemma4Config:
+    """The draft model's config, if it can guess for this target. Raises ValueError, naming both numbers, if it cannot."""
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(f"the draft model has vocab_size {config.vocab_size}, the target {target.vocab_size}")
+    return config
+
+
+def abstract(config: Gemma4Config, dtype: Any = jnp.bfloat16) -> DraftModel:
+    """The draft model as a tree of ShapeDtypeStructs."""
+    return DraftModel(gemma4.abstract(config, dtype))
+
+
+def from_checkpoint(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> DraftModel:
+    """The draft model that a target's config.json tells of, as a tree of ShapeDtypeStructs. Raises ValueError if it does not fit."""
+    return abstract(bind(Gemma4Config.from_hf(config), target), dtype)
