@@ -107,6 +107,10 @@ def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]
     shapes: of all leaves of the tree, by path. Keys come without the checkpoint's prefix.
     """
     choices = _layouts(path, shapes)
+    if path.startswith("layers.0."):
+        # EAGLE has another name for its only layer.
+        first = [[dataclasses.replace(part, key=part.key.replace("layers.0.", "midlayer.", 1)) for part in parts] for parts in choices]
+        choices = choices + first
     # The tensors of an MTP module's decoder layer lie beside its own.
     return [[dataclasses.replace(part, key=part.key.replace(".mtp_block.", ".")) for part in parts] for parts in choices]
 
@@ -124,6 +128,12 @@ def _layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part
                 for name, low, high in zip("qkv", ends, ends[1:], strict=False)
             ]
         ]
+    if path == "kv_proj.weight":  # [layers, 2, KV, D, H], of a DFlash drafter
+        layers, _, *heads, hidden = shape
+        parts = [(i, j, f"layers.{i}.self_attn.{kind}_proj.weight") for i in range(layers) for j, kind in enumerate("kv")]
+        return [[Part(key, (math.prod(heads), hidden), (i, j)) for i, j, key in parts]]
+    if name == "q_proj.weight" and len(shape) == 4:  # [KV, G, D, H]
+        return [[Part(path, (math.prod(shape[:-1]), shape[-1]))]]
     if name == "o_proj.weight" and len(shape) == 4:  # [H, KV, G, D]
         return [[Part(path, (shape[0], math.prod(shape[1:])))]]
     if path.endswith("experts.gate_up_proj"):  # [E, 2, I, H]

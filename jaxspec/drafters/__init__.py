@@ -36,7 +36,8 @@ def abstract_drafter(folder: Path, target: Gemma4Config, dtype: Any) -> Any:
     """
     config = checkpoint.read_config(folder)
     # An architecture says more than a model_type: many drafters have that of the decoder that they resemble.
-    names = [*(config.get("architectures") or ()), config.get("model_type")]
+    architectures = list(config.get("architectures") or ())
+    names = [*architectures, config.get("speculators_model_type"), config.get("model_type")]
     make = next((REGISTRY[name] for name in names if name in REGISTRY), None)
     if make is None:
         kind = config.get("model_type")
