@@ -28,10 +28,24 @@ def row_keys(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def gumbel(keys: jax.Array, ids: jax.Array) -> jax.Array:
-    """Gumbel noise of token ids. keys: [..., 2] uint32 from `row_keys`; ids: [..., C] int32 -> [..., C] float32.
+    """Gumbel noise of token ids. keys: [..., 2] uint32 from `row_keys`; ids: [..., C] int32 -> [..., C] float32."""
+    return gumbel_of(keys[..., :1], keys[..., 1:], ids)
+
+
+def gumbel_of(first: jax.Array, second: jax.Array, ids: jax.Array) -> jax.Array:
+    """`gumbel` with a key's two words apart, as a kernel loads them; all three broadcast against each other.
 
     The uniform is taken as its distance from one, so that large values, the ones that win, keep 32 bits of resolution.
     """
-    bits = _mix(_mix((ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)) ^ keys[..., :1]) + keys[..., 1:])
+    bits = _mix(_mix((ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)) ^ first) + second)
     distance = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32), jnp.float32(1.0 - 2.0**-24))
     return -jnp.log(-jnp.log1p(-distance))
+
+
+def perturbed(logits: jax.Array, temperature: jax.Array, first: jax.Array, second: jax.Array, ids: jax.Array) -> jax.Array:
+    """What the choice of a token maximises: logits / T + noise, or the logits themselves where the temperature T is 0.
+
+    All five broadcast against each other. first, second: the words of the rows' keys.
+    """
+    noisy = logits / jnp.maximum(temperature, jnp.float32(1e-30)) + gumbel_of(first, second, ids)
+    return jnp.where(temperature > 0, noisy, logits)

@@ -1,0 +1,44 @@
+"""The output head and the choice of a token in one pass over the table, without a row of logits in memory."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels import dialect
+from pallas_kernels.lm_head import reference, triton
+
+
+def lm_head(
+    hidden: jax.Array,
+    table: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    *,
+    softcap: float | None = None,
+    suppressed: tuple[int, ...] = (),
+    first_id: jax.Array | None = None,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """The token ids that rows choose: argmax(logits / T + noise), or argmax(logits) where the temperature T is 0.
+
+    hidden: [N, H]. table: [V, H], of the same dtype; logits are its rows' products with hidden, summed in float32, then
+    softcap * tanh(logits / softcap). keys: [N, 2] uint32 from `noise.row_keys`; temperature: [N] float32. suppressed: token ids that
+    are never chosen. first_id: [] int32, the token id of the table's first row, for a shard of a vocabulary (by default 0).
+
+    Returns ids [N] int32 and the maxima that they reached [N] float32; of equal values the lower id is chosen. Raises ValueError for
+    arrays that do not fit each other, and for an `implementation` that is unknown or cannot serve them.
+    """
+    if hidden.shape[1:] != table.shape[1:] or hidden.dtype != table.dtype:
+        raise ValueError(
+            f"hidden states are {hidden.dtype}{list(hidden.shape)} and the table {table.dtype}{list(table.shape)}; "
+            "expected [N, H] and [V, H] of one dtype"
+        )
+    if keys.shape != (hidden.shape[0], 2) or temperature.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"keys are {list(keys.shape)} and temperatures {list(temperature.shape)}; expected [N, 2] and [N] for {hidden.shape[0]} rows"
+        )
+    chosen = dialect.select(implementation, triton.unsupported(table.dtype, suppressed))
+    if chosen == "xla":
+        return reference.lm_head(hidden, table, keys, temperature, softcap, suppressed, first_id)
+    interpret = chosen == "triton-interpret"
+    return triton.lm_head(hidden, table, keys, temperature, softcap, suppressed, first_id, interpret=interpret)

@@ -1,0 +1,49 @@
+"""The fused head in plain XLA: the definition of the operation, and its implementation where no kernel runs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.noise import perturbed
+
+
+def lm_head(
+    hidden: jax.Array,
+    table: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    softcap: float | None,
+    suppressed: tuple[int, ...],
+    first_id: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.lm_head.lm_head`."""
+    logits = jax.lax.dot_general(hidden, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    ids = jnp.arange(table.shape[0], dtype=jnp.int32) + (jnp.int32(0) if first_id is None else first_id)
+    logits = capped(logits, ids[None, :], softcap, suppressed)
+    values = perturbed(logits, temperature[:, None], keys[:, :1], keys[:, 1:], ids[None, :])
+    return best(values, jnp.broadcast_to(ids[None, :], values.shape))
+
+
+def capped(logits: jax.Array, ids: jax.Array, softcap: float | None, suppressed: tuple[int, ...]) -> jax.Array:
+    """Logits from products with the table: capped, and -inf for suppressed ids. ids broadcast against the products."""
+    if softcap is not None:
+        logits = np.float32(softcap) * jnp.tanh(logits / np.float32(softcap))
+    for token in suppressed:
+        logits = jnp.where(ids == np.int32(token), -jnp.inf, logits)
+    return logits
+
+
+def best(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The id of each row's largest value, the lowest of equals, and that value. [N, C] each -> [N] int32, [N] float32."""
+
+    def larger(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (value, at), (other, other_at) = left, right
+        # A NaN counts as largest, as in argmax, so that the id is always one of those given.
+        keep = (value > other) | (value != value) | ((value == other) & (at < other_at))
+        return jnp.where(keep, value, other), jnp.where(keep, at, other_at)
+
+    start = (jnp.float32(-jnp.inf), jnp.int32(2**31 - 1))
+    maxima, chosen = jax.lax.reduce((values, ids), start, larger, (1,))
+    return chosen, maxima

@@ -1,0 +1,174 @@
+"""Selection of the k largest values of a row without sorting it, and the top candidates built on it.
+
+A row is held in the registers of one program. The k-th largest value is found by bisection on the values' bits, each round counting
+what lies above; rounds end as soon as exactly k values do, after about ten on logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.dialect import call, pl, plgpu
+from pallas_kernels.top_candidates.reference import tile_maxima, tile_width
+
+WIDEST = 16_384  # values that a program can hold: 32 a thread
+MOST = 128  # candidates that a program can put in order
+LOWEST, HIGHEST = np.int32(-(2**31)), np.int32(2**31 - 1)
+ANY = pl.BlockSpec(memory_space=pl.ANY)
+
+
+def unsupported(vocab: int, k: int) -> str | None:
+    """Why the kernels cannot serve these shapes, or None."""
+    if k > MOST:
+        return f"k is {k}; the kernel gives at most {MOST}"
+    width = tile_width(vocab, k)
+    widest = max(padded(-(-vocab // width)), padded(k * width))
+    if widest > WIDEST:
+        return f"k = {k} of {vocab} values makes a stage of {widest}; the kernel holds at most {WIDEST}"
+    return None
+
+
+def padded(size: int) -> int:
+    """The power of two at or above `size`: arrays in a kernel have such sizes."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def warps(size: int) -> int:
+    """Warps of a program that holds `size` values: 16 values a thread, or up to 32 where there are many."""
+    return max(1, min(16, size // 512))
+
+
+def ordered(values: jax.Array) -> jax.Array:
+    """Float32 values as int32 keys that compare alike."""
+    return _flipped(jax.lax.bitcast_convert_type(values, jnp.int32))
+
+
+def unordered(keys: jax.Array) -> jax.Array:
+    """The values that `ordered` took to these keys."""
+    return jax.lax.bitcast_convert_type(_flipped(keys), jnp.float32)
+
+
+def _flipped(bits: jax.Array) -> jax.Array:
+    """Negative numbers, which count downwards in a float's bits, turned round. Its own inverse."""
+    return bits ^ ((bits >> np.int32(31)) & HIGHEST)
+
+
+def places(keys: jax.Array, real: jax.Array, k: int) -> jax.Array:
+    """Where each of a row's values goes among the k largest, in the row's own order; k for the others.
+
+    keys: [n] int32. real: [n] bool, which of them count; at least k do. Of equal values the first ones are taken.
+    """
+    keys = jnp.where(real, keys, LOWEST)
+    # More than `above` is held by `count` <= k values, more than `below` by at least k.
+    below = jnp.maximum(jnp.min(jnp.where(real, keys, HIGHEST)), LOWEST + np.int32(1)) - np.int32(1)
+
+    def undecided(bounds: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        below, above, count = bounds
+        return (count < k) & (below + np.int32(1) < above)
+
+    def halve(bounds: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        below, above, count = bounds
+        middle = (below >> np.int32(1)) + (above >> np.int32(1)) + (below & above & np.int32(1))
+        more = jnp.sum((keys > middle).astype(jnp.int32), dtype=jnp.int32)
+        few = more <= k
+        return jnp.where(few, below, middle), jnp.where(few, middle, above), jnp.where(few, more, count)
+
+    _, above, count = jax.lax.while_loop(undecided, halve, (below, jnp.max(keys), jnp.int32(0)))
+    larger, equal = real & (keys > above), real & (keys == above)
+    # One scan counts both kinds up to each value, in the two halves of a word.
+    counts = jax.lax.cumsum(larger.astype(jnp.int32) * np.int32(1 << 16) + equal.astype(jnp.int32), axis=0)
+    larger_so_far, equal_so_far, wanted = counts >> np.int32(16), counts & np.int32(0xFFFF), np.int32(k) - count
+    taken = larger | (equal & (equal_so_far <= wanted))
+    return jnp.where(taken, larger_so_far + jnp.minimum(equal_so_far, wanted) - np.int32(1), np.int32(k))
+
+
+def select_kernel(values_ref: Any, indices_ref: Any, *, size: int, k: int) -> None:
+    """Program i: indices of the k largest of row i."""
+    row, at = pl.program_id(0), jnp.arange(padded(size), dtype=jnp.int32)
+    real = at < size
+    values = plgpu.load(values_ref.at[row, pl.ds(0, padded(size))], mask=real, other=0.0)
+    place = places(ordered(values.astype(jnp.float32)), real, k)
+    plgpu.store(indices_ref.at[jnp.full_like(place, row), place], at, mask=place < k)
+
+
+def tokens_kernel(logits_ref: Any, tiles_ref: Any, values_ref: Any, ids_ref: Any, *, vocab: int, width: int, tiles: int, k: int) -> None:
+    """Program i: the k largest values of row i's chosen tiles and their ids, in ascending order of id."""
+    row, at = pl.program_id(0), jnp.arange(padded(tiles * width), dtype=jnp.int32)
+    rows, inside = jnp.full_like(at, row), at < tiles * width
+    tile = plgpu.load(tiles_ref.at[rows, at // width], mask=inside, other=0)
+    ids = tile * width + at % width
+    real = inside & (ids < vocab)
+    keys = ordered(plgpu.load(logits_ref.at[rows, ids], mask=real, other=0.0))
+    place = places(keys, real, k)
+    plgpu.store(values_ref.at[rows, place], unordered(keys), mask=place < k)
+    plgpu.store(ids_ref.at[rows, place], ids, mask=place < k)
+
+
+def order_kernel(values_ref: Any, ids_ref: Any, sorted_values_ref: Any, sorted_ids_ref: Any, *, k: int) -> None:
+    """Program i: row i's values, given in ascending order of id, in descending order of value. Each counts those before it."""
+    row, at = pl.program_id(0), jnp.arange(padded(k), dtype=jnp.int32)
+    real = at < k
+    values = plgpu.load(values_ref.at[row, pl.ds(0, padded(k))], mask=real, other=0.0)
+    ids = plgpu.load(ids_ref.at[row, pl.ds(0, padded(k))], mask=real, other=0)
+    keys = ordered(values)
+    earlier = (keys[None, :] > keys[:, None]) | ((keys[None, :] == keys[:, None]) & (at[None, :] < at[:, None]))
+    place = jnp.sum((earlier & real[None, :]).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    place = jnp.where(real, place, np.int32(k))
+    plgpu.store(sorted_values_ref.at[jnp.full_like(at, row), place], values, mask=real)
+    plgpu.store(sorted_ids_ref.at[jnp.full_like(at, row), place], ids, mask=real)
+
+
+def select(values: jax.Array, k: int, *, interpret: bool) -> jax.Array:
+    """Indices of the k largest values of each row, in ascending order of index. [N, n] floats -> [N, k] int32.
+
+    The set is that of `jax.lax.top_k`: of equal values the lower index is taken. n: at most WIDEST.
+    """
+    rows, size = values.shape
+    return call(
+        functools.partial(select_kernel, size=size, k=k),
+        name="select",
+        grid=(rows,),
+        in_specs=[ANY],
+        out_specs=ANY,
+        out_shape=jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        num_warps=warps(padded(size)),
+        num_stages=1,
+        interpret=interpret,
+    )(values)
+
+
+def top_candidates(logits: jax.Array, k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.top_candidates.top_candidates`."""
+    rows, vocab = logits.shape
+    width = tile_width(vocab, k)
+    tiles = min(k, math.ceil(vocab / width))
+    chosen = select(tile_maxima(logits, width), tiles, interpret=interpret)
+    found = (jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32))
+    values, ids = call(
+        functools.partial(tokens_kernel, vocab=vocab, width=width, tiles=tiles, k=k),
+        name="top_candidates",
+        grid=(rows,),
+        in_specs=[ANY, ANY],
+        out_specs=(ANY, ANY),
+        out_shape=found,
+        num_warps=warps(padded(tiles * width)),
+        num_stages=1,
+        interpret=interpret,
+    )(logits, chosen)
+    return call(
+        functools.partial(order_kernel, k=k),
+        name="order",
+        grid=(rows,),
+        in_specs=[ANY, ANY],
+        out_specs=(ANY, ANY),
+        out_shape=found,
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+    )(values, ids)
