@@ -1,4 +1,4 @@
-"""The command line: jaxspec generate | chat | info."""
+"""The command line: jaxspec generate | chat | info | bench."""
 
 from __future__ import annotations
 
@@ -73,7 +73,40 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("target", metavar="MODEL", help="hub id, folder or bundled name")
     info.add_argument("--drafter", help="also say whether this drafter fits")
     info.set_defaults(command=_info)
+    _bench_parser(commands)
     return parser
+
+
+def _bench_parser(commands: Any) -> None:
+    text = "Times steps and prompts with random weights of a model's shape, beside the memory floor measured in the same run."
+    bench = commands.add_parser("bench", help="time a shape on this device", description=text)
+    bench.add_argument("--config", required=True, help="e2b, e4b, 12b, 26b, 31b, or a folder with a config.json")
+    bench.add_argument("--drafter", default="none", help="none (the default), mtp, or a folder with a config.json")
+    bench.add_argument("--k", type=int, metavar="K", help="tokens drafted in each round (default: 4 with a drafter)")
+    bench.add_argument("--batch", type=_numbers(int), default=(1,), metavar="B,...", help="sequences at a time, each timed in turn")
+    bench.add_argument("--context", type=int, default=512, metavar="N", help="tokens of a prompt (default: 512)")
+    bench.add_argument("--tokens", type=int, default=128, metavar="N", help="new tokens of a sequence in a timed call (default: 128)")
+    rates = "share of rounds that accept each draft and all before it (default: 0.92,0.78,0.67,0.57)"
+    bench.add_argument("--acceptance", type=_numbers(float), metavar="R,...", help=rates)
+    bench.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    bench.add_argument("--prefill", type=_numbers(int), default=(), metavar="N,...", help="also time prompts of these lengths")
+    bench.add_argument("--prefill-chunk", type=int, metavar="N", help="rows of a prefill call at most (default: 512)")
+    bench.add_argument("--dtype", default="bfloat16", help="bfloat16 (the default) or float32")
+    bench.add_argument("--attention", default="auto", help="implementation of attention")
+    bench.add_argument("--draft-attention", default="auto", help="implementation of the drafter's attention")
+    bench.add_argument("--repeats", type=int, default=3, metavar="N", help="timed calls (default: 3)")
+    bench.add_argument("--json", metavar="FILE", help="write every figure to this file")
+    bench.add_argument("--profile", metavar="DIR", help="trace one more call into this folder and print its kernels")
+    bench.set_defaults(command=_bench)
+
+
+def _numbers(kind: type) -> Any:
+    """How an option of several numbers is read."""
+
+    def numbers(text: str) -> tuple[Any, ...]:
+        return tuple(kind(part) for part in text.split(",") if part)
+
+    return numbers
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -144,3 +177,24 @@ def _info(args: argparse.Namespace) -> None:
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
         lines = list(describe(folder, drafter))
     print("\n".join(lines))
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from jaxspec import bench
+
+    given = {"rates": args.acceptance, "prefill_chunk": args.prefill_chunk}
+    shared = ("context", "tokens", "temperature", "prefill", "dtype", "attention", "draft_attention", "repeats", "profile")
+    with _door():
+        report = bench.bench(
+            args.config,
+            args.drafter,
+            num_draft_tokens=args.k,
+            batches=args.batch,
+            progress=sys.stderr.isatty(),
+            **{name: getattr(args, name) for name in shared},
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    print("\n".join(bench.lines(report)))
+    if args.json is not None:
+        with _door():
+            bench.write_json(report, args.json)

@@ -1,0 +1,497 @@
+"""`jaxspec bench`: what a step costs on the device that is there, beside what it has to cost.
+
+Weights are random and of a released model's shape, so no checkpoint is needed; prompts are random tokens, nothing ends a sequence,
+and drafts are accepted at given rates. The floor of a step is what it has to read over the bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jaxspec import checkpoint, decode, drafters, gemma4, kernel_times, roofline, shapes
+from jaxspec.accept import Rule, synthetic
+from jaxspec.config import AssistantConfig, Gemma4Config
+from jaxspec.drafters import gemma4_mtp
+from jaxspec.drafters.base import NoDraft
+from jaxspec.loading import DTYPES, memory_limit, read_target
+from jaxspec.params import integer
+from jaxspec.runner import PREFILL_ROWS, nbytes
+from jaxspec.sampling import seed_words
+
+RATES = (0.92, 0.78, 0.67, 0.57)
+WARM_UPS, WARM_UP_STEPS = 3, 3  # a CUDA graph is recorded in the second run of a program's loop body
+MEMORY_FRACTION = 0.95  # of what JAX may use; the rest is for temporary arrays
+
+
+def _no_drafter(shape: str, target: Gemma4Config, dtype: Any) -> NoDraft:
+    return NoDraft()
+
+
+def _mtp(shape: str, target: Gemma4Config, dtype: Any) -> gemma4_mtp.Gemma4MTP:
+    if shape not in shapes.ASSISTANTS:
+        raise ValueError(f"drafter 'mtp' is the assistant of one of {', '.join(shapes.ASSISTANTS)}; for config {shape!r} name its folder")
+    return gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(shapes.ASSISTANTS[shape]), target), dtype)
+
+
+# Name of a drafter -> (name of the target's shape, its config, dtype) -> the drafter as a tree of ShapeDtypeStructs.
+DRAFTERS: dict[str, Callable[[str, Gemma4Config, Any], Any]] = {"none": _no_drafter, "mtp": _mtp}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Of several measurements."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What making a program ready took, and the bytes of its temporary arrays."""
+
+    trace_s: float
+    compile_s: float
+    temporary_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeFigures:
+    """Decoding a batch. context: mean length of a sequence while it was timed. steps: rounds that were timed, in all repeats.
+    acceptance_length: tokens a step of each sequence. floor_ms: step_bytes at the measured bandwidth. ratio: step over floor.
+    peak_bytes: most memory in use since the process began, None where the device does not say. kernels: by `kernel_times`, if asked for."""
+
+    batch: int
+    num_draft_tokens: int
+    context: float
+    steps: int
+    step_ms: Spread
+    tokens_per_s: float
+    acceptance_length: float
+    bytes: roofline.StepBytes
+    floor_ms: float
+    ratio: float
+    loop: Program
+    prefill: Program
+    peak_bytes: int | None
+    kernels: tuple[kernel_times.KernelTime, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillFigures:
+    """Computing one prompt. matmul_share: the share of the measured matmul rate that the needed operations make."""
+
+    length: int
+    chunk: int
+    ms: Spread
+    tokens_per_s: float
+    flops: float
+    matmul_share: float
+    program: Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Everything that a run of `bench` found, and what it was a run of."""
+
+    command: list[str]
+    date: str
+    jax: str
+    jaxlib: str
+    platform: str
+    device: str
+    driver: str | None
+    config: str
+    drafter: str
+    dtype: str
+    settings: Workload
+    target_bytes: int
+    drafter_bytes: int
+    weights_s: float
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+    decode: tuple[DecodeFigures, ...]
+    prefill: tuple[PrefillFigures, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is asked of the model. context: tokens of a prompt. tokens: new tokens of a sequence in a timed call, about.
+    prefill_chunk: rows of a prefill call, at most."""
+
+    num_draft_tokens: int
+    accept: Rule
+    context: int = 512
+    tokens: int = 128
+    temperature: float = 0.0
+    attention: str = "auto"
+    draft_attention: str = "auto"
+    repeats: int = 3
+    prefill_chunk: int = PREFILL_ROWS
+    seed: int = 0
+    profile: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """Rounds of a timed call."""
+        expected = 1 + sum(self.accept.rates[: self.num_draft_tokens])
+        return max(math.ceil(self.tokens / expected), 1)
+
+    @property
+    def max_len(self) -> int:
+        """Room for every round to accept everything."""
+        rounds = WARM_UPS * WARM_UP_STEPS + (self.repeats + (self.profile is not None)) * self.steps
+        return self.context + 2 + rounds * (self.num_draft_tokens + 1)
+
+    def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
+        return decode.init_state(target, drafter, slots=slots, max_len=max_len, num_draft_tokens=self.num_draft_tokens)
+
+
+def bench(
+    config: str,
+    drafter: str = "none",
+    *,
+    num_draft_tokens: int | None = None,
+    batches: Sequence[int] = (1,),
+    prefill: Sequence[int] = (),
+    rates: Sequence[float] = RATES,
+    dtype: str = "bfloat16",
+    progress: bool = True,
+    **workload: Any,
+) -> Report:
+    """Times steps of each batch size, and prompts of each length in `prefill`.
+
+    config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", "mtp" (the
+    assistant of a named config), or a folder. num_draft_tokens: by default 4, 0 without a drafter. rates: of synthetic acceptance, see
+    `accept.synthetic`. workload: other fields of `Workload`.
+    Raises ValueError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
+    target_config = _target_config(config)
+    target: Any = gemma4.abstract(target_config, DTYPES[dtype])
+    draft: Any = _abstract_drafter(drafter, config, target_config, DTYPES[dtype])
+    drafting = not isinstance(draft, NoDraft)
+    count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
+    if count and not drafting:
+        raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
+    accept = synthetic(rates)
+    accept.check(count)
+    work = Workload(count, accept, **workload)
+    _check(work, target_config, batches, prefill)
+    _check_memory(config, work, target, draft, batches, prefill)
+
+    bar = tqdm(total=3 + 3 * len(batches) + 2 * len(prefill), disable=not progress, leave=False)
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+
+    def stage(text: str) -> None:
+        bar.set_description_str(text)
+        bar.update()
+
+    with bar:
+        stage("copy bandwidth")
+        bandwidth = roofline.copy_bandwidth(2**24 if on_cpu else 2**30)
+        stage("matmul rate")
+        rate = roofline.matmul_rate(256 if on_cpu else 8192, DTYPES[dtype])
+        stage("random weights")
+        begun = time.perf_counter()
+        target, draft = jax.block_until_ready(random_weights((target, draft), work.seed))
+        weights_s = time.perf_counter() - begun
+        decoded = tuple(_decode(work, target, draft, batch, bandwidth, stage) for batch in batches)
+        prefilled = tuple(_prefill(work, target, draft, length, rate, stage) for length in prefill)
+    return Report(
+        command=sys.argv,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        jax=jax.__version__,
+        jaxlib=importlib.metadata.version("jaxlib"),
+        platform=device.client.platform_version.strip(),
+        device=device.device_kind,
+        driver=_driver(),
+        config=config,
+        drafter=drafter,
+        dtype=dtype,
+        settings=work,
+        target_bytes=nbytes(target),
+        drafter_bytes=nbytes(draft),
+        weights_s=weights_s,
+        copy_bytes_per_s=bandwidth,
+        matmul_flops_per_s=rate,
+        decode=decoded,
+        prefill=prefilled,
+    )
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report as text."""
+    work, gb = report.settings, 1e9
+    rates = ", ".join(map(str, work.accept.rates[: work.num_draft_tokens]))
+    with_drafter = f"drafter {report.drafter}, K = {work.num_draft_tokens}, accepted {rates}" if work.num_draft_tokens else "no drafter"
+    yield f"{report.config}, {report.dtype}; {with_drafter}; temperature {work.temperature}; attention {work.attention}"
+    yield f"{report.device}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"
+    yield (
+        f"weights {report.target_bytes / gb:.2f} GB and {report.drafter_bytes / gb:.2f} GB, made in {report.weights_s:.1f} s; "
+        f"copy {report.copy_bytes_per_s / gb:.0f} GB/s; matmul {report.matmul_flops_per_s / 1e12:.1f} TFLOP/s"
+    )
+    if report.decode:
+        yield ""
+        yield "batch context  step ms      min      max  tokens/s  accepted  GB/step  floor ms  ratio  compile s  peak GB"
+    for f in report.decode:
+        peak = "       -" if f.peak_bytes is None else f"{f.peak_bytes / gb:8.2f}"
+        yield (
+            f"{f.batch:5d} {f.context:7.0f} {f.step_ms.median:8.3f} {f.step_ms.min:8.3f} {f.step_ms.max:8.3f} {f.tokens_per_s:9.1f} "
+            f"{f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.floor_ms:9.3f} {f.ratio:6.2f} {f.loop.compile_s:10.1f} {peak}"
+        )
+    if report.prefill:
+        yield ""
+        yield "prompt  chunk       ms      min      max  tokens/s   TFLOP  of matmul  compile s"
+    for p in report.prefill:
+        yield (
+            f"{p.length:6d} {p.chunk:6d} {p.ms.median:8.2f} {p.ms.min:8.2f} {p.ms.max:8.2f} {p.tokens_per_s:9.0f} "
+            f"{p.flops / 1e12:7.2f} {p.matmul_share:10.1%} {p.program.compile_s:10.1f}"
+        )
+    for f in report.decode:
+        if f.kernels:
+            yield f"\nbatch {f.batch}: step {f.step_ms.median:.3f} ms"
+            yield from kernel_times.table(list(f.kernels))
+
+
+def write_json(report: Report, path: str | os.PathLike[str]) -> None:
+    """The report as a JSON object with the names of its fields."""
+    Path(path).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
+
+
+def random_weights(abstract: Any, seed: int = 0, std: float = 0.02) -> Any:
+    """Weights for an abstract tree, made on the device one by one: norms and scalars one, a token ordering the identity, everything
+    else normal with deviation `std`. There is one program for each shape."""
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
+        if len(leaf.shape) < 2 or "norm" in name:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        drawn.append(name)
+        return _normal(np.uint32(seed), np.uint32(len(drawn)), np.float32(std), shape=leaf.shape, dtype=leaf.dtype)
+
+    drawn: list[str] = []
+    return jax.tree_util.tree_map_with_path(draw, abstract)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(seed: jax.Array, index: jax.Array, std: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers from a hash of (seed, index of the array, coordinates): nothing larger than the result is ever stored."""
+
+    def mix(x: jax.Array) -> jax.Array:
+        x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x21F0AAAD)
+        x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0xD35A2D97)
+        return x ^ (x >> jnp.uint32(15))
+
+    bits = jnp.broadcast_to(mix(mix(seed) + index), shape)
+    for axis in range(len(shape)):
+        bits = mix(bits + jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
+    uniform = ((bits >> jnp.uint32(8)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
+    return (std * jnp.float32(math.sqrt(2)) * jax.lax.erf_inv(2 * uniform - 1)).astype(dtype)
+
+
+def _target_config(name: str) -> Gemma4Config:
+    if name in shapes.TARGETS:
+        return Gemma4Config.from_hf(shapes.TARGETS[name])
+    try:
+        folder = checkpoint.resolve(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"config {error}; named shapes: {', '.join(shapes.TARGETS)}") from error
+    return read_target(folder)[0]
+
+
+def _abstract_drafter(name: str, shape: str, target: Gemma4Config, dtype: Any) -> Any:
+    if name in DRAFTERS:
+        return DRAFTERS[name](shape, target, dtype)
+    try:
+        folder = checkpoint.resolve(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"drafter {error}; named drafters: {', '.join(DRAFTERS)}") from error
+    return drafters.abstract_drafter(folder, target, dtype)
+
+
+def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], prefill: Sequence[int]) -> None:
+    for name in ("context", "tokens", "repeats", "prefill_chunk"):
+        integer(name, getattr(work, name), 1)
+    if not (math.isfinite(work.temperature) and work.temperature >= 0):
+        raise ValueError(f"temperature is {work.temperature}, expected a finite number of at least 0")
+    longest = config.max_position_embeddings
+    for batch in batches:
+        integer("batch", batch, 1)
+    for length in prefill:
+        integer("prefill", length, 1, longest - 2)
+    if batches and work.max_len > longest:
+        raise ValueError(
+            f"context {work.context} and {work.repeats} timed calls of {work.steps} steps may take {work.max_len} positions; "
+            f"the config has max_position_embeddings {longest}"
+        )
+
+
+def _check_memory(name: str, work: Workload, target: Any, drafter: Any, batches: Sequence[int], prefill: Sequence[int]) -> None:
+    """Raises ValueError if weights and the largest state cannot fit."""
+    sizes = [(batch, work.max_len) for batch in batches] + [(1, length + 2) for length in prefill]
+    states = [
+        (nbytes(jax.eval_shape(functools.partial(work.init_state, slots=slots, max_len=length), target, drafter)), slots, length)
+        for slots, length in sizes
+    ]
+    state, slots, length = max(states, default=(0, 0, 0))
+    device, gib = jax.devices()[0], 2**30
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device.platform == "cpu" else memory_limit(device)
+    needed = nbytes((target, drafter)) + state
+    if limit is not None and needed > MEMORY_FRACTION * limit:
+        raise ValueError(
+            f"{name} needs {needed / gib:.2f} GiB: target {nbytes(target) / gib:.2f}, drafter {nbytes(drafter) / gib:.2f}, "
+            f"{slots} slots of {length} positions {state / gib:.2f}; {device.device_kind} has {MEMORY_FRACTION * limit / gib:.2f}"
+        )
+
+
+def _decode(work: Workload, target: Any, drafter: Any, batch: int, bandwidth: float, stage: Callable[[str], None]) -> DecodeFigures:
+    stage(f"batch {batch}: compile")
+    state = jax.block_until_ready(jax.jit(functools.partial(work.init_state, slots=batch, max_len=work.max_len))(target, drafter))
+    slots = jnp.arange(batch, dtype=jnp.int32)
+    kernels = {"attention": work.attention, "draft_attention": work.draft_attention}
+    function = functools.partial(decode.decode_loop, num_draft_tokens=work.num_draft_tokens, accept=work.accept, **kernels)
+    loop, loop_cost = _compiled(function, target, drafter, state, slots, np.int32(0), np.bool_(False))
+    chunk = min(work.prefill_chunk, work.context)
+    prefill, prefill_cost = _compiled(functools.partial(decode.prefill, chunk=chunk, **kernels), target, drafter, state, slots[:1])
+
+    stage(f"batch {batch}: prompts")
+    state = jax.jit(decode.admit, donate_argnums=0)(state, slots, _requests(work, target.config, batch, work.context, work.max_len))
+    for slot in range(batch):
+        for _ in range(math.ceil(work.context / chunk)):
+            state = prefill(target, drafter, state, np.full(1, slot, np.int32))
+
+    def call(steps: int) -> float:
+        nonlocal state
+        begun = time.perf_counter()
+        state = jax.block_until_ready(loop(target, drafter, state, slots, np.int32(steps), np.bool_(False)))
+        return time.perf_counter() - begun
+
+    def counts() -> tuple[np.ndarray, np.ndarray]:
+        length, rounds, status = jax.device_get((state.length, state.rounds, state.status))
+        if not (status == decode.RUNNING).all():
+            raise RuntimeError(f"{(status != decode.RUNNING).sum()} of {batch} sequences ended while they were timed")
+        return length, rounds
+
+    stage(f"batch {batch}: time")
+    for _ in range(WARM_UPS):
+        call(WARM_UP_STEPS)
+    first_length, first_rounds = counts()
+    length, rounds = first_length, first_rounds
+    times, contexts = [], []
+    for _ in range(work.repeats):
+        before, rounds_before = length, rounds
+        seconds = call(work.steps)
+        length, rounds = counts()
+        times.append(1e3 * seconds / int((rounds - rounds_before).max()))
+        contexts.append(float(np.mean(before + length)) / 2)
+    found: tuple[kernel_times.KernelTime, ...] = ()
+    if work.profile is not None:
+        folder = Path(work.profile) / f"batch-{batch}"
+        with jax.profiler.trace(str(folder)):
+            call(work.steps)
+        found = tuple(kernel_times.kernel_times(folder, loop.as_text(), work.steps))
+    step, context = Spread.of(times), statistics.mean(contexts)
+    accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
+    size = roofline.step_bytes(target, drafter, batch=batch, num_draft_tokens=work.num_draft_tokens, context=context)
+    floor = 1e3 * size.total / bandwidth
+    return DecodeFigures(
+        batch=batch,
+        num_draft_tokens=work.num_draft_tokens,
+        context=context,
+        steps=int((rounds - first_rounds).max()),
+        step_ms=step,
+        tokens_per_s=1e3 * batch * accepted / step.median,
+        acceptance_length=accepted,
+        bytes=size,
+        floor_ms=floor,
+        ratio=step.median / floor,
+        loop=loop_cost,
+        prefill=prefill_cost,
+        peak_bytes=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        kernels=found,
+    )
+
+
+def _prefill(work: Workload, target: Any, drafter: Any, length: int, rate: float, stage: Callable[[str], None]) -> PrefillFigures:
+    stage(f"prompt of {length}: compile")
+    max_len, chunk = length + 2, min(work.prefill_chunk, length)
+    state = jax.jit(functools.partial(work.init_state, slots=1, max_len=max_len))(target, drafter)
+    slots = jnp.zeros((1,), jnp.int32)
+    function = functools.partial(decode.prefill, chunk=chunk, attention=work.attention, draft_attention=work.draft_attention)
+    program, cost = _compiled(function, target, drafter, state, slots)
+    requests = _requests(work, target.config, 1, length, max_len)
+    again = jax.jit(lambda state: decode.admit(decode.release(state, slots), slots, requests), donate_argnums=0)
+
+    stage(f"prompt of {length}: time")
+    times = []
+    for _ in range(WARM_UPS + work.repeats):
+        state = jax.block_until_ready(again(state))
+        begun = time.perf_counter()
+        for _ in range(math.ceil(length / chunk)):
+            state = program(target, drafter, state, slots)
+        jax.block_until_ready(state)
+        times.append(1e3 * (time.perf_counter() - begun))
+        if int(state.length[0]) != length + 1:
+            raise RuntimeError(f"a prompt of {length} tokens was not computed: the sequence has {int(state.length[0])}")
+    spread = Spread.of(times[WARM_UPS:])
+    flops = roofline.prefill_flops(target, length, chunk, drafter.taps)
+    return PrefillFigures(length, chunk, spread, 1e3 * length / spread.median, flops, 1e3 * flops / spread.median / rate, cost)
+
+
+def _requests(work: Workload, config: Gemma4Config, batch: int, length: int, limit: int) -> decode.Requests:
+    """Prompts of random tokens that nothing ends but `limit`."""
+    rng = np.random.default_rng(work.seed)
+    each = np.full(batch, length, np.int32)
+    return decode.Requests(
+        tokens=jnp.asarray(rng.integers(0, config.vocab_size, (batch, length), np.int32)),
+        length=jnp.asarray(each),
+        prompt=jnp.asarray(each),
+        limit=jnp.full((batch,), limit, jnp.int32),
+        stop_ids=jnp.full((batch, 16), -1, jnp.int32),
+        seed=jnp.asarray([seed_words(work.seed + i) for i in range(batch)], jnp.uint32),
+        temperature=jnp.full((batch,), work.temperature, jnp.float32),
+    )
+
+
+def _compiled(function: Callable[..., Any], *args: Any) -> tuple[Any, Program]:
+    """A program that takes the state along, its third argument, and what making it took."""
+    begun = time.perf_counter()
+    lowered = jax.jit(function, donate_argnums=2).lower(*args)
+    traced = time.perf_counter()
+    program = lowered.compile()
+    memory = program.memory_analysis()
+    temporary = 0 if memory is None else memory.temp_size_in_bytes
+    return program, Program(traced - begun, time.perf_counter() - traced, temporary)
+
+
+def _driver() -> str | None:
+    """The NVIDIA kernel driver's version, or None."""
+    path = Path("/proc/driver/nvidia/version")
+    words = path.read_text().split() if path.exists() else []
+    return next((word for word in words if word[0].isdigit() and "." in word), None)

@@ -1,0 +1,82 @@
+"""Where a program's time goes: the totals of its kernels, from a trace of the profiler."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTime:
+    """One kind of kernel. kernel: its name without numbers. operation: JAX's name of what it computes, as a path of scopes; "" where
+    the trace does not say. ms, count: of a step."""
+
+    kernel: str
+    operation: str
+    ms: float
+    count: float
+
+
+def kernel_times(folder: Path, program: str, steps: int) -> list[KernelTime]:
+    """The kernels of the newest trace in a folder, those that took longest in all first.
+
+    program: the compiled program's text, which knows what each kernel is for. steps: how many steps the trace holds.
+    """
+    newest = max(folder.glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        raise RuntimeError(f"the profiler left no trace in {folder}")
+    operations = _operations(program)
+    sums: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0, 0])
+    for name, instruction, nanoseconds in _kernels(jax.profiler.ProfileData.from_file(str(newest))):
+        operation = operations.get(_plain(instruction), operations.get(_plain(name), ""))
+        entry = sums[re.sub(r"(_\d+)+$", "", _plain(name)), operation]
+        entry[0] += nanoseconds
+        entry[1] += 1
+    kinds = [KernelTime(*key, ns / 1e6 / steps, count / steps) for key, (ns, count) in sums.items()]
+    return sorted(kinds, key=lambda kind: -kind.ms)
+
+
+def table(kernels: list[KernelTime], most: int = 25) -> Iterator[str]:
+    """Lines: the sum of all kernels, then those that took longest."""
+    total = sum(kernel.ms for kernel in kernels)
+    yield f"kernels of a step: {total:.3f} ms in all, without CUDA graphs"
+    yield f"{'ms':>9} {'share':>6} {'count':>7} {'us each':>9}  kernel: operation"
+    for kernel in kernels[:most]:
+        share, each = kernel.ms / total if total else 0.0, 1e3 * kernel.ms / kernel.count
+        name = f"{kernel.kernel}: {kernel.operation}" if kernel.operation else kernel.kernel
+        yield f"{kernel.ms:9.3f} {share:6.1%} {kernel.count:7.1f} {each:9.1f}  {name[:150]}"
+
+
+def _kernels(data: Any) -> Iterable[tuple[str, str, float]]:
+    """(kernel, HLO instruction or "", nanoseconds) of every kernel. On a GPU they lie in the lines of streams, on a CPU in those of
+    XLA's threads, among events of the runtime's own."""
+    planes = {plane.name: plane for plane in data.planes}
+    devices = [plane for name, plane in planes.items() if name.startswith("/device:GPU")]
+    for plane in devices or [planes["/host:CPU"]]:
+        for line in plane.lines:
+            if not line.name.startswith("Stream" if devices else "tf_XLA"):
+                continue
+            for event in line.events:
+                if devices or re.fullmatch(r"(?!while|call|conditional)[\w.-]+", event.name):
+                    yield event.name, _instruction(dict(event.stats)), event.duration_ns
+
+
+def _instruction(stats: Mapping[str, Any]) -> str:
+    return str(stats.get("hlo_op", ""))
+
+
+def _operations(program: str) -> dict[str, str]:
+    """HLO instruction -> JAX's name of the operation, without what all of the loop's body has in common."""
+    found = re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)"', program, re.MULTILINE)
+    return {_plain(name): re.sub(r"^.*?while/body/(closed_call/)?", "", operation) for name, operation in found}
+
+
+def _plain(name: str) -> str:
+    """A kernel's name is its instruction's with other separators."""
+    return re.sub(r"\W", "_", name)

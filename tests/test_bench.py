@@ -1,0 +1,207 @@
+"""What a step has to read and a prompt to compute, by hand; and a run of the command on tiny shapes."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxspec import bench, cli, gemma4, kernel_times, roofline, shapes
+from jaxspec.config import AssistantConfig, Gemma4Config
+from jaxspec.drafters import gemma4_mtp
+from jaxspec.drafters.base import NoDraft
+
+
+@functools.cache
+def pair(name: str):
+    """A named target and its assistant, as shapes."""
+    config = Gemma4Config.from_hf(shapes.TARGETS[name])
+    assistant = gemma4_mtp.bind(AssistantConfig.from_hf(shapes.ASSISTANTS[name]), config)
+    return gemma4.abstract(config), gemma4_mtp.abstract(assistant)
+
+
+@pytest.mark.parametrize(
+    ("name", "target_gb", "draft_gb", "sliding", "full", "source_sliding", "source_full"),
+    [
+        # Bytes of K and V a position, over all layers that own them, then of the two layers that the assistant reads. Where K and V
+        # are one projection, full layers store 640 numbers a head instead of 1,024.
+        ("e2b", 4.560, 0.023, 12_288, 6_144, 1_024, 2_048),
+        ("e4b", 9.289, 0.025, 40_960, 16_384, 2_048, 4_096),
+        ("12b", 23.815, 0.846, 327_680, 10_240, 8_192, 1_280),
+        ("26b", 7.645, 0.839, 204_800, 12_800, 8_192, 2_560),
+        ("31b", 61.395, 0.939, 819_200, 51_200, 16_384, 5_120),
+    ],
+)
+def test_bytes_of_a_step(name, target_gb, draft_gb, sliding, full, source_sliding, source_full):
+    target, assistant = pair(name)
+    one = roofline.step_bytes(target, NoDraft(), batch=1, num_draft_tokens=0, context=4096)
+    assert round(one.target / 1e9, 3) == target_gb
+    window = target.config.sliding_window
+    assert one.target_kv == sliding * window + full * 4096
+    assert (one.drafter, one.drafter_kv) == (0, 0)
+    drafted = roofline.step_bytes(target, assistant, batch=1, num_draft_tokens=3, context=100)
+    assert round(drafted.drafter / 3 / 1e9, 3) == draft_gb
+    assert drafted.target_kv == (sliding + full) * 100
+    assert drafted.drafter_kv == 3 * 100 * (source_sliding + source_full)
+    assert drafted.total == drafted.target + drafted.target_kv + drafted.drafter + drafted.drafter_kv
+
+
+def test_bytes_grow_with_the_experts_and_centroids_that_a_batch_chooses():
+    target, assistant = pair("26b")
+    # 5 rows choose 35.3 of 128 experts: 22,837,985,280 weights of all experts, 2,395,156,510 others, of 2 bytes.
+    five = roofline.step_bytes(target, assistant, batch=1, num_draft_tokens=4, context=0)
+    assert five.target == pytest.approx(2 * (2_395_156_510 + 22_837_985_280 * (1 - (15 / 16) ** 5)))
+    assert roofline.expected_distinct(8, 128, 5) == pytest.approx(35.3, abs=0.05)
+    many = roofline.step_bytes(target, assistant, batch=64, num_draft_tokens=4, context=0)
+    assert many.target / 2 == pytest.approx(25_233_141_790, rel=1e-6)
+    # A centroid head reads 128 rows of 256 bfloat16 and their ids for each of the 32 centroids of a sequence.
+    target, assistant = pair("e2b")
+    rest = 77_993_476 - 262_144 * 257
+    for batch, centroids in ((1, 32), (32, 2048 * (1 - (63 / 64) ** 32))):
+        size = roofline.step_bytes(target, assistant, batch=batch, num_draft_tokens=1, context=0).drafter
+        assert size == pytest.approx(2 * rest + centroids * 128 * (2 * 256 + 4))
+
+
+def test_operations_of_a_prompt():
+    config = Gemma4Config.from_hf({**tiny.TARGET, "text_config": {**tiny.TEXT, "hidden_size_per_layer_input": 0}})
+    target = gemma4.abstract(config)
+    # q and kv or k, o, and the three matrices of the feed-forward, of a sliding and a full layer: 32 wide.
+    sliding = 32 * (2 * 8 + 2 * 8) + 16 * 32 + 3 * 32 * 48
+    full = 32 * (2 * 16 + 16) + 32 * 32 + 3 * 32 * 48
+    attention = 4 * 2 * 8 * (36 + 2 * 8) + 4 * 2 * 16 * 55  # 10 rows; the window is 8
+    assert roofline.prefill_flops(target, 10, 16) == 2 * 10 * (sliding + full) + attention + 2 * 32 * 4096
+    assert roofline.prefill_flops(target, 10, 5) == 2 * 10 * (sliding + full) + attention + 2 * 2 * 32 * 4096
+
+
+def test_layers_that_share_keys_run_one_row_of_a_chunk():
+    text = {**tiny.TEXT, "hidden_size_per_layer_input": 0, "attention_k_eq_v": False, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    text["layer_types"] = tiny.TEXT["layer_types"] * 2
+    target = gemma4.abstract(Gemma4Config.from_hf({**tiny.TARGET, "text_config": text}))
+    shared = 2 * (2 * 32 * 16 + 3 * 32 * 48 + 2 * 32 * 32 + 3 * 32 * 48)
+    seen = 4 * 2 * 8 * 8 + 4 * 2 * 16 * 10
+    all_rows = roofline.prefill_flops(target, 10, 16, taps=(4,))
+    seen_by_all = 4 * 2 * 8 * (36 + 2 * 8) + 4 * 2 * 16 * 55
+    assert all_rows - roofline.prefill_flops(target, 10, 16) == 9 * shared + seen_by_all - seen
+
+
+def test_random_weights():
+    config = Gemma4Config.from_hf({**tiny.TARGET, "text_config": {**tiny.TEXT, "enable_moe_block": True, **MOE}})
+    trees = gemma4.abstract(config), gemma4_mtp.abstract(AssistantConfig.from_hf(tiny.ASSISTANT))
+    target, drafter = bench.random_weights(trees)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), (target, drafter)) == jax.tree.map(lambda x: (x.shape, x.dtype), trees)
+    for ones in (target.norm.weight, target.layers[0].layer_scalar, target.layers[0].router.per_expert_scale):
+        assert (ones == 1).all()
+    assert (drafter.masked_embedding.token_ordering == jnp.arange(tiny.VOCAB)).all()
+    table = np.asarray(target.embed_tokens.weight, np.float32)
+    assert abs(table.mean()) < 3e-4 and table.std() == pytest.approx(0.02, rel=0.01)
+    assert np.abs(np.corrcoef(table[:, :8].T) - np.eye(8)).max() < 0.1
+    gates = [np.asarray(layer.mlp.gate_up_proj.weight, np.float32) for layer in target.layers]
+    assert (gates[0] != gates[1]).mean() > 0.9
+
+
+MOE = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target and an assistant of which there is only config.json."""
+    root = tmp_path_factory.mktemp("shapes")
+    for name, config in (("target", tiny.TARGET), ("assistant", tiny.ASSISTANT)):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    return root
+
+
+def test_a_run_from_end_to_end(folders, capsys):
+    model = ["--config", str(folders / "target"), "--drafter", str(folders / "assistant"), "--dtype", "float32", "--k", "2"]
+    work = ["--batch", "4", "--context", "20", "--tokens", "40", "--acceptance", "0.9,0.5", "--prefill", "24", "--prefill-chunk", "16"]
+    out = ["--repeats", "2", "--json", str(folders / "out.json"), "--profile", str(folders / "trace")]
+    assert cli.main(["bench", *model, *work, *out]) == 0
+    report = json.loads((folders / "out.json").read_text())
+    (step,), (prompt,) = report["decode"], report["prefill"]
+    # 2 calls of ceil(40 / 2.4) rounds of 4 sequences: the mean of 136 draws of 1, 2 or 3 tokens with deviation 0.66.
+    assert step["steps"] == 34
+    assert step["acceptance_length"] == pytest.approx(2.4, abs=0.2)
+    assert 20 + 1 + 9 + 17 < step["context"] < 20 + 1 + 27 + 51
+    assert 0 < step["step_ms"]["min"] <= step["step_ms"]["median"] <= step["step_ms"]["max"]
+    assert step["tokens_per_s"] == pytest.approx(4e3 * step["acceptance_length"] / step["step_ms"]["median"])
+    assert step["floor_ms"] == pytest.approx(1e3 * sum(step["bytes"].values()) / report["copy_bytes_per_s"])
+    assert step["ratio"] == pytest.approx(step["step_ms"]["median"] / step["floor_ms"])
+    assert step["loop"]["compile_s"] > 0 and report["jax"] == jax.__version__
+    assert any("verify" in kernel["operation"] for kernel in step["kernels"])
+    assert prompt["tokens_per_s"] == pytest.approx(24e3 / prompt["ms"]["median"])
+    printed = capsys.readouterr().out
+    assert "accepted 0.9, 0.5" in printed and f"{step['step_ms']['median']:8.3f}" in printed and "kernels of a step" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--config", "70b"], "config '70b' is neither a folder"),
+        (["--config", "e2b", "--drafter", "dspark"], "drafter 'dspark' is neither a folder"),
+        (
+            ["--config", "pocket", "--drafter", "mtp"],
+            "drafter 'mtp' is the assistant of one of e2b, e4b, 12b, 26b, 31b; for config 'pocket'",
+        ),
+        (["--config", "pocket", "--k", "2"], "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter"),
+        (["--config", "pocket", "--drafter", "pocket-mtp", "--k", "5"], "synthetic acceptance has 4 rates for 5 drafts"),
+        (["--config", "pocket", "--acceptance", "0.5,0.7"], "rates[1] is 0.7, expected at most 0.5"),
+        (["--config", "pocket", "--dtype", "float16"], "dtype is 'float16'; available: 'float32', 'bfloat16'"),
+        (["--config", "pocket", "--temperature", "-1"], "temperature is -1.0, expected a finite number of at least 0"),
+        (["--config", "pocket", "--repeats", "0"], "repeats is 0, expected at least 1"),
+        (["--config", "pocket", "--batch", "8,0"], "batch is 0, expected at least 1"),
+        (["--config", "e2b", "--context", "131000"], "context 131000 and 3 timed calls of 128 steps may take 131395 positions; the config"),
+    ],
+)
+def test_what_the_user_got_wrong(capsys, options, message):
+    assert cli.main(["bench", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"jaxspec: {message}")
+
+
+def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(capsys, monkeypatch):
+    monkeypatch.setattr("jaxspec.bench.MEMORY_FRACTION", 1e-6)
+    assert cli.main(["bench", "--config", "31b", "--drafter", "mtp", "--batch", "1,8"]) == 2
+    message = capsys.readouterr().err
+    assert "31b needs 65.11 GiB: target 57.18, drafter 0.87, 8 slots of 1054 positions 7.06" in message and "cpu has 0.00" in message
+
+
+def test_kernels_are_added_up_by_what_they_compute(monkeypatch, tmp_path):
+    """Kernels of a GPU's trace, by the instruction that each names, or by a name that is an instruction's."""
+    program = """
+  %gemm_fusion_dot.7 = bf16[1]{0} fusion(%a), metadata={op_name="jit(decode_loop)/while/body/verify/dot_general" source_line=1}
+  ROOT %gemm_fusion_dot.12 = bf16[1]{0} fusion(%a), metadata={op_name="jit(decode_loop)/while/body/verify/dot_general"}
+  %gemm_fusion_dot.20 = bf16[1]{0} fusion(%a), metadata={op_name="jit(decode_loop)/while/body/draft/dot_general"}
+"""
+    (tmp_path / "a.xplane.pb").touch()
+    events = [
+        ("gemm_fusion_dot_7", {}, 1e6),
+        ("gemm_fusion_dot_12", {"hlo_op": "gemm_fusion_dot.12"}, 3e6),
+        ("nvjet_tst", {"hlo_op": "gemm_fusion_dot.20"}, 10e6),
+        ("MemcpyD2D", {}, 2e6),
+    ]
+    trace = Trace([("Stream #1(Compute)", events), ("XLA Ops", events)])
+    monkeypatch.setattr(jax.profiler.ProfileData, "from_file", lambda path: trace, raising=False)
+    found = kernel_times.kernel_times(tmp_path, program, 2)
+    assert [(k.kernel, k.operation, k.ms, k.count) for k in found] == [
+        ("nvjet_tst", "draft/dot_general", 5.0, 0.5),
+        ("gemm_fusion_dot", "verify/dot_general", 2.0, 1.0),
+        ("MemcpyD2D", "", 1.0, 0.5),
+    ]
+    assert list(kernel_times.table(found))[0] == "kernels of a step: 8.000 ms in all, without CUDA graphs"
+    with pytest.raises(RuntimeError, match="left no trace"):
+        kernel_times.kernel_times(tmp_path / "none", program, 2)
+
+
+class Named:
+    def __init__(self, name, **fields):
+        self.name = name
+        self.__dict__.update(fields)
+
+
+class Trace:
+    def __init__(self, lines):
+        made = [Named(name, events=[Named(n, stats=stats.items(), duration_ns=ns) for n, stats, ns in events]) for name, events in lines]
+        self.planes = [Named("/host:CPU", lines=[]), Named("/device:GPU:0", lines=made)]
