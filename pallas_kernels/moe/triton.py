@@ -1,10 +1,10 @@
 """The mixture of experts in the Triton dialect: route, group, gate_up and down.
 
-`route` picks the experts of each row. `group` lists the pairs (row, choice) of each expert; a small `route` does that itself. A tile
-is a few pairs of one expert. `gate_up` and `down` run over (tiles, blocks of output columns): there are as many tiles as the
-worst spread of pairs needs, a program finds its tile's expert from the counts, and one past the last tile ends at once. Every tile of
-one expert is a neighbour of the next in the grid, so an expert with several is read from memory once, then from the L2 cache. Each pair's
-output has its own place and is added up afterwards, so no two programs write to the same one.
+`route` picks the experts of each row. `group` lists the pairs (row, choice) of each expert; with few rows `route` does that itself. A
+tile is a few pairs of one expert. `gate_up` and `down` run over (tiles, blocks of output columns): there are as many tiles as the
+worst spread of pairs needs, a program finds its tile's expert from the counts, and one past the last tile ends at once. Tiles come
+first in the grid, so those of one expert run side by side, and what one of them reads from memory the others find in the L2 cache.
+Each pair's output has its own place, and `reference.combine` adds them up, so no two programs write to the same one.
 """
 
 from __future__ import annotations
@@ -45,18 +45,22 @@ class Tiles:
     down: Blocks
 
 
+# By rows of a tile. With few of them it is the bytes in flight that count, with many the products.
+TILES = {
+    16: Tiles(16, Blocks(32, 128, 4, 4), Blocks(64, 128, 4, 4)),
+    32: Tiles(32, Blocks(64, 128, 4, 3), Blocks(64, 128, 4, 4)),
+    64: Tiles(64, Blocks(64, 64, 4, 4), Blocks(128, 64, 4, 4)),
+    128: Tiles(128, Blocks(64, 64, 8, 3), Blocks(128, 64, 8, 3)),
+}
+FLOAT32 = Tiles(16, Blocks(32, 64, 4, 3), Blocks(64, 64, 4, 3))
+
+
 def choose_tiles(pairs: int, experts: int, itemsize: int) -> Tiles:
-    """Tiles for this many pairs. At few pairs an expert it is the weights' bytes in flight that count, at many the products."""
+    """Tiles for this many pairs: an expert's pairs should fit in few tiles, and fill them."""
     if itemsize > 2:
-        return Tiles(16, Blocks(32, 64, 4, 3), Blocks(64, 64, 4, 3))
+        return FLOAT32
     share = pairs / experts
-    if share <= 4:
-        return Tiles(16, Blocks(32, 128, 4, 4), Blocks(64, 128, 4, 4))
-    if share <= 16:
-        return Tiles(32, Blocks(64, 128, 4, 3), Blocks(64, 128, 4, 4))
-    if share <= 64:
-        return Tiles(64, Blocks(64, 64, 4, 4), Blocks(128, 64, 4, 4))
-    return Tiles(128, Blocks(64, 64, 8, 4), Blocks(128, 64, 8, 4))
+    return TILES[16 if share <= 4 else 32 if share <= 16 else 64 if share <= 192 else 128]
 
 
 def unsupported(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array) -> str | None:
