@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxspec import checkpoint
 from jaxspec.config import TARGET_TYPES, AssistantConfig, Gemma4Config
-from jaxspec.drafters import draft_model, gemma4_mtp, mtp
+from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
 from jaxspec.drafters.base import Drafter, NoDraft
 
 
@@ -24,6 +24,8 @@ def _assistant(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dt
 REGISTRY: dict[str, Callable[[Path, Mapping[str, Any], Gemma4Config, Any], Any]] = {
     "gemma4_assistant": _assistant,
     "gemma4_unified_assistant": _assistant,
+    **dict.fromkeys(dflash.NAMES, dflash.from_checkpoint),
+    **dict.fromkeys(eagle3.NAMES, eagle3.from_checkpoint),
     mtp.MODEL_TYPE: mtp.from_checkpoint,
     **dict.fromkeys(TARGET_TYPES, draft_model.from_checkpoint),
 }
@@ -41,7 +43,9 @@ def abstract_drafter(folder: Path, target: Gemma4Config, dtype: Any) -> Any:
     make = next((REGISTRY[name] for name in names if name in REGISTRY), None)
     if make is None:
         kind = config.get("model_type")
-        raise ValueError(f"the drafter {folder} has model_type {kind!r}; expected one of {', '.join(map(repr, REGISTRY))}")
+        known = ", ".join(map(repr, REGISTRY))
+        named = f" ({', '.join(architectures)})" if architectures else ""
+        raise ValueError(f"the drafter {folder} has model_type {kind!r}{named}; expected one of {known}")
     try:
         return make(folder, config, target, dtype)
     except ValueError as error:
@@ -57,7 +61,8 @@ def load_drafter(
         prefixes, skip = checkpoint.TARGET_PREFIXES, checkpoint.TOWERS
         model = checkpoint.load_weights(folder, tree.model, prefixes=prefixes, skip=skip, progress=progress)
         return dataclasses.replace(tree, model=model)
-    return checkpoint.load_weights(folder, tree, progress=progress)
+    skip = tree.config.unread if isinstance(tree, dflash.DFlash | eagle3.Eagle3) else ()
+    return checkpoint.load_weights(folder, tree, skip=skip, progress=progress)
 
 
 __all__ = ["REGISTRY", "Drafter", "NoDraft", "abstract_drafter", "load_drafter"]

@@ -160,7 +160,10 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None) -> LayerSpe
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
     if heads % kv_heads or head_dim % 2:
-        raise ValueError(f"the drafter has {heads} query heads and {kv_heads} KV heads of head_dim {head_dim}; expected a multiple, even")
+        raise ValueError(
+            f"the drafter has {heads} query heads and {kv_heads} KV heads of head_dim {head_dim}; the first must be a multiple of the "
+            "second, and head_dim even"
+        )
     return LayerSpec(
         kind=FULL if window is None else SLIDING,
         window=window,
