@@ -25,12 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec import checkpoint, decode, drafters, gemma4, kernel_times, roofline, shapes
+from jaxspec import decode, gemma4, kernel_times, roofline, shapes
 from jaxspec.accept import Rule, synthetic
-from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
+from jaxspec.config import Gemma4Config
 from jaxspec.drafters.base import NoDraft
-from jaxspec.loading import DTYPES, memory_limit, read_target
+from jaxspec.loading import DTYPES, memory_limit
 from jaxspec.params import integer
 from jaxspec.runner import PREFILL_ROWS, nbytes
 from jaxspec.sampling import seed_words
@@ -40,18 +39,37 @@ WARM_UPS, WARM_UP_STEPS = 3, 3  # a CUDA graph is recorded in the second run of 
 MEMORY_FRACTION = 0.95  # of what JAX may use; the rest is for temporary arrays
 
 
-def _no_drafter(shape: str, target: Gemma4Config, dtype: Any) -> NoDraft:
-    return NoDraft()
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is asked of the model. context: tokens of a prompt. tokens: new tokens of a sequence in a timed call, about.
+    prefill_chunk: rows of a prefill call, at most."""
 
+    num_draft_tokens: int
+    accept: Rule
+    context: int = 512
+    tokens: int = 128
+    temperature: float = 0.0
+    attention: str = "auto"
+    draft_attention: str = "auto"
+    repeats: int = 3
+    prefill_chunk: int = PREFILL_ROWS
+    seed: int = 0
+    profile: str | None = None
 
-def _mtp(shape: str, target: Gemma4Config, dtype: Any) -> gemma4_mtp.Gemma4MTP:
-    if shape not in shapes.ASSISTANTS:
-        raise ValueError(f"drafter 'mtp' is the assistant of one of {', '.join(shapes.ASSISTANTS)}; for config {shape!r} name its folder")
-    return gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(shapes.ASSISTANTS[shape]), target), dtype)
+    @property
+    def steps(self) -> int:
+        """Rounds of a timed call."""
+        expected = 1 + sum(self.accept.rates[: self.num_draft_tokens])
+        return max(math.ceil(self.tokens / expected), 1)
 
+    @property
+    def max_len(self) -> int:
+        """Room for every round to accept everything."""
+        rounds = WARM_UPS * WARM_UP_STEPS + (self.repeats + (self.profile is not None)) * self.steps
+        return self.context + 2 + rounds * (self.num_draft_tokens + 1)
 
-# Name of a drafter -> (name of the target's shape, its config, dtype) -> the drafter as a tree of ShapeDtypeStructs.
-DRAFTERS: dict[str, Callable[[str, Gemma4Config, Any], Any]] = {"none": _no_drafter, "mtp": _mtp}
+    def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
+        return decode.init_state(target, drafter, slots=slots, max_len=max_len, num_draft_tokens=self.num_draft_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,39 +153,6 @@ class Report:
     prefill: tuple[PrefillFigures, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """What is asked of the model. context: tokens of a prompt. tokens: new tokens of a sequence in a timed call, about.
-    prefill_chunk: rows of a prefill call, at most."""
-
-    num_draft_tokens: int
-    accept: Rule
-    context: int = 512
-    tokens: int = 128
-    temperature: float = 0.0
-    attention: str = "auto"
-    draft_attention: str = "auto"
-    repeats: int = 3
-    prefill_chunk: int = PREFILL_ROWS
-    seed: int = 0
-    profile: str | None = None
-
-    @property
-    def steps(self) -> int:
-        """Rounds of a timed call."""
-        expected = 1 + sum(self.accept.rates[: self.num_draft_tokens])
-        return max(math.ceil(self.tokens / expected), 1)
-
-    @property
-    def max_len(self) -> int:
-        """Room for every round to accept everything."""
-        rounds = WARM_UPS * WARM_UP_STEPS + (self.repeats + (self.profile is not None)) * self.steps
-        return self.context + 2 + rounds * (self.num_draft_tokens + 1)
-
-    def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
-        return decode.init_state(target, drafter, slots=slots, max_len=max_len, num_draft_tokens=self.num_draft_tokens)
-
-
 def bench(
     config: str,
     drafter: str = "none",
@@ -182,16 +167,16 @@ def bench(
 ) -> Report:
     """Times steps of each batch size, and prompts of each length in `prefill`.
 
-    config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", "mtp" (the
-    assistant of a named config), or a folder. num_draft_tokens: by default 4, 0 without a drafter. rates: of synthetic acceptance, see
+    config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
+    `shapes.DRAFTERS`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. rates: of synthetic acceptance, see
     `accept.synthetic`. workload: other fields of `Workload`.
     Raises ValueError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
-    target_config = _target_config(config)
+    target_config = shapes.target_config(config)
     target: Any = gemma4.abstract(target_config, DTYPES[dtype])
-    draft: Any = _abstract_drafter(drafter, config, target_config, DTYPES[dtype])
+    draft: Any = shapes.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
     drafting = not isinstance(draft, NoDraft)
     count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
     if count and not drafting:
@@ -217,7 +202,7 @@ def bench(
         rate = roofline.matmul_rate(256 if on_cpu else 8192, DTYPES[dtype])
         stage("random weights")
         begun = time.perf_counter()
-        target, draft = jax.block_until_ready(random_weights((target, draft), work.seed))
+        target, draft = jax.block_until_ready(shapes.random_weights((target, draft), work.seed))
         weights_s = time.perf_counter() - begun
         decoded = tuple(_decode(work, target, draft, batch, bandwidth, stage) for batch in batches)
         prefilled = tuple(_prefill(work, target, draft, length, rate, stage) for length in prefill)
@@ -280,59 +265,6 @@ def lines(report: Report) -> Iterator[str]:
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     """The report as a JSON object with the names of its fields."""
     Path(path).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
-
-
-def random_weights(abstract: Any, seed: int = 0, std: float = 0.02) -> Any:
-    """Weights for an abstract tree, made on the device one by one: norms and scalars one, a token ordering the identity, everything
-    else normal with deviation `std`. There is one program for each shape."""
-
-    def draw(path: Any, leaf: Any) -> jax.Array:
-        name = jax.tree_util.keystr(path)
-        if jnp.issubdtype(leaf.dtype, jnp.integer):
-            return jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
-        if len(leaf.shape) < 2 or "norm" in name:
-            return jnp.ones(leaf.shape, leaf.dtype)
-        drawn.append(name)
-        return _normal(np.uint32(seed), np.uint32(len(drawn)), np.float32(std), shape=leaf.shape, dtype=leaf.dtype)
-
-    drawn: list[str] = []
-    return jax.tree_util.tree_map_with_path(draw, abstract)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(seed: jax.Array, index: jax.Array, std: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal numbers from a hash of (seed, index of the array, coordinates): nothing larger than the result is ever stored."""
-
-    def mix(x: jax.Array) -> jax.Array:
-        x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x21F0AAAD)
-        x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0xD35A2D97)
-        return x ^ (x >> jnp.uint32(15))
-
-    bits = jnp.broadcast_to(mix(mix(seed) + index), shape)
-    for axis in range(len(shape)):
-        bits = mix(bits + jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
-    uniform = ((bits >> jnp.uint32(8)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
-    return (std * jnp.float32(math.sqrt(2)) * jax.lax.erf_inv(2 * uniform - 1)).astype(dtype)
-
-
-def _target_config(name: str) -> Gemma4Config:
-    if name in shapes.TARGETS:
-        return Gemma4Config.from_hf(shapes.TARGETS[name])
-    try:
-        folder = checkpoint.resolve(name)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"config {error}; named shapes: {', '.join(shapes.TARGETS)}") from error
-    return read_target(folder)[0]
-
-
-def _abstract_drafter(name: str, shape: str, target: Gemma4Config, dtype: Any) -> Any:
-    if name in DRAFTERS:
-        return DRAFTERS[name](shape, target, dtype)
-    try:
-        folder = checkpoint.resolve(name)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"drafter {error}; named drafters: {', '.join(DRAFTERS)}") from error
-    return drafters.abstract_drafter(folder, target, dtype)
 
 
 def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], prefill: Sequence[int]) -> None:

@@ -81,7 +81,9 @@ def _bench_parser(commands: Any) -> None:
     text = "Times steps and prompts with random weights of a model's shape, beside the memory floor measured in the same run."
     bench = commands.add_parser("bench", help="time a shape on this device", description=text)
     bench.add_argument("--config", required=True, help="e2b, e4b, 12b, 26b, 31b, or a folder with a config.json")
-    bench.add_argument("--drafter", default="none", help="none (the default), mtp, or a folder with a config.json")
+    bench.add_argument(
+        "--drafter", default="none", help="none (the default), ngram, mtp, dflash, eagle3, modules, a smaller config, or a folder"
+    )
     bench.add_argument("--k", type=int, metavar="K", help="tokens drafted in each round (default: 4 with a drafter)")
     bench.add_argument("--batch", type=_numbers(int), default=(1,), metavar="B,...", help="sequences at a time, each timed in turn")
     bench.add_argument("--context", type=int, default=512, metavar="N", help="tokens of a prompt (default: 512)")

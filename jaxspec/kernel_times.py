@@ -14,8 +14,8 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """One kind of kernel. kernel: its name without numbers. operation: JAX's name of what it computes, as a path of scopes; "" where
-    the trace does not say. ms, count: of a step."""
+    """One kind of kernel. kernel: its name without numbers. operation: JAX's name of what it computes, as a path of scopes, and
+    the result's shape; "" where the trace does not say. ms, count: of a step."""
 
     kernel: str
     operation: str
@@ -72,9 +72,10 @@ def _instruction(stats: Mapping[str, Any]) -> str:
 
 
 def _operations(program: str) -> dict[str, str]:
-    """HLO instruction -> JAX's name of the operation, without what all of the loop's body has in common."""
-    found = re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*?metadata=\{[^}]*?op_name="([^"]*)"', program, re.MULTILINE)
-    return {_plain(name): re.sub(r"^.*?while/body/(closed_call/)?", "", operation) for name, operation in found}
+    """HLO instruction -> JAX's name of the operation, without what all of the loop's body has in common, and what it gives."""
+    pattern = r'^\s*(?:ROOT )?%?([\w.-]+) = \(*(\w+\[[\d,]*\])?.*?metadata=\{[^}]*?op_name="([^"]*)"'
+    found = re.findall(pattern, program, re.MULTILINE)
+    return {_plain(name): f"{re.sub('^.*?while/body/(closed_call/)?', '', path)} {shape}".strip() for name, shape, path in found}
 
 
 def _plain(name: str) -> str:

@@ -1,14 +1,27 @@
-"""Shapes of the released models and their assistants: config.json without a checkpoint, text parts only.
+"""Shapes of the released models and of drafters for them, config.json without a checkpoint, and random weights of a shape.
 
-The targets' values are those of the released configs. Of the assistants only E2B's config was read; the others' values are
-assembled from public code and agree with the sizes of their checkpoints.
+Only text parts. The targets' values are those of the released configs, and so are those of E2B's assistant and of the DFlash
+drafters; the other assistants' are assembled from public code and agree with the sizes of their checkpoints. The EAGLE-3 drafter and
+the MTP modules are made up, of the size that is usual.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from jaxspec.config import FULL, SLIDING
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import checkpoint, drafters
+from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
+from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
+from jaxspec.drafters.base import NoDraft
+from jaxspec.drafters.ngram import NGram
+from jaxspec.loading import read_target
 
 _COMMON = {
     "vocab_size": 262_144,
@@ -163,3 +176,144 @@ ASSISTANTS: dict[str, dict[str, Any]] = {
     "26b": _assistant(TARGETS["26b"], hidden_size=1024, num_attention_heads=16, ordered=False),
     "31b": _assistant(TARGETS["31b"], hidden_size=1024, num_attention_heads=32, ordered=False),
 }
+
+
+def _dflash(depth: int, target_layer_ids: list[int], **sizes: int) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": 262_144,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "layer_types": _kinds(4, 1),
+        "sliding_window": 2048,
+        "block_size": 16,
+        "num_target_layers": depth,
+        "final_logit_softcapping": 30.0,
+        "dflash_config": {"mask_token_id": 4, "target_layer_ids": target_layer_ids},
+        **sizes,
+    }
+
+
+DFLASH: dict[str, dict[str, Any]] = {
+    "26b": _dflash(30, [1, 6, 11, 17, 22, 27], hidden_size=2816, intermediate_size=5632, num_attention_heads=32),
+    "31b": _dflash(60, [1, 12, 23, 35, 46, 57], hidden_size=5376, intermediate_size=10_752, num_attention_heads=64),
+}
+
+
+def target_config(name: str) -> Gemma4Config:
+    """The config of a named target, or of a checkpoint folder, of which only config.json is read.
+
+    Raises FileNotFoundError or ValueError for what is neither.
+    """
+    if name in TARGETS:
+        return Gemma4Config.from_hf(TARGETS[name])
+    try:
+        folder = checkpoint.resolve(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"config {error}; named shapes: {', '.join(TARGETS)}") from error
+    return read_target(folder)[0]
+
+
+def abstract_drafter(name: str, shape: str, target: Gemma4Config, dtype: Any) -> Any:
+    """A named drafter for the target of a name, or that of a checkpoint folder, as a tree of ShapeDtypeStructs.
+
+    Raises FileNotFoundError or ValueError for what is neither, and for a drafter that there is not for this target.
+    """
+    if name in DRAFTERS:
+        return DRAFTERS[name](shape, target, dtype)
+    try:
+        folder = checkpoint.resolve(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"drafter {error}; named drafters: {', '.join(DRAFTERS)}") from error
+    return drafters.abstract_drafter(folder, target, dtype)
+
+
+def _of(configs: dict[str, dict[str, Any]], drafter: str, shape: str) -> dict[str, Any]:
+    if shape not in configs:
+        raise ValueError(f"drafter {drafter!r} is there for config {', '.join(configs)}; for {shape!r} name a folder")
+    return configs[shape]
+
+
+def _abstract_assistant(shape: str, target: Gemma4Config, dtype: Any) -> gemma4_mtp.Gemma4MTP:
+    config = AssistantConfig.from_hf(_of(ASSISTANTS, "mtp", shape))
+    return gemma4_mtp.abstract(gemma4_mtp.bind(config, target), dtype)
+
+
+def _abstract_dflash(shape: str, target: Gemma4Config, dtype: Any) -> dflash.DFlash:
+    return dflash.abstract(dflash.DFlashConfig.from_hf(_of(DFLASH, "dflash", shape), target), dtype)
+
+
+def _abstract_eagle3(shape: str, target: Gemma4Config, dtype: Any) -> eagle3.Eagle3:
+    """One Llama layer as wide as the target, and a head of 32,000 tokens."""
+    config = {
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": min(32_000, target.vocab_size // 2),
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 4 * target.hidden_size,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    return eagle3.abstract(eagle3.Eagle3Config.from_hf(config, target, ("lm_head.weight",)), dtype)
+
+
+def _abstract_modules(shape: str, target: Gemma4Config, dtype: Any) -> mtp.MTPModules:
+    """Four modules like the target's sliding layers."""
+    text = _of(TARGETS, "modules", shape)["text_config"]
+    text = {**text, "layer_types": [*text["layer_types"], *[SLIDING] * 4]}
+    config = {"model_type": mtp.MODEL_TYPE, "num_nextn_predict_layers": 4, "text_config": text}
+    return mtp.abstract(mtp.bind(mtp.ModulesConfig.from_hf(config), target), dtype)
+
+
+def _abstract_draft_model(config: dict[str, Any], shape: str, target: Gemma4Config, dtype: Any) -> draft_model.DraftModel:
+    return draft_model.abstract(draft_model.bind(Gemma4Config.from_hf(config), target), dtype)
+
+
+# Name of a drafter -> (name of the target's shape, its config, dtype) -> the drafter as a tree of ShapeDtypeStructs.
+DRAFTERS: dict[str, Callable[[str, Gemma4Config, Any], Any]] = {
+    "none": lambda shape, target, dtype: NoDraft(),
+    "ngram": lambda shape, target, dtype: NGram(),
+    "mtp": _abstract_assistant,
+    "dflash": _abstract_dflash,
+    "eagle3": _abstract_eagle3,
+    "modules": _abstract_modules,
+    **{name: partial(_abstract_draft_model, config) for name, config in TARGETS.items()},
+}
+
+
+def random_weights(abstract: Any, seed: int = 0, std: float = 0.02) -> Any:
+    """Weights for an abstract tree, made on the device one by one: norms and scalars one, a token ordering the identity, everything
+    else normal with deviation `std`. There is one program for each shape."""
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
+        if len(leaf.shape) < 2 or "norm" in name:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        drawn.append(name)
+        return _normal(np.uint32(seed), np.uint32(len(drawn)), np.float32(std), shape=leaf.shape, dtype=leaf.dtype)
+
+    drawn: list[str] = []
+    return jax.tree_util.tree_map_with_path(draw, abstract)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(seed: jax.Array, index: jax.Array, std: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers from a hash of (seed, index of the array, coordinates): nothing larger than the result is ever stored."""
+
+    def mix(x: jax.Array) -> jax.Array:
+        x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x21F0AAAD)
+        x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0xD35A2D97)
+        return x ^ (x >> jnp.uint32(15))
+
+    bits = jnp.broadcast_to(mix(mix(seed) + index), shape)
+    for axis in range(len(shape)):
+        bits = mix(bits + jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
+    uniform = ((bits >> jnp.uint32(8)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
+    return (std * jnp.float32(math.sqrt(2)) * jax.lax.erf_inv(2 * uniform - 1)).astype(dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxspec import bench, cli, gemma4, kernel_times, roofline, shapes
+from jaxspec import cli, gemma4, kernel_times, roofline, shapes
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import NoDraft
@@ -65,6 +65,43 @@ def test_bytes_grow_with_the_experts_and_centroids_that_a_batch_chooses():
         assert size == pytest.approx(2 * rest + centroids * 128 * (2 * 256 + 4))
 
 
+def test_bytes_of_other_drafters():
+    target, _ = pair("31b")
+
+    def read(name: str, k: int):
+        drafter = shapes.abstract_drafter(name, "31b", target.config, jnp.bfloat16)
+        size = roofline.step_bytes(target, drafter, batch=2, num_draft_tokens=k, context=3000)
+        return size.drafter, size.drafter_kv
+
+    head = 2 * 262_144 * 5376
+    # One pass whatever K, over 1.54 B weights and the target's head; K and V of 8 heads of 128, four layers with a window of 2,048.
+    taps, layer = 6 * 5376 * 5376, 2 * 64 * 128 * 5376 + 2 * 8 * 128 * 5376 + 3 * 5376 * 10_752 + 2 * 5376 + 2 * 128
+    assert read("dflash", 15) == read("dflash", 4) == (2 * (taps + 5 * layer + 2 * 5376) + head, 2 * 4 * 8 * 128 * (4 * 2048 + 3000))
+    # The features once, a layer (that reads embeddings too) and a head of 32,000 K times; d2t is of 4 bytes.
+    layer = (32 + 2 * 8) * 128 * 2 * 5376 + 32 * 128 * 5376 + 3 * 5376 * 4 * 5376 + 3 * 5376
+    each = 2 * (layer + 5376 + 32_000 * 5376) + 4 * 32_000
+    assert read("eagle3", 3) == (2 * 3 * 5376 * 5376 + 3 * each, 2 * 3 * 4 * 8 * 128 * 3000)
+    # E2B's weights and its cache, of which sliding layers see 512 positions, K times.
+    assert read("e2b", 2) == (2 * 2 * 2_279_759_139, 2 * 2 * (12_288 * 512 + 6_144 * 3000))
+    # A sliding layer of the target's, [H, 2 H], norms and a head for each draft.
+    module = 2 * (3 * 5376 * 21_504 + 4 * 8192 * 5376 - 2 * 4096 * 5376 + 4 * 5376 + 2 * 256 + 1 + 2 * 5376 * 5376 + 3 * 5376) + head
+    assert read("modules", 6) == (6 * module, 2 * 6 * 16_384 * 1024)
+    assert read("ngram", 4) == read("none", 0) == (0, 0)
+
+
+@pytest.mark.parametrize("shape", shapes.TARGETS)
+def test_every_named_drafter_fits_the_targets_that_it_is_there_for(shape):
+    made = set()
+    for name in shapes.DRAFTERS:
+        try:
+            shapes.abstract_drafter(name, shape, pair(shape)[0].config, jnp.bfloat16)
+        except ValueError as error:
+            assert f"drafter {name!r} is there for config" in str(error)
+        else:
+            made.add(name)
+    assert made == set(shapes.DRAFTERS) - ({"dflash"} if shape not in ("26b", "31b") else set())
+
+
 def test_operations_of_a_prompt():
     config = Gemma4Config.from_hf({**tiny.TARGET, "text_config": {**tiny.TEXT, "hidden_size_per_layer_input": 0}})
     target = gemma4.abstract(config)
@@ -90,7 +127,7 @@ def test_layers_that_share_keys_run_one_row_of_a_chunk():
 def test_random_weights():
     config = Gemma4Config.from_hf({**tiny.TARGET, "text_config": {**tiny.TEXT, "enable_moe_block": True, **MOE}})
     trees = gemma4.abstract(config), gemma4_mtp.abstract(AssistantConfig.from_hf(tiny.ASSISTANT))
-    target, drafter = bench.random_weights(trees)
+    target, drafter = shapes.random_weights(trees)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), (target, drafter)) == jax.tree.map(lambda x: (x.shape, x.dtype), trees)
     for ones in (target.norm.weight, target.layers[0].layer_scalar, target.layers[0].router.per_expert_scale):
         assert (ones == 1).all()
@@ -144,8 +181,9 @@ def test_a_run_from_end_to_end(folders, capsys):
         (["--config", "e2b", "--drafter", "dspark"], "drafter 'dspark' is neither a folder"),
         (
             ["--config", "pocket", "--drafter", "mtp"],
-            "drafter 'mtp' is the assistant of one of e2b, e4b, 12b, 26b, 31b; for config 'pocket'",
+            "drafter 'mtp' is there for config e2b, e4b, 12b, 26b, 31b; for 'pocket' name a folder",
         ),
+        (["--config", "e2b", "--drafter", "dflash"], "drafter 'dflash' is there for config 26b, 31b; for 'e2b' name a folder"),
         (["--config", "pocket", "--k", "2"], "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter"),
         (["--config", "pocket", "--drafter", "pocket-mtp", "--k", "5"], "synthetic acceptance has 4 rates for 5 drafts"),
         (["--config", "pocket", "--acceptance", "0.5,0.7"], "rates[1] is 0.7, expected at most 0.5"),
@@ -171,9 +209,9 @@ def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(capsys, mo
 def test_kernels_are_added_up_by_what_they_compute(monkeypatch, tmp_path):
     """Kernels of a GPU's trace, by the instruction that each names, or by a name that is an instruction's."""
     program = """
-  %gemm_fusion_dot.7 = bf16[1]{0} fusion(%a), metadata={op_name="jit(decode_loop)/while/body/verify/dot_general" source_line=1}
-  ROOT %gemm_fusion_dot.12 = bf16[1]{0} fusion(%a), metadata={op_name="jit(decode_loop)/while/body/verify/dot_general"}
-  %gemm_fusion_dot.20 = bf16[1]{0} fusion(%a), metadata={op_name="jit(decode_loop)/while/body/draft/dot_general"}
+  %gemm_fusion_dot.7 = bf16[5,16]{1,0} fusion(%a), metadata={op_name="jit(decode_loop)/while/body/verify/dot_general" source_line=1}
+  ROOT %gemm_fusion_dot.12 = (bf16[5,16]{1,0}, s8[64]{0}) custom-call(), metadata={op_name="jit(f)/while/body/verify/dot_general"}
+  %gemm_fusion_dot.20 = bf16[5,8]{1,0} fusion(%a), metadata={op_name="jit(decode_loop)/while/body/draft/dot_general"}
 """
     (tmp_path / "a.xplane.pb").touch()
     events = [
@@ -186,8 +224,8 @@ def test_kernels_are_added_up_by_what_they_compute(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.profiler.ProfileData, "from_file", lambda path: trace, raising=False)
     found = kernel_times.kernel_times(tmp_path, program, 2)
     assert [(k.kernel, k.operation, k.ms, k.count) for k in found] == [
-        ("nvjet_tst", "draft/dot_general", 5.0, 0.5),
-        ("gemm_fusion_dot", "verify/dot_general", 2.0, 1.0),
+        ("nvjet_tst", "draft/dot_general bf16[5,8]", 5.0, 0.5),
+        ("gemm_fusion_dot", "verify/dot_general bf16[5,16]", 2.0, 1.0),
         ("MemcpyD2D", "", 1.0, 0.5),
     ]
     assert list(kernel_times.table(found))[0] == "kernels of a step: 8.000 ms in all, without CUDA graphs"
