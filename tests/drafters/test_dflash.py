@@ -5,10 +5,10 @@ The vectors in tests/golden were made with z-lab/dflash (all layers see both way
 
 import dataclasses
 import functools
-import json
 import math
 from pathlib import Path
 
+import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,97 +16,46 @@ import pytest
 import real_configs
 import rounds
 import tiny
+from formulas import attend, check_round, close, greedy, guesses, rms, rotate, silu, write_checkpoint
 from real_configs import FULL, SLIDING
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from jaxspec import checkpoint, drafters, gemma4
+from jaxspec import checkpoint, drafters, shapes
 from jaxspec.config import Gemma4Config
 from jaxspec.drafters import dflash
-from jaxspec.drafters.base import Observed, Target
+from jaxspec.drafters.base import Target
 from jaxspec.drafters.dflash import DFlash, DFlashConfig
-from jaxspec.layers import Embedding
-from jaxspec.sampling import Sampling
-
-GOLDEN = Path(__file__).parent.parent / "golden"
-LIMIT = 1e-4
-
-
-def close(found, wanted) -> None:
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=LIMIT, atol=LIMIT)
-
-
-def greedy(batch: int) -> Sampling:
-    return Sampling(jnp.zeros((batch, 2), jnp.uint32), jnp.zeros(batch, jnp.float32))
-
-
-def write_checkpoint(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def stub_target(layers: int, table: np.ndarray) -> gemma4.Gemma4:
-    """A target of which only the table is there."""
-    text = {
-        **tiny.TEXT,
-        "vocab_size": len(table),
-        "hidden_size": table.shape[1],
-        "num_hidden_layers": layers,
-        "layer_types": [FULL] * layers,
-    }
-    config = Gemma4Config.from_hf({**text, "hidden_size_per_layer_input": 0})
-    empty = dataclasses.replace(gemma4.abstract(config, jnp.float32), layers=())
-    target = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), empty)
-    return dataclasses.replace(target, embed_tokens=Embedding(jnp.asarray(table), table.shape[1] ** 0.5))
 
 
 @pytest.mark.parametrize("name", ["dflash_full", "dflash_sliding"])
 def test_golden_rounds(name: str, tmp_path: Path) -> None:
     """The context of two rounds, observed in chunks with rejected rows of NaN behind them, what it leaves in the pages, and both blocks."""
-    tensors, meta = load_file(GOLDEN / f"{name}.safetensors"), json.loads((GOLDEN / f"{name}.json").read_text())
-    weights = {key.removeprefix("checkpoint."): value for key, value in tensors.items() if key.startswith("checkpoint.")}
+    tensors, config, weights, target = formulas.golden(name)
     weights["lm_head.weight"] = tensors["target.lm_head.weight"]
-    target = stub_target(8, tensors["target.embed_tokens.weight"])
-    drafter = drafters.load_drafter(write_checkpoint(tmp_path, meta["config"], weights), target.config, jnp.float32, progress=False)
-    assert isinstance(drafter, DFlash) and drafter.taps == (2, 5, 7)
-    drafter = dataclasses.replace(drafter, page_size=5)
-    state = jax.jit(lambda: drafter.init(3, 40, 7))()
-    state = dataclasses.replace(
-        state, cache=dataclasses.replace(state.cache, layers=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.cache.layers))
-    )
+    model = drafters.load_drafter(write_checkpoint(tmp_path, config, weights), target.config, jnp.float32, progress=False)
+    assert isinstance(model, DFlash) and model.taps == (2, 5, 7)
+    model = dataclasses.replace(model, page_size=5)
+    state = formulas.nan_state(model, 3, 40, 7)
     observe, block = rounds.compiled(DFlash.observe), rounds.compiled(DFlash.block)
     draft = rounds.compiled(DFlash.draft, static_argnums=4)
     slots, at, chunk = jnp.asarray([2, 3], jnp.int32), 0, 4  # the second row is nobody's
     for number in (1, 2):
-        hidden = tensors[f"input.round{number}.target_hidden_states"]
+        hidden = tensors[f"input.round{number}.target_hidden_states"][list(model.taps)]
         for first in range(0, hidden.shape[1], chunk):
-            taps = hidden[list(drafter.taps), first : first + chunk]
+            taps = hidden[:, first : first + chunk]
             count = taps.shape[1]
-            taps = np.pad(taps, ((0, 0), (0, chunk - count), (0, 0)), constant_values=np.nan)
-            positions = jnp.asarray(at + np.arange(chunk)[None] + np.zeros((2, 1)), jnp.int32)
-            rows = Observed(
-                target, slots, jnp.zeros_like(positions), positions, jnp.zeros((2, 64)), tuple(jnp.stack([tap] * 2) for tap in taps),
-                jnp.asarray([count, count], jnp.int32), jnp.zeros(2, jnp.int32),
-            )  # fmt: skip
-            state, at = observe(drafter, state, rows), at + count
+            state = observe(model, state, formulas.observed(target, slots, at, np.ones(count, int), taps, 1, chunk))
+            at += count
         ids = jnp.asarray(np.repeat(tensors[f"input.round{number}.block_token_ids"], 2, axis=0), jnp.int32)
         view = Target(target, None, slots, ids[:, 0], jnp.asarray([at, 0], jnp.int32))
-        close(block(drafter, state, view, ids)[:1], tensors[f"expected.round{number}.hidden"])
-        drafts, after = draft(drafter, state, view, greedy(2), 7)
+        close(block(model, state, view, ids)[:1], tensors[f"expected.round{number}.hidden"])
+        drafts, after = draft(model, state, view, greedy(2), 7)
         np.testing.assert_array_equal(drafts.tokens[:1], tensors[f"expected.round{number}.draft_ids"])
         assert drafts.logits.shape == (2, 7, 128) and drafts.ids is None
-        for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
-            assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
-    for layer, (spec, pool) in enumerate(zip(drafter.config.layers, state.cache.layers, strict=True)):
-        table = np.asarray(state.cache.tables[spec.kind])[2]
-        for pages, kind in ((pool.k, "key"), (pool.v, "value")):
-            ring = np.asarray(pages)[table].reshape(-1, 2, 16)
-            wanted = tensors[f"debug.cache.layers.{layer}.{kind}"][0].transpose(1, 0, 2)
-            first = max(at - len(ring), 0)
-            close(ring[np.arange(first, at) % len(ring)], wanted[first:])
-            used = np.isin(np.arange(len(pages)), table)
-            assert np.isnan(np.asarray(pages)[~used]).all() and np.isnan(ring).sum() == max(len(ring) - at, 0) * 2 * 16
+        formulas.same(state, after)
+    for layer, spec in enumerate(model.config.layers):
+        key, value = (tensors[f"debug.cache.layers.{layer}.{kind}"][0].transpose(1, 0, 2) for kind in ("key", "value"))
+        formulas.check_pages(state.cache, 2, layer, spec, at, key, value)
 
 
 # Two drafters of the target of `rounds`, as z-lab and as speculators lay them out.
@@ -171,32 +120,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("dflash")
 
 
-def rms(x: np.ndarray, weight: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
-
-
-def rotate(x: np.ndarray, at: np.ndarray, theta: float) -> np.ndarray:
-    """x: [T, heads, D]"""
-    half = x.shape[-1] // 2
-    angle = at[:, None, None] * theta ** (-np.arange(half) / half)
-    low, high = x[..., :half], x[..., half:]
-    return np.concatenate([low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], axis=-1)
-
-
-def attend(q, k, v, visible) -> np.ndarray:
-    """q: [T, heads, D]; k, v: [S, KV heads, D]; visible: [T, S] -> [T, heads * D]"""
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = np.where(visible[None], np.einsum("thd,shd->hts", q, k) / math.sqrt(q.shape[-1]), -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("hts,shd->thd", weights, v).reshape(len(q), -1)
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
-
-
 def reference(layout: str, w: dict[str, np.ndarray], table: np.ndarray, taps: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """The logits of all rows of a block behind a context, over the draft vocabulary, by the formulas of DFlash's paper and code.
 
@@ -211,7 +134,7 @@ def reference(layout: str, w: dict[str, np.ndarray], table: np.ndarray, taps: np
         x[ids == config["mask_token_id"]] = w["mask_embedding"]
     at, key_at = n + np.arange(t), np.arange(n + t)
     for layer, kind in enumerate(inner["layer_types"]):
-        own = {k.removeprefix(f"layers.{layer}."): v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
+        own = formulas.layer_tensors(w, layer)
 
         def heads(rows, name, own=own):
             return (rows @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(rows), -1, dim)
@@ -225,31 +148,11 @@ def reference(layout: str, w: dict[str, np.ndarray], table: np.ndarray, taps: np
             visible &= at[:, None] - key_at[None] < inner["sliding_window"]
         if CAUSAL[layout][layer]:
             visible &= key_at[None] <= at[:, None]
-        x = x + attend(q, k, heads(both, "v"), visible) @ own["self_attn.o_proj.weight"].T
-        normed = rms(x, own["post_attention_layernorm.weight"])
-        gated = silu(normed @ own["mlp.gate_proj.weight"].T) * (normed @ own["mlp.up_proj.weight"].T)
-        x = x + gated @ own["mlp.down_proj.weight"].T
+        x = x + attend(q, k, heads(both, "v"), visible, dim**-0.5) @ own["self_attn.o_proj.weight"].T
+        x = x + formulas.mlp(own, rms(x, own["post_attention_layernorm.weight"]), silu)
     logits = rms(x, w["norm.weight"]) @ w.get("lm_head.weight", table).T
     cap = config.get("final_logit_softcapping")
     return cap * np.tanh(logits / cap) if cap else logits
-
-
-@functools.cache
-def hidden_states() -> np.ndarray:
-    """The target's hidden states over all texts: [5, layers + 1, MAX_LEN, H]."""
-    ids = jnp.asarray(rounds.texts())
-    rows = gemma4.Rows(ids, *(jnp.full(len(ids), value, jnp.int32) for value in (0, ids.shape[1], 0)))
-    out = rounds.compiled(functools.partial(gemma4.Gemma4.__call__, taps=(0, 1, 2, 3)))(rounds.target(), rows, None)[0]
-    return np.stack(out.taps, axis=1)
-
-
-@functools.partial(rounds.compiled, static_argnames="k")
-def guesses(target, model, state, k):
-    """What the next round would draft."""
-    slots = jnp.asarray(rounds.SLOT_IDS)
-    length, seed, temperature = (x.at[slots].get(mode="clip") for x in (state.computed, state.seed, state.temperature))
-    view = Target(target, state.cache, slots, state.tokens.at[slots, length].get(mode="clip"), length)
-    return model.draft(state.drafter, view, Sampling(seed, temperature), k)[0]
 
 
 ACCEPTED = [(0, 3, 7, 1, 5), (7, 0, 2, 4, 0), (6, 5, 0, 7, 2)]
@@ -263,10 +166,11 @@ def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
     ids = np.arange(40) + w["d2t"] if "d2t" in w else np.arange(rounds.VOCAB)
     state = rounds.started(model)
     for accepted in [*ACCEPTED, None]:
-        found, known = guesses(rounds.target(), model, state, 7), rounds.lengths(state)
+        (found, after), known = guesses(rounds.target(), model, state, 7), rounds.lengths(state)
+        formulas.same(state.drafter, after)
         for row, length in enumerate(known):
             text = rounds.tokens(state)[row]
-            taps = hidden_states()[row, list(TAPS[layout]), : length - 1].transpose(1, 0, 2)
+            taps = formulas.hidden_states()[row, list(TAPS[layout]), : length - 1].transpose(1, 0, 2)
             block = np.array([text[length - 1], *[model.config.mask_token_id] * 7])
             wanted = reference(layout, w, table, taps, block)[1:]
             close(found.logits[row], wanted)
@@ -407,37 +311,8 @@ def test_the_embedding_scale_is_a_setting(scale: float) -> None:
     close(found[0], np.asarray(rounds.target().embed_tokens.weight)[[3, 4]] * scale)
 
 
-# The released drafters (facts: their config.json).
-REAL = {
-    "31B": {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": 5376,
-        "intermediate_size": 10_752,
-        "num_hidden_layers": 5,
-        "layer_types": [SLIDING] * 4 + [FULL],
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000,
-        "sliding_window": 2048,
-        "block_size": 16,
-        "num_target_layers": 60,
-        "final_logit_softcapping": 30.0,
-        "vocab_size": 262_144,
-        "dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 12, 23, 35, 46, 57]},
-    },
-}
-REAL["26B-A4B"] = {
-    **REAL["31B"],
-    "hidden_size": 2816,
-    "intermediate_size": 5632,
-    "num_attention_heads": 32,
-    "num_target_layers": 30,
-    "dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 6, 11, 17, 22, 27]},
-}
+REAL = {"31B": shapes.DFLASH["31b"], "26B-A4B": shapes.DFLASH["26b"]}
+# RedHatAI's drafter for 31B (facts: its config.json).
 REAL_SPECULATORS = {
     "architectures": ["DFlashSpeculator"],
     "speculators_model_type": "dflash",
@@ -463,10 +338,7 @@ def test_released_drafters(name: str) -> None:
     target = Gemma4Config.from_hf(real_configs.TARGETS[name])
     config = DFlashConfig.from_hf(REAL[name], target)
     model = dflash.abstract(config)
-    hidden = target.hidden_size
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
-    keys = {part.key: part.shape for path in shapes for part in checkpoint.layouts(path, shapes)[0]}
+    hidden, keys = target.hidden_size, formulas.checkpoint_shapes(model)
     parameters = sum(math.prod(shape) for shape in keys.values())
     assert parameters == {"31B": 1_535_967_488, "26B-A4B": 429_689_088}[name]
     assert keys["fc.weight"] == (hidden, 6 * hidden) and keys["layers.4.self_attn.k_proj.weight"] == (1024, hidden)
@@ -481,33 +353,8 @@ def test_the_released_speculators_drafter() -> None:
     check_round(dflash.abstract(config), target, 7)
 
 
-def check_round(model: DFlash, target: Gemma4Config, k: int) -> None:
-    """Shapes alone: drafts come out as a rule wants them, and every call gives back the state that it took."""
-    batch, hidden = 8, target.hidden_size
-
-    def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    state = jax.eval_shape(functools.partial(model.init, batch, 8192, k))
-    each, rows = array(batch), array(batch, k + 1)
-    taps = tuple(array(batch, k + 1, hidden, dtype=jnp.bfloat16) for _ in model.taps)
-    verifier = gemma4.abstract(target)
-    observed = Observed(verifier, each, rows, rows, array(batch, hidden, dtype=jnp.bfloat16), taps, each, each)
-    sampling = jax.eval_shape(lambda: greedy(batch))
-    drafts, drafted = jax.eval_shape(
-        lambda d, s, t, g: d.draft(s, t, g, k), model, state, Target(verifier, None, each, each, each), sampling
-    )
-    size = model.config.draft_vocab_size
-    assert (drafts.tokens.shape, drafts.logits.shape, drafts.logits.dtype) == ((batch, k), (batch, k, size), jnp.float32)
-    assert (drafts.ids is None) == (size == target.vocab_size)
-    for after in (jax.eval_shape(DFlash.observe, model, state, observed), drafted):
-        assert jax.tree.structure(after) == jax.tree.structure(state)
-        for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
-            assert (old.shape, old.dtype, old.weak_type) == (new.shape, new.dtype, new.weak_type)
-
-
 def test_no_drafts() -> None:
     model = drafter("z-lab")
     state = rounds.started(model)
-    found = guesses(rounds.target(), model, state, 0)
+    found, _ = guesses(rounds.target(), model, state, 0)
     assert found.tokens.shape == (6, 0) and found.logits is None

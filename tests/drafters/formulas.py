@@ -1,0 +1,187 @@
+"""What the tests of DFlash and EAGLE-3 share: decoder formulas in NumPy, stored vectors, and the rounds of `rounds` seen from a drafter."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rounds
+import tiny
+from safetensors.numpy import load_file, save_file
+
+from jaxspec import checkpoint, gemma4
+from jaxspec.config import FULL, Gemma4Config
+from jaxspec.drafters.base import Observed, Target
+from jaxspec.layers import Embedding
+from jaxspec.sampling import Sampling
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+LIMIT = 1e-4
+
+
+def close(found, wanted) -> None:
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=LIMIT, atol=LIMIT)
+
+
+def greedy(batch: int) -> Sampling:
+    return Sampling(jnp.zeros((batch, 2), jnp.uint32), jnp.zeros(batch, jnp.float32))
+
+
+def rms(x, weight, eps=1e-6):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def rotate(x, at, theta, angles=None):
+    """x: [T, heads, D]; at: [T]; angles: of D / 2 pairs, how many turn."""
+    half = x.shape[-1] // 2
+    speed = theta ** (-np.arange(half) / half) * (np.arange(half) < (half if angles is None else angles))
+    angle = at[:, None, None] * speed
+    low, high = x[..., :half], x[..., half:]
+    return np.concatenate([low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], axis=-1)
+
+
+def attend(q, k, v, visible, scale):
+    """q: [T, heads, D]; k, v: [S, KV heads, D]; visible: [T, S] -> [T, heads * D]"""
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = np.where(visible[None], np.einsum("thd,shd->hts", q, k) * scale, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hts,shd->thd", weights, v).reshape(len(q), -1)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def layer_tensors(w, layer):
+    """The tensors of one layer, without their beginning."""
+    start = f"layers.{layer}."
+    return {key.removeprefix(start): value for key, value in w.items() if key.startswith(start)}
+
+
+def mlp(w, x, act):
+    return (act(x @ w["mlp.gate_proj.weight"].T) * (x @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+
+
+def write_checkpoint(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def golden(name: str):
+    """Stored vectors, their config, the weights under the checkpoint's keys, and a target of which only the table is there."""
+    tensors, meta = load_file(GOLDEN / f"{name}.safetensors"), json.loads((GOLDEN / f"{name}.json").read_text())
+    weights = {key.removeprefix("checkpoint."): value for key, value in tensors.items() if key.startswith("checkpoint.")}
+    table, layers = tensors["target.embed_tokens.weight"], 8
+    text = {
+        **tiny.TEXT,
+        "vocab_size": len(table),
+        "hidden_size": table.shape[1],
+        "num_hidden_layers": layers,
+        "layer_types": [FULL] * layers,
+    }
+    config = Gemma4Config.from_hf({**text, "hidden_size_per_layer_input": 0})
+    empty = dataclasses.replace(gemma4.abstract(config, jnp.float32), layers=())
+    target = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), empty)
+    target = dataclasses.replace(target, embed_tokens=Embedding(jnp.asarray(table), table.shape[1] ** 0.5))
+    return tensors, meta["config"], weights, target
+
+
+def nan_state(drafter, *sizes):
+    """A state whose pages hold NaN wherever nothing was written."""
+    state = jax.jit(lambda: drafter.init(*sizes))()
+    layers = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), state.cache.layers)
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+
+
+def observed(target, slots, start: int, ids, taps, anchor: int, width: int) -> Observed:
+    """Rows from position `start` on, the same for each slot, with rejected rows of NaN behind them. ids: [n]; taps: [taps, n, H]."""
+    batch, count = len(slots), taps.shape[1]
+    taps = np.pad(taps, ((0, 0), (0, width - count), (0, 0)), constant_values=np.nan)
+    ids = np.pad(ids, (0, width - count), constant_values=1)
+
+    def each(x, dtype=jnp.int32):
+        return jnp.asarray(np.repeat(np.asarray(x)[None], batch, axis=0), dtype)
+
+    positions = each(start + np.arange(width))
+    rows = tuple(each(tap, jnp.float32) for tap in taps)
+    return Observed(target, slots, each(ids), positions, jnp.zeros((batch, taps.shape[2])), rows, each(count), each(anchor))
+
+
+def check_pages(cache, slot: int, layer: int, spec, length: int, key, value) -> None:
+    """A layer's pages hold K and V of positions 0 .. length - 1 of one slot, as far as its ring keeps them, and NaN everywhere else."""
+    table, pool = np.asarray(cache.tables[spec.kind])[slot], cache.layers[layer]
+    for pages, wanted in ((pool.k, key), (pool.v, value)):
+        pages = np.asarray(pages)
+        ring = pages[table].reshape(-1, *pages.shape[2:])
+        first = max(length - len(ring), 0)
+        if wanted is not None:
+            close(ring[np.arange(first, length) % len(ring)], wanted[first:])
+        assert np.isnan(np.delete(pages, table, axis=0)).all()
+        assert np.isnan(ring).all(axis=(1, 2)).sum() == np.isnan(ring).any(axis=(1, 2)).sum() == max(len(ring) - length, 0)
+
+
+def same(left, right) -> None:
+    """Two states are the same, bit by bit."""
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for old, new in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
+
+
+@functools.partial(rounds.compiled, static_argnames="k")
+def guesses(target, drafter, state, k):
+    """What the next round would draft, and the drafter's state after it."""
+    slots = jnp.asarray(rounds.SLOT_IDS)
+    length, seed, temperature = (x.at[slots].get(mode="clip") for x in (state.computed, state.seed, state.temperature))
+    view = Target(target, state.cache, slots, state.tokens.at[slots, length].get(mode="clip"), length)
+    return drafter.draft(state.drafter, view, Sampling(seed, temperature), k)
+
+
+@functools.cache
+def hidden_states() -> np.ndarray:
+    """The target's hidden states over all texts of `rounds`: [5, layers + 1, MAX_LEN, H]."""
+    ids = jnp.asarray(rounds.texts())
+    rows = gemma4.Rows(ids, *(jnp.full(len(ids), value, jnp.int32) for value in (0, ids.shape[1], 0)))
+    out = rounds.compiled(functools.partial(gemma4.Gemma4.__call__, taps=(0, 1, 2, 3)))(rounds.target(), rows, None)[0]
+    return np.stack(out.taps, axis=1)
+
+
+def checkpoint_shapes(model) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of this drafter: key and shape."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
+    return {part.key: part.shape for path in shapes for part in checkpoint.layouts(path, shapes)[0]}
+
+
+def check_round(model, target: Gemma4Config, k: int) -> None:
+    """By shapes alone: drafts come out as a rule wants them, and every call gives back the state that it took."""
+    batch, hidden = 8, target.hidden_size
+
+    def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    state = jax.eval_shape(functools.partial(model.init, batch, 8192, k))
+    each, block = array(batch), array(batch, k + 1)
+    taps = tuple(array(batch, k + 1, hidden, dtype=jnp.bfloat16) for _ in model.taps)
+    verifier = gemma4.abstract(target)
+    rows = Observed(verifier, each, block, block, array(batch, hidden, dtype=jnp.bfloat16), taps, each, each)
+    how = jax.eval_shape(lambda: greedy(batch))
+    view = Target(verifier, None, each, each, each)  # pyright: ignore[reportArgumentType]
+    drafts, drafted = jax.eval_shape(lambda d, s, t, g: d.draft(s, t, g, k), model, state, view, how)
+    size = model.config.draft_vocab_size
+    assert (drafts.tokens.shape, drafts.logits.shape, drafts.logits.dtype) == ((batch, k), (batch, k, size), jnp.float32)
+    assert (drafts.ids is None) == (size == target.vocab_size)
+    for after in (jax.eval_shape(type(model).observe, model, state, rows), drafted):
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+            assert (old.shape, old.dtype, old.weak_type) == (new.shape, new.dtype, new.weak_type)
