@@ -226,8 +226,7 @@ class MTPModules:
                 steps.append((token, logits, None))
                 column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
                 ids = jnp.where(column == count[:, None] + s, token, ids)
-        slots = jnp.where(target.slots < cache.slots, target.slots, cache.slots)
-        after = ModulesState(cache, state.kept.put(slots, kept.without(done)), drafted=True)
+        after = ModulesState(cache, state.kept.put(target.slots, kept.without(done)), drafted=True)
         return Drafts.joined(steps, target.slots.shape[0]), after
 
     def _run(

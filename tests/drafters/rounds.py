@@ -33,7 +33,7 @@ compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimizatio
 prefill = compiled(decode.prefill, static_argnames="chunk")
 spec_step = compiled(decode.spec_step, static_argnames="num_draft_tokens")
 decode_loop = compiled(decode.decode_loop, static_argnames="num_draft_tokens")
-admit = compiled(decode.admit)
+admit, release = compiled(decode.admit), compiled(decode.release)
 
 
 def random_weights(abstract, seed):
@@ -67,9 +67,11 @@ def started(drafter, model=None, chunk=CHUNK):
         seed=seed,
         temperature=np.pad(TEMPERATURE, pad),
     )
-    state = admit(state, SLOT_IDS, requests)
-    for _ in range(-(-LENGTHS.max() // chunk)):
-        state = prefill(model, drafter, state, SLOT_IDS, chunk=chunk)
+    for slots in (np.roll(SLOT_IDS[:-1], 2), SLOT_IDS[:-1]):  # at first other sequences, of which nothing may be left
+        slots = np.append(slots, SLOT_IDS[-1])
+        state = admit(release(state, SLOT_IDS), slots, requests)
+        for _ in range(-(-LENGTHS.max() // chunk)):
+            state = prefill(model, drafter, state, slots, chunk=chunk)
     return state
 
 
@@ -88,9 +90,9 @@ def texts():
     return tokens(decode_loop(target(), NoDraft(), started(NoDraft()), SLOT_IDS, 1000, num_draft_tokens=0))
 
 
-def finish(drafter, k):
+def finish(drafter, k, chunk=CHUNK):
     """The texts with a drafter, and how many rounds each took."""
-    state = decode_loop(target(), drafter, started(drafter), SLOT_IDS, 1000, num_draft_tokens=k)
+    state = decode_loop(target(), drafter, started(drafter, chunk=chunk), SLOT_IDS, 1000, num_draft_tokens=k)
     return tokens(state), np.asarray(state.rounds)[SLOT_IDS[:-1]]
 
 
