@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def kernel_times(folder: Path, program: str, steps: int) -> list[KernelTime]:
         raise RuntimeError(f"the profiler left no trace in {folder}")
     operations = _operations(program)
     sums: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0, 0])
-    for name, instruction, nanoseconds in _kernels(jax.profiler.ProfileData.from_file(str(newest))):
+    for name, instruction, nanoseconds in _read(newest):
         operation = operations.get(_plain(instruction), operations.get(_plain(name), ""))
         entry = sums[re.sub(r"(_\d+)+$", "", _plain(name)), operation]
         entry[0] += nanoseconds
@@ -53,7 +54,15 @@ def table(kernels: list[KernelTime], most: int = 25) -> Iterator[str]:
         yield f"{kernel.ms:9.3f} {share:6.1%} {kernel.count:7.1f} {each:9.1f}  {name[:150]}"
 
 
-def _kernels(data: Any) -> Iterable[tuple[str, str, float]]:
+def _read(path: Path) -> list[tuple[str, str, float]]:
+    # The types behind a trace have no __module__. Python 3.12 warns of each when it is first used, and where a warning is an error the
+    # process would end.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return list(_kernels(jax.profiler.ProfileData.from_file(str(path))))
+
+
+def _kernels(data: Any) -> Iterator[tuple[str, str, float]]:
     """(kernel, HLO instruction or "", nanoseconds) of every kernel. On a GPU they lie in the lines of streams, on a CPU in those of
     XLA's threads, among events of the runtime's own."""
     planes = {plane.name: plane for plane in data.planes}
@@ -64,11 +73,7 @@ def _kernels(data: Any) -> Iterable[tuple[str, str, float]]:
                 continue
             for event in line.events:
                 if devices or re.fullmatch(r"(?!while|call|conditional)[\w.-]+", event.name):
-                    yield event.name, _instruction(dict(event.stats)), event.duration_ns
-
-
-def _instruction(stats: Mapping[str, Any]) -> str:
-    return str(stats.get("hlo_op", ""))
+                    yield event.name, str(dict(event.stats).get("hlo_op", "")), event.duration_ns
 
 
 def _operations(program: str) -> dict[str, str]:

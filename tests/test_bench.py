@@ -221,7 +221,7 @@ def test_kernels_are_added_up_by_what_they_compute(monkeypatch, tmp_path):
         ("MemcpyD2D", {}, 2e6),
     ]
     trace = Trace([("Stream #1(Compute)", events), ("XLA Ops", events)])
-    monkeypatch.setattr(jax.profiler.ProfileData, "from_file", lambda path: trace, raising=False)
+    monkeypatch.setattr(jax.profiler, "ProfileData", Named("ProfileData", from_file=lambda path: trace))
     found = kernel_times.kernel_times(tmp_path, program, 2)
     assert [(k.kernel, k.operation, k.ms, k.count) for k in found] == [
         ("nvjet_tst", "draft/dot_general bf16[5,8]", 5.0, 0.5),
