@@ -1,4 +1,10 @@
-"""Acceptance rules: which drafts of a verified block are kept, and which token follows them. Arrays only."""
+"""Acceptance rules: which drafts of a verified block are kept, and which token follows them. Arrays only.
+
+"coupled" keeps a draft exactly when it is what the target chooses. "standard" (Leviathan et al., 2211.17192; Chen et al., 2302.01318)
+and "block" (Sun et al., 2403.10444) draw drafts from the drafter's distribution q with noise of their own, and keep them with
+probabilities that leave the target's distribution p as it is; they keep a little more, and the text depends on the drafter.
+"synthetic" keeps them at given rates, for benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,26 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.sampling import ACCEPTANCE, Sampling, uniform
+from jaxspec.rejection import Distribution, keep_block, keep_prefix, rest
+from jaxspec.sampling import ACCEPTANCE, DRAFT, RESIDUAL, Sampling, choose, probabilities, stream_seed, uniform
 
-NAMES = ("coupled",)  # of the rules that need nothing but their name
+if TYPE_CHECKING:
+    from jaxspec.drafters.base import Drafts
+
+NAMES = ("coupled", "standard", "block")  # of the rules that need nothing but their name
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """An acceptance rule. Hashable, so that it can be a static argument; `COUPLED`, or what the functions below give.
 
-    name: "coupled" or "synthetic". rates: of "synthetic", the share of rounds that accept draft i and all before it.
+    name: "coupled", "standard", "block" or "synthetic". rates: of "synthetic", the share of rounds that accept draft i and all
+    before it.
     """
 
     name: str
@@ -30,17 +42,39 @@ class Rule:
         if self.name == "synthetic" and len(self.rates) < num_draft_tokens:
             raise ValueError(f"synthetic acceptance has {len(self.rates)} rates for {num_draft_tokens} drafts; expected one for each")
 
-    def __call__(self, drafts: jax.Array, choices: jax.Array, sampling: Sampling, rounds: jax.Array) -> tuple[jax.Array, jax.Array]:
+    @property
+    def shares_noise(self) -> bool:
+        """Whether drafter and target choose by the same noise."""
+        return self.name in ("coupled", "synthetic")
+
+    def drafting(self, sampling: Sampling, rounds: jax.Array) -> Sampling:
+        """How the drafter chooses. Filters that take many passes are the target's alone."""
+        filters = sampling.filters
+        if filters is not None and filters.scope == "search":
+            sampling = dataclasses.replace(sampling, filters=dataclasses.replace(filters, scope="whole"))
+        if self.shares_noise:
+            return sampling
+        return dataclasses.replace(sampling, seed=stream_seed(sampling.seed, DRAFT, rounds))
+
+    def __call__(
+        self, drafts: Drafts, logits: jax.Array, positions: jax.Array, sampling: Sampling, rounds: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """(tokens [B, K + 1] int32, accepted [B] int32): the first accepted + 1 tokens are what the round adds.
 
-        drafts: [B, K] int32. choices: [B, K + 1] int32, what the target chooses after the anchor and after each draft. rounds: [B]
-        int32, the sequence's rounds before this one.
+        drafts: of K tokens. logits: [B, K + 1, V] float32, the target's after the anchor and after each draft, edited. positions:
+        [B, K + 1] int32, of the tokens that they choose. sampling: the target's. rounds: [B] int32, the sequence's rounds before this
+        one.
         """
-        self.check(drafts.shape[1])
+        self.check(drafts.tokens.shape[1])
+        drafting, sampling = self.drafting(sampling, rounds), dataclasses.replace(sampling, tables=None)
+        if not self.shares_noise:
+            keep = keep_block if self.name == "block" else keep_prefix
+            return _rejection(drafts, logits, positions, sampling, drafting, rounds, keep)
+        choices = choose(logits, positions, sampling)
         if self.name == "coupled":
-            return choices, coupled(drafts, choices)
-        accepted = _synthetic(drafts, uniform(sampling.seed, ACCEPTANCE, rounds, drafts.shape[1]), self.rates)
-        return spliced(drafts, choices, accepted), accepted
+            return choices, coupled(drafts.tokens, choices)
+        accepted = _synthetic(drafts.tokens, uniform(sampling.seed, ACCEPTANCE, rounds, drafts.tokens.shape[1]), self.rates)
+        return _spliced(drafts.tokens, choices, accepted), accepted
 
 
 COUPLED = Rule("coupled")
@@ -96,23 +130,38 @@ def coupled(drafts: jax.Array, choices: jax.Array) -> jax.Array:
     drafts: [B, K] int32. choices: [B, K + 1] int32, the target's choice after the anchor and after each draft. What is emitted is
     choices[:, : accepted + 1], the target's own, so the text does not depend on the drafter. Returns accepted: [B] int32, 0 .. K.
     """
-    return prefix(drafts == choices[:, :-1])
-
-
-def prefix(kept: jax.Array) -> jax.Array:
-    """How many of the first entries are set, up to the first that is not. [B, K] bool -> [B] int32."""
-    return jnp.sum(jnp.cumprod(kept.astype(jnp.int32), axis=1), axis=1)
-
-
-def spliced(drafts: jax.Array, following: jax.Array, accepted: jax.Array) -> jax.Array:
-    """The accepted drafts, then the token that follows them. drafts: [B, K], following: [B, K + 1] -> [B, K + 1] int32."""
-    row = jnp.arange(following.shape[1], dtype=jnp.int32)[None, :]
-    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-    return jnp.where(row < accepted[:, None], padded, following)
+    return _prefix(drafts == choices[:, :-1])
 
 
 def _synthetic(drafts: jax.Array, uniforms: jax.Array, rates: tuple[float, ...]) -> jax.Array:
     """Accepts draft i with probability rates[i] / rates[i - 1] if all before it were; never an id below 0, which is no token."""
     chances = [rate / before if before else 0.0 for before, rate in zip((1.0, *rates), rates, strict=False)]
     kept = uniforms < jnp.asarray(chances[: drafts.shape[1]], jnp.float32)[None, :]
-    return prefix(kept & (drafts >= 0))
+    return _prefix(kept & (drafts >= 0))
+
+
+def _prefix(kept: jax.Array) -> jax.Array:
+    """How many of the first entries are set, up to the first that is not. [B, K] bool -> [B] int32."""
+    return jnp.sum(jnp.cumprod(kept.astype(jnp.int32), axis=1), axis=1)
+
+
+def _spliced(drafts: jax.Array, following: jax.Array, accepted: jax.Array) -> jax.Array:
+    """The accepted drafts, then the token that follows them. drafts: [B, K], following: [B, K + 1] -> [B, K + 1] int32."""
+    row = jnp.arange(following.shape[1], dtype=jnp.int32)[None, :]
+    return jnp.where(row < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), following)
+
+
+def _rejection(
+    drafts: Drafts, logits: jax.Array, positions: jax.Array, sampling: Sampling, drafting: Sampling, rounds: jax.Array, keep: Any
+) -> tuple[jax.Array, jax.Array]:
+    tokens, count = drafts.tokens, drafts.tokens.shape[1]
+    p = Distribution(*probabilities(logits, sampling))
+    if drafts.logits is None:  # each guess came without an alternative
+        q = Distribution(jnp.ones((*tokens.shape, 1), jnp.float32), tokens[..., None])
+    else:
+        q = Distribution(*probabilities(drafts.logits, drafting, drafts.ids))
+    accepted, weight = keep(p, q, tokens, uniform(sampling.seed, ACCEPTANCE, rounds, count))
+    left = rest(p, q, accepted, weight)
+    fresh = Sampling(stream_seed(sampling.seed, RESIDUAL, rounds), jnp.ones_like(sampling.temperature))
+    following = choose(jnp.log(left.mass), jnp.take_along_axis(positions, accepted[:, None], axis=1), fresh, left.ids)
+    return _spliced(tokens, jnp.broadcast_to(following, positions.shape), accepted), accepted

@@ -17,11 +17,15 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec import cache as paged
+from jaxspec import edits
 from jaxspec.accept import COUPLED, Rule
 from jaxspec.cache import PagedKV
-from jaxspec.drafters.base import Drafter, Observed, Target
+from jaxspec.drafters.base import Drafter, Drafts, Observed, Target
+from jaxspec.edits import Edits
+from jaxspec.filters import Filters
 from jaxspec.gemma4 import Gemma4, Rows, init_cache, take_row
-from jaxspec.sampling import Sampling, choose
+from jaxspec.logprobs import MAX_LOGPROBS, ROWS, Logprobs, logprobs_of
+from jaxspec.sampling import PLAIN, Needs, Sampling, choose
 
 EMPTY, RUNNING, STOPPED, FULL_LENGTH = 0, 1, 2, 3
 
@@ -33,9 +37,10 @@ class DecodeState:
     tokens: [S, max_len] int32. from_draft: [S, max_len] bool, tokens that were accepted drafts. length: [S] int32, known tokens.
     computed: [S] int32, rows whose K and V are in the cache. prompt: [S] int32, prompt tokens. limit: [S] int32, length at which to
     stop, at most max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id) or FULL_LENGTH. stop_ids: [S, N] int32, padded
-    with -1. seed: [S, 2] uint32 and temperature: [S] float32, see `Sampling`. rounds: [S] int32, draft/verify rounds so far.
-    drafted: [S] int32, tokens drafted so far. starved: [] bool, the last call needed more full-attention pages than were free
-    and left every sequence as it was. drafter: the drafter's state.
+    with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits: how each slot chooses, see `Sampling` and `Edits`.
+    rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted so far. logprobs: [S, 256, ...], of the token at
+    position p in row p modulo 256, of calls that were asked for them. starved: [] bool, the last call needed more full-attention
+    pages than were free and left every sequence as it was. drafter: the drafter's state.
     """
 
     cache: PagedKV
@@ -50,8 +55,11 @@ class DecodeState:
     stop_ids: jax.Array
     seed: jax.Array
     temperature: jax.Array
+    filters: Filters
+    edits: Edits
     rounds: jax.Array
     drafted: jax.Array
+    logprobs: Logprobs
     starved: jax.Array
 
     @property
@@ -62,8 +70,9 @@ class DecodeState:
 @struct.dataclass
 class Requests:
     """B sequences to put into slots. tokens: [B, L] int32 with L <= max_len, the first `length` of them known and the first `prompt`
-    of those the prompt (more only for a sequence that is resumed). limit, stop_ids, seed, temperature: as in DecodeState. rounds:
-    [B] int32, of a resumed sequence the rounds it had, so that none of their noise is drawn again; None for all 0."""
+    of those the prompt (more only for a sequence that is resumed). limit, stop_ids, seed, temperature: as in DecodeState, and so are
+    filters and edits, None where nobody has any. rounds: [B] int32, of a resumed sequence the rounds it had, so that none of their
+    noise is drawn again; None for all 0."""
 
     tokens: jax.Array
     length: jax.Array
@@ -73,6 +82,8 @@ class Requests:
     seed: jax.Array
     temperature: jax.Array
     rounds: jax.Array | None = None
+    filters: Filters | None = None
+    edits: Edits | None = None
 
 
 def init_state(
@@ -114,8 +125,16 @@ def init_state(
         stop_ids=per_slot(max_stop_ids) - 1,
         seed=per_slot(2, dtype=jnp.uint32),
         temperature=per_slot(dtype=jnp.float32),
+        filters=_no_filters(slots),
+        edits=edits.defaults(slots),
         rounds=per_slot(),
         drafted=per_slot(),
+        logprobs=Logprobs(
+            chosen=per_slot(ROWS, dtype=jnp.float32),
+            rank=per_slot(ROWS),
+            top=per_slot(ROWS, MAX_LOGPROBS, dtype=jnp.float32),
+            ids=per_slot(ROWS, MAX_LOGPROBS),
+        ),
         starved=jnp.zeros((), jnp.bool_),
     )
 
@@ -129,11 +148,13 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[slots].set(value.astype(field.dtype), mode="drop")
 
-    zero = jnp.zeros_like(slots)
+    zero, count = jnp.zeros_like(slots), slots.shape[0]
+    filters = _no_filters(count) if requests.filters is None else requests.filters
+    edited = edits.defaults(count) if requests.edits is None else requests.edits
     return dataclasses.replace(
         state,
         tokens=state.tokens.at[slots, : requests.tokens.shape[1]].set(requests.tokens, mode="drop"),
-        from_draft=put(state.from_draft, jnp.zeros((slots.shape[0], state.from_draft.shape[1]), jnp.bool_)),
+        from_draft=put(state.from_draft, jnp.zeros((count, state.from_draft.shape[1]), jnp.bool_)),
         length=put(state.length, requests.length),
         computed=put(state.computed, zero),
         prompt=put(state.prompt, requests.prompt),
@@ -142,6 +163,8 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         stop_ids=put(state.stop_ids, requests.stop_ids),
         seed=put(state.seed, requests.seed),
         temperature=put(state.temperature, requests.temperature),
+        filters=jax.tree.map(put, state.filters, dataclasses.replace(filters, scope=state.filters.scope)),
+        edits=jax.tree.map(put, state.edits, edited),
         rounds=put(state.rounds, zero if requests.rounds is None else requests.rounds),
         drafted=put(state.drafted, zero),
     )
@@ -164,15 +187,16 @@ def prefill(
     slots: jax.Array,
     *,
     chunk: int,
+    needs: Needs = PLAIN,
     attention: str = "auto",
     draft_attention: str = "auto",
 ) -> DecodeState:
     """Computes up to `chunk` (static) more rows of each slot's known tokens; a slot whose prompt is done chooses its first token.
 
     slots: [B] int32, ids >= slots stand for no sequence. A slot is ready to decode once computed == length - 1. A resumed
-    sequence, which knows more than its prompt, has its anchor already and chooses nothing.
+    sequence, which knows more than its prompt, has its anchor already and chooses nothing. needs: see `spec_step`.
     """
-    rows, known, live = _rows(state, slots)
+    rows, known, live = _rows(state, slots, needs, target)
     resumed = known > rows.prompt
     todo = known - rows.computed - resumed.astype(jnp.int32)
     count = jnp.where(live, jnp.clip(todo, 0, chunk), 0)
@@ -184,7 +208,8 @@ def prefill(
     out, cache = target(block, cache, taps=drafter.taps, last_only=True, attention=attention)
     assert cache is not None
     computed = rows.computed + count
-    first = choose(target.unembed(out.hidden), computed[:, None], rows.sampling)
+    raw = target.unembed(out.hidden)
+    first = choose(rows.edited(raw, needs), computed[:, None], dataclasses.replace(rows.sampling, tables=None))
     chosen = (count > 0) & (computed == known)
     next_known = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), computed[:, None], axis=1, mode="clip")
     anchor = jnp.where(chosen[:, None], first, next_known)[:, 0]
@@ -196,7 +221,7 @@ def prefill(
         computed=state.computed.at[slots].set(computed, mode="drop"),
         starved=~ok,
     )
-    return _append(state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count))
+    return _append(state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count), raw, needs)
 
 
 def spec_step(
@@ -207,15 +232,16 @@ def spec_step(
     *,
     num_draft_tokens: int,
     accept: Rule = COUPLED,
+    needs: Needs = PLAIN,
     attention: str = "auto",
     draft_attention: str = "auto",
 ) -> DecodeState:
     """One round for each running slot of the list: draft, verify, accept, append, observe.
 
-    slots: [B] int32, ids >= slots stand for no sequence; slots that are not ready to decode stay as they are. accept: the rule
-    (static) by which drafts become tokens.
+    slots: [B] int32, ids >= slots stand for no sequence; slots that are not ready to decode stay as they are. accept: the rule by
+    which drafts become tokens. needs: what the slots' requests need; what it leaves out is not applied. Both static.
     """
-    rows, known, live = _rows(state, slots)
+    rows, known, live = _rows(state, slots, needs, target)
     live &= rows.computed == known - 1
     start, room = rows.computed, state.tokens.shape[1] - rows.computed
     count = jnp.where(live, jnp.minimum(room, num_draft_tokens + 1), 0)
@@ -225,16 +251,17 @@ def spec_step(
     anchor = state.tokens.at[slots, start].get(mode="clip")
     with jax.named_scope("draft"):
         view = Target(target, cache, slots, anchor, start, attention, draft_attention)
-        drafts, drafter_state = drafter.draft(state.drafter, view, rows.sampling, num_draft_tokens)
+        drafts, drafter_state = drafter.draft(state.drafter, view, accept.drafting(rows.sampling, rows.rounds), num_draft_tokens)
     with jax.named_scope("verify"):
         block = Rows(jnp.concatenate([anchor[:, None], drafts.tokens], axis=1), start, count, slots)
         out, cache = target(block, cache, taps=drafter.taps, attention=attention)
         assert cache is not None
-        choices = choose(target.unembed(out.hidden), block.positions + 1, rows.sampling)
-    tokens, accepted = accept(drafts.tokens, choices, rows.sampling, rows.rounds)
+        raw = target.unembed(out.hidden)
+    with jax.named_scope("accept"):
+        tokens, accepted = accept(drafts, rows.edited(raw, needs, drafts), block.positions + 1, rows.sampling, rows.rounds)
 
     state = dataclasses.replace(state, cache=cache, drafter=drafter_state, starved=~ok)
-    state = _append(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted)
+    state = _append(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, raw, needs)
     committed = jnp.where(live, state.length.at[slots].get(mode="clip") - known, 0)
     last = jnp.maximum(committed - 1, 0)
     hidden = take_row(out.hidden, last)[:, 0]
@@ -260,6 +287,7 @@ def decode_loop(
     *,
     num_draft_tokens: int,
     accept: Rule = COUPLED,
+    needs: Needs = PLAIN,
     attention: str = "auto",
     draft_attention: str = "auto",
 ) -> DecodeState:
@@ -270,12 +298,12 @@ def decode_loop(
     """
 
     def running(state: DecodeState) -> jax.Array:
-        rows, known, live = _rows(state, slots)
+        rows, known, live = _rows(state, slots, PLAIN, target)
         return jnp.sum(live & (rows.computed == known - 1))
 
     begun = running(state)
     one_round = functools.partial(
-        spec_step, num_draft_tokens=num_draft_tokens, accept=accept, attention=attention, draft_attention=draft_attention
+        spec_step, num_draft_tokens=num_draft_tokens, accept=accept, needs=needs, attention=attention, draft_attention=draft_attention
     )
 
     def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
@@ -303,26 +331,50 @@ class _SlotRows:
     rounds: jax.Array
     sampling: Sampling
 
+    def edited(self, logits: jax.Array, needs: Needs, drafts: Drafts | None = None) -> jax.Array:
+        """The logits that tokens are chosen by. logits: [B, K + 1, V], the target's after the known tokens and after each draft."""
+        if needs.suppress_tokens:
+            logits = logits.at[..., jnp.asarray(needs.suppress_tokens, jnp.int32)].set(-jnp.inf)
+        if self.sampling.tables is None:
+            return logits
+        none = jnp.zeros((logits.shape[0], 0), jnp.int32)
+        return self.sampling.tables.verified(logits, none if drafts is None else drafts.tokens)
 
-def _rows(state: DecodeState, slots: jax.Array) -> tuple[_SlotRows, jax.Array, jax.Array]:
+
+def _rows(state: DecodeState, slots: jax.Array, needs: Needs, target: Gemma4) -> tuple[_SlotRows, jax.Array, jax.Array]:
     """(fields, known tokens, whether the slot holds a running sequence) of a list of slots."""
 
     def of(field: jax.Array) -> jax.Array:
         return field.at[slots].get(mode="clip")
 
     live = (slots < state.slots) & (of(state.status) == RUNNING)
+    computed, prompt, limit, length, stop_ids, rounds = map(
+        of, (state.computed, state.prompt, state.limit, state.length, state.stop_ids, state.rounds)
+    )
     sampling = Sampling(of(state.seed), of(state.temperature))
-    names = ("computed", "prompt", "limit", "length", "stop_ids", "rounds")
-    fields = _SlotRows(*(of(getattr(state, name)) for name in names), sampling)
-    return fields, fields.length, live
+    if needs.scope != "plain":
+        sampling = dataclasses.replace(sampling, filters=dataclasses.replace(jax.tree.map(of, state.filters), scope=needs.scope))
+    if needs.edits:
+        asked = jax.tree.map(of, state.edits)
+        tables = edits.tables(asked, of(state.tokens), prompt, length, stop_ids, target.config.vocab_size)
+        sampling = dataclasses.replace(sampling, tables=tables)
+    return _SlotRows(computed, prompt, limit, length, stop_ids, rounds, sampling), length, live
 
 
 def _append(
-    state: DecodeState, slots: jax.Array, rows: _SlotRows, choices: jax.Array, count: jax.Array, accepted: jax.Array
+    state: DecodeState,
+    slots: jax.Array,
+    rows: _SlotRows,
+    choices: jax.Array,
+    count: jax.Array,
+    accepted: jax.Array,
+    raw: jax.Array,
+    needs: Needs,
 ) -> DecodeState:
     """Appends the first `count` choices of each slot, cut after a stop id and at the limit.
 
-    choices: [B, T] int32; count: [B] int32, 0 appends nothing; the first `accepted` of them were drafts.
+    choices: [B, T] int32; count: [B] int32, 0 appends nothing; the first `accepted` of them were drafts. raw: [B, T, V], the logits
+    that log-probabilities are reported of.
     """
     row = jnp.arange(choices.shape[1], dtype=jnp.int32)[None, :]
     stops = jnp.any(choices[:, :, None] == rows.stop_ids[:, None, :], axis=-1)
@@ -332,6 +384,14 @@ def _append(
     status = jnp.where(first_stop < count, STOPPED, jnp.where(length >= rows.limit, FULL_LENGTH, RUNNING))
     changed = jnp.where(count > 0, slots, state.slots)
     at = jnp.where(row < count[:, None], rows.length[:, None] + row, state.tokens.shape[1])
+    if needs.logprobs is not None:
+        slot = jnp.where(row < count[:, None], slots[:, None], state.slots)
+        ring = jax.tree.map(
+            lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % ROWS].set(new, mode="drop"),
+            state.logprobs,
+            logprobs_of(raw, choices, MAX_LOGPROBS),
+        )
+        state = dataclasses.replace(state, logprobs=ring)
     return dataclasses.replace(
         state,
         tokens=state.tokens.at[slots[:, None], at].set(choices, mode="drop"),
@@ -339,3 +399,8 @@ def _append(
         length=state.length.at[changed].set(length, mode="drop"),
         status=state.status.at[changed].set(status, mode="drop"),
     )
+
+
+def _no_filters(count: int) -> Filters:
+    one = jnp.ones((count,), jnp.float32)
+    return Filters(jnp.zeros((count,), jnp.int32), one, one - 1)

@@ -1,27 +1,52 @@
 """How a token is chosen: argmax(logits / T + gumbel(seed, position, id)), by the target and by its drafters alike.
 
 `position` is that of the token being chosen. Temperature 0 drops the noise. Because the noise depends on nothing else, a draft
-equals what the target would choose at its position exactly when both put the same id on top.
+equals what the target would choose at its position exactly when both put the same id on top. Rules that need independent noise
+give a request another seed for each kind of it and each round (`stream_seed`); everything else stays the same.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.edits import Tables
+from jaxspec.filters import Filters, filtered
 from pallas_kernels.noise import gumbel, row_keys
 
-# Kinds of noise that a rule draws beside the position's own, each from a seed of its own.
-ACCEPTANCE = 1
+# Kinds of noise beside that of the positions themselves.
+ACCEPTANCE, DRAFT, RESIDUAL = 1, 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What the requests of a call need beside a temperature. Static: what nobody needs is not compiled.
+
+    scope: "plain" if no request filters, else as in `Filters`. edits: some request has penalties, biases or other `Edits`. logprobs:
+    most likely tokens to report with each token, None for no log-probabilities at all. suppress_tokens: ids that are never chosen.
+    """
+
+    scope: str = "plain"
+    edits: bool = False
+    logprobs: int | None = None
+    suppress_tokens: tuple[int, ...] = ()
+
+
+PLAIN = Needs()
 
 
 @struct.dataclass
 class Sampling:
-    """How B requests choose. seed: [B, 2] uint32 (low and high word); temperature: [B] float32, 0 for greedy."""
+    """How B requests choose. seed: [B, 2] uint32 (low and high word); temperature: [B] float32, 0 for greedy. filters, tables: what
+    else applies, or None."""
 
     seed: jax.Array
     temperature: jax.Array
+    filters: Filters | None = None
+    tables: Tables | None = None
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -35,12 +60,32 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     logits: [B, T, C] float32. positions: [B, T] int32. ids: [B, T, C] int32, the token ids of the candidates; by default candidate
     i is token i. Returns [B, T] int32. Of equal values the first candidate wins.
     """
+    logits, ids = allowed(logits, sampling, ids)
     candidates = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
     temperature = sampling.temperature[:, None, None]
     keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions)
     noisy = logits / jnp.maximum(temperature, jnp.float32(1e-30)) + gumbel(keys, candidates)
     best = jnp.argmax(jnp.where(temperature > 0, noisy, logits), axis=-1).astype(jnp.int32)
     return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
+
+
+def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """The logits that `choose` chooses by, with -inf for what may not be chosen, and the candidates that they belong to."""
+    if sampling.tables is not None:
+        logits = sampling.tables.applied(logits, ids)
+    if sampling.filters is not None:
+        logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters)
+    return logits, ids
+
+
+def probabilities(logits: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """The distribution that `choose` draws from: [B, T, C] float32, and the candidates' token ids or None. A greedy row has a 1."""
+    logits, ids = allowed(logits, sampling, ids)
+    temperature = sampling.temperature[:, None, None]
+    best = jnp.argmax(logits, axis=-1)[..., None]
+    greedy = (jnp.arange(logits.shape[-1])[None, None, :] == best).astype(jnp.float32)
+    sampled = jax.nn.softmax(logits / jnp.maximum(temperature, jnp.float32(1e-30)), axis=-1)
+    return jnp.where(temperature > 0, sampled, greedy), ids
 
 
 def stream_seed(seed: jax.Array, stream: int, rounds: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import accept
+from jaxspec.drafters.base import Drafts
 from jaxspec.sampling import Sampling
 
 
@@ -37,11 +38,18 @@ COUNT = 100_000
 def synthetic_rounds(rounds=3):
     """(tokens, accepted, drafts, choices) of many sequences in one round, whose drafts no target chooses."""
     rng = np.random.default_rng(0)
-    drafts, choices = rng.integers(0, 50, (COUNT, 4)).astype(np.int32), rng.integers(50, 100, (COUNT, 5)).astype(np.int32)
+    drafts, choices = rng.integers(0, 5, (COUNT, 4)).astype(np.int32), rng.integers(5, 10, (COUNT, 5)).astype(np.int32)
     seed = np.stack([np.arange(COUNT), np.zeros(COUNT)], axis=1).astype(np.uint32)
-    sampling = Sampling(jnp.asarray(seed), jnp.zeros(COUNT, jnp.float32))
-    tokens, accepted = jax.jit(accept.synthetic(RATES))(drafts, choices, sampling, jnp.full(COUNT, rounds, jnp.int32))
-    return np.asarray(tokens), np.asarray(accepted), drafts, choices
+    return *decided(RATES, drafts, choices, seed, rounds), drafts, choices
+
+
+def decided(rates, drafts, choices, seed, rounds):
+    """(tokens, accepted) of a greedy target that chooses `choices`, of 10 tokens."""
+    sampling = Sampling(jnp.asarray(seed), jnp.zeros(len(seed), jnp.float32))
+    positions = jnp.asarray(np.broadcast_to(np.arange(choices.shape[1], dtype=np.int32), choices.shape))
+    rule = jax.jit(accept.synthetic(rates))
+    found = rule(Drafts(jnp.asarray(drafts)), jax.nn.one_hot(choices, 10), positions, sampling, jnp.full(len(seed), rounds, jnp.int32))
+    return tuple(map(np.asarray, found))
 
 
 def test_synthetic_accepts_at_its_rates_whatever_the_tokens():
@@ -60,11 +68,10 @@ def test_synthetic_draws_anew_in_every_round_and_for_every_seed():
     first, second = synthetic_rounds(3)[1] > 0, synthetic_rounds(4)[1] > 0
     for a, b in ((first, second), (first[1:], first[:-1])):
         assert abs((a & b).mean() - a.mean() * b.mean()) < 4 * (0.1 / COUNT) ** 0.5
-    always = accept.synthetic([1.0, 1.0])
-    seeds = Sampling(jnp.asarray(np.random.default_rng(1).integers(0, 2**32, (COUNT, 2)), jnp.uint32), jnp.zeros(COUNT, jnp.float32))
-    drafts = jnp.broadcast_to(jnp.asarray([[3, -1]], jnp.int32), (COUNT, 2))
-    accepted = always(drafts, jnp.zeros((COUNT, 3), jnp.int32), seeds, jnp.zeros(COUNT, jnp.int32))[1]
-    assert (np.asarray(accepted) == 1).all()  # a rate of 1 is always; an id that is no token never
+    seeds = np.random.default_rng(1).integers(0, 2**32, (COUNT, 2), np.uint32)
+    drafts = np.broadcast_to(np.array([3, -1], np.int32), (COUNT, 2))
+    accepted = decided([1.0, 1.0], drafts, np.zeros((COUNT, 3), np.int32), seeds, 0)[1]
+    assert (accepted == 1).all()  # a rate of 1 is always; an id that is no token never
 
 
 @pytest.mark.parametrize(("length", "rates"), [(1, (0, 0, 0)), (1.25, (0.25, 0, 0)), (3, (1, 1, 0)), (3.5, (1, 1, 0.5)), (4, (1, 1, 1))])

@@ -10,12 +10,13 @@ import pytest
 import tiny
 from flax import struct
 
-from jaxspec import accept, decode, gemma4
+from jaxspec import accept, decode, edits, gemma4
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.decode import EMPTY, FULL_LENGTH, RUNNING, STOPPED
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import Drafts, NoDraft
-from jaxspec.sampling import choose
+from jaxspec.filters import Filters
+from jaxspec.sampling import Needs, choose
 from jaxspec.train.losses import whole_rows
 from pallas_kernels.noise import gumbel, row_keys
 
@@ -44,8 +45,8 @@ ROWS = np.arange(len(PROMPT))
 
 # Unoptimised code compiles in half the time, and computes the same.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-jit_prefill = compiled(decode.prefill, static_argnames="chunk")
-jit_loop = compiled(decode.decode_loop, static_argnames=("num_draft_tokens", "accept"))
+jit_prefill = compiled(decode.prefill, static_argnames=("chunk", "needs"))
+jit_loop = compiled(decode.decode_loop, static_argnames=("num_draft_tokens", "accept", "needs"))
 jit_admit, jit_release = compiled(decode.admit), compiled(decode.release)
 
 
@@ -84,8 +85,8 @@ def padded(slots, size=SLOTS):
     return np.asarray([*slots, *[NOBODY] * (size - len(slots))], np.int32)
 
 
-def admit(state, slots, rows=ROWS, *, known=PROMPT, tokens=None, limit=MAX_LEN, stops=None, rounds=0):
-    """Puts `rows` into `slots`. known, limit, stops, rounds: by row of all prompts, or one for all."""
+def admit(state, slots, rows=ROWS, *, known=PROMPT, tokens=None, limit=MAX_LEN, stops=None, rounds=0, **more):
+    """Puts `rows` into `slots`. known, limit, stops, rounds: by row of all prompts, or one for all. more: fields by row."""
     tokens = prompts() if tokens is None else tokens
     some = {
         "tokens": np.where(np.arange(MAX_LEN) < np.reshape(known, (-1, 1)), tokens, 0),
@@ -103,17 +104,18 @@ def admit(state, slots, rows=ROWS, *, known=PROMPT, tokens=None, limit=MAX_LEN, 
         x = np.asarray(x)[rows]
         return x.astype(np.int32) if x.dtype == np.int64 else x
 
-    return jit_admit(state, padded(slots), decode.Requests(**{name: put(x) for name, x in some.items()}))
+    more = jax.tree.map(lambda x: np.asarray(x)[rows], more)
+    return jit_admit(state, padded(slots), decode.Requests(**{name: put(x) for name, x in some.items()}, **more))
 
 
-def prefill(state, slots, chunk=32):
+def prefill(state, slots, chunk=32, **static):
     for _ in range(-(-MAX_LEN // chunk)):
-        state = jit_prefill(target(), assistant(), state, padded(slots), chunk=chunk)
+        state = jit_prefill(target(), assistant(), state, padded(slots), chunk=chunk, **static)
     return state
 
 
-def loop(state, slots, drafter, k, steps=1000, until_any=False, size=SLOTS, **rule):
-    return jit_loop(target(), drafter, state, padded(slots, size), steps, until_any, num_draft_tokens=k, **rule)
+def loop(state, slots, drafter, k, steps=1000, until_any=False, size=SLOTS, **static):
+    return jit_loop(target(), drafter, state, padded(slots, size), steps, until_any, num_draft_tokens=k, **static)
 
 
 def run(drafter, k, slots=ROWS, rows=ROWS, **requests):
@@ -301,6 +303,50 @@ def test_one_sequence_alone():
         state = loop(prefill(admit(empty(), [slot], [row]), [slot]), [slot], parrot(), 2, size=1)
         assert_same(numbers(state, "tokens", [slot]), rows=[row])
         assert numbers(state, "rounds", [slot]) == rounds(right(row), PROMPT[row] + 1, 2)[0]
+
+
+def choosing(scope):
+    """Filters and edits of every row, all different, with which texts go their own way and nothing comes without end."""
+    rng = np.random.default_rng(5)
+    top_k = rng.integers(5, 40, len(ROWS)) if scope == "top" else rng.choice([0, 7, 30], len(ROWS))
+    filters = Filters(top_k.astype(np.int32), np.linspace(0.7, 1, 6, dtype=np.float32), np.linspace(0, 0.02, 6, dtype=np.float32))
+    asked = jax.tree.map(np.array, edits.defaults(len(ROWS)))
+    asked.repetition[:], asked.frequency[:], asked.presence[:] = 1.2, 0.4, np.linspace(-0.5, 0.5, 6)
+    asked.min_tokens[:] = 6 * ROWS
+    asked.allowed[::2, : VOCAB - 9] = np.arange(9, VOCAB)
+    asked.bias_ids[:, 0], asked.bias[:, 0] = 30 + ROWS, 3.0
+    asked.bad_words[:, 0, -1], asked.bad_words[:, 1, -2:] = 20 + ROWS, [31, 31]
+    return {"filters": filters, "edits": asked}
+
+
+@pytest.mark.parametrize("scope", ["top", "whole"])
+def test_filters_and_edits_hold_whatever_is_drafted(scope):
+    """Every draft is checked with all filters and penalties as if the drafts before it had been decoded one by one."""
+    stops = np.tile(np.arange(40, 44), (len(ROWS), 1))
+    static = {"needs": Needs(scope, edits=True, suppress_tokens=(11, 50))}
+    begun = prefill(admit(empty(), ROWS, stops=stops, **choosing(scope)), ROWS, **static)
+    alone = loop(begun, ROWS, NoDraft(), 0, **static)
+    answers, lengths = numbers(alone, "tokens"), numbers(alone, "length")
+    wrong = np.random.default_rng(0).random(answers.shape) < 0.33
+    drafters = [(tiny.Parrot(jnp.asarray(answers), jnp.asarray(wrong)), 4), (assistant(), 2)]
+    for drafter, k in drafters[: 2 if scope == "top" else 1]:
+        state = loop(begun, ROWS, drafter, k, **static)
+        assert k == 2 or numbers(state, "from_draft").sum() > 50
+        for name in ("tokens", "length", "status"):
+            assert np.array_equal(numbers(state, name), numbers(alone, name)), name
+    assert (lengths - PROMPT > 6 * ROWS).all() and STOPPED in numbers(alone, "status")
+    for row, (text, n) in enumerate(zip(answers, lengths, strict=True)):
+        new = text[PROMPT[row] : n]
+        assert not {11, 50, 20 + row} & set(new) and not ((new[1:] == 31) & (new[:-1] == 31)).any()
+        assert row % 2 or (new >= 9).all()
+    plain = prefill(admit(empty(), ROWS, stops=stops, **choosing(scope)), ROWS)
+    assert_same(numbers(loop(plain, ROWS, NoDraft(), 0), "tokens"), numbers(loop(plain, ROWS, NoDraft(), 0), "length"))  # left out
+
+
+def test_a_slots_next_sequence_has_none_of_its_filters_and_edits():
+    state = jit_release(admit(empty(), [2], [4], **choosing("top")), padded([2]))
+    assert_equal(admit(state, [2], [4]).edits, empty().edits)
+    assert_equal(admit(state, [2], [4]).filters, empty().filters)
 
 
 def first_at(row, offset, k):

@@ -1,0 +1,126 @@
+"""What changes logits before the temperature: penalties, biases, allowed ids, bad words and the stop ids before min_tokens.
+
+Meanings and order are vLLM's (`vllm/v1/worker/gpu/sample`): allowed ids, bias, stop ids before min_tokens, repetition, frequency and
+presence penalty, bad words. Token i of a verified block sees the drafts before it as if they were part of the output.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+NOBODY = 2**31 - 1  # pads lists of token ids; scatters drop it
+MAX_IDS = 1024  # ids that a request's logit_bias may name, and its allowed_token_ids
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 16
+
+
+@struct.dataclass
+class Edits:
+    """Of B requests. repetition (1 for none), frequency, presence (0): [B] float32. min_tokens: [B] int32. bias_ids: [B, 1024] int32 and
+    bias: float32. allowed: [B, 1024] int32, none at all for every id. bad_words: [B, 64, 16] int32, each word's tokens at the end,
+    -1 before. Lists of ids are padded with 2**31 - 1."""
+
+    repetition: jax.Array
+    frequency: jax.Array
+    presence: jax.Array
+    min_tokens: jax.Array
+    bias_ids: jax.Array
+    bias: jax.Array
+    allowed: jax.Array
+    bad_words: jax.Array
+
+
+@struct.dataclass
+class Tables:
+    """Edits of B sequences, and what of the sequences they depend on. bias: [B, V] float32, -inf for what is not allowed. seen: [B, V]
+    bool, in the prompt or the output. count: [B, V] int32, times in the output. recent: [B, 15] int32, the last known tokens, -2 where
+    they are none of the output. produced: [B] int32, tokens of the output. stop_ids: [B, N] int32, padded with -1."""
+
+    edits: Edits
+    bias: jax.Array
+    seen: jax.Array
+    count: jax.Array
+    recent: jax.Array
+    produced: jax.Array
+    stop_ids: jax.Array
+
+    def applied(self, logits: jax.Array, ids: jax.Array | None = None) -> jax.Array:
+        """Biases and penalties alone, of rows that see no drafts. logits: [B, T, C], of the tokens `ids` [B, T, C] or of all."""
+        if ids is None:
+            return self._value(logits, self.bias[:, None], self.seen[:, None], self.count[:, None])
+        return self._value(logits, _at(self.bias, ids), _at(self.seen, ids), _at(self.count, ids))
+
+    def verified(self, logits: jax.Array, drafts: jax.Array) -> jax.Array:
+        """All edits of a block whose row i chooses the token after the known ones and drafts 0 .. i - 1.
+
+        logits: [B, K + 1, V]; drafts: [B, K] int32, ids below 0 are none.
+        """
+        batch, count = drafts.shape
+        edited = self.applied(logits)
+        slot, row = jnp.arange(batch)[:, None, None], jnp.arange(count + 1, dtype=jnp.int32)[None, :, None]
+        if count:
+            # The logits of the drafts that a row sees, with each counted as often as it stands among them.
+            earlier = jnp.arange(count, dtype=jnp.int32)[None, None, :] < row
+            ids = jnp.where(earlier & (drafts >= 0)[:, None, :], drafts[:, None, :], NOBODY)
+            again = jnp.sum(ids[:, :, :, None] == ids[:, :, None, :], axis=-1, dtype=jnp.int32)
+            own = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
+            value = self._value(own, _at(self.bias, ids), jnp.ones(ids.shape, bool), _at(self.count, ids) + again)
+            edited = edited.at[slot, row, ids].set(value, mode="drop")
+        early = (self.produced[:, None, None] + row < self.edits.min_tokens[:, None, None]) & (self.stop_ids >= 0)[:, None, :]
+        stops = jnp.where(early, self.stop_ids[:, None, :], NOBODY)
+        known = jnp.concatenate([self.recent, drafts], axis=1)
+        before = jnp.stack([known[:, i : i + MAX_BAD_WORD_TOKENS - 1] for i in range(count + 1)], axis=1)[:, :, None, :]
+        prefix, last = self.edits.bad_words[:, None, :, :-1], self.edits.bad_words[:, None, :, -1]
+        complete = jnp.all((prefix == -1) | (prefix == before), axis=-1) & (last >= 0)
+        forbidden = jnp.concatenate([stops, jnp.where(complete, last, NOBODY)], axis=-1)
+        return edited.at[slot, row, forbidden].set(-jnp.inf, mode="drop")
+
+    def _value(self, logits: jax.Array, bias: jax.Array, seen: jax.Array, count: jax.Array) -> jax.Array:
+        repetition, frequency, presence = (x[:, None, None] for x in (self.edits.repetition, self.edits.frequency, self.edits.presence))
+        logits = logits + bias
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+        return logits - frequency * count.astype(jnp.float32) - presence * (count > 0).astype(jnp.float32)
+
+
+def defaults(count: int) -> Edits:
+    """Edits of requests that ask for none."""
+    zero = jnp.zeros((count,), jnp.float32)
+    return Edits(
+        repetition=zero + 1,
+        frequency=zero,
+        presence=zero,
+        min_tokens=jnp.zeros((count,), jnp.int32),
+        bias_ids=jnp.full((count, MAX_IDS), NOBODY, jnp.int32),
+        bias=jnp.zeros((count, MAX_IDS), jnp.float32),
+        allowed=jnp.full((count, MAX_IDS), NOBODY, jnp.int32),
+        bad_words=jnp.full((count, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, jnp.int32),
+    )
+
+
+def tables(edits: Edits, tokens: jax.Array, prompt: jax.Array, length: jax.Array, stop_ids: jax.Array, vocab_size: int) -> Tables:
+    """tokens: [B, L] int32, the first `length` [B] of them known and the first `prompt` [B] of those the prompt. stop_ids: as in
+    Tables."""
+    slot = jnp.arange(tokens.shape[0])[:, None]
+    at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    known = jnp.where(at < length[:, None], tokens, NOBODY)
+    output = jnp.where(at >= prompt[:, None], known, NOBODY)
+    shape = (tokens.shape[0], vocab_size)
+    free = jnp.all(edits.allowed == NOBODY, axis=1, keepdims=True)
+    bias = jnp.broadcast_to(jnp.where(free, 0.0, -jnp.inf), shape).at[slot, edits.allowed].set(0.0, mode="drop")
+    last = length[:, None] + jnp.arange(1 - MAX_BAD_WORD_TOKENS, 0, dtype=jnp.int32)[None, :]
+    recent = jnp.take_along_axis(tokens, jnp.maximum(last, 0), axis=1, mode="clip")
+    return Tables(
+        edits,
+        bias=bias.at[slot, edits.bias_ids].add(edits.bias, mode="drop"),
+        seen=jnp.zeros(shape, bool).at[slot, known].set(True, mode="drop"),
+        count=jnp.zeros(shape, jnp.int32).at[slot, output].add(1, mode="drop"),
+        recent=jnp.where(last >= prompt[:, None], recent, -2),
+        produced=length - prompt,
+        stop_ids=stop_ids,
+    )
+
+
+def _at(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """table: [B, V], ids: [B, T, C] -> [B, T, C]."""
+    return jnp.take_along_axis(table[:, None, :], ids, axis=-1, mode="clip")
