@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.config import FULL, SLIDING, LayerSpec
+from pallas_kernels.qkv.reference import write as write_rows
 
 
 @struct.dataclass
@@ -110,23 +111,18 @@ def fixed(
     )
 
 
+def has_room(cache: PagedKV, spec: LayerSpec, rows: int) -> bool:
+    """Whether a layer's pages have places for `rows` more positions beside all that the first of these rows may see."""
+    return spec.window is None or cache.tables[spec.kind].shape[1] * page_size_of(cache) >= spec.window + rows - 1
+
+
 def write(layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, k: jax.Array, v: jax.Array) -> LayerKV:
     """Stores rows start .. start + count - 1 of each sequence in its pages.
 
-    table: [B, W] int32. start, count: [B] int32. k: [B, T, KV, key_dims], v: [B, T, KV, D]; rows from `count` on are dropped. Of more rows than the ring
-    holds, the last are kept.
+    table: [B, W] int32. start, count: [B] int32. k: [B, T, KV, key_dims], v: [B, T, KV, D]; rows from `count` on are dropped. Of
+    more rows than the ring holds, the last are kept.
     """
-    page = layer.k.shape[1]
-    row = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
-    position = start[:, None] + row
-    kept = (row < count[:, None]) & (row >= count[:, None] - table.shape[1] * page)
-    pages = jnp.take_along_axis(table, jnp.mod(position // page, table.shape[1]), axis=1)
-    pages = jnp.where(kept, pages, layer.k.shape[0])  # out of range: the row is dropped
-    offset = jnp.mod(position, page)
-    return LayerKV(
-        layer.k.at[pages, offset].set(k.astype(layer.k.dtype), mode="drop"),
-        layer.v.at[pages, offset].set(v.astype(layer.v.dtype), mode="drop"),
-    )
+    return LayerKV(write_rows(layer.k, table, start, count, k), write_rows(layer.v, table, start, count, v))
 
 
 def reserve(cache: PagedKV, slots: jax.Array, lengths: jax.Array, rows: int) -> tuple[PagedKV, jax.Array]:

@@ -17,9 +17,10 @@ from flax import struct
 from jaxspec import cache as paged
 from jaxspec.cache import LayerKV, PagedKV
 from jaxspec.config import Gemma4Config, LayerSpec
-from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, gelu, rms, rope, softcap
+from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, gelu, rope_angles, softcap
 from jaxspec.moe import Experts, Router
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.qkv import Pages, qkv
 
 
 @struct.dataclass
@@ -58,7 +59,8 @@ class Keys:
 
     pools, table ([B, W] int32): the owning layer's pages, or None. length: [B] int32. fresh: K [B, T, KV, key_dims] and V
     [B, T, KV, D] of rows that are not in the pages yet, or None; count: [B] int32. weight: [D], the owner's k_norm where its keys
-    are stored in part (`LayerSpec.key_dims`), else None.
+    are stored in part (`LayerSpec.key_dims`), else None. store_first: the owner puts its rows into the pages and then reads them
+    there, so that none are fresh; it must have places for them beside all that they see.
     """
 
     pools: LayerKV | None
@@ -67,6 +69,7 @@ class Keys:
     fresh: tuple[jax.Array, jax.Array] | None
     count: jax.Array
     weight: jax.Array | None
+    store_first: bool = struct.field(pytree_node=False, default=False)
 
 
 @struct.dataclass
@@ -80,19 +83,15 @@ class Attention:
     k_norm: RMSNorm | None
     spec: LayerSpec = struct.field(pytree_node=False)
 
-    def queries(self, projected: jax.Array, positions: jax.Array) -> jax.Array:
-        """projected: [B, T, KV, >= G, D] -> normed and rotated [B, T, KV, G, D]."""
-        return rope(self.q_norm(projected[..., : self.spec.group, :]), positions, self.spec.rope_theta, self.spec.rotary_angles)
-
-    def keys_values(self, projected: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rows' own K and V as they stand in the cache, [B, T, KV, key_dims] and [B, T, KV, D]."""
-        assert self.k_norm is not None
-        key, value = projected[..., self.spec.group, :], projected[..., -1, :]
-        key = rope(self.k_norm(key), positions, self.spec.rope_theta, self.spec.rotary_angles)
-        if self.spec.key_dims < self.spec.head_dim:
-            low, high = jnp.split(key, 2, axis=-1)
-            key = jnp.concatenate([low[..., : self.spec.rotary_angles], high[..., : self.spec.rotary_angles]], axis=-1)
-        return key, rms(value, self.spec.eps)
+    def heads(
+        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Normed and rotated queries [B, T, KV, G, D], and the keys and values or the pools that hold them: see `qkv`."""
+        spec = self.spec
+        cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        settings = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "implementation": implementation}
+        return qkv(projected, cos, sin, self.q_norm.weight, k_weight, pages, **settings)
 
     @property
     def key_weight(self) -> jax.Array | None:
@@ -218,7 +217,11 @@ class Gemma4:
             spec = layer.self_attn.spec
             source = i if spec.kv_source is None else spec.kv_source
             inputs = None if per_layer is None else per_layer[:, :, i]
-            keys = fresh[source] if source in fresh else self.cached_keys(cache, source, rows.slots, rows.start, rows.count)
+            if source in fresh:
+                keys = fresh[source]
+            else:
+                keys = self.cached_keys(cache, source, rows.slots, rows.start, rows.count)
+                keys = dataclasses.replace(keys, store_first=cache is not None and paged.has_room(cache, spec, rows.ids.shape[1]))
             x, fresh[source] = decoder_layer(layer, x, positions, keys, inputs, attention)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
@@ -252,13 +255,20 @@ def decoder_layer(
     attn, spec = layer.self_attn, layer.self_attn.spec
     with jax.named_scope(spec.kind):
         projected = attn.qkv_proj(layer.input_layernorm(x))
-        if spec.owns_kv:
-            dtype = x.dtype if keys.pools is None else keys.pools.k.dtype
+        pages = None
+        if spec.owns_kv and keys.store_first:
+            assert keys.pools is not None and keys.table is not None
+            pages = Pages(keys.pools.k, keys.pools.v, keys.table, keys.length, keys.count)
+        q, k, v = attn.heads(projected, positions, pages, attention)
+        if pages is not None:
+            assert k is not None and v is not None
+            keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)
+        elif k is not None and v is not None:
             # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
-            k, v = attn.keys_values(projected, positions)
+            dtype = x.dtype if keys.pools is None else keys.pools.k.dtype
             keys = dataclasses.replace(keys, fresh=(k.astype(dtype), v.astype(dtype)))
         heads = paged_attention(
-            attn.queries(projected, positions),
+            q,
             positions,
             None if keys.pools is None else (keys.pools.k, keys.pools.v),
             keys.table,
@@ -275,11 +285,13 @@ def decoder_layer(
 
 
 def _store(cache: PagedKV, rows: Rows, fresh: dict[int, Keys]) -> PagedKV:
-    """Writes every owning layer's fresh rows, once all layers have read the pools as they were."""
+    """The cache with every owning layer's rows. Those that are still fresh are written once all layers have read the pools as they
+    were: a chunk longer than a ring's spare places overwrites what its first rows see."""
     layers = list(cache.layers)
     for i, keys in fresh.items():
-        assert keys.pools is not None and keys.table is not None and keys.fresh is not None
-        layers[i] = paged.write(keys.pools, keys.table, rows.start, rows.count, *keys.fresh)
+        assert keys.pools is not None and keys.table is not None
+        pools = keys.pools
+        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, rows.count, *keys.fresh)
     return dataclasses.replace(cache, layers=tuple(layers))
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from pallas_kernels.qkv.reference import rms_norm, rotate
+
 # A weight: an array, a ShapeDtypeStruct in an abstract tree, or a sharding in a tree of shardings.
 Weight = Any
 
@@ -50,18 +52,12 @@ class RMSNorm:
     eps: float = struct.field(pytree_node=False, default=1e-6)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        normed = _normalise(x, self.eps)
-        return (normed * last_axis(self.weight.astype(jnp.float32), x.ndim)).astype(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rms(x: jax.Array, eps: float) -> jax.Array:
     """RMS norm without a weight."""
-    return _normalise(x, eps).astype(x.dtype)
-
-
-def _normalise(x: jax.Array, eps: float) -> jax.Array:
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return rms_norm(x, None, eps)
 
 
 def last_axis(vector: jax.Array, ndim: int) -> jax.Array:
@@ -100,14 +96,16 @@ def rope_frequencies(head_dim: int, theta: float, rotary_angles: int) -> np.ndar
     return np.concatenate([theta**-exponent, np.zeros(head_dim // 2 - rotary_angles)]).astype(np.float32)
 
 
+def rope_angles(positions: jax.Array, head_dim: int, theta: float, rotary_angles: int) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles by which pairs turn. positions: [B, T] int32 -> [B, T, head_dim / 2] float32 each."""
+    frequencies = rope_frequencies(head_dim, theta, rotary_angles)
+    angles = positions[..., None].astype(jnp.float32) * last_axis(jnp.asarray(frequencies), 3)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def rope(x: jax.Array, positions: jax.Array, theta: float, rotary_angles: int) -> jax.Array:
     """Rotates pairs (d, d + D/2) of the last axis by position. x: [B, T, ..., D], positions: [B, T] int32. Angles in float32."""
-    frequencies = rope_frequencies(x.shape[-1], theta, rotary_angles)
-    angles = positions[..., None].astype(jnp.float32) * last_axis(jnp.asarray(frequencies), 3)
-    angles = angles.reshape(positions.shape + (1,) * (x.ndim - 3) + angles.shape[-1:])
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    return rotate(x, *rope_angles(positions, x.shape[-1], theta, rotary_angles))
 
 
 def init_weights(abstract: Any, key: jax.Array, std: float = 0.02) -> Any:

@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention.reference import MASKED
 
 LOG2_E = math.log2(math.e)
 ANY = pl.BlockSpec(memory_space=pl.ANY)
-PROGRAMS = 264  # two for each of an H200's 132 multiprocessors: enough to keep its memory busy
+PROGRAMS = 512  # about four for each of an H200's 132 multiprocessors: enough to keep its memory busy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +54,20 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
     visible = visible if window is None else min(visible, window)
     visible += 0 if fresh is None else fresh[0].shape[1]
 
-    if wide_numbers or rows <= 16:
-        tile = 16
-    else:
-        tile = 32 if rows <= 64 or rotary else 64
-    keys = 16 if wide_numbers else 64 if dim <= 128 or rotary else 32
+    # Measured on an H200 over `shapes.py`; see `bench.py`.
+    tile, keys, warps = 16, 64, 4
+    if wide_numbers:
+        keys = 16
+    elif dim > 256:
+        tile, keys = (32, 32) if rows > 64 else (16, 64 if rotary else 32)
+    elif rows > 16:
+        tile, keys = (64 if rows > 64 else 32), 32
     keys = min(keys, page & -page if page else keys, max(16, pl.next_power_of_2(visible)))
     programs = batch * heads * pl.cdiv(rows, tile)
-    splits = max(1, min(PROGRAMS // programs, pl.cdiv(visible, keys), 32))
-    return Tiles(tile, keys, splits, num_warps=8 if dim > 256 or tile > 32 else 4, num_stages=2)
+    splits = max(1, min(pl.cdiv(PROGRAMS, programs), visible // 128, 16))
+    if splits == 1 and tile == 16 and dim == 256 and not wide_numbers:
+        keys, warps = min(keys, 32), 2
+    return Tiles(tile, keys, splits, warps, num_stages=2)
 
 
 def paged_attention(

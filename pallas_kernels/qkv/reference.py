@@ -1,0 +1,53 @@
+"""Heads of a layer in plain XLA: the definition of the operation, and its implementation where no kernel runs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis, in float32, rounded once at the end."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        wide = wide * weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
+    return wide.astype(x.dtype)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns pairs (d, d + D / 2) of the last axis. x: [B, T, ..., D]; cos, sin: [B, T, D / 2] float32."""
+    shape = cos.shape[:2] + (1,) * (x.ndim - 3) + cos.shape[2:]
+    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def write(pool: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array, rows: jax.Array) -> jax.Array:
+    """Stores rows start .. start + count - 1 of each sequence in its pages; of more rows than the ring holds, the last are kept.
+
+    pool: [pages, page, KV, D]. table: [B, W] int32. start, count: [B] int32. rows: [B, T, KV, D]; those from `count` on are dropped.
+    """
+    page = pool.shape[1]
+    row = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
+    position = start[:, None] + row
+    kept = (row < count[:, None]) & (row >= count[:, None] - table.shape[1] * page)
+    pages = jnp.take_along_axis(table, jnp.mod(position // page, table.shape[1]), axis=1)
+    pages = jnp.where(kept, pages, pool.shape[0])  # out of range: the row is dropped
+    return pool.at[pages, jnp.mod(position, page)].set(rows.astype(pool.dtype), mode="drop")
+
+
+def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps):
+    """See `pallas_kernels.qkv.qkv`."""
+    q = rotate(rms_norm(projected[..., :group, :], q_weight, eps), cos, sin)
+    if k_weight is None:
+        return q, None, None
+    k = rotate(rms_norm(projected[..., group, :], k_weight, eps), cos, sin)
+    v = rms_norm(projected[..., -1, :], None, eps)
+    if key_dims < k.shape[-1]:
+        low, high = jnp.split(k, 2, axis=-1)
+        k = jnp.concatenate([low[..., : key_dims // 2], high[..., : key_dims // 2]], axis=-1)
+    if pages is None:
+        return q, k, v
+    where = (pages.table, pages.start, pages.count)
+    return q, write(pages.k, *where, k), write(pages.v, *where, v)
