@@ -25,51 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec import decode, gemma4, kernel_times, roofline, shapes
-from jaxspec.accept import Rule, synthetic
+from jaxspec import decode, kernel_times, roofline, shapes
 from jaxspec.config import Gemma4Config
-from jaxspec.drafters.base import NoDraft
-from jaxspec.loading import DTYPES, memory_limit
-from jaxspec.params import integer
-from jaxspec.runner import PREFILL_ROWS, nbytes
+from jaxspec.filters import Filters
+from jaxspec.runner import nbytes
 from jaxspec.sampling import seed_words
-
-RATES = (0.92, 0.78, 0.67, 0.57)
-WARM_UPS, WARM_UP_STEPS = 3, 3  # a CUDA graph is recorded in the second run of a program's loop body
-MEMORY_FRACTION = 0.95  # of what JAX may use; the rest is for temporary arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """What is asked of the model. context: tokens of a prompt. tokens: new tokens of a sequence in a timed call, about.
-    prefill_chunk: rows of a prefill call, at most."""
-
-    num_draft_tokens: int
-    accept: Rule
-    context: int = 512
-    tokens: int = 128
-    temperature: float = 0.0
-    attention: str = "auto"
-    draft_attention: str = "auto"
-    repeats: int = 3
-    prefill_chunk: int = PREFILL_ROWS
-    seed: int = 0
-    profile: str | None = None
-
-    @property
-    def steps(self) -> int:
-        """Rounds of a timed call."""
-        expected = 1 + sum(self.accept.rates[: self.num_draft_tokens])
-        return max(math.ceil(self.tokens / expected), 1)
-
-    @property
-    def max_len(self) -> int:
-        """Room for every round to accept everything."""
-        rounds = WARM_UPS * WARM_UP_STEPS + (self.repeats + (self.profile is not None)) * self.steps
-        return self.context + 2 + rounds * (self.num_draft_tokens + 1)
-
-    def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
-        return decode.init_state(target, drafter, slots=slots, max_len=max_len, num_draft_tokens=self.num_draft_tokens)
+from jaxspec.workload import WARM_UP_STEPS, WARM_UPS, Plan, Workload, plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,41 +114,15 @@ class Report:
     prefill: tuple[PrefillFigures, ...]
 
 
-def bench(
-    config: str,
-    drafter: str = "none",
-    *,
-    num_draft_tokens: int | None = None,
-    batches: Sequence[int] = (1,),
-    prefill: Sequence[int] = (),
-    rates: Sequence[float] = RATES,
-    dtype: str = "bfloat16",
-    progress: bool = True,
-    **workload: Any,
-) -> Report:
-    """Times steps of each batch size, and prompts of each length in `prefill`.
+def bench(config: str, drafter: str = "none", *, progress: bool = True, **asked: Any) -> Report:
+    """Times steps and prompts. Arguments and errors are those of `workload.plan`; progress: show a bar."""
+    return measure(plan(config, drafter, **asked), progress=progress)
 
-    config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
-    `shapes.DRAFTERS`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. rates: of synthetic acceptance, see
-    `accept.synthetic`. workload: other fields of `Workload`.
-    Raises ValueError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
-    """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
-    target_config = shapes.target_config(config)
-    target: Any = gemma4.abstract(target_config, DTYPES[dtype])
-    draft: Any = shapes.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
-    drafting = not isinstance(draft, NoDraft)
-    count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
-    if count and not drafting:
-        raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
-    accept = synthetic(rates)
-    accept.check(count)
-    work = Workload(count, accept, **workload)
-    _check(work, target_config, batches, prefill)
-    _check_memory(config, work, target, draft, batches, prefill)
 
-    bar = tqdm(total=3 + 3 * len(batches) + 2 * len(prefill), disable=not progress, leave=False)
+def measure(plan: Plan, *, progress: bool = True) -> Report:
+    """Makes the weights and times what was planned."""
+    work = plan.work
+    bar = tqdm(total=3 + 3 * len(plan.batches) + 2 * len(plan.prefill), disable=not progress, leave=False)
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
 
@@ -199,13 +134,13 @@ def bench(
         stage("copy bandwidth")
         bandwidth = roofline.copy_bandwidth(2**24 if on_cpu else 2**30)
         stage("matmul rate")
-        rate = roofline.matmul_rate(256 if on_cpu else 8192, DTYPES[dtype])
+        rate = roofline.matmul_rate(256 if on_cpu else 8192, plan.target_tree.dtype)
         stage("random weights")
         begun = time.perf_counter()
-        target, draft = jax.block_until_ready(shapes.random_weights((target, draft), work.seed))
+        target, drafter = jax.block_until_ready(shapes.random_weights((plan.target_tree, plan.drafter_tree), work.seed))
         weights_s = time.perf_counter() - begun
-        decoded = tuple(_decode(work, target, draft, batch, bandwidth, stage) for batch in batches)
-        prefilled = tuple(_prefill(work, target, draft, length, rate, stage) for length in prefill)
+        decoded = tuple(_decode(work, target, drafter, batch, bandwidth, stage) for batch in plan.batches)
+        prefilled = tuple(_prefill(work, target, drafter, length, rate, stage) for length in plan.prefill)
     return Report(
         command=sys.argv,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -214,12 +149,12 @@ def bench(
         platform=device.client.platform_version.strip(),
         device=device.device_kind,
         driver=_driver(),
-        config=config,
-        drafter=drafter,
-        dtype=dtype,
+        config=plan.config,
+        drafter=plan.drafter,
+        dtype=plan.dtype,
         settings=work,
         target_bytes=nbytes(target),
-        drafter_bytes=nbytes(draft),
+        drafter_bytes=nbytes(drafter),
         weights_s=weights_s,
         copy_bytes_per_s=bandwidth,
         matmul_flops_per_s=rate,
@@ -231,9 +166,10 @@ def bench(
 def lines(report: Report) -> Iterator[str]:
     """The report as text."""
     work, gb = report.settings, 1e9
-    rates = ", ".join(map(str, work.accept.rates[: work.num_draft_tokens]))
-    with_drafter = f"drafter {report.drafter}, K = {work.num_draft_tokens}, accepted {rates}" if work.num_draft_tokens else "no drafter"
-    yield f"{report.config}, {report.dtype}; {with_drafter}; temperature {work.temperature}; attention {work.attention}"
+    rates = ", ".join(map(str, work.accept.rates[: work.num_draft_tokens])) or work.accept.name
+    with_drafter = f"drafter {report.drafter}, K = {work.num_draft_tokens}, acceptance {rates}" if work.num_draft_tokens else "no drafter"
+    sampling = f"temperature {work.temperature}, top_k {work.top_k}, top_p {work.top_p}" if work.temperature else "greedy"
+    yield f"{report.config}, {report.dtype}; {with_drafter}; {sampling}; attention {work.attention}"
     yield f"{report.device}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"
     yield (
         f"weights {report.target_bytes / gb:.2f} GB and {report.drafter_bytes / gb:.2f} GB, made in {report.weights_s:.1f} s; "
@@ -267,50 +203,14 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
 
 
-def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], prefill: Sequence[int]) -> None:
-    for name in ("context", "tokens", "repeats", "prefill_chunk"):
-        integer(name, getattr(work, name), 1)
-    if not (math.isfinite(work.temperature) and work.temperature >= 0):
-        raise ValueError(f"temperature is {work.temperature}, expected a finite number of at least 0")
-    longest = config.max_position_embeddings
-    for batch in batches:
-        integer("batch", batch, 1)
-    for length in prefill:
-        integer("prefill", length, 1, longest - 2)
-    if batches and work.max_len > longest:
-        raise ValueError(
-            f"context {work.context} and {work.repeats} timed calls of {work.steps} steps may take {work.max_len} positions; "
-            f"the config has max_position_embeddings {longest}"
-        )
-
-
-def _check_memory(name: str, work: Workload, target: Any, drafter: Any, batches: Sequence[int], prefill: Sequence[int]) -> None:
-    """Raises ValueError if weights and the largest state cannot fit."""
-    sizes = [(batch, work.max_len) for batch in batches] + [(1, length + 2) for length in prefill]
-    states = [
-        (nbytes(jax.eval_shape(functools.partial(work.init_state, slots=slots, max_len=length), target, drafter)), slots, length)
-        for slots, length in sizes
-    ]
-    state, slots, length = max(states, default=(0, 0, 0))
-    device, gib = jax.devices()[0], 2**30
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device.platform == "cpu" else memory_limit(device)
-    needed = nbytes((target, drafter)) + state
-    if limit is not None and needed > MEMORY_FRACTION * limit:
-        raise ValueError(
-            f"{name} needs {needed / gib:.2f} GiB: target {nbytes(target) / gib:.2f}, drafter {nbytes(drafter) / gib:.2f}, "
-            f"{slots} slots of {length} positions {state / gib:.2f}; {device.device_kind} has {MEMORY_FRACTION * limit / gib:.2f}"
-        )
-
-
 def _decode(work: Workload, target: Any, drafter: Any, batch: int, bandwidth: float, stage: Callable[[str], None]) -> DecodeFigures:
     stage(f"batch {batch}: compile")
     state = jax.block_until_ready(jax.jit(functools.partial(work.init_state, slots=batch, max_len=work.max_len))(target, drafter))
     slots = jnp.arange(batch, dtype=jnp.int32)
-    kernels = {"attention": work.attention, "draft_attention": work.draft_attention}
-    function = functools.partial(decode.decode_loop, num_draft_tokens=work.num_draft_tokens, accept=work.accept, **kernels)
+    function = functools.partial(decode.decode_loop, num_draft_tokens=work.num_draft_tokens, accept=work.accept, **work.static)
     loop, loop_cost = _compiled(function, target, drafter, state, slots, np.int32(0), np.bool_(False))
     chunk = min(work.prefill_chunk, work.context)
-    prefill, prefill_cost = _compiled(functools.partial(decode.prefill, chunk=chunk, **kernels), target, drafter, state, slots[:1])
+    prefill, prefill_cost = _compiled(functools.partial(decode.prefill, chunk=chunk, **work.static), target, drafter, state, slots[:1])
 
     stage(f"batch {batch}: prompts")
     state = jax.jit(decode.admit, donate_argnums=0)(state, slots, _requests(work, target.config, batch, work.context, work.max_len))
@@ -375,8 +275,7 @@ def _prefill(work: Workload, target: Any, drafter: Any, length: int, rate: float
     max_len, chunk = length + 2, min(work.prefill_chunk, length)
     state = jax.jit(functools.partial(work.init_state, slots=1, max_len=max_len))(target, drafter)
     slots = jnp.zeros((1,), jnp.int32)
-    function = functools.partial(decode.prefill, chunk=chunk, attention=work.attention, draft_attention=work.draft_attention)
-    program, cost = _compiled(function, target, drafter, state, slots)
+    program, cost = _compiled(functools.partial(decode.prefill, chunk=chunk, **work.static), target, drafter, state, slots)
     requests = _requests(work, target.config, 1, length, max_len)
     again = jax.jit(lambda state: decode.admit(decode.release(state, slots), slots, requests), donate_argnums=0)
 
@@ -408,6 +307,11 @@ def _requests(work: Workload, config: Gemma4Config, batch: int, length: int, lim
         stop_ids=jnp.full((batch, 16), -1, jnp.int32),
         seed=jnp.asarray([seed_words(work.seed + i) for i in range(batch)], jnp.uint32),
         temperature=jnp.full((batch,), work.temperature, jnp.float32),
+        filters=Filters(
+            top_k=jnp.full((batch,), work.top_k, jnp.int32),
+            top_p=jnp.full((batch,), work.top_p, jnp.float32),
+            min_p=jnp.zeros((batch,), jnp.float32),
+        ),
     )
 
 

@@ -78,37 +78,41 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _bench_parser(commands: Any) -> None:
+    """Options under the names of the arguments of `workload.plan`; one that is not given is left to its default there."""
     text = "Times steps and prompts with random weights of a model's shape, beside the memory floor measured in the same run."
-    bench = commands.add_parser("bench", help="time a shape on this device", description=text)
-    bench.add_argument("--config", required=True, help="e2b, e4b, 12b, 26b, 31b, or a folder with a config.json")
-    bench.add_argument(
-        "--drafter", default="none", help="none (the default), ngram, mtp, dflash, eagle3, modules, a smaller config, or a folder"
-    )
-    bench.add_argument("--k", type=int, metavar="K", help="tokens drafted in each round (default: 4 with a drafter)")
-    bench.add_argument("--batch", type=_numbers(int), default=(1,), metavar="B,...", help="sequences at a time, each timed in turn")
-    bench.add_argument("--context", type=int, default=512, metavar="N", help="tokens of a prompt (default: 512)")
-    bench.add_argument("--tokens", type=int, default=128, metavar="N", help="new tokens of a sequence in a timed call (default: 128)")
-    rates = "share of rounds that accept each draft and all before it (default: 0.92,0.78,0.67,0.57)"
-    bench.add_argument("--acceptance", type=_numbers(float), metavar="R,...", help=rates)
-    bench.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    bench.add_argument("--prefill", type=_numbers(int), default=(), metavar="N,...", help="also time prompts of these lengths")
-    bench.add_argument("--prefill-chunk", type=int, metavar="N", help="rows of a prefill call at most (default: 512)")
-    bench.add_argument("--dtype", default="bfloat16", help="bfloat16 (the default) or float32")
-    bench.add_argument("--attention", default="auto", help="implementation of attention")
-    bench.add_argument("--draft-attention", default="auto", help="implementation of the drafter's attention")
-    bench.add_argument("--repeats", type=int, default=3, metavar="N", help="timed calls (default: 3)")
-    bench.add_argument("--json", metavar="FILE", help="write every figure to this file")
-    bench.add_argument("--profile", metavar="DIR", help="trace one more call into this folder and print its kernels")
+    bench = commands.add_parser("bench", help="time a shape on this device", description=text, argument_default=argparse.SUPPRESS)
+
+    def option(name: str, text: str, **settings: Any) -> None:
+        bench.add_argument(f"--{name}", help=text, **settings)
+
+    option("config", "e2b, e4b, 12b, 26b, 31b, or a folder with a config.json", required=True)
+    option("drafter", "none (the default), mtp, dflash, eagle3, modules, ngram, another config's name, or a folder with a config.json")
+    option("k", "tokens drafted in each round (default: 4 with a drafter)", type=int, metavar="K", dest="num_draft_tokens")
+    option("batch", "sequences at a time, each number timed in turn (default: 1)", type=_integers, metavar="B,...", dest="batches")
+    option("context", "tokens of a prompt (default: 512)", type=int, metavar="N")
+    option("tokens", "new tokens of a sequence in a timed call, about (default: 128)", type=int, metavar="N")
+    rates = "share of rounds that accept each draft and all before it (default: 0.92,0.78,0.67,0.57), or the name of a rule"
+    option("acceptance", rates, type=_rates, metavar="R,...")
+    option("temperature", "0, the default, is greedy", type=float, metavar="T")
+    option("top-k", "with a temperature, how many tokens to sample among; 0, the default, for all", type=int, metavar="N")
+    option("top-p", "with a temperature, the probability to sample among (default: 1)", type=float, metavar="P")
+    option("prefill", "also time prompts of these lengths", type=_integers, metavar="N,...")
+    option("prefill-chunk", "rows of a prefill call at most (default: 512)", type=int, metavar="N")
+    option("dtype", "bfloat16 (the default) or float32")
+    option("attention", "implementation of attention (default: auto)")
+    option("draft-attention", "implementation of the drafter's attention (default: auto)")
+    option("repeats", "timed calls (default: 3)", type=int, metavar="N")
+    option("json", "write every figure to this file", metavar="FILE")
+    option("profile", "trace one more call into this folder and print its kernels", metavar="DIR")
     bench.set_defaults(command=_bench)
 
 
-def _numbers(kind: type) -> Any:
-    """How an option of several numbers is read."""
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
-    def numbers(text: str) -> tuple[Any, ...]:
-        return tuple(kind(part) for part in text.split(",") if part)
 
-    return numbers
+def _rates(text: str) -> str | tuple[float, ...]:
+    return text if text.isidentifier() else tuple(float(part) for part in text.split(","))
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -184,19 +188,11 @@ def _info(args: argparse.Namespace) -> None:
 def _bench(args: argparse.Namespace) -> None:
     from jaxspec import bench
 
-    given = {"rates": args.acceptance, "prefill_chunk": args.prefill_chunk}
-    shared = ("context", "tokens", "temperature", "prefill", "dtype", "attention", "draft_attention", "repeats", "profile")
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
     with _door():
-        report = bench.bench(
-            args.config,
-            args.drafter,
-            num_draft_tokens=args.k,
-            batches=args.batch,
-            progress=sys.stderr.isatty(),
-            **{name: getattr(args, name) for name in shared},
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        plan = bench.plan(**given)
+    report = bench.measure(plan, progress=sys.stderr.isatty())
     print("\n".join(bench.lines(report)))
-    if args.json is not None:
+    if "json" in args:
         with _door():
             bench.write_json(report, args.json)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxspec import cli, gemma4, kernel_times, roofline, shapes
+from jaxspec import cli, gemma4, kernel_times, roofline, shapes, workload
+from jaxspec.accept import COUPLED
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import NoDraft
@@ -155,6 +156,7 @@ def folders(tmp_path_factory):
 def test_a_run_from_end_to_end(folders, capsys):
     model = ["--config", str(folders / "target"), "--drafter", str(folders / "assistant"), "--dtype", "float32", "--k", "2"]
     work = ["--batch", "4", "--context", "20", "--tokens", "40", "--acceptance", "0.9,0.5", "--prefill", "24", "--prefill-chunk", "16"]
+    work += ["--temperature", "0.8", "--top-k", "9", "--top-p", "0.9"]
     out = ["--repeats", "2", "--json", str(folders / "out.json"), "--profile", str(folders / "trace")]
     assert cli.main(["bench", *model, *work, *out]) == 0
     report = json.loads((folders / "out.json").read_text())
@@ -171,7 +173,14 @@ def test_a_run_from_end_to_end(folders, capsys):
     assert any("verify" in kernel["operation"] for kernel in step["kernels"])
     assert prompt["tokens_per_s"] == pytest.approx(24e3 / prompt["ms"]["median"])
     printed = capsys.readouterr().out
-    assert "accepted 0.9, 0.5" in printed and f"{step['step_ms']['median']:8.3f}" in printed and "kernels of a step" in printed
+    for wanted in (
+        "temperature 0.8, top_k 9, top_p 0.9",
+        "acceptance 0.9, 0.5",
+        f"{step['step_ms']['median']:8.3f}",
+        f"{prompt['ms']['median']:8.2f}",
+        "kernels of a step",
+    ):
+        assert wanted in printed
 
 
 @pytest.mark.parametrize(
@@ -187,6 +196,9 @@ def test_a_run_from_end_to_end(folders, capsys):
         (["--config", "pocket", "--k", "2"], "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter"),
         (["--config", "pocket", "--drafter", "pocket-mtp", "--k", "5"], "synthetic acceptance has 4 rates for 5 drafts"),
         (["--config", "pocket", "--acceptance", "0.5,0.7"], "rates[1] is 0.7, expected at most 0.5"),
+        (["--config", "pocket", "--acceptance", "typical"], "accept is 'typical'; available: 'coupled', 'standard', 'block'"),
+        (["--config", "pocket", "--top-k", "-1"], "top_k is -1, expected at least 0"),
+        (["--config", "pocket", "--top-p", "0"], "top_p is 0.0, expected more than 0 and at most 1"),
         (["--config", "pocket", "--dtype", "float16"], "dtype is 'float16'; available: 'float32', 'bfloat16'"),
         (["--config", "pocket", "--temperature", "-1"], "temperature is -1.0, expected a finite number of at least 0"),
         (["--config", "pocket", "--repeats", "0"], "repeats is 0, expected at least 1"),
@@ -199,8 +211,30 @@ def test_what_the_user_got_wrong(capsys, options, message):
     assert capsys.readouterr().err.startswith(f"jaxspec: {message}")
 
 
+@pytest.mark.parametrize("options", [["--batch", "1,two"], ["--prefill", ""], ["--acceptance", "0.5,high"]])
+def test_options_that_are_no_numbers(capsys, options):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "--config", "pocket", *options])
+    assert stopped.value.code == 2
+    assert f"argument {options[0]}: invalid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sampling", "scope"),
+    [
+        ({"top_k": 64, "top_p": 0.95}, "plain"),  # greedy
+        ({"temperature": 1.0}, "plain"),
+        ({"temperature": 1.0, "top_k": 64, "top_p": 0.95}, "top"),
+        ({"temperature": 1.0, "top_k": 129}, "search"),
+        ({"temperature": 1.0, "top_p": 0.95}, "search"),
+    ],
+)
+def test_filters_that_do_nothing_are_not_compiled(sampling, scope):
+    assert workload.Workload(4, COUPLED, **sampling).static["needs"].scope == scope
+
+
 def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(capsys, monkeypatch):
-    monkeypatch.setattr("jaxspec.bench.MEMORY_FRACTION", 1e-6)
+    monkeypatch.setattr("jaxspec.workload.MEMORY_FRACTION", 1e-6)
     assert cli.main(["bench", "--config", "31b", "--drafter", "mtp", "--batch", "1,8"]) == 2
     message = capsys.readouterr().err
     assert "31b needs 65.11 GiB: target 57.18, drafter 0.87, 8 slots of 1054 positions 7.06" in message and "cpu has 0.00" in message

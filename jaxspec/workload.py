@@ -1,0 +1,157 @@
+"""What `jaxspec bench` is asked to time, checked before anything is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxspec import decode, gemma4, shapes
+from jaxspec.accept import Rule, rule_of, synthetic
+from jaxspec.config import Gemma4Config
+from jaxspec.drafters.base import NoDraft
+from jaxspec.filters import CANDIDATES
+from jaxspec.loading import DTYPES, memory_limit
+from jaxspec.params import integer
+from jaxspec.runner import PREFILL_ROWS, nbytes
+from jaxspec.sampling import PLAIN, Needs
+
+RATES = (0.92, 0.78, 0.67, 0.57)
+WARM_UPS, WARM_UP_STEPS = 3, 3  # a CUDA graph is recorded in the second run of a program's loop body
+MEMORY_FRACTION = 0.95  # of what JAX may use; the rest is for temporary arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is asked of the model. context: tokens of a prompt. tokens: new tokens of a sequence in a timed call, about. temperature,
+    top_k, top_p: of every sequence; 0, 0 and 1 use nothing. prefill_chunk: rows of a prefill call, at most. profile: folder for traces.
+    """
+
+    num_draft_tokens: int
+    accept: Rule
+    context: int = 512
+    tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    attention: str = "auto"
+    draft_attention: str = "auto"
+    repeats: int = 3
+    prefill_chunk: int = PREFILL_ROWS
+    seed: int = 0
+    profile: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """Rounds of a timed call."""
+        expected = 1 + sum(self.accept.rates[: self.num_draft_tokens])
+        return max(math.ceil(self.tokens / expected), 1)
+
+    @property
+    def max_len(self) -> int:
+        """Room for every round to accept everything."""
+        rounds = WARM_UPS * WARM_UP_STEPS + (self.repeats + (self.profile is not None)) * self.steps
+        return self.context + 2 + rounds * (self.num_draft_tokens + 1)
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """Static arguments of every call."""
+        plain = not self.temperature or (not self.top_k and self.top_p == 1)
+        needs = PLAIN if plain else Needs("top" if 0 < self.top_k <= CANDIDATES else "search")
+        return {"needs": needs, "attention": self.attention, "draft_attention": self.draft_attention}
+
+    def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
+        return decode.init_state(target, drafter, slots=slots, max_len=max_len, num_draft_tokens=self.num_draft_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A target and a drafter by name and as trees of ShapeDtypeStructs, batch sizes to decode, lengths of prompts, and the workload."""
+
+    config: str
+    drafter: str
+    dtype: str
+    target_tree: Any
+    drafter_tree: Any
+    batches: tuple[int, ...]
+    prefill: tuple[int, ...]
+    work: Workload
+
+
+def plan(
+    config: str,
+    drafter: str = "none",
+    *,
+    num_draft_tokens: int | None = None,
+    batches: Sequence[int] = (1,),
+    prefill: Sequence[int] = (),
+    acceptance: Sequence[float] | str = RATES,
+    dtype: str = "bfloat16",
+    **workload: Any,
+) -> Plan:
+    """Checks what is to be timed: steps of each batch size, and prompts of each length in `prefill`.
+
+    config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
+    `shapes.DRAFTERS`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, see
+    `accept.synthetic`, or the name of a rule, which accepts next to nothing of random drafts but costs what it costs. workload: other
+    fields of `Workload`.
+    Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
+    target_config = shapes.target_config(config)
+    target: Any = gemma4.abstract(target_config, DTYPES[dtype])
+    draft: Any = shapes.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
+    drafting = not isinstance(draft, NoDraft)
+    count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
+    if count and not drafting:
+        raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
+    accept = rule_of(acceptance) if isinstance(acceptance, str) else synthetic(acceptance)
+    accept.check(count)
+    work = Workload(count, accept, **workload)
+    _check(work, target_config, batches, prefill)
+    _check_memory(config, work, target, draft, batches, prefill)
+    return Plan(config, drafter, dtype, target, draft, tuple(batches), tuple(prefill), work)
+
+
+def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], prefill: Sequence[int]) -> None:
+    for name in ("context", "tokens", "repeats", "prefill_chunk"):
+        integer(name, getattr(work, name), 1)
+    if not (math.isfinite(work.temperature) and work.temperature >= 0):
+        raise ValueError(f"temperature is {work.temperature}, expected a finite number of at least 0")
+    integer("top_k", work.top_k, 0)
+    if not 0 < work.top_p <= 1:
+        raise ValueError(f"top_p is {work.top_p}, expected more than 0 and at most 1")
+    longest = config.max_position_embeddings
+    for batch in batches:
+        integer("batch", batch, 1)
+    for length in prefill:
+        integer("prefill", length, 1, longest - 2)
+    if batches and work.max_len > longest:
+        raise ValueError(
+            f"context {work.context} and {work.repeats} timed calls of {work.steps} steps may take {work.max_len} positions; "
+            f"the config has max_position_embeddings {longest}"
+        )
+
+
+def _check_memory(name: str, work: Workload, target: Any, drafter: Any, batches: Sequence[int], prefill: Sequence[int]) -> None:
+    """Raises ValueError if weights and the largest state cannot fit."""
+    sizes = [(batch, work.max_len) for batch in batches] + [(1, length + 2) for length in prefill]
+    states = [
+        (nbytes(jax.eval_shape(functools.partial(work.init_state, slots=slots, max_len=length), target, drafter)), slots, length)
+        for slots, length in sizes
+    ]
+    state, slots, length = max(states, default=(0, 0, 0))
+    device, gib = jax.devices()[0], 2**30
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device.platform == "cpu" else memory_limit(device)
+    needed = nbytes((target, drafter)) + state
+    if limit is not None and needed > MEMORY_FRACTION * limit:
+        raise ValueError(
+            f"{name} needs {needed / gib:.2f} GiB: target {nbytes(target) / gib:.2f}, drafter {nbytes(drafter) / gib:.2f}, "
+            f"{slots} slots of {length} positions {state / gib:.2f}; {device.device_kind} has {MEMORY_FRACTION * limit / gib:.2f}"
+        )
