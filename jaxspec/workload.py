@@ -20,6 +20,7 @@ from jaxspec.loading import DTYPES, memory_limit
 from jaxspec.params import integer
 from jaxspec.runner import PREFILL_ROWS, nbytes
 from jaxspec.sampling import PLAIN, Needs
+from pallas_kernels.dialect import IMPLEMENTATIONS
 
 RATES = (0.92, 0.78, 0.67, 0.57)
 WARM_UPS, WARM_UP_STEPS = 3, 3  # a CUDA graph is recorded in the second run of a program's loop body
@@ -127,6 +128,9 @@ def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], prefill
     integer("top_k", work.top_k, 0)
     if not 0 < work.top_p <= 1:
         raise ValueError(f"top_p is {work.top_p}, expected more than 0 and at most 1")
+    for name in ("attention", "draft_attention"):
+        if getattr(work, name) not in ("auto", *IMPLEMENTATIONS):
+            raise ValueError(f"{name} is {getattr(work, name)!r}; available: {', '.join(map(repr, ('auto', *IMPLEMENTATIONS)))}")
     longest = config.max_position_embeddings
     for batch in batches:
         integer("batch", batch, 1)

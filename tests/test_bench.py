@@ -201,6 +201,7 @@ def test_a_run_from_end_to_end(folders, capsys):
         (["--config", "pocket", "--top-p", "0"], "top_p is 0.0, expected more than 0 and at most 1"),
         (["--config", "pocket", "--dtype", "float16"], "dtype is 'float16'; available: 'float32', 'bfloat16'"),
         (["--config", "pocket", "--temperature", "-1"], "temperature is -1.0, expected a finite number of at least 0"),
+        (["--config", "pocket", "--draft-attention", "flash"], "draft_attention is 'flash'; available: 'auto', 'xla', "),
         (["--config", "pocket", "--repeats", "0"], "repeats is 0, expected at least 1"),
         (["--config", "pocket", "--batch", "8,0"], "batch is 0, expected at least 1"),
         (["--config", "e2b", "--context", "131000"], "context 131000 and 3 timed calls of 128 steps may take 131395 positions; the config"),
