@@ -20,6 +20,9 @@ from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.gemma4 import DecoderLayer, Keys, abstract_layer, decoder_layer
 from jaxspec.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.sampling import Sampling, choose
+from pallas_kernels import centroid_head
+from pallas_kernels.lm_head import lm_head
+from pallas_kernels.noise import row_keys
 
 
 @struct.dataclass
@@ -78,9 +81,8 @@ class Gemma4MTP:
         token, steps = target.anchor[:, None], []
         for k in range(1, num_draft_tokens + 1):
             out, hidden = self.step(target.model.embed(token), hidden, position, keys, attention)
-            logits, ids = self.candidates(out)
-            token = choose(logits, target.length[:, None] + k, sampling, ids)
-            steps.append((token, logits, ids))
+            token = self.choose(out, target.length[:, None] + k, sampling, attention)
+            steps.append((token, *self.candidates(out, attention)))
         return Drafts.joined(steps, target.slots.shape[0]), state
 
     def step(
@@ -98,25 +100,47 @@ class Gemma4MTP:
         out = self.model.norm(x)
         return out, self.post_projection(out)
 
-    def candidates(self, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def candidates(self, out: jax.Array, implementation: str = "auto") -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of an output, and the token ids that they belong to.
 
         out: [B, T, h]. With a centroid head: the tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
         """
-        table = self.model.embed_tokens.weight
         if self.masked_embedding is None:
-            ids = None
-            logits = softcap(Linear(table)(out, dtype=jnp.float32), self.config.text.final_logit_softcapping)
+            logits = softcap(Linear(self.model.embed_tokens.weight)(out, dtype=jnp.float32), self.config.text.final_logit_softcapping)
+            if self.suppress_tokens:
+                logits = logits.at[..., jnp.asarray(self.suppress_tokens, jnp.int32)].set(-jnp.inf)
+            return logits, None
+        rows = out.reshape(-1, out.shape[-1])
+        logits, ids = centroid_head.candidates(rows, *self._centroid_head, **self._centroid_settings, implementation=implementation)
+        return logits.reshape(*out.shape[:2], -1), ids.reshape(*out.shape[:2], -1)
+
+    def choose(self, out: jax.Array, positions: jax.Array, sampling: Sampling, implementation: str = "auto") -> jax.Array:
+        """The drafts at `positions` [B, T], drawn from `candidates` as the target draws: [B, T] int32.
+
+        Where nothing but a temperature applies, no logits are written.
+        """
+        if sampling.filters is not None or sampling.tables is not None:
+            logits, ids = self.candidates(out, implementation)
+            return choose(logits, positions, sampling, ids)
+        rows = out.reshape(-1, out.shape[-1])
+        keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
+        temperature = jnp.broadcast_to(sampling.temperature[:, None], positions.shape).reshape(-1)
+        if self.masked_embedding is None:
+            settings = {"softcap": self.config.text.final_logit_softcapping, "suppressed": self.suppress_tokens}
+            chosen, _ = lm_head(rows, self.model.embed_tokens.weight, keys, temperature, **settings, implementation=implementation)
         else:
-            _, best = jax.lax.top_k(self.masked_embedding.centroids(out), self.config.centroid_intermediate_top_k)
-            ordering = self.masked_embedding.token_ordering.reshape(self.config.num_centroids, -1)
-            ids = jnp.take(ordering, best, axis=0).reshape(*out.shape[:2], -1)
-            logits = jnp.einsum("btch,bth->btc", jnp.take(table, ids, axis=0), out, preferred_element_type=jnp.float32)
-        if self.suppress_tokens:
-            banned = jnp.asarray(self.suppress_tokens, jnp.int32)
-            tokens = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
-            logits = jnp.where(jnp.isin(tokens, banned), -jnp.inf, logits)
-        return logits, ids
+            arrays = (*self._centroid_head, keys, temperature)
+            chosen = centroid_head.choose(rows, *arrays, **self._centroid_settings, implementation=implementation)
+        return chosen.reshape(positions.shape)
+
+    @property
+    def _centroid_head(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        assert self.masked_embedding is not None
+        return self.masked_embedding.centroids.weight, self.masked_embedding.token_ordering, self.model.embed_tokens.weight
+
+    @property
+    def _centroid_settings(self) -> dict[str, Any]:
+        return {"top_k": self.config.centroid_intermediate_top_k, "suppressed": self.suppress_tokens}
 
 
 def bind(config: AssistantConfig, target: Gemma4Config) -> AssistantConfig:
