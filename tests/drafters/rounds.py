@@ -11,6 +11,7 @@ from flax import struct
 from jaxspec import decode, gemma4
 from jaxspec.config import Gemma4Config
 from jaxspec.drafters.base import Drafts, NoDraft, Target
+from jaxspec.sampling import Sampling
 
 VOCAB, WINDOW, PAGE, MAX_LEN, MAX_K, CHUNK = 61, 8, 3, 43, 7, 5
 TEXT = {
@@ -100,9 +101,10 @@ def finish(drafter, k, chunk=CHUNK):
 def drafts(model, drafter, state, k) -> Drafts:
     """What the next round would guess."""
     slots = jnp.asarray(SLOT_IDS)
-    rows = decode._rows(state, slots)[0]
-    anchor = state.tokens.at[slots, rows.computed].get(mode="clip")
-    return drafter.draft(state.drafter, Target(model, state.cache, slots, anchor, rows.computed), rows.sampling, k)[0]
+    at = jnp.minimum(slots, SLOTS - 1)
+    length = state.computed[at]
+    view = Target(model, state.cache, slots, state.tokens[at, length], length)
+    return drafter.draft(state.drafter, view, Sampling(state.seed[at], state.temperature[at]), k)[0]
 
 
 @struct.dataclass

@@ -103,7 +103,7 @@ def test_tokens_do_not_depend_on_the_drafter(k):
     np.testing.assert_array_equal(found, rounds.texts())
 
 
-@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize("k", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_target_that_drafts_for_itself_is_always_right(k):
     """Greedy and sampled, past the window and to the very end of the slots, where guesses find no room."""
     found, taken = rounds.finish(DraftModel(rounds.target(), page_size=rounds.PAGE), k)
@@ -128,14 +128,15 @@ def test_rows_of_each_pass(monkeypatch):
         assert passes == rows
 
 
-def test_slots_that_are_not_in_the_call_stay_as_they_are():
+def test_slots_that_do_not_run_stay_as_they_are():
+    """Two of six ids in the call run, the others are nobody's; the last slot is not named."""
     drafter = DraftModel(rounds.target(), page_size=rounds.PAGE)
     before = rounds.started(drafter)
-    slots = np.where(np.isin(rounds.SLOT_IDS, (2, 6)), rounds.SLOT_IDS, rounds.SLOTS + 3).astype(np.int32)
+    slots = np.asarray([2, 5, *[rounds.SLOTS + 2] * 4], np.int32)
     after = rounds.decode_loop(rounds.target(), drafter, before, slots, 1, num_draft_tokens=7)
-    others = [slot for slot in range(rounds.SLOTS) if slot not in (2, 6)]
+    others = np.asarray([0, 1, 3, 4, 6])
     kept, found = before.drafter, after.drafter
-    np.testing.assert_array_equal(kept.hidden[others,], found.hidden[others,])
+    np.testing.assert_array_equal(kept.hidden[others], found.hidden[others])
     for spec, old, new in zip(rounds.target().config.layers, kept.cache.layers, found.cache.layers, strict=True):
         pages = np.asarray(kept.cache.tables[spec.kind])[others]
         np.testing.assert_array_equal(old.k[pages], new.k[pages])
