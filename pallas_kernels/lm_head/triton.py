@@ -54,10 +54,13 @@ def shared_memory() -> int:
 def tiles(rows: int, dtype: Any, shared: int | None = None) -> Tiles:
     """The cut for this many rows. shared: bytes of shared memory, by default the device's."""
     if dtype.itemsize == 4:
-        return Tiles(vocab=64, depth=32, warps=4, stages=2)
+        return Tiles(vocab=64, depth=32, warps=4 if rows <= 64 else 8, stages=2)
+    # Two programs or more fit on a multiprocessor, in registers and in shared memory: one's choice hides behind another's loads.
     cut = Tiles(vocab=128, depth=64, warps=4, stages=4)
     if rows > 48:
-        cut = Tiles(vocab=128, depth=64, warps=8, stages=4, rows=64 if rows <= 64 else 32)
+        cut = Tiles(vocab=128, depth=64, warps=8, stages=4)
+    if rows > 64:
+        cut = Tiles(vocab=128, depth=64, warps=8, stages=3, rows=32)
     # Each step in flight holds a block of the table and one of all rows.
     step = (cut.vocab + -(-rows // LEAST_ROWS) * LEAST_ROWS) * cut.depth * dtype.itemsize
     return dataclasses.replace(cut, stages=min(cut.stages, (shared or shared_memory()) // step))

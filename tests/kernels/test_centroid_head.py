@@ -92,6 +92,21 @@ def test_the_noise_is_the_position_keyed_one_bit_by_bit():
         assert np.array_equal(chosen, smallest), implementation
 
 
+def test_what_fills_a_program_past_the_last_candidate_is_not_chosen():
+    # Of 15 candidates in a program of 32, the rest stands on token 0, which is no candidate here and would win by far.
+    (hidden, centroids, ordering, table), keys, temperature = problem(1, 4, 5, 8, "float32")
+    worst = int(np.argmin(choices.exact(hidden) @ choices.exact(centroids).T))
+    ordering = ordering.copy()
+    ordering[ordering == 0], ordering[5 * worst] = ordering[5 * worst], 0
+    winning = table.at[0].set(100 * hidden[0])
+    assert 0 not in expected((hidden, centroids, ordering, table), 3)[1]
+    chosen = [
+        run_choose(hidden, centroids, ordering, winning, keys, temperature, top_k=3, implementation=implementation)
+        for implementation in BOTH
+    ]
+    assert chosen[0] != 0 and chosen[0] == chosen[1]
+
+
 def test_where_nothing_can_be_chosen_the_id_is_still_a_candidate():
     (hidden, centroids, ordering, table), keys, temperature = problem(2, 4, 5, 8, "float32")
     spoilt = hidden.at[0].set(jnp.nan), centroids, ordering, table

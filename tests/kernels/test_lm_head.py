@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.lm_head import lm_head, triton
+from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.shapes import SHAPES
 from pallas_kernels.noise import gumbel
 
@@ -130,6 +131,14 @@ def test_rows_are_divided_into_powers_of_two_that_waste_less_than_sixteen():
             assert [start for start, _ in parts] == [sum(size for _, size in parts[:i]) for i in range(len(parts))]
             assert all(16 <= size <= most and size & (size - 1) == 0 for _, size in parts)
             assert 0 <= sum(size for _, size in parts) - rows < 16
+
+
+def test_the_last_reduction_takes_the_lowest_id_of_the_largest_value_and_a_nan_above_all():
+    values = jnp.array([[1.0, 3.0, 3.0, 2.0], [-jnp.inf] * 4, [5.0, jnp.nan, 9.0, 9.0]])
+    ids = jnp.array([[9, 8, 4, 7], [6, 5, 3, 4], [1, 2, 3, 4]], jnp.int32)
+    chosen, maxima = jax.jit(best)(values, ids)
+    assert chosen.tolist() == [4, 3, 2]
+    np.testing.assert_array_equal(maxima, [3, -np.inf, np.nan])
 
 
 @pytest.mark.parametrize("name", SHAPES)
