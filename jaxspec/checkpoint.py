@@ -25,7 +25,7 @@ TARGET_PREFIXES = ("model.language_model.", "model.")  # conditional generation;
 TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.")
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]  # the last to be refused, not overlooked
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 INTEGERS = {"I64": np.int64, "I32": np.int32}

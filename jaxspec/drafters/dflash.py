@@ -145,16 +145,21 @@ def _layers(
     window = dflash.get("swa_window_size") or inner.get("sliding_window")
     if SLIDING in kinds and not window:
         raise ValueError(f"layer_types has {list(kinds).count(SLIDING)} sliding layers, and sliding_window is {window!r}")
-    return tuple(plain_spec(inner, window if kind == SLIDING else None) for kind in kinds), causal
+    return tuple(plain_spec(inner, window if kind == SLIDING else None, rope_theta=1e6) for kind in kinds), causal
 
 
-def plain_spec(config: Mapping[str, Any], window: int | None = None) -> LayerSpec:
-    """A decoder layer of Llama's or Qwen3's kind. Raises ValueError for what such a layer here does not have."""
+def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_theta: float = 1e4) -> LayerSpec:
+    """A decoder layer of Llama's or Qwen3's kind. rope_theta: where the config names none.
+
+    Raises ValueError for what such a layer here does not have.
+    """
     expect(config, "hidden_act", ("silu",))
     expect(config, "attention_bias", (False,))
     expect(config, "mlp_bias", (False,))
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if scaling.get("rope_type", scaling.get("type", "default")) != "default" or scaling.get("partial_rotary_factor", 1) != 1:
+    by_layer = any(isinstance(value, Mapping) for value in scaling.values())
+    kind, part = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("partial_rotary_factor", 1)
+    if kind != "default" or part != 1 or by_layer:
         raise ValueError(f"the drafter's RoPE is {dict(scaling)}; implemented: rope_type 'default' over whole heads")
     heads = int(require(config, "num_attention_heads"))
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -171,7 +176,7 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None) -> LayerSpe
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        rope_theta=float(scaling.get("rope_theta") or config.get("rope_theta") or rope_theta),
         rotary_angles=head_dim // 2,
         k_eq_v=False,
         kv_source=None,

@@ -39,9 +39,9 @@ class Eagle3Config:
     """layers: of each its spec. gemma: layers of Gemma 4's kind, with sandwich norms and layer_scalar, all of which see embedding and
     feature; else Llama's, of which the first does. taps: indices of the target's hidden states. head_norms: queries and keys are
     normed. norm_before_residual: the first layer adds to the normed feature. norm_before_fc: one norm over all taps; fc_norm: one for
-    each. norm_output: what is fed back has passed the final norm. draft_vocab_size: rows of the head; a head of fewer rows than the
-    target has tokens comes with d2t. own_head, own_embedding: whether the checkpoint has them; else they are the target's.
-    embedding_scale: of the target's table. unread: beginnings of the checkpoint's other keys."""
+    each. norm_output: what is fed back has passed the final norm (vLLM's meaning). draft_vocab_size: rows of the head; a head of fewer
+    rows than the target has tokens comes with d2t. own_head, own_embedding: whether the checkpoint has them; else they are the
+    target's. unread: beginnings of the checkpoint's other keys."""
 
     layers: tuple[LayerSpec, ...]
     taps: tuple[int, ...]

@@ -17,6 +17,7 @@ from jaxspec.config import FULL, Gemma4Config
 from jaxspec.drafters.base import Observed, Target
 from jaxspec.layers import Embedding
 from jaxspec.sampling import Sampling
+from pallas_kernels.noise import gumbel, row_keys
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 LIMIT = 1e-4
@@ -145,6 +146,16 @@ def guesses(target, drafter, state, k):
     length, seed, temperature = (x.at[slots].get(mode="clip") for x in (state.computed, state.seed, state.temperature))
     view = Target(target, state.cache, slots, state.tokens.at[slots, length].get(mode="clip"), length)
     return drafter.draft(state.drafter, view, Sampling(seed, temperature), k)
+
+
+def chosen(logits: np.ndarray, ids: np.ndarray, row: int, length: int) -> np.ndarray:
+    """The drafts that a sequence of `rounds` takes from these logits, of candidates `ids`, the first at position `length`."""
+    temperature, at = rounds.TEMPERATURE[row], jnp.arange(length, length + len(logits), dtype=jnp.int32)
+    if temperature == 0:
+        return ids[np.argmax(logits, axis=1)]
+    keys = row_keys(jnp.tile(jnp.asarray([[row, 0]], jnp.uint32), (len(logits), 1)), at)
+    noise = gumbel(keys, jnp.tile(jnp.asarray(ids, jnp.int32)[None], (len(logits), 1)))
+    return ids[np.argmax(logits / temperature + np.asarray(noise), axis=1)]
 
 
 @functools.cache
