@@ -1,0 +1,38 @@
+"""A sublayer's output, normed and added to the residual stream, and the norms with which the next sublayers read that."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels import dialect
+from pallas_kernels.add_norm import reference, triton
+
+# What is added: one output, or several with a norm's weight each, whose norms are added up first.
+Addend = jax.Array | tuple[tuple[jax.Array, jax.Array], ...]
+
+
+def add_norm(
+    x: jax.Array,
+    y: Addend,
+    weight: jax.Array,
+    *,
+    scalar: jax.Array | None = None,
+    next_weights: tuple[jax.Array, ...] = (),
+    eps: float,
+    implementation: str = "auto",
+) -> tuple[jax.Array, ...]:
+    """(x + norm(y, weight)) * scalar, followed by its norm with each of next_weights.
+
+    x: [..., H], the residual stream. y: [..., H], or several pairs of such an array and a weight: their norms' sum then is y. weight
+    and all others: [H]. scalar: [1], or None for 1. Norms are RMS norms with `eps`. Returns arrays like x.
+
+    Arithmetic is in float32; norms, sums and products are rounded to x's dtype, which is that of y. implementation: see
+    `dialect.select`. Raises ValueError for an unknown one.
+    """
+    chosen = dialect.select(implementation)
+    if chosen == "xla":
+        return reference.add_norm(x, y, weight, scalar, next_weights, eps)
+    return triton.add_norm(x, y, weight, scalar, next_weights, eps, interpret=chosen == "triton-interpret")
+
+
+__all__ = ["Addend", "add_norm"]

@@ -1,0 +1,67 @@
+"""Residual sums and their norms as one kernel in the Triton dialect: a program holds one row."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl, plgpu
+
+ANY = pl.BlockSpec(memory_space=pl.ANY)
+WARP = 512  # numbers of a row that a warp holds: two loads of 16 bytes a thread and array, in flight together
+MOST_WARPS = 16
+
+
+def add_norm(x, y, weight, scalar, next_weights, eps, *, interpret=False, num_warps=None):
+    """See `pallas_kernels.add_norm.add_norm`."""
+    width = x.shape[-1]
+    rows = x.reshape(-1, width)
+    parts = tuple((part.reshape(rows.shape), w) for part, w in (y if isinstance(y, tuple) else ((y, None),)))
+    inputs, tree = jax.tree.flatten((rows, parts, weight, scalar, next_weights))
+    outputs = [jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(next_weights))
+    out = dialect.call(
+        functools.partial(_row, tree=tree, eps=eps),
+        name="add_norm",
+        grid=(rows.shape[0],),
+        in_specs=[ANY] * len(inputs),
+        out_specs=[ANY] * len(outputs),
+        out_shape=outputs,
+        num_warps=num_warps or max(1, min(MOST_WARPS, pl.next_power_of_2(width) // WARP)),
+        num_stages=1,
+        interpret=interpret,
+    )(*inputs)
+    return tuple(a.reshape(x.shape) for a in out)
+
+
+def _row(*refs, tree, eps):
+    x_ref, part_refs, weight_ref, scalar_ref, next_refs = tree.unflatten(refs[: tree.num_leaves])
+    sum_ref, *normed_refs = refs[tree.num_leaves :]
+    row, (_, width), dtype = pl.program_id(0), x_ref.shape, x_ref.dtype
+    column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
+    inside = column < width
+
+    def load(ref, *index):
+        return plgpu.load(ref.at[*index, column], mask=inside, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
+
+    def rounded(values):
+        return values.astype(dtype).astype(jnp.float32)
+
+    def norm(values, weight):
+        return rounded(values * jax.lax.rsqrt(jnp.sum(values * values) / width + eps) * weight)
+
+    # All loads are issued before the first sum waits for one.
+    parts = [(load(part, row), None if w is None else load(w)) for part, w in part_refs]
+    x, weight = load(x_ref, row), load(weight_ref)
+    scalar = None if scalar_ref is None else scalar_ref[0].astype(jnp.float32)
+    next_weights = [load(ref) for ref in next_refs]
+
+    y = functools.reduce(lambda a, b: rounded(a + b), [part if w is None else norm(part, w) for part, w in parts])
+    x = rounded(x + norm(y, weight))
+    if scalar is not None:
+        x = rounded(x * scalar)
+    plgpu.store(sum_ref.at[row, column], x.astype(dtype), mask=inside)
+    for ref, next_weight in zip(normed_refs, next_weights, strict=True):
+        plgpu.store(ref.at[row, column], norm(x, next_weight).astype(dtype), mask=inside)

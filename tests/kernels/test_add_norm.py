@@ -1,0 +1,85 @@
+"""Residual sums and their norms: the reference against plain formulas in float64, and the kernel against the reference."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.add_norm import add_norm
+from pallas_kernels.add_norm.bench import inputs
+from pallas_kernels.add_norm.shapes import SHAPES, Shape
+
+EPS = 1e-3  # large enough for a wrong one to show
+
+# Widths beside, at and below a power of two; a sum of one output and of several; no norm, one and two.
+SMALL = [Shape(3, 96, scaled=True), Shape(2, 37, norms=0), Shape(5, 64, parts=2, norms=2), Shape(1, 50, parts=3, scaled=True)]
+
+
+def normed(x, weight):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+
+
+def formula(x, y, weight, scalar, next_weights):
+    x, y, weight, scalar, next_weights = jax.tree.map(lambda a: np.asarray(a, np.float64), (x, y, weight, scalar, next_weights))
+    if isinstance(y, tuple):
+        y = sum(normed(*part) for part in y)
+    x = (x + normed(y, weight)) * (1 if scalar is None else scalar)
+    return (x, *(normed(x, w) for w in next_weights))
+
+
+# XLA may leave out a rounding between operations that it fuses, unless told not to.
+@functools.partial(jax.jit, static_argnames="implementation", compiler_options={"xla_allow_excess_precision": False})
+def run(x, y, weight, scalar, next_weights, implementation):
+    return add_norm(x, y, weight, scalar=scalar, next_weights=next_weights, eps=EPS, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("shape", SMALL)
+def test_sums_and_norms_as_the_formulas_have_them(shape, implementation):
+    arguments = inputs(shape, jnp.float32)
+    found, wanted = run(*arguments, implementation), formula(*arguments)
+    assert len(found) == len(wanted) == 1 + shape.norms
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [*SMALL, Shape(4, 1536, scaled=True), Shape(5, 2816, parts=2, scaled=True), Shape(3, 5376, norms=2)])
+def test_the_kernel_rounds_where_the_reference_does(shape):
+    arguments = inputs(shape, jnp.bfloat16)
+    for a, b in zip(*(run(*arguments, name) for name in ("triton-interpret", "xla")), strict=True):
+        assert a.dtype == b.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_axes_before_the_last_are_rows():
+    x, y, weight, scalar, next_weights = inputs(Shape(6, 20, parts=2, scaled=True), jnp.float32)
+    flat = run(x, y, weight, scalar, next_weights, "xla")
+    x, y = jax.tree.map(lambda a: a.reshape(2, 3, 20) if a.ndim == 2 else a, (x, y))
+    for implementation in ("xla", "triton-interpret"):
+        for a, b in zip(run(x, y, weight, scalar, next_weights, implementation), flat, strict=True):
+            np.testing.assert_allclose(a, b.reshape(2, 3, 20), rtol=1e-6, atol=1e-6)
+
+
+def some_gpu():
+    """From JAX 0.11 on, a kernel is lowered for a GPU that is named."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_lowers_for_cuda_as_one_kernel(name):
+    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs(SHAPES[name], jnp.bfloat16))
+    with some_gpu():
+        text = run.trace(*arguments, "triton").lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == text.count('name = "add_norm"') == 1
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="implementation is 'cuda'; expected 'auto' or one of 'xla', 'triton'"):
+        run(*inputs(SMALL[0], jnp.float32), "cuda")
