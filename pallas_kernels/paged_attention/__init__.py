@@ -17,6 +17,7 @@ def paged_attention(
     fresh: tuple[jax.Array, jax.Array] | None = None,
     fresh_count: jax.Array | None = None,
     key_weight: jax.Array | None = None,
+    scales: jax.Array | None = None,
     *,
     causal: bool = True,
     window: int | None = None,
@@ -31,6 +32,7 @@ def paged_attention(
     fresh: K and V [B, F, KV, D] at positions lengths .. lengths + fresh_count - 1; fresh_count: [B] int32.
     key_weight: [D], or None. With it, the K given, cached and fresh, are only the R rotary dims of each key ([..., R], dims
     0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1), and the others are V's times the weight.
+    scales: [2] float32, what the K and V given are to be multiplied by, or None: for K and V in float8_e4m3fn.
     causal: a query sees fresh keys at its own position and before (False: all of them). window: a query at p sees keys with
     p - key < window. Returns [B, T, KV, G, D] in q's dtype; a query that sees no key gives zeros. What lies
     outside a sequence's positions 0 .. lengths + fresh_count - 1, at or before min(positions) - window, or (if causal) after
@@ -39,7 +41,7 @@ def paged_attention(
     implementation: see `dialect.select`. Raises ValueError for an unknown or unsupported one.
     """
     chosen = dialect.select(implementation, triton.unsupported(q, cached))
-    arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight)
+    arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales)
     if chosen == "xla":
         return reference.paged_attention(*arguments, causal=causal, window=window, scale=scale)
     return triton.paged_attention(*arguments, causal=causal, window=window, scale=scale, interpret=chosen == "triton-interpret")

@@ -44,6 +44,7 @@ def arguments(shape: Shape, batch: int, context: int, dtype=jnp.bfloat16, seed: 
         pair(batch, shape.queries) if shape.fresh else None,
         jnp.full(batch, shape.queries, jnp.int32) if shape.fresh else None,
         normal(next(keys), (shape.head_dim,)) if shape.rotary else None,
+        None,
     )
 
 
@@ -64,7 +65,7 @@ def candidates(shape: Shape, args: tuple) -> list[triton.Tiles]:
 
 
 def _tiles(shape: Shape, args: tuple) -> triton.Tiles:
-    q, _, cached, table, _, fresh, _, weight = args
+    q, _, cached, table, _, fresh, _, weight, _ = args
     return triton.tiles_for(q, cached, table, fresh, weight, shape.window)
 
 

@@ -27,7 +27,7 @@ def rebuilt_keys(rotary: jax.Array, values: jax.Array, weight: jax.Array) -> jax
     return keys.at[..., :half].set(rotary[..., :half]).at[..., middle : middle + half].set(rotary[..., half:])
 
 
-def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale):
+def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale):
     """See `pallas_kernels.paged_attention.paged_attention`."""
     keys, values, key_positions, is_fresh = [], [], [], []
     if cached is not None:
@@ -55,6 +55,8 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     seen = jnp.any(visible, axis=1)[:, :, None, None]
     k = jnp.where(seen, jnp.concatenate(keys, axis=1).astype(q.dtype), 0)
     v = jnp.where(seen, jnp.concatenate(values, axis=1).astype(q.dtype), 0)
+    if scales is not None:
+        k, v = ((x.astype(jnp.float32) * scale).astype(q.dtype) for x, scale in zip((k, v), scales, strict=True))
     if key_weight is not None:
         k = rebuilt_keys(k, v, key_weight)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale

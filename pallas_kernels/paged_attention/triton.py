@@ -71,7 +71,7 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
 
 
 def paged_attention(
-    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, interpret=False, tiles=None
+    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale, interpret=False, tiles=None
 ):
     """See `pallas_kernels.paged_attention.paged_attention`."""
     batch, queries, heads, group, dim = q.shape
@@ -82,6 +82,8 @@ def paged_attention(
     inputs = {"lengths": lengths, "positions": positions, "q": q}
     if key_weight is not None:
         inputs["weight"] = key_weight
+    if scales is not None:
+        inputs["scales"] = scales
     if cached is not None:
         inputs |= {"table": table, "k": cached[0], "v": cached[1]}
     if fresh is not None:
@@ -151,15 +153,15 @@ def _attend(*refs, names, tiles, causal, window, scale):
         if _padded(count) != count:
             mask, columns = mask & (columns < count)[None, :], jnp.minimum(columns, count - 1)
         where = ref.at[index[0], index[1][:, None], head, columns[None, :]]
-        return plgpu.load(where, mask=mask, other=jnp.zeros((), ref.dtype)).astype(q_ref.dtype)
+        return _widened(plgpu.load(where, mask=mask, other=jnp.zeros((), ref.dtype)), q_ref.dtype)
 
     def step(key_position, k_source, v_source, index, kept, carry):
         top, total, acc = carry
         v = load_rows(v_source, index, kept, dim)
+        k = load_rows(k_source, index, kept, k_source.shape[-1])
+        scores = dot(q_rotary if has_weight else q, k.T) * k_scale
         if has_weight:
-            scores = dot(q, v.T) + dot(q_rotary, load_rows(k_source, index, kept, k_source.shape[-1]).T)
-        else:
-            scores = dot(q, load_rows(k_source, index, kept, dim).T)
+            scores = scores + dot(q, v.T) * v_scale
         visible = kept[None, :]
         if causal:
             visible = visible & (key_position[None, :] <= position[:, None])
@@ -173,6 +175,7 @@ def _attend(*refs, names, tiles, causal, window, scale):
         acc = acc * shrink[:, None] + dot(weights.astype(v.dtype), v)
         return new_top, total, acc
 
+    k_scale, v_scale = (refs["scales"][0], refs["scales"][1]) if "scales" in refs else (1.0, 1.0)
     keys = tiles.keys
     lane = jnp.arange(keys, dtype=jnp.int32)
     first = cached_blocks = fresh_first = fresh_blocks = jnp.int32(0)
@@ -218,6 +221,7 @@ def _attend(*refs, names, tiles, causal, window, scale):
         carry = jax.lax.fori_loop(jnp.maximum(start, cached_blocks), stop, fresh_step, carry)
 
     top, total, acc = carry
+    acc = acc * v_scale
     inside = (wide < dim)[None, :]
     if tiles.splits == 1:
         value = jnp.where(total[:, None] > 0, acc / jnp.maximum(total, 1e-30)[:, None], 0.0).astype(q_ref.dtype)
@@ -260,6 +264,15 @@ def _merged(parts, q, splits, interpret):
         num_stages=1,
         interpret=interpret,
     )(*parts)
+
+
+def _widened(x, dtype):
+    """x in dtype. An e4m3 number is taken apart by its bits, since GPUs before compute capability 8.9 cannot convert one."""
+    if x.dtype != jnp.float8_e4m3fn:
+        return x.astype(dtype)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
+    sign, rest = (bits & jnp.uint16(0x80)) << jnp.uint16(8), (bits & jnp.uint16(0x7F)) << jnp.uint16(7)
+    return (jax.lax.bitcast_convert_type(sign | rest, jnp.float16) * jnp.float16(256)).astype(dtype)  # the exponents' biases differ by 8
 
 
 def _padded(dim: int) -> int:

@@ -94,7 +94,25 @@ class Case:
             jnp.asarray(lengths),
             *((stored(new), jnp.asarray(counts)) if fresh else (None, None)),
             cast(weight) if rotary else None,
+            None,
         ]
+
+    def in_float8(self, k_scale, v_scale):
+        """The same case with K and V divided by these scales and rounded to e4m3."""
+        scales = np.asarray([k_scale, v_scale], np.float32)
+
+        def rounded(pair):
+            return tuple((x.astype(jnp.float32) / s).astype(jnp.float8_e4m3fn) for x, s in zip(pair, scales, strict=True))
+
+        for at in (2, 5):
+            self.arguments[at] = rounded(self.arguments[at])
+        self.arguments[-1] = jnp.asarray(scales)
+        widened = list(self.arguments)
+        for at in (2, 5):
+            widened[at] = tuple(x.astype(jnp.float32) * s for x, s in zip(self.arguments[at], scales, strict=True))
+        widened[-1] = None
+        self.expected = np.asarray(attention(*widened, **self.settings), np.float64)
+        return self
 
     def check(self, rtol=2e-5, atol=2e-6):
         found = attention(*self.arguments, **self.settings)
@@ -273,6 +291,15 @@ def test_the_kernel_in_bfloat16_and_with_a_cache_of_another_dtype():
     mixed = Case(18, KERNEL_LENGTHS, page=16, dtype=jnp.bfloat16)
     mixed.arguments[0] = mixed.arguments[0].astype(jnp.float32)
     check_kernel(mixed)
+
+
+@pytest.mark.parametrize("rotary", [0, 4])
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+def test_keys_and_values_in_float8(implementation, rotary):
+    """As if they were float32 numbers that happen to be e4m3 numbers times a scale."""
+    case = Case(18, KERNEL_LENGTHS, page=16, rotary=rotary, window=30).in_float8(0.5, 0.25)
+    case.settings["implementation"] = implementation
+    case.check(atol=1e-5)
 
 
 @settings(max_examples=25)
