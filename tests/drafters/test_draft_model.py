@@ -19,6 +19,7 @@ import jaxspec
 from jaxspec import checkpoint, decode, drafters, gemma4, sampling
 from jaxspec.config import FULL, SLIDING, Gemma4Config
 from jaxspec.drafters import draft_model
+from jaxspec.drafters.base import Target
 from jaxspec.drafters.draft_model import DraftModel
 
 LIMIT = 1e-4
@@ -142,6 +143,18 @@ def test_slots_that_do_not_run_stay_as_they_are():
         np.testing.assert_array_equal(old.k[pages], new.k[pages])
         np.testing.assert_array_equal(old.v[pages], new.v[pages])
         assert not np.array_equal(old.k, new.k)
+
+
+def test_guesses_past_the_end_do_not_reach_the_beginning():
+    """Three guesses find room in the last page, the others none."""
+    drafter = DraftModel(rounds.target(), page_size=4)
+    state = drafter.init(1, 16, 7)
+    one = jnp.ones(1, jnp.int32)
+    view = Target(rounds.target(), state.cache, 0 * one, one, 12 * one)  # of which only the lengths count
+    greedy = sampling.Sampling(jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.float32))
+    _, after = rounds.compiled(DraftModel.draft, static_argnums=4)(drafter, state, view, greedy, 7)
+    written = np.any(after.cache.layers[-1].v != 0, axis=(2, 3))
+    np.testing.assert_array_equal(written, [[False] * 4] * 3 + [[False, True, True, True]])
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
