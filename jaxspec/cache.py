@@ -16,15 +16,25 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.config import FULL, SLIDING, LayerSpec
+from pallas_kernels.qkv.reference import stored
 from pallas_kernels.qkv.reference import write as write_rows
 
 
 @struct.dataclass
 class LayerKV:
-    """One layer's pools: k [pages, page, KV, key_dims], v [pages, page, KV, D]."""
+    """One layer's pools: k [pages, page, KV, key_dims], v [pages, page, KV, D]. scales: [2] float32, what stored keys and stored
+    values are to be multiplied by, or None for one; whoever reads the pools reads them with it."""
 
     k: jax.Array
     v: jax.Array
+    scales: jax.Array | None = None
+
+    def as_stored(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values as the pools hold them; those that have the pools' dtype already are."""
+        if (k.dtype, v.dtype) == (self.k.dtype, self.v.dtype):
+            return k, v
+        k_scale, v_scale = (None, None) if self.scales is None else self.scales
+        return stored(k, self.k.dtype, k_scale), stored(v, self.v.dtype, v_scale)
 
 
 @struct.dataclass
@@ -122,7 +132,9 @@ def write(layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, 
     table: [B, W] int32. start, count: [B] int32. k: [B, T, KV, key_dims], v: [B, T, KV, D]; rows from `count` on are dropped. Of
     more rows than the ring holds, the last are kept.
     """
-    return LayerKV(write_rows(layer.k, table, start, count, k), write_rows(layer.v, table, start, count, v))
+    k, v = layer.as_stored(k, v)
+    pools = write_rows(layer.k, table, start, count, k), write_rows(layer.v, table, start, count, v)
+    return LayerKV(*pools, layer.scales)
 
 
 def reserve(cache: PagedKV, slots: jax.Array, lengths: jax.Array, rows: int) -> tuple[PagedKV, jax.Array]:

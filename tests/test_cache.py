@@ -183,3 +183,18 @@ def test_rows_are_stored_in_the_pools_dtype():
     rows = jnp.full((1, 2, 1, 8), 1.001, jnp.float32)
     layer = write(layer, ids(0, 1, 2)[None], ids(0), ids(2), rows, rows)
     assert layer.k.dtype == jnp.bfloat16 and layer.k[0, 1, 0, 3] == 1.0
+
+
+def test_float8_pools_hold_what_the_scales_and_the_range_allow():
+    pool = jnp.zeros((2, PAGE, 1, 4), jnp.float8_e4m3fn)
+    layer = paged.LayerKV(pool, pool, jnp.asarray([2.0, 0.5], jnp.float32))
+    k = jnp.asarray([1.0, 2.0, -6.0, 5000.0]).reshape(1, 1, 1, 4)
+    after = paged.write(layer, jnp.asarray([[1]], jnp.int32), jnp.asarray([0], jnp.int32), jnp.asarray([1], jnp.int32), k, k)
+    assert after.k[1, 0, 0].astype(jnp.float32).tolist() == [0.5, 1.0, -3.0, 448.0]
+    assert after.v[1, 0, 0].astype(jnp.float32).tolist() == [2.0, 4.0, -12.0, 448.0]
+    assert after.scales is layer.scales
+    # Rows in the pools' dtype are taken as they are.
+    again = paged.write(
+        after, jnp.asarray([[0]], jnp.int32), jnp.asarray([0], jnp.int32), jnp.asarray([1], jnp.int32), after.k[1:, :1], after.v[1:, :1]
+    )
+    assert again.k[0, 0, 0].astype(jnp.float32).tolist() == [0.5, 1.0, -3.0, 448.0]

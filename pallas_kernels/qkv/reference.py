@@ -23,6 +23,16 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
+def stored(x: jax.Array, dtype: jnp.dtype, scale: jax.Array | None = None) -> jax.Array:
+    """x as a pool of `dtype` holds it: divided by `scale` ([] float32, or None for 1), and in float8 cut off at what that can hold."""
+    if scale is not None:
+        x = x.astype(jnp.float32) / scale
+    if dtype == jnp.float8_e4m3fn:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x.astype(jnp.float32), -largest, largest)
+    return x.astype(dtype)
+
+
 def write(pool: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array, rows: jax.Array) -> jax.Array:
     """Stores rows start .. start + count - 1 of each sequence in its pages; of more rows than the ring holds, the last are kept.
 
@@ -34,7 +44,7 @@ def write(pool: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array,
     kept = (row < count[:, None]) & (row >= count[:, None] - table.shape[1] * page)
     pages = jnp.take_along_axis(table, jnp.mod(position // page, table.shape[1]), axis=1)
     pages = jnp.where(kept, pages, pool.shape[0])  # out of range: the row is dropped
-    return pool.at[pages, jnp.mod(position, page)].set(rows.astype(pool.dtype), mode="drop")
+    return pool.at[pages, jnp.mod(position, page)].set(stored(rows, pool.dtype), mode="drop")
 
 
 def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps):
