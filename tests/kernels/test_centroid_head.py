@@ -135,7 +135,7 @@ def test_every_real_shape_lowers_for_cuda_as_two_kernels_without_a_sort(name):
         (run_candidates, arrays, "centroid_candidates"),
         (run_choose, (*arrays, *choice), "centroid_choose"),
     ):
-        text = function.trace(*args, **static).lower(lowering_platforms=("cuda",)).as_text()
+        text = choices.cuda_text(function, *args, **static)
         assert text.count(f'name = "{kernel}"') == 1 and text.count('name = "select"') == 1
         assert "sort" not in text and "top_k" not in text
 

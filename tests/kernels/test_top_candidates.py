@@ -2,6 +2,7 @@
 
 import functools
 
+import choices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,7 +100,7 @@ def test_tiles_make_the_two_stages_about_equally_wide():
 def test_every_real_shape_lowers_for_cuda_as_three_kernels_without_a_sort(name):
     shape = SHAPES[name]
     logits = jax.ShapeDtypeStruct((shape.rows, shape.vocab), jnp.float32)
-    text = run.trace(logits, shape.k, implementation="triton").lower(lowering_platforms=("cuda",)).as_text()
+    text = choices.cuda_text(run, logits, shape.k, implementation="triton")
     for kernel in ("select", "top_candidates", "order"):
         assert text.count(f'name = "{kernel}"') == 1
     assert "sort" not in text and "top_k" not in text
