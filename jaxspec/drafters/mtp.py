@@ -6,12 +6,12 @@ target's after its final norm, any other what the module before it gave, not nor
 is read at row P, the target's last. So K and V of module k at row p depend on tokens up to p + k + 1, and near the end of the text on
 guesses. Facts: Step-3.5-Flash and vLLM `step3p5_mtp` with its multi-module speculator; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
 
-The schedule. The pages of every module hold the rows before the last M, whose tokens are all known: they depend on the text alone,
+The schedule. The pages of every module hold the rows before the last M, all of whose tokens are known: they depend on the text alone,
 not on what was guessed, nor on K. The last M rows, and those committed since the last `draft`, are kept as tokens and hidden states.
-Each of the first M steps runs all kept rows, stores those that leave the last M, and is what lets a module see the guesses; each step
-after them runs the last M rows over the same pages, stores nothing, and takes what the step before it gave. Where this differs from
-the published proposer: that one stores K and V of guesses and computes them again after a rejection, and with K > M its modules leave
-in the cache what their last step wrote, which depends on K (it wants K to be a multiple of M; this one does not).
+Each of the first M steps runs its module over all kept rows and stores those that are not among the last M; each later step runs the
+last M rows again over the same pages, takes what the step before it gave, and stores nothing. Where this differs from the published
+proposer: that one stores K and V of guesses too and computes them again after a rejection, and with K > M its modules leave in the
+cache what their last step wrote, which depends on K (it wants K to be a multiple of M; this one does not).
 
 A checkpoint is laid out like Step-3.5-Flash's, with the parts of a Gemma 4 layer: module i is `model.layers.{N + i}` with N the
 target's layers, made of a decoder layer's tensors, `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` and `shared_head.output`. Its
