@@ -278,6 +278,15 @@ def test_a_copy_of_the_targets_table_is_dropped(layout: str, changes: dict, own:
     assert read.own_embedding == own == ("embed_tokens." not in read.unread)
 
 
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_embeddings(layout: str) -> None:
+    """Rows of the target's table as they are, rows of an own table, or the target's scaled embeddings."""
+    ids, raw = jnp.asarray([[3, 60]], jnp.int32), np.asarray(rounds.target().embed_tokens.weight)
+    own = drafter(layout).embed_tokens
+    table = {"eagle": raw, "speculators": None if own is None else own.weight, "gemma": raw * math.sqrt(32)}[layout]
+    close(drafter(layout).embed(rounds.target(), ids)[0], np.asarray(table)[[3, 60]])
+
+
 @pytest.mark.parametrize(
     ("layout", "changes", "residual"),
     [("eagle", {}, False), ("eagle", {"norm_before_residual": True}, True), ("speculators", {}, True)]
