@@ -91,10 +91,9 @@ def places(keys: jax.Array, real: jax.Array, k: int) -> jax.Array:
 def select_kernel(values_ref: Any, indices_ref: Any, *, size: int, k: int) -> None:
     """Program i: indices of the k largest of row i."""
     row, at = pl.program_id(0), jnp.arange(padded(size), dtype=jnp.int32)
-    real = at < size
-    values = plgpu.load(values_ref.at[row, pl.ds(0, padded(size))], mask=real, other=0.0)
-    place = places(ordered(values.astype(jnp.float32)), real, k)
-    plgpu.store(indices_ref.at[jnp.full_like(place, row), place], at, mask=place < k)
+    rows, real = jnp.full_like(at, row), at < size
+    place = places(ordered(plgpu.load(values_ref.at[rows, at], mask=real, other=0.0)), real, k)
+    plgpu.store(indices_ref.at[rows, place], at, mask=place < k)
 
 
 def tokens_kernel(logits_ref: Any, tiles_ref: Any, values_ref: Any, ids_ref: Any, *, vocab: int, width: int, tiles: int, k: int) -> None:
@@ -113,19 +112,19 @@ def tokens_kernel(logits_ref: Any, tiles_ref: Any, values_ref: Any, ids_ref: Any
 def order_kernel(values_ref: Any, ids_ref: Any, sorted_values_ref: Any, sorted_ids_ref: Any, *, k: int) -> None:
     """Program i: row i's values, given in ascending order of id, in descending order of value. Each counts those before it."""
     row, at = pl.program_id(0), jnp.arange(padded(k), dtype=jnp.int32)
-    real = at < k
-    values = plgpu.load(values_ref.at[row, pl.ds(0, padded(k))], mask=real, other=0.0)
-    ids = plgpu.load(ids_ref.at[row, pl.ds(0, padded(k))], mask=real, other=0)
+    rows, real = jnp.full_like(at, row), at < k
+    values = plgpu.load(values_ref.at[rows, at], mask=real, other=0.0)
+    ids = plgpu.load(ids_ref.at[rows, at], mask=real, other=0)
     keys = ordered(values)
     earlier = (keys[None, :] > keys[:, None]) | ((keys[None, :] == keys[:, None]) & (at[None, :] < at[:, None]))
     place = jnp.sum((earlier & real[None, :]).astype(jnp.int32), axis=1, dtype=jnp.int32)
     place = jnp.where(real, place, np.int32(k))
-    plgpu.store(sorted_values_ref.at[jnp.full_like(at, row), place], values, mask=real)
-    plgpu.store(sorted_ids_ref.at[jnp.full_like(at, row), place], ids, mask=real)
+    plgpu.store(sorted_values_ref.at[rows, place], values, mask=real)
+    plgpu.store(sorted_ids_ref.at[rows, place], ids, mask=real)
 
 
 def select(values: jax.Array, k: int, *, interpret: bool) -> jax.Array:
-    """Indices of the k largest values of each row, in ascending order of index. [N, n] floats -> [N, k] int32.
+    """Indices of the k largest values of each row, in ascending order of index. [N, n] float32 -> [N, k] int32.
 
     The set is that of `jax.lax.top_k`: of equal values the lower index is taken. n: at most WIDEST.
     """
