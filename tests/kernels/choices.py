@@ -1,8 +1,5 @@
-"""The choice of a token written out in NumPy, and lowering for a GPU, for the tests of the kernels that choose."""
+"""The choice of a token written out in NumPy, for the tests of the kernels that choose."""
 
-import contextlib
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,13 +49,3 @@ def array(x, dtype):
 
 def exact(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
-
-
-def cuda_text(function, *args, **static):
-    """A jitted function lowered for an NVIDIA GPU, which need not be there."""
-    gpu = contextlib.nullcontext()
-    if jax.__version_info__ >= (0, 11):  # from there on a kernel is lowered for a GPU that is named
-        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-        gpu = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-    with gpu:
-        return function.trace(*args, **static).lower(lowering_platforms=("cuda",)).as_text()

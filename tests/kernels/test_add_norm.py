@@ -1,12 +1,12 @@
 """Residual sums and their norms: the reference against plain formulas in float64, and the kernel against the reference."""
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowering import for_cuda
 
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.add_norm.bench import inputs
@@ -64,19 +64,10 @@ def test_axes_before_the_last_are_rows():
             np.testing.assert_allclose(a, b.reshape(2, 3, 20), rtol=1e-6, atol=1e-6)
 
 
-def some_gpu():
-    """From JAX 0.11 on, a kernel is lowered for a GPU that is named."""
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_lowers_for_cuda_as_one_kernel(name):
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs(SHAPES[name], jnp.bfloat16))
-    with some_gpu():
-        text = run.trace(*arguments, "triton").lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(run, *arguments, "triton")
     assert text.count("__gpu$xla.gpu.triton") == text.count('name = "add_norm"') == 1
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lowering import for_cuda
 
 from pallas_kernels.centroid_head import candidates, choose
 from pallas_kernels.centroid_head.shapes import SHAPES
@@ -135,7 +136,7 @@ def test_every_real_shape_lowers_for_cuda_as_two_kernels_without_a_sort(name):
         (run_candidates, arrays, "centroid_candidates"),
         (run_choose, (*arrays, *choice), "centroid_choose"),
     ):
-        text = choices.cuda_text(function, *args, **static)
+        text = for_cuda(function, *args, **static)
         assert text.count(f'name = "{kernel}"') == 1 and text.count('name = "select"') == 1
         assert "sort" not in text and "top_k" not in text
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lowering import for_cuda
 
 from pallas_kernels.lm_head import lm_head, triton
 from pallas_kernels.lm_head.reference import best
@@ -151,7 +152,7 @@ def test_every_real_shape_lowers_for_cuda_as_one_kernel(name):
         leaf((shape.rows, 2), jnp.uint32),
         leaf((shape.rows,), jnp.float32),
     )
-    text = choices.cuda_text(run, *arrays, softcap=shape.softcap, implementation="triton")
+    text = for_cuda(run, *arrays, softcap=shape.softcap, implementation="triton")
     assert text.count('name = "lm_head"') == 1
     cut = triton.tiles(shape.rows, jnp.dtype(jnp.bfloat16), shared=101_376)
     assert cut.stages >= 2, "an L4 has less shared memory"

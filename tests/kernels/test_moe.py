@@ -1,6 +1,5 @@
 """The mixture of experts against a loop over rows and choices in float64; the kernels, interpreted, and lowered for a GPU."""
 
-import contextlib
 import functools
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lowering import for_cuda
 
 from jaxspec.layers import Linear
 from jaxspec.moe import Experts, Router
@@ -199,14 +199,6 @@ def test_random_shapes(seed, rows, count, top_k, inner, hidden, dtype):
     check(problem(seed, rows, count, inner, hidden, ids, dtype), ids, dtype)
 
 
-def some_gpu():
-    """From JAX 0.11 on, a kernel is lowered for a GPU that is named."""
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_lowers_for_cuda(name):
     shape = SHAPES[name]
@@ -215,8 +207,7 @@ def test_lowers_for_cuda(name):
         weights, ids, groups = moe.route(scores, scale, shape.top_k, implementation="triton")
         return moe.experts(x, gate_up, down, weights, ids, groups, implementation="triton")
 
-    with some_gpu():
-        text = jax.jit(layer).trace(*shape.layer(jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(jax.jit(layer), *shape.layer(jnp.bfloat16))
     kernels = ["moe_route", "moe_gate_up", "moe_down"] + ["moe_group"] * (shape.rows > triton.ALONE)
     assert text.count("__gpu$xla.gpu.triton") == len(kernels)
     assert all(text.count(f'name = "{kernel}"') == 1 for kernel in kernels)

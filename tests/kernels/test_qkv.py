@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowering import for_cuda
 
 from pallas_kernels.qkv import Pages, qkv
 
@@ -97,8 +98,7 @@ def test_the_kernel_rounds_where_the_reference_does():
 
 def test_it_lowers_for_cuda_in_place():
     arguments, settings, _ = case(3, dim=512, group=8, owned=1, key_dims=128, page=64, dtype=jnp.bfloat16)
-    traced = jax.jit(functools.partial(qkv, **settings, implementation="triton")).trace(*arguments)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(run, *arguments, **settings, implementation="triton")
     assert text.count('name = "qkv"') == 1 and text.count("output_operand_alias") >= 1
 
 

@@ -2,13 +2,13 @@
 
 import functools
 
-import choices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lowering import for_cuda
 
 from pallas_kernels.top_candidates import top_candidates, triton
 from pallas_kernels.top_candidates.reference import tile_width
@@ -100,7 +100,7 @@ def test_tiles_make_the_two_stages_about_equally_wide():
 def test_every_real_shape_lowers_for_cuda_as_three_kernels_without_a_sort(name):
     shape = SHAPES[name]
     logits = jax.ShapeDtypeStruct((shape.rows, shape.vocab), jnp.float32)
-    text = choices.cuda_text(run, logits, shape.k, implementation="triton")
+    text = for_cuda(run, logits, shape.k, implementation="triton")
     for kernel in ("select", "top_candidates", "order"):
         assert text.count(f'name = "{kernel}"') == 1
     assert "sort" not in text and "top_k" not in text
