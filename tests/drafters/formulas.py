@@ -167,6 +167,22 @@ def hidden_states() -> np.ndarray:
     return np.stack(out.taps, axis=1)
 
 
+def check_rejection(drafter) -> None:
+    """After a round of seven wrong drafts the drafter's state is, bit by bit, what other wrong drafts leave, and what a round without
+    drafts leaves, unwritten places included."""
+    state = rounds.started(drafter)
+    after = []
+    for shift in (1, 2):
+        wrong = rounds.told(drafter, state, [0] * 5)
+        wrong = dataclasses.replace(wrong, guesses=(wrong.guesses + shift) % rounds.VOCAB)
+        after.append(rounds.spec_step(rounds.target(), wrong, state, rounds.SLOT_IDS, num_draft_tokens=7))
+    np.testing.assert_array_equal(rounds.lengths(after[0]), rounds.lengths(state) + 1)
+    same(after[0].drafter, after[1].drafter)
+    plain = rounds.spec_step(rounds.target(), drafter, state, rounds.SLOT_IDS, num_draft_tokens=0)
+    for old, new in zip(jax.tree.leaves(plain.drafter), jax.tree.leaves(after[0].drafter), strict=True):
+        close(new, old)
+
+
 def checkpoint_shapes(model) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of this drafter: key and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(model)

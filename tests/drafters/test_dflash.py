@@ -188,6 +188,10 @@ def test_texts_are_those_of_the_target(layout: str, k: int) -> None:
     np.testing.assert_array_equal(texts, rounds.texts())
 
 
+def test_a_rejected_round_leaves_no_trace() -> None:
+    formulas.check_rejection(drafter("speculators"))
+
+
 @pytest.mark.slow
 def test_the_longest_block_gives_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "MAX_K", 15)
