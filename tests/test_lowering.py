@@ -1,0 +1,71 @@
+"""The loop of real models as it is lowered for CUDA: which kernels are in it, and that the state is updated in place."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from lowering import for_cuda
+from real_configs import ASSISTANTS, TARGETS
+
+from jaxspec import checkpoint, decode, gemma4
+from jaxspec.config import AssistantConfig, Gemma4Config
+from jaxspec.drafters import gemma4_mtp
+from jaxspec.moe import Experts, Router
+
+# Attention of one sequence is divided between programs, and merged.
+EVERY_LAYER = {"qkv", "paged_attention", "paged_attention_merge"}
+KERNELS = {
+    "E2B": EVERY_LAYER | {"select", "centroid_choose"},
+    "26B-A4B": EVERY_LAYER | {"lm_head", "moe_route", "moe_gate_up", "moe_down"},
+    "31B": EVERY_LAYER | {"lm_head"},
+    "pocket": EVERY_LAYER | {"select", "centroid_choose"},
+}
+
+
+def experts_by_kernels(tree):
+    """The same model with routers and experts that are served by kernels, wherever it is lowered."""
+
+    def chosen(node):
+        return dataclasses.replace(node, implementation="triton") if isinstance(node, Router | Experts) else node
+
+    return jax.tree.map(chosen, tree, is_leaf=lambda node: isinstance(node, Router | Experts))
+
+
+@functools.cache
+def lowered(name, attention):
+    """The text of `decode_loop` at one sequence and K = 4, and how many arrays its state has."""
+    if name == "pocket":
+        texts = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
+    else:
+        texts = [TARGETS[name], ASSISTANTS[name]]
+    config, assistant = Gemma4Config.from_hf(texts[0]), AssistantConfig.from_hf(texts[1])
+    target = gemma4.abstract(config)
+    if attention == "triton":
+        target = experts_by_kernels(target)
+    drafter = gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config))
+    settings = {"slots": 4, "max_len": 1024, "num_draft_tokens": 4}
+    state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
+    slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    loop = jax.jit(decode.decode_loop, static_argnames=("num_draft_tokens", "attention"), donate_argnames="state")
+    return for_cuda(loop, target, drafter, state, slots, steps, num_draft_tokens=4, attention=attention), len(jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_loop_is_made_of_kernels(name):
+    """A kernel that a layer or a head stops calling is missing here, and one that is called is not left to chance on a GPU."""
+    text, _ = lowered(name, "triton")
+    assert KERNELS[name] <= set(re.findall(r'name = "(\w+)"', text))
+
+
+def test_without_kernels_there_are_none():
+    assert "triton" not in lowered("31B", "xla")[0]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_array_of_the_state_is_updated_in_place(name):
+    """Donated and returned with the same shape and dtype: a pool that is not would be in memory twice. Only `starved` is set anew."""
+    text, arrays = lowered(name, "triton")
+    assert text.count("tf.aliasing_output") == arrays - 1
