@@ -313,6 +313,22 @@ def test_rope_theta(changes: dict, theta: float) -> None:
     assert {spec.rope_theta for spec in read.layers} == {theta}
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "mask"),
+    [
+        ({"mask_token_id": 5}, {"mask_token_id": 4}, 4),
+        ({"mask_token_id": 5, "pard_token": 6}, {}, 5),
+        ({"dspark_noise_token_id": 7, "ptd_token_id": 8}, {}, 7),
+        ({"pard_token": 6, "ptd_token_id": 8}, {}, 6),
+        ({"ptd_token_id": 8}, {}, 8),
+    ],
+)
+def test_where_the_mask_token_is_named(outer: dict, inner: dict, mask: int) -> None:
+    own = {"target_layer_ids": [0], **inner}
+    read = DFlashConfig.from_hf({**CONFIGS["z-lab"], **outer, "dflash_config": own}, rounds.target().config)
+    assert read.mask_token_id == mask
+
+
 @pytest.mark.parametrize("scale", [1.0, 32**0.5])
 def test_the_embedding_scale_is_a_setting(scale: float) -> None:
     own = {"mask_token_id": 4, "target_layer_ids": [0], "input_embedding_scale": scale, "output_multiplier": 2.0}
