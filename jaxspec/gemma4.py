@@ -8,6 +8,7 @@ layers that share KV, mixture of experts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxspec.cache import LayerKV, PagedKV
 from jaxspec.config import Gemma4Config, LayerSpec
 from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, gelu, rope_angles, softcap
 from jaxspec.moe import Experts, Router
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qkv import Pages, qkv
 
@@ -127,21 +129,37 @@ class DecoderLayer:
     post_feedforward_layernorm_2: RMSNorm | None
     pre_feedforward_layernorm_2: RMSNorm | None
 
-    def feed_forward(self, x: jax.Array, per_layer_input: jax.Array | None) -> jax.Array:
-        """The layer after attention. x: [B, T, H], per_layer_input: [B, T, P] or None -> [B, T, H]."""
-        out = self.mlp(self.pre_feedforward_layernorm(x))
-        if self.router is not None:
+    def feed_forward(
+        self,
+        x: jax.Array,
+        attended: jax.Array,
+        per_layer_input: jax.Array | None,
+        next_weight: jax.Array | None,
+        implementation: str,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The layer after attention, whose output it adds first. x, attended: [B, T, H]; per_layer_input: [B, T, P] or None.
+        Returns the stream and its norm with next_weight (None without), [B, T, H] each."""
+        add = functools.partial(add_norm, eps=self.post_attention_layernorm.eps, implementation=implementation)
+        if self.router is None:
+            x, normed = add(x, attended, self.post_attention_layernorm.weight, next_weights=(self.pre_feedforward_layernorm.weight,))
+            out = self.mlp(normed)
+        else:
             assert self.experts and self.post_feedforward_layernorm_1
             assert self.pre_feedforward_layernorm_2 and self.post_feedforward_layernorm_2
-            flat = x.reshape(-1, x.shape[-1])
-            routed = self.experts(self.pre_feedforward_layernorm_2(flat), *self.router(flat))
-            out = self.post_feedforward_layernorm_1(out) + self.post_feedforward_layernorm_2(routed.reshape(x.shape))
-        x = x + self.post_feedforward_layernorm(out)
+            entering = (self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight)
+            x, normed, tokens = add(x, attended, self.post_attention_layernorm.weight, next_weights=entering)
+            flat = (-1, x.shape[-1])
+            routed = self.experts(tokens.reshape(flat), *self.router(x.reshape(flat))).reshape(x.shape)
+            norms = (self.post_feedforward_layernorm_1.weight, self.post_feedforward_layernorm_2.weight)
+            out = ((self.mlp(normed), norms[0]), (routed, norms[1]))
+        weight = self.post_feedforward_layernorm.weight
         if per_layer_input is not None:
             assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm
-            gated = gelu(self.per_layer_input_gate(x)) * per_layer_input
-            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return x * self.layer_scalar.reshape((1,) * x.ndim)
+            (x,) = add(x, out, weight)
+            out = self.per_layer_projection(gelu(self.per_layer_input_gate(x)) * per_layer_input)
+            weight = self.post_per_layer_input_norm.weight
+        x, *normed = add(x, out, weight, scalar=self.layer_scalar, next_weights=() if next_weight is None else (next_weight,))
+        return x, normed[0] if normed else None
 
 
 @struct.dataclass
@@ -192,7 +210,7 @@ class Gemma4:
 
         cache: None runs the rows as whole sequences from position `start` (0, as a rule) and stores nothing. taps: indices of
         hidden states to return. last_only: only the last real row's hidden state is wanted, so layers that share KV run that
-        row alone (unless a tap lies above the first of them). attention: implementation of `paged_attention`.
+        row alone (unless a tap lies above the first of them). attention: implementation of `decoder_layer`'s kernels.
         """
         config = self.config
         bad = [i for i in taps if not 0 <= i <= config.num_hidden_layers]
@@ -208,11 +226,12 @@ class Gemma4:
             cut = config.first_shared_layer
         fresh: dict[int, Keys] = {}
         tapped: dict[int, jax.Array] = {}
-        for i, layer in enumerate(self.layers):
+        normed = self.layers[0].input_layernorm(x)
+        for i, (layer, next_weight) in enumerate(zip(self.layers, next_weights(self.layers, self.norm), strict=True)):
             if i in taps:
                 tapped[i] = x
             if i == cut:
-                x, positions = take_row(x, last), take_row(positions, last)
+                x, normed, positions = take_row(x, last), take_row(normed, last), take_row(positions, last)
                 per_layer = None if per_layer is None else take_row(per_layer, last)
             spec = layer.self_attn.spec
             source = i if spec.kv_source is None else spec.kv_source
@@ -222,14 +241,14 @@ class Gemma4:
             else:
                 keys = self.cached_keys(cache, source, rows.slots, rows.start, rows.count)
                 keys = dataclasses.replace(keys, store_first=cache is not None and paged.has_room(cache, spec, rows.ids.shape[1]))
-            x, fresh[source] = decoder_layer(layer, x, positions, keys, inputs, attention)
+            x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
         if last_only and cut == config.num_hidden_layers:
-            x = take_row(x, last)
+            normed = take_row(normed, last)
         if cache is not None:
             cache = _store(cache, rows, fresh)
-        return Hidden(self.norm(x), tuple(tapped[i] for i in taps), fresh), cache
+        return Hidden(normed, tuple(tapped[i] for i in taps), fresh), cache
 
     def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
         """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32."""
@@ -245,16 +264,30 @@ def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, index.reshape((-1,) + (1,) * (x.ndim - 1)), axis=1)
 
 
+def next_weights(layers: tuple[DecoderLayer, ...], norm: RMSNorm) -> tuple[Weight, ...]:
+    """For each layer the weight of the norm that reads its output: the next layer's, and `norm` after the last. All have one eps."""
+    return (*(layer.input_layernorm.weight for layer in layers[1:]), norm.weight)
+
+
 # Jitted by itself so that layers with equal specs are traced once; XLA inlines it.
 @jax.jit(static_argnames="attention")
 def decoder_layer(
-    layer: DecoderLayer, x: jax.Array, positions: jax.Array, keys: Keys, per_layer_input: jax.Array | None, attention: str
-) -> tuple[jax.Array, Keys]:
-    """One layer. x: [B, T, H]; positions: [B, T]; per_layer_input: [B, T, P] or None. Returns x and the keys that it attended to:
-    those given, with the layer's own fresh K and V if it owns any."""
+    layer: DecoderLayer,
+    x: jax.Array,
+    normed: jax.Array,
+    positions: jax.Array,
+    keys: Keys,
+    per_layer_input: jax.Array | None,
+    next_weight: jax.Array | None,
+    attention: str,
+) -> tuple[jax.Array, jax.Array | None, Keys]:
+    """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; per_layer_input: [B, T, P] or
+    None; next_weight: [H], of the norm that reads the output, or None. attention: implementation of attention and of the kernels
+    around it. Returns x, that norm of it (or None), and the keys that the layer attended to: those given, with its own fresh K and V
+    if it owns any."""
     attn, spec = layer.self_attn, layer.self_attn.spec
     with jax.named_scope(spec.kind):
-        projected = attn.qkv_proj(layer.input_layernorm(x))
+        projected = attn.qkv_proj(normed)
         pages = None
         if spec.owns_kv and keys.store_first:
             assert keys.pools is not None and keys.table is not None
@@ -279,9 +312,9 @@ def decoder_layer(
             window=spec.window,
             implementation=attention,
         )
-        x = x + layer.post_attention_layernorm(attn.output(heads))
+        attended = attn.output(heads)
     with jax.named_scope("feed_forward"):
-        return layer.feed_forward(x, per_layer_input), keys
+        return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention), keys
 
 
 def _store(cache: PagedKV, rows: Rows, fresh: dict[int, Keys]) -> PagedKV:

@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.gemma4 import DecoderLayer, Keys, abstract_layer, decoder_layer
+from jaxspec.gemma4 import DecoderLayer, Keys, abstract_layer, decoder_layer, next_weights
 from jaxspec.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.sampling import Sampling, choose
 from pallas_kernels import centroid_head
@@ -95,9 +95,9 @@ class Gemma4MTP:
         """
         dtype = self.pre_projection.weight.dtype
         x = self.pre_projection(jnp.concatenate([embedded.astype(dtype), hidden.astype(dtype)], axis=-1))
-        for layer in self.model.layers:
-            x, _ = decoder_layer(layer, x, positions, keys[layer.self_attn.spec.kind], None, attention)
-        out = self.model.norm(x)
+        layers, out = self.model.layers, self.model.layers[0].input_layernorm(x)
+        for layer, next_weight in zip(layers, next_weights(layers, self.model.norm), strict=True):
+            x, out, _ = decoder_layer(layer, x, out, positions, keys[layer.self_attn.spec.kind], None, next_weight, attention)
         return out, self.post_projection(out)
 
     def candidates(self, out: jax.Array, implementation: str = "auto") -> tuple[jax.Array, jax.Array | None]:

@@ -96,7 +96,10 @@ class Module:
         int32. Returns the block's output [B, T, H] and the keys with the rows' own."""
         dtype = self.eh_proj.weight.dtype
         both = [self.enorm(embedded.astype(dtype)), self.hnorm(hidden.astype(dtype))]
-        return decoder_layer(self.mtp_block, self.eh_proj(jnp.concatenate(both, axis=-1)), positions, keys, None, attention)
+        x = self.eh_proj(jnp.concatenate(both, axis=-1))
+        normed = self.mtp_block.input_layernorm(x)
+        x, _, keys = decoder_layer(self.mtp_block, x, normed, positions, keys, None, None, attention)
+        return x, keys
 
 
 @struct.dataclass

@@ -1,4 +1,7 @@
-"""Losses of the target and of its drafters, computed by the very modules that run at inference."""
+"""Losses of the target and of its drafters, computed by the very modules that run at inference.
+
+What is differentiated runs in plain XLA: the kernels have no derivative.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def whole_rows(ids: jax.Array) -> Rows:
 
 def target_loss(model: Gemma4, ids: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean cross-entropy of the next token, in nats. ids: [B, T]."""
-    out, _ = model(whole_rows(ids), None)
+    out, _ = model(whole_rows(ids), None, attention="xla")
     logits = model.unembed(out.hidden[:, :-1])
     gold = jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
     loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - gold)
@@ -50,7 +53,7 @@ def mtp_loss(
     accepted = jnp.ones((), jnp.float32)
     for k in range(1, steps + 1):
         embedded = jax.lax.stop_gradient(target.embed(jnp.roll(ids, -k, axis=1)))
-        y, hidden = assistant.step(embedded, hidden, rows.positions, keys)
+        y, hidden = assistant.step(embedded, hidden, rows.positions, keys, "xla")
         y, truth = y[:, : length - steps], jnp.roll(logits, -k, axis=1)[:, : length - steps]
         drafted = Linear(assistant.model.embed_tokens.weight)(y, dtype=jnp.float32)
         if assistant.masked_embedding is None:
