@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,165 +18,27 @@ from flax import struct
 from jaxspec import cache as paged
 from jaxspec import edits
 from jaxspec.accept import COUPLED, Rule
-from jaxspec.cache import PagedKV
 from jaxspec.drafters.base import Drafter, Drafts, Observed, Target
-from jaxspec.edits import Edits
-from jaxspec.filters import Filters
-from jaxspec.gemma4 import Gemma4, Rows, init_cache, take_row
+from jaxspec.gemma4 import Gemma4, Rows, take_row
 from jaxspec.logprobs import MAX_LOGPROBS, ROWS, Logprobs, logprobs_of
 from jaxspec.sampling import PLAIN, Needs, Sampling, choose
+from jaxspec.state import EMPTY, FULL_LENGTH, RUNNING, STOPPED, DecodeState, Requests, admit, init_state, release
 
-EMPTY, RUNNING, STOPPED, FULL_LENGTH = 0, 1, 2, 3
-
-
-@struct.dataclass
-class DecodeState:
-    """All slots' sequences. Donate it to every call.
-
-    tokens: [S, max_len] int32. from_draft: [S, max_len] bool, tokens that were accepted drafts. length: [S] int32, known tokens.
-    computed: [S] int32, rows whose K and V are in the cache. prompt: [S] int32, prompt tokens. limit: [S] int32, length at which to
-    stop, at most max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id) or FULL_LENGTH. stop_ids: [S, N] int32, padded
-    with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits: how each slot chooses, see `Sampling` and `Edits`.
-    rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted so far. logprobs: [S, 256, ...], of the token at
-    position p in row p modulo 256, of calls that were asked for them. starved: [] bool, the last call needed more full-attention
-    pages than were free and left every sequence as it was. drafter: the drafter's state.
-    """
-
-    cache: PagedKV
-    drafter: Any
-    tokens: jax.Array
-    from_draft: jax.Array
-    length: jax.Array
-    computed: jax.Array
-    prompt: jax.Array
-    limit: jax.Array
-    status: jax.Array
-    stop_ids: jax.Array
-    seed: jax.Array
-    temperature: jax.Array
-    filters: Filters
-    edits: Edits
-    rounds: jax.Array
-    drafted: jax.Array
-    logprobs: Logprobs
-    starved: jax.Array
-
-    @property
-    def slots(self) -> int:
-        return self.tokens.shape[0]
-
-
-@struct.dataclass
-class Requests:
-    """B sequences to put into slots. tokens: [B, L] int32 with L <= max_len, the first `length` of them known and the first `prompt`
-    of those the prompt (more only for a sequence that is resumed). limit, stop_ids, seed, temperature: as in DecodeState, and so are
-    filters and edits, None where nobody has any. rounds: [B] int32, of a resumed sequence the rounds it had, so that none of their
-    noise is drawn again; None for all 0."""
-
-    tokens: jax.Array
-    length: jax.Array
-    prompt: jax.Array
-    limit: jax.Array
-    stop_ids: jax.Array
-    seed: jax.Array
-    temperature: jax.Array
-    rounds: jax.Array | None = None
-    filters: Filters | None = None
-    edits: Edits | None = None
-
-
-def init_state(
-    target: Gemma4,
-    drafter: Drafter,
-    *,
-    slots: int,
-    max_len: int,
-    num_draft_tokens: int,
-    page_size: int = 64,
-    full_pages: int | None = None,
-    max_stop_ids: int = 16,
-    kv_dtype: Any = None,
-) -> DecodeState:
-    """A state of empty slots. num_draft_tokens: the largest K to be used with it. kv_dtype: the target's dtype by default."""
-    cache = init_cache(
-        target.config,
-        slots=slots,
-        max_len=max_len,
-        num_draft_tokens=num_draft_tokens,
-        page_size=page_size,
-        full_pages=full_pages,
-        dtype=target.dtype if kv_dtype is None else kv_dtype,
-    )
-
-    def per_slot(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
-        return jnp.zeros((slots, *shape), dtype)
-
-    return DecodeState(
-        cache=cache,
-        drafter=drafter.init(slots, max_len, num_draft_tokens),
-        tokens=per_slot(max_len),
-        from_draft=per_slot(max_len, dtype=jnp.bool_),
-        length=per_slot(),
-        computed=per_slot(),
-        prompt=per_slot(),
-        limit=per_slot(),
-        status=per_slot(),
-        stop_ids=per_slot(max_stop_ids) - 1,
-        seed=per_slot(2, dtype=jnp.uint32),
-        temperature=per_slot(dtype=jnp.float32),
-        filters=_no_filters(slots),
-        edits=edits.defaults(slots),
-        rounds=per_slot(),
-        drafted=per_slot(),
-        logprobs=Logprobs(
-            chosen=per_slot(ROWS, dtype=jnp.float32),
-            rank=per_slot(ROWS),
-            top=per_slot(ROWS, MAX_LOGPROBS, dtype=jnp.float32),
-            ids=per_slot(ROWS, MAX_LOGPROBS),
-        ),
-        starved=jnp.zeros((), jnp.bool_),
-    )
-
-
-def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeState:
-    """Puts sequences into empty slots; `prefill` then computes them. slots: [B] int32, ids >= slots are ignored.
-
-    A sequence that has its `limit` of tokens already has ended.
-    """
-
-    def put(field: jax.Array, value: jax.Array) -> jax.Array:
-        return field.at[slots].set(value.astype(field.dtype), mode="drop")
-
-    zero, count = jnp.zeros_like(slots), slots.shape[0]
-    filters = _no_filters(count) if requests.filters is None else requests.filters
-    edited = edits.defaults(count) if requests.edits is None else requests.edits
-    return dataclasses.replace(
-        state,
-        tokens=state.tokens.at[slots, : requests.tokens.shape[1]].set(requests.tokens, mode="drop"),
-        from_draft=put(state.from_draft, jnp.zeros((count, state.from_draft.shape[1]), jnp.bool_)),
-        length=put(state.length, requests.length),
-        computed=put(state.computed, zero),
-        prompt=put(state.prompt, requests.prompt),
-        limit=put(state.limit, requests.limit),
-        status=put(state.status, jnp.where(requests.length < requests.limit, RUNNING, FULL_LENGTH)),
-        stop_ids=put(state.stop_ids, requests.stop_ids),
-        seed=put(state.seed, requests.seed),
-        temperature=put(state.temperature, requests.temperature),
-        filters=jax.tree.map(put, state.filters, dataclasses.replace(filters, scope=state.filters.scope)),
-        edits=jax.tree.map(put, state.edits, edited),
-        rounds=put(state.rounds, zero if requests.rounds is None else requests.rounds),
-        drafted=put(state.drafted, zero),
-    )
-
-
-def release(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """Empties slots and returns their pages. slots: [B] int32, each at most once; ids >= slots are ignored."""
-    return dataclasses.replace(
-        state,
-        cache=paged.release(state.cache, slots),
-        status=state.status.at[slots].set(EMPTY, mode="drop"),
-        starved=jnp.zeros_like(state.starved),
-    )
+__all__ = [
+    "EMPTY",
+    "FULL_LENGTH",
+    "RUNNING",
+    "STOPPED",
+    "DecodeState",
+    "Requests",
+    "admit",
+    "decode_loop",
+    "init_state",
+    "prefill",
+    "release",
+    "score",
+    "spec_step",
+]
 
 
 def prefill(
@@ -222,6 +83,28 @@ def prefill(
         starved=~ok,
     )
     return _append(state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count), raw, needs)
+
+
+def score(
+    target: Gemma4, state: DecodeState, slots: jax.Array, *, chunk: int, count: int, attention: str = "auto"
+) -> tuple[DecodeState, Logprobs]:
+    """Computes up to `chunk` more rows of each slot's known tokens, and the log-probabilities of the tokens after them.
+
+    For sequences that are admitted to be read, not continued: the drafter sees nothing of them. slots: [B] int32, ids >= slots stand
+    for no sequence. count (static): most likely tokens to report at each position. Returns the state and Logprobs of [B, chunk]: entry
+    j is of position computed + 1 + j, as far as the token there is known.
+    """
+    rows, known, _ = _rows(state, slots, PLAIN, target)
+    todo = jnp.where(slots < state.slots, jnp.clip(known - rows.computed, 0, chunk), 0)
+    cache, ok = paged.reserve(state.cache, slots, jnp.where(todo > 0, rows.computed + todo, 0), chunk)
+    todo = jnp.where(ok, todo, 0)
+    at = rows.computed[:, None] + jnp.arange(chunk + 1, dtype=jnp.int32)[None, :]
+    ids = state.tokens.at[slots[:, None], at].get(mode="clip")
+    out, cache = target(Rows(ids[:, :-1], rows.computed, todo, slots), cache, attention=attention)
+    assert cache is not None
+    computed = state.computed.at[slots].add(todo, mode="drop")
+    state = dataclasses.replace(state, cache=cache, computed=computed, starved=~ok)
+    return state, logprobs_of(target.unembed(out.hidden), ids[:, 1:], count)
 
 
 def spec_step(
@@ -399,8 +282,3 @@ def _append(
         length=state.length.at[changed].set(length, mode="drop"),
         status=state.status.at[changed].set(status, mode="drop"),
     )
-
-
-def _no_filters(count: int) -> Filters:
-    one = jnp.ones((count,), jnp.float32)
-    return Filters(jnp.zeros((count,), jnp.int32), one, one - 1)

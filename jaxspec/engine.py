@@ -1,4 +1,4 @@
-"""LLM: what `jaxspec.load` returns. Requests are checked here, put into slots as these come free, and turned into text."""
+"""LLM: what `jaxspec.load` returns. Requests are put into slots as these come free, and turned into text."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxspec.accept import COUPLED, Rule
-from jaxspec.decode import STOPPED
 from jaxspec.drafters.base import Drafter
 from jaxspec.gemma4 import Gemma4
-from jaxspec.params import Chunk, Completion, SamplingParams, integer
-from jaxspec.runner import MAX_STOP_IDS, Request, Runner
+from jaxspec.logprobs import Logprobs
+from jaxspec.params import Chunk, Completion, Defaults, Logprob, SamplingParams, integer
+from jaxspec.request import Maker, Request, is_id, needs_of
+from jaxspec.runner import Runner
+from jaxspec.sampling import Needs
 from jaxspec.stats import RoundStats, Stats
-from jaxspec.text import IncrementalDetokenizer, Tokenizer
+from jaxspec.text import Tokenizer
 
 STEPS = 64  # rounds of a call; it bounds how long an interrupt waits
+WATCHED_STEPS = 8  # where text is looked at for stop strings between calls
 STREAM_STEPS = 4
+FULL = "all {} slots are held by open streams; close some, or load with more max_slots"
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -35,8 +39,8 @@ class LLM:
 
     Several threads may use one LLM; their calls take turns. A stream holds a slot until it is read to its end or closed.
 
-    target, drafter: weights on their devices. eos_token_ids: what ends a sequence by default. temperature: of requests that name
-    none. The other settings are those of `jaxspec.load`; shardings is as in `Runner`.
+    target, drafter: weights on their devices. eos_token_ids: what ends a sequence by default. defaults: of requests that say nothing.
+    The other settings are those of `jaxspec.load`; shardings is as in `Runner`.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class LLM:
         max_slots: int,
         max_len: int,
         eos_token_ids: Sequence[int] = (),
-        temperature: float = 0.0,
+        defaults: Defaults | None = None,
         accept: Rule = COUPLED,
         attention: str = "auto",
         draft_attention: str = "auto",
@@ -60,7 +64,7 @@ class LLM:
     ):
         self.tokenizer = tokenizer
         self.config = target.config
-        self.eos_token_ids, self.default_temperature = tuple(eos_token_ids), temperature
+        self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults or Defaults()
         self._runner = Runner(
             target,
             drafter,
@@ -99,8 +103,10 @@ class LLM:
 
     @property
     def stats(self) -> Stats:
-        """Totals since the LLM was loaded."""
-        return dataclasses.replace(self._totals, compilations=self._runner.compilations, compile_seconds=self._runner.compile_seconds)
+        """Totals since the LLM was loaded. The difference of two is what happened in between."""
+        runner = self._runner
+        compiled = {"compilations": runner.compilations, "compile_seconds": runner.compile_seconds}
+        return dataclasses.replace(self._totals, **compiled, peak_bytes=runner.peak_bytes)
 
     def __repr__(self) -> str:
         return (
@@ -108,18 +114,22 @@ class LLM:
             f"max_slots={self.max_slots}, max_len={self.max_len}, dtype={self.target.dtype}, on {jax.default_backend()})"
         )
 
-    def warmup(self) -> None:
-        """Compiles everything that a run can use, with a progress bar."""
+    def warmup(self, *params: SamplingParams) -> None:
+        """Compiles everything that a run with requests of these params can use, with a progress bar; with none, requests that say
+        nothing. Requests that need more of what SamplingParams offers (filters; penalties and the like; logprobs) compile it when
+        they come."""
+        requests = [r for p in params or [SamplingParams()] for r in self._requests([[0]], p)]
         total = len(self._runner.decode_buckets) + len(self._runner.prefill_buckets)
         with self._lock, tqdm(total=total, desc="Compiling", disable=not self._progress) as bar:
-            for line in self._runner.warmup():
+            for line in self._runner.warmup(self._needs(requests)):
                 bar.set_postfix_str(line)
                 bar.update()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Completes prompts, any number of them, and returns one Completion for each, in order.
+        """Completes prompts, any number of them, and returns one Completion for each, in order; where params ask for n of a prompt,
+        its n one after the other.
 
         prompts: a str, a list of token ids, or a list of either. params: one for all, or one for each prompt.
         Raises ValueError or TypeError, before anything is computed, for a prompt that is empty, longer than max_len - 1 or has ids
@@ -142,6 +152,8 @@ class LLM:
         """
         if params is not None and not isinstance(params, SamplingParams):
             raise TypeError(f"params is {type(params).__name__}, expected SamplingParams or None")
+        if params is not None and params.n > 1:
+            raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
         return self._stream(self._requests([prompt], params)[0], integer("steps", steps, 1))
 
     def chat(
@@ -151,7 +163,7 @@ class LLM:
         *,
         enable_thinking: bool = False,
     ) -> Any:
-        """Answers a conversation: a Completion; or a list of conversations: a list of Completions.
+        """Answers a conversation: a Completion; or a list of conversations, or several samples of one: a list of Completions.
 
         messages: dicts with "role" and "content", by the checkpoint's chat template. enable_thinking goes to the template.
         Raises what `generate` raises, and ValueError for images and other content that is not text.
@@ -159,7 +171,7 @@ class LLM:
         several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
         completions = self.generate([self.chat_prompt(m, enable_thinking=enable_thinking) for m in conversations], params)
-        return completions if several else completions[0]
+        return completions if several or len(completions) > 1 else completions[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool = False) -> list[int]:
         """The token ids of a conversation up to the model's turn: what `chat` generates from."""
@@ -179,68 +191,35 @@ class LLM:
             each = list(params)
             if len(each) != len(prompts):
                 raise ValueError(f"found {len(each)} params for {len(prompts)} prompts; expected one for each, or one for all")
-        return [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
+        maker = Maker(self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults)
+        pairs = enumerate(zip(prompts, each, strict=True))
+        return [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, lambda: self._seeds.getrandbits(53))]
 
-    def _request(self, index: int, prompt: Any, params: Any) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params of prompt {index} are of type {type(params).__name__}, expected SamplingParams")
-        ids = self._ids(index, prompt)
-        vocab = self.config.vocab_size
-        if not len(ids):
-            raise ValueError(f"prompt {index} is empty; expected at least one token")
-        if len(ids) > self.max_len - 1:
-            raise ValueError(
-                f"prompt {index} has {len(ids)} tokens; expected at most {self.max_len - 1}, max_len {self.max_len} less one to generate"
-            )
-        at = next((at for at, i in enumerate(ids) if not 0 <= i < vocab), None)
-        if at is not None:
-            raise ValueError(f"prompt {index} has id {ids[at]} at position {at}; expected 0 .. {vocab - 1}")
-        outside = [i for i in params.stop_token_ids if i >= vocab]
-        if outside:
-            raise ValueError(f"stop_token_ids of prompt {index} has id {outside[0]}; expected 0 .. {vocab - 1}")
-        stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"prompt {index} has {len(stop_ids)} stop ids, the checkpoint's {len(self.eos_token_ids)} among them; "
-                f"expected at most {MAX_STOP_IDS}"
-            )
-        room = self.max_len - len(ids)
-        return Request(
-            prompt=np.asarray(ids, np.int32),
-            limit=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
-            stop_ids=stop_ids,
-            seed=self._seeds.getrandbits(53) if params.seed is None else params.seed,
-            temperature=self.default_temperature if params.temperature is None else params.temperature,
-            ignore_eos=params.ignore_eos,
-        )
-
-    def _ids(self, index: int, prompt: Any) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt) if prompt else []
-        if not isinstance(prompt, list | tuple | range | np.ndarray):
-            raise TypeError(f"prompt {index} is of type {type(prompt).__name__}, expected a str or a list of token ids")
-        at = next((at for at, i in enumerate(prompt) if not _is_id(i)), None)
-        if at is not None:
-            raise TypeError(f"prompt {index} has {prompt[at]!r} at position {at}; expected a token id, an integer")
-        return prompt  # pyright: ignore[reportReturnType]
+    def _needs(self, requests: Sequence[Request]) -> Needs:
+        return needs_of(requests, self.defaults.suppress_tokens)
 
     def _complete(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Completion]]:
         """Runs requests through the slots, and gives each as it ends."""
         runner, waiting, active = self._runner, collections.deque(requests), list[Request]()
+        needs, begun = self._needs(requests), self._clock()
+        steps = WATCHED_STEPS if any(r.params.stop for r in requests) else STEPS
         try:
             while waiting or active:
                 fresh = [waiting.popleft() for _ in range(min(len(waiting), runner.free_slots))]
                 if fresh:
-                    runner.admit(fresh)
+                    runner.admit(fresh, needs)
                     active += fresh
+                    for request in fresh:
+                        request.first_token_seconds = self._clock() - begun
+                    self._look([r for r in fresh if _watched(r)])
                 elif not active:
-                    raise RuntimeError(f"all {self.max_slots} slots are held by open streams; close some, or load with more max_slots")
+                    raise RuntimeError(FULL.format(self.max_slots))
                 ended = [r for r in active if not r.running]
                 if not ended:
-                    runner.decode(active, STEPS, until_any=bool(waiting))
+                    runner.decode(active, steps, until_any=bool(waiting), needs=needs)
+                    self._look([r for r in active if _watched(r)])
                     ended = [r for r in active if not r.running]
                 if ended:
-                    runner.fetch(ended)
                     runner.end(ended)
                     active = [r for r in active if r.running]
                     yield from ((request, self._completion(request)) for request in ended)
@@ -248,66 +227,104 @@ class LLM:
             runner.end(active)
 
     def _stream(self, request: Request, steps: int) -> Iterator[Chunk]:
-        runner, text = self._runner, IncrementalDetokenizer(self.tokenizer)
-        known, finished = len(request.prompt), False
+        runner, needs, known, finished = self._runner, self._needs([request]), 0, False
         try:
             with self._lock, self._timed():
                 if not runner.free_slots:
-                    raise RuntimeError(f"all {self.max_slots} slots are held by open streams; close some, or load with more max_slots")
-                runner.admit([request])
-                runner.fetch([request])
+                    raise RuntimeError(FULL.format(self.max_slots))
+                begun = self._clock()
+                runner.admit([request], needs)
+                request.first_token_seconds = self._clock() - begun
+                ((new, piece),) = self._look([request])
             while request.running:
-                new = request.tokens[known:].tolist()
-                known = request.length
-                yield Chunk(text.push(new), new)
+                yield Chunk(piece, new, logprobs=request.logprobs[known:] if request.in_loop else None)
+                known += len(new)
                 with self._lock, self._timed():
-                    runner.decode([request], steps)
-                    runner.fetch([request])
-            runner.end([request])
-            finished = True
-            completion = self._completion(request)
-            new = request.tokens[known:].tolist()
-            shown = new[:-1] if request.status == STOPPED else new
-            yield Chunk(text.push(shown) + text.flush(), new, completion.finish_reason, completion)
+                    runner.decode([request], steps, needs=needs)
+                    ((new, piece),) = self._look([request])
+            with self._lock, self._timed():
+                runner.end([request])
+                finished = True
+                completion = self._completion(request)
+            logprobs = request.logprobs[known:] if request.in_loop else None
+            yield Chunk(piece, new, completion.finish_reason, completion, logprobs)
         finally:
             runner.end([request])
             if not finished and request.tokens.size:
                 self._account(request)
 
+    def _look(self, requests: Sequence[Request]) -> list[tuple[list[int], str]]:
+        """Takes in what the last call gave: of each request its new tokens and text. Stop strings end a request here."""
+        known = [max(len(r.tokens) - len(r.prompt), 0) for r in requests]
+        self._runner.fetch(requests)
+        for request, start in zip(requests, known, strict=True):
+            if request.in_loop:
+                some = self._runner.logprobs(request, len(request.prompt) + start)
+                request.logprobs += self._named(request.output[start:], some, request.params.logprobs or 0)
+        return [request.take(start) for request, start in zip(requests, known, strict=True)]
+
     def _completion(self, request: Request) -> Completion:
-        stopped, prompt = request.status == STOPPED, len(request.prompt)
-        new = request.tokens[prompt:].tolist()
-        own = () if request.ignore_eos else self.eos_token_ids
+        found, params, prompt = request.text.found, request.params, len(request.prompt)
+        new, logprobs, prompt_logprobs = request.output, request.logprobs if request.in_loop else None, None
+        later = params.logprobs if logprobs is None else None
+        if later is not None or params.prompt_logprobs is not None:
+            vocab = self.config.vocab_size
+            of_output, of_prompt = (vocab if n == -1 else n or 0 for n in (later, params.prompt_logprobs))
+            # As many as the next power of two, so that few programs serve all.
+            scored = self._runner.score(request, min(max(32, 1 << (max(of_output, of_prompt) - 1).bit_length()), vocab))
+            if params.prompt_logprobs is not None:
+                prompt_logprobs = [None, *self._named(request.prompt[1:].tolist(), scored, of_prompt)]
+            if later is not None:
+                logprobs = self._named(new, jax.tree.map(lambda x: x[prompt - 1 :], scored), of_output)
+        by_id = request.stopped and found is None
         return Completion(
-            text=self.tokenizer.decode(new[:-1] if stopped else new),
+            text=request.text.text,
             token_ids=new,
-            finish_reason="stop" if stopped else "length",
-            stop_reason=new[-1] if stopped and new[-1] not in own else None,
+            finish_reason="stop" if by_id or found is not None else "length",
+            stop_reason=new[-1] if by_id and new[-1] not in request.own_ends else found,
             prompt_token_ids=request.prompt.tolist(),
             seed=request.seed,
             stats=self._account(request),
+            index=request.index,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _named(self, tokens: Sequence[int], found: Logprobs, count: int) -> list[dict[int, Logprob]]:
+        """Of each token a dict of itself and the `count` most likely tokens."""
+        rows = []
+        for token, chosen, rank, top, ids in zip(tokens, found.chosen, found.rank, found.top, found.ids, strict=False):
+            named = {token: Logprob(float(chosen), int(rank), self.tokenizer.token_text(token))}
+            for i, (other, value) in enumerate(zip(ids[:count].tolist(), top[:count].tolist(), strict=True), start=1):
+                named.setdefault(other, Logprob(value, i, self.tokenizer.token_text(other)))
+            rows.append(named)
+        return rows
 
     def _account(self, request: Request) -> RoundStats:
         """The request's rounds, once they are added to the totals."""
-        rounds = RoundStats.of(request.from_draft[len(request.prompt) :], request.drafted, self.num_draft_tokens)
+        flags = request.from_draft[len(request.prompt) :]
+        rounds = RoundStats.of(flags, request.drafted, self.num_draft_tokens, request.first_token_seconds)
         self._totals = self._totals.plus(len(request.prompt), rounds)
         return rounds
 
+    def _clock(self) -> float:
+        """Seconds that stand still while programs are compiled."""
+        return time.perf_counter() - self._runner.compile_seconds
+
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        begun, compiled = time.perf_counter(), self._runner.compile_seconds
+        begun = self._clock()
         try:
             yield
         finally:
-            spent = time.perf_counter() - begun - (self._runner.compile_seconds - compiled)
-            self._totals = dataclasses.replace(self._totals, seconds=self._totals.seconds + spent)
+            self._totals = dataclasses.replace(self._totals, seconds=self._totals.seconds + self._clock() - begun)
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _watched(request: Request) -> bool:
+    """Whether the host must look at what a call gave it."""
+    return not request.running or bool(request.params.stop) or request.in_loop
 
 
 def _is_ids(prompts: Any) -> bool:
     """Whether this is one prompt of token ids rather than a list of prompts."""
-    return isinstance(prompts, list | tuple | range | np.ndarray) and len(prompts) > 0 and all(map(_is_id, prompts))
+    return isinstance(prompts, list | tuple | range | np.ndarray) and len(prompts) > 0 and all(map(is_id, prompts))

@@ -19,7 +19,7 @@ from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import Drafter, NoDraft
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import LLM
-from jaxspec.params import integer
+from jaxspec.params import Defaults, integer
 from jaxspec.runner import Runner, nbytes
 from jaxspec.text import load_tokenizer
 
@@ -55,7 +55,8 @@ def load(
     dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs of compute capability 8.0 and newer,
     and float32 elsewhere. mesh: a Mesh with axes "data" and "tensor" to spread weights and slots over; one device by default.
     max_slots: sequences in flight (8). max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
-    default. accept: the acceptance rule: "coupled", which keeps a draft exactly when it is what the target chooses, or, for
+    default. accept: the acceptance rule: "coupled", which keeps a draft exactly when it is what the target chooses; "standard"
+    or "block", rejection sampling, which keep a little more at temperatures above 0 and make texts depend on the drafter; or, for
     benchmarks, `accept.synthetic(rates)`. attention: implementation of attention, "auto" or "xla"; draft_attention: the same for the
     drafter. kv_dtype: "auto", the dtype of the weights.
     memory_fraction: the share of a device's memory that weights and cache may take. seed: of the seeds drawn for requests that name
@@ -74,6 +75,10 @@ def load(
 
     folder = checkpoint.resolve(target)
     config, generation = read_target(folder)
+    try:
+        defaults = Defaults.of(generation)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
     longest = config.max_position_embeddings
     max_len = min(longest, MAX_LEN) if max_len is None else integer("max_len", max_len, 2, longest)
     weights_dtype = _dtype(dtype, config.dtype)
@@ -111,7 +116,7 @@ def load(
         max_slots=slots,
         max_len=max_len,
         eos_token_ids=eos_token_ids(config, generation),
-        temperature=default_temperature(generation),
+        defaults=defaults,
         accept=rule,
         attention=attention,
         draft_attention=draft_attention,
@@ -144,12 +149,6 @@ def eos_token_ids(config: Gemma4Config, generation: Mapping[str, Any]) -> tuple[
     if value is None:
         return config.eos_token_id
     return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
-
-
-def default_temperature(generation: Mapping[str, Any]) -> float:
-    """The generation config's temperature if it samples (1.0 where it names none), else 0."""
-    value = generation.get("temperature")
-    return 0.0 if not generation.get("do_sample") else 1.0 if value is None else float(value)
 
 
 def _check_choices(**chosen: str) -> None:

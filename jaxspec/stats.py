@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -40,17 +41,21 @@ def rates_of(histogram: Iterable[int]) -> tuple[float, ...]:
 @dataclasses.dataclass(frozen=True)
 class RoundStats:
     """The rounds of one sequence. drafted: tokens that the drafter guessed. histogram: rounds by accepted drafts, 0 .. K.
-    from_draft: for each new token, whether it was an accepted draft."""
+    from_draft: for each new token, whether it was an accepted draft. first_token_seconds: from the call until the first token was
+    known, waiting for a slot included, compiling not."""
 
     drafted: int
     histogram: tuple[int, ...]
     from_draft: tuple[bool, ...] = dataclasses.field(repr=False)
+    first_token_seconds: float = dataclasses.field(default=0.0, compare=False)
 
     @classmethod
-    def of(cls, from_draft: np.ndarray, drafted: int, num_draft_tokens: int) -> RoundStats:
-        """From the flags of a sequence's new tokens [N] and the state's count of drafted tokens."""
+    def of(cls, from_draft: np.ndarray, drafted: int, num_draft_tokens: int, first_token_seconds: float = 0.0) -> RoundStats:
+        """From the flags of a sequence's new tokens [N] and the state's count of drafted tokens, of which those of rounds that left no
+        token are not counted."""
         histogram = histogram_of(accepted_by_round(from_draft), num_draft_tokens)
-        return cls(int(drafted), histogram, tuple(bool(flag) for flag in from_draft))
+        drafted = min(int(drafted), sum(histogram) * num_draft_tokens)
+        return cls(drafted, histogram, tuple(bool(flag) for flag in from_draft), first_token_seconds)
 
     @property
     def steps(self) -> int:
@@ -75,13 +80,14 @@ class RoundStats:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Totals of an engine since it was loaded.
+    """Totals of an engine since it was loaded, or of a part of its life: a later one less an earlier one.
 
     requests, prompt_tokens, tokens: what was served; a stream that was closed early counts what it gave. steps, drafted, accepted,
     histogram: sums over requests. stepped_tokens: tokens less the first of each request, which no step gives. seconds: time spent
-    generating, compiling excluded. compilations, compile_seconds: programs made ready, and how long that took, be it by compiling
-    or from the persistent cache. weight_bytes, state_bytes: memory of the target's and drafter's weights, and of the cache and all
-    slots.
+    generating, compiling excluded. first_token_seconds: sum over requests of the time until the first token was known. compilations,
+    compile_seconds: programs made ready, and how long that took, be it by compiling or from the persistent cache. weight_bytes,
+    state_bytes: memory of the target's and drafter's weights, and of the cache and all slots. peak_bytes: the most that a device has
+    had in use, None where it does not say.
     """
 
     requests: int = 0
@@ -93,15 +99,15 @@ class Stats:
     stepped_tokens: int = 0
     histogram: tuple[int, ...] = ()
     seconds: float = 0.0
+    first_token_seconds: float = 0.0
     compilations: int = 0
     compile_seconds: float = 0.0
     weight_bytes: int = 0
     state_bytes: int = 0
+    peak_bytes: int | None = None
 
     def plus(self, prompt_tokens: int, rounds: RoundStats) -> Stats:
         """With one more request."""
-        width = max(len(self.histogram), len(rounds.histogram))
-        sums = [sum(h[i] for h in (self.histogram, rounds.histogram) if i < len(h)) for i in range(width)]
         return dataclasses.replace(
             self,
             requests=self.requests + 1,
@@ -111,8 +117,16 @@ class Stats:
             drafted=self.drafted + rounds.drafted,
             accepted=self.accepted + rounds.accepted,
             stepped_tokens=self.stepped_tokens + max(len(rounds.from_draft) - 1, 0),
-            histogram=tuple(sums),
+            histogram=_added(self.histogram, rounds.histogram),
+            first_token_seconds=self.first_token_seconds + rounds.first_token_seconds,
         )
+
+    def __sub__(self, earlier: Stats) -> Stats:
+        """What happened since. Memory is what it is now."""
+        memory = ("weight_bytes", "state_bytes", "peak_bytes", "histogram")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in memory]
+        less = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        return dataclasses.replace(self, **less, histogram=_added(self.histogram, tuple(-n for n in earlier.histogram)))
 
     @property
     def acceptance_length(self) -> float:
@@ -126,19 +140,39 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
+        """Without the time for compiling."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_second_with_compiling(self) -> float:
+        spent = self.seconds + self.compile_seconds
+        return self.tokens / spent if spent else 0.0
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds from a call until a request's first token was known, on average; waiting for a slot included, compiling not."""
+        return self.first_token_seconds / self.requests if self.requests else 0.0
 
     def __str__(self) -> str:
         most = max(len(self.histogram) - 1, 0)
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rates)
+        peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / 2**20:.1f} MiB"
         return "\n".join(
             [
                 f"tokens             {self.tokens} of {self.requests} requests, prompts {self.prompt_tokens}",
-                f"speed              {self.tokens_per_second:.1f} tokens/s ({self.seconds:.2f} s)",
+                f"speed              {self.tokens_per_second:.1f} tokens/s ({self.seconds:.2f} s), "
+                f"{self.tokens_per_second_with_compiling:.1f} with compiling",
+                f"first token        {1000 * self.time_to_first_token:.1f} ms after the call",
                 f"acceptance length  {self.acceptance_length:.2f} tokens a step ({self.steps} steps)",
+                f"drafts             {self.accepted} of {self.drafted} accepted",
                 f"by position        {rates or 'nothing drafted'}",
                 f"histogram          {', '.join(map(str, self.histogram))} steps with 0 .. {most} drafts accepted",
                 f"compiling          {self.compile_seconds:.1f} s, {self.compilations} programs",
-                f"memory             weights {self.weight_bytes / 2**20:.1f} MiB, state {self.state_bytes / 2**20:.1f} MiB",
+                f"memory             weights {self.weight_bytes / 2**20:.1f} MiB, state {self.state_bytes / 2**20:.1f} MiB{peak}",
             ]
         )
+
+
+def _added(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """Histograms entry by entry; the shorter one has nothing beyond its end."""
+    return tuple(a + b for a, b in itertools.zip_longest(first, second, fillvalue=0))

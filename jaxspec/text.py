@@ -40,6 +40,14 @@ class Tokenizer:
         # Through the backend: the clean-up that transformers may do after it is not local, so text could not be streamed.
         return self._hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special tokens too; "" for an id without a token."""
+        return self._hf.backend_tokenizer.decode([int(token_id)], skip_special_tokens=False)
+
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of text without any special tokens around it."""
+        return self._hf.encode(text, add_special_tokens=False)
+
     def has_text(self, token_id: int) -> bool:
         """False for what decode() leaves out: special tokens, and ids without a token (a padded vocabulary has some)."""
         return token_id not in self._special_ids and self._hf.backend_tokenizer.id_to_token(token_id) is not None
@@ -126,6 +134,56 @@ class IncrementalDetokenizer:
         """The text that was still held back, at the end of the sequence. Afterwards the object is ready for another sequence."""
         piece = self._tokenizer.decode(self._window + self._run)[self._shown :]
         self._window, self._run, self._shown = [], [], 0
+        return piece
+
+
+class OutputText:
+    """The text of one sequence while it grows, up to the first stop string.
+
+    stop: strings that end the text, looked for across tokens, but not in what the first `min_tokens` tokens complete. include_stop: end
+    behind the string rather than before it. found: the string that ended the text, or None. tokens: how many ids were taken; none is
+    taken after the one that completed a stop string. text: all of it so far; of what `push` returns, none is ever taken back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0):
+        self._pieces = IncrementalDetokenizer(tokenizer)
+        self._stop, self._include, self._min_tokens = tuple(stop), include_stop, min_tokens
+        # What may yet turn out to be the beginning of a stop string that is not to be shown.
+        self._held = 0 if include_stop else max(map(len, stop), default=1) - 1
+        self._shown = 0
+        self.text, self.tokens, self.found = "", 0, None
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Takes the next ids until a stop string; returns the text that is certain and was not returned before."""
+        if not self._stop:
+            self.tokens += len(ids)
+            self.text += self._pieces.push(ids)
+        else:
+            for i in ids:
+                if self.found is not None:
+                    break
+                self.tokens += 1
+                self._extend(self._pieces.push([i]))
+        return self._show(0 if self.found is not None else self._held)
+
+    def finish(self) -> str:
+        """The rest of the text, at the end of the sequence."""
+        if self.found is None:
+            self._extend(self._pieces.flush())
+        return self._show(0)
+
+    def _extend(self, piece: str) -> None:
+        checked, self.text = len(self.text), self.text + piece
+        if self.tokens <= self._min_tokens:
+            return
+        places = ((self.text.find(stop, max(checked - len(stop) + 1, 0)), stop) for stop in self._stop)
+        at, stop = min((place for place in places if place[0] >= 0), key=lambda place: place[0], default=(-1, None))
+        if stop is not None:
+            self.found, self.text = stop, self.text[: at + (len(stop) if self._include else 0)]
+
+    def _show(self, held: int) -> str:
+        end = max(len(self.text) - held, self._shown)
+        piece, self._shown = self.text[self._shown : end], end
         return piece
 
 

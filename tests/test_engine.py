@@ -12,6 +12,7 @@ import tiny
 import jaxspec
 from jaxspec import SamplingParams, decode
 from jaxspec.drafters.base import NoDraft
+from jaxspec.params import Defaults
 from jaxspec.sampling import seed_words
 
 MAX_LEN = 96
@@ -32,7 +33,7 @@ ALL = range(len(PROMPTS))
 
 
 def params(row, **changes):
-    return SamplingParams(**{"temperature": PROMPTS[row][1], "seed": row, "ignore_eos": True, **changes})
+    return SamplingParams(**{"temperature": PROMPTS[row][1], "top_k": 0, "top_p": 1.0, "seed": row, "ignore_eos": True, **changes})
 
 
 def generate(llm, rows=ALL, **changes):
@@ -237,14 +238,14 @@ def test_nothing_compiles_after_warmup(load, parrot, expected):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event) if "compile" in event else None)
     llm = load(parrot, num_draft_tokens=2, max_slots=8)
-    llm.warmup()
+    llm.warmup(params(0), params(1))
     made = llm.stats.compilations
     assert made == len(llm._runner._programs) <= 8
     assert compiled  # the listener hears what JAX does
     compiled.clear()
     assert tokens(generate(llm)) == expected
     assert sum((c.token_ids for c in llm.stream(PROMPTS[0][0], params(0))), []) == expected[0]
-    llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=3))
+    llm.chat([{"role": "user", "content": "Hi"}], params(1, max_tokens=3))
     assert compiled == []
     assert llm.stats.compilations == made
 
@@ -266,12 +267,17 @@ def test_a_seed_that_nobody_gave_is_drawn_and_told(load, speculative):
     assert again.token_ids == first.token_ids
 
 
-def test_the_temperature_comes_from_the_checkpoint_unless_given(speculative, monkeypatch):
-    assert speculative.default_temperature == 1.0  # the pocket generation config: do_sample, temperature 1.0
-    sampled = speculative.generate([300], SamplingParams(max_tokens=12, seed=3))
-    assert tokens(sampled) == tokens(speculative.generate([300], SamplingParams(max_tokens=12, seed=3, temperature=1.0)))
-    greedy = speculative.generate([300], SamplingParams(max_tokens=12, seed=3, temperature=0))
-    assert tokens(sampled) != tokens(greedy)
+def test_what_is_not_given_comes_from_the_checkpoint(speculative, monkeypatch):
+    def text(**given):
+        return tokens(speculative.generate([300], SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **given)))
+
+    # The pocket generation config: do_sample, temperature 1, top_k 64, top_p 0.95.
+    assert speculative.defaults == Defaults(1.0, 64, 0.95)
+    assert text() == text(temperature=1.0, top_k=64, top_p=0.95) != text(top_k=0, top_p=1.0)
+    assert text(temperature=0) not in (text(), text(top_k=0, top_p=1.0))
+    banned = tuple(text(temperature=0)[0])
+    monkeypatch.setattr(speculative, "defaults", Defaults(suppress_tokens=banned))
+    assert not set(text()[0]) & set(banned)
 
 
 def test_chat_generates_from_the_template(speculative):
@@ -305,7 +311,7 @@ def test_chat_generates_from_the_template(speculative):
     ],
 )
 def test_a_bad_request_is_refused_before_anything_is_computed(speculative, monkeypatch, prompts, changes, error, message):
-    monkeypatch.setattr(speculative._runner, "admit", lambda requests: pytest.fail("a bad request reached the device"))
+    monkeypatch.setattr(speculative._runner, "admit", lambda *_: pytest.fail("a bad request reached the device"))
     with pytest.raises(error, match=message):
         speculative.generate(prompts, SamplingParams(**changes))
     with pytest.raises(error, match=message.replace("prompt 1", "prompt 0")):

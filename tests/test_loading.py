@@ -11,7 +11,7 @@ import tiny
 import jaxspec
 from jaxspec import accept, loading
 from jaxspec.drafters.gemma4_mtp import Gemma4MTP
-from jaxspec.params import SamplingParams
+from jaxspec.params import Defaults, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +39,16 @@ def test_defaults_come_from_the_checkpoints(llm, folders, tmp_path):
     assert llm.num_draft_tokens == 3  # the assistant's generation config
     assert (llm.max_len, llm.max_slots) == (256, 8)  # the target's max_position_embeddings
     assert llm.target.dtype == jnp.float32  # bfloat16 in the checkpoint, but on a CPU
-    assert (llm.eos_token_ids, llm.default_temperature) == (tiny.EOS, 1.0)
+    assert (llm.eos_token_ids, llm.defaults) == (tiny.EOS, Defaults(temperature=1.0, top_k=64, top_p=0.95))
     silent = edited(folders[1], tmp_path / "silent", "generation_config.json", num_assistant_tokens=None)
     assert jaxspec.load(folders[0], silent, progress=False).num_draft_tokens == 4
 
 
-def test_end_tokens_and_temperature_of_generation_configs():
+def test_end_tokens_of_generation_configs():
     config = jaxspec.config.Gemma4Config.from_hf({**tiny.TARGET, "eos_token_id": [1, 106]})
     assert loading.eos_token_ids(config, {}) == (1, 106)
     assert loading.eos_token_ids(config, {"eos_token_id": 7}) == (7,)
     assert loading.eos_token_ids(config, {"eos_token_id": [7, 8]}) == (7, 8)
-    assert loading.default_temperature({}) == 0.0
-    assert loading.default_temperature({"temperature": 0.7}) == 0.0
-    assert loading.default_temperature({"do_sample": True}) == 1.0
-    assert loading.default_temperature({"do_sample": True, "temperature": 0.7}) == 0.7
 
 
 def test_settings_reach_the_llm(folders):
@@ -61,7 +57,7 @@ def test_settings_reach_the_llm(folders):
     assert (one.num_draft_tokens, one.max_slots, one.max_len) == (2, 2, 40)
     assert one.target.dtype == one.drafter.post_projection.weight.dtype == jnp.bfloat16
     assert one._runner._state.cache.layers[0].k.dtype == jnp.bfloat16
-    drawn = [llm._request(0, [5], SamplingParams()).seed for llm in (one, other)]
+    drawn = [llm._requests([[5]], SamplingParams())[0].seed for llm in (one, other)]
     assert drawn[0] == drawn[1]
     assert jaxspec.load(*folders, dtype=jnp.float32, progress=False).target.dtype == jnp.float32
 
@@ -145,6 +141,13 @@ def test_models_that_exceed_the_memory_are_refused_before_weights_are_read(folde
     assert loading._check_memory(2**19, 2**18, 0.9, None) is None
     with pytest.raises(ValueError, match="Fewer max_slots or a smaller max_len take less"):
         loading._check_memory(2**19, 2**19, 0.9, None)
+
+
+def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    wrong = edited(folders[0], tmp_path / "wrong", "generation_config.json", top_p=7)
+    with pytest.raises(ValueError, match="generation_config.json cannot be used: top_p is 7.0, expected"):
+        jaxspec.load(wrong, progress=False)
 
 
 def test_a_mesh_needs_its_two_axes(folders):

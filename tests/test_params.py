@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.params import Completion, SamplingParams
+from jaxspec.params import Completion, Defaults, SamplingParams
 from jaxspec.stats import RoundStats
 
 
@@ -24,7 +24,7 @@ def test_values_are_kept_as_plain_python_numbers():
         ("max_tokens", 2.0, TypeError, "max_tokens is 2.0 of type float, expected an integer"),
         ("max_tokens", True, TypeError, "max_tokens is True of type bool, expected an integer"),
         ("temperature", -0.1, ValueError, "temperature is -0.1, expected a finite number of at least 0"),
-        ("temperature", float("nan"), ValueError, "temperature is nan"),
+        ("temperature", float("nan"), ValueError, "temperature is nan, expected a finite number"),
         ("temperature", float("inf"), ValueError, "temperature is inf"),
         ("temperature", 10**400, ValueError, "temperature is inf"),
         ("temperature", 1e39, ValueError, "temperature is 1e\\+39"),
@@ -39,11 +39,66 @@ def test_values_are_kept_as_plain_python_numbers():
         ("stop_token_ids", [1, -2], ValueError, r"stop_token_ids\[1\] is -2, expected 0 .."),
         ("stop_token_ids", [1, "2"], TypeError, r"stop_token_ids\[1\] is '2' of type str, expected an integer"),
         ("ignore_eos", 1, TypeError, "ignore_eos is 1, expected True or False"),
+        ("include_stop_str_in_output", None, TypeError, "include_stop_str_in_output is None, expected True or False"),
+        ("min_tokens", -1, ValueError, "min_tokens is -1, expected at least 0"),
+        ("min_tokens", None, TypeError, "min_tokens is None of type NoneType, expected an integer"),
+        ("top_k", -2, ValueError, "top_k is -2, expected at least -1"),
+        ("top_k", 5.0, TypeError, "top_k is 5.0 of type float, expected an integer"),
+        ("top_p", 0, ValueError, "top_p is 0.0, expected a finite number of more than 0 and at most 1"),
+        ("top_p", 1.1, ValueError, "top_p is 1.1, expected a finite number of more than 0 and at most 1"),
+        ("top_p", "x", TypeError, "top_p is 'x' of type str, expected a number"),
+        ("min_p", -0.1, ValueError, "min_p is -0.1, expected a finite number of at least 0 and at most 1"),
+        ("min_p", 2, ValueError, "min_p is 2.0, expected"),
+        ("n", 0, ValueError, "n is 0, expected at least 1"),
+        ("stop", 5, TypeError, "stop is 5, expected a list of strings"),
+        ("stop", ["a", ""], ValueError, r"stop\[1\] is empty; expected a text"),
+        ("stop", ["a", 3], TypeError, r"stop\[1\] is 3 of type int, expected a str"),
+        ("bad_words", "x", TypeError, "bad_words is 'x', expected a list of strings"),
+        ("bad_words", [""], ValueError, r"bad_words\[0\] is empty; expected a text"),
+        ("repetition_penalty", 0, ValueError, "repetition_penalty is 0.0, expected a finite number of more than 0"),
+        ("repetition_penalty", float("inf"), ValueError, "repetition_penalty is inf"),
+        ("presence_penalty", 2.5, ValueError, "presence_penalty is 2.5, expected a finite number of at least -2 and at most 2"),
+        ("frequency_penalty", -3, ValueError, "frequency_penalty is -3.0, expected a finite number of at least -2 and at most 2"),
+        ("frequency_penalty", None, TypeError, "frequency_penalty is None of type NoneType, expected a number"),
+        ("logit_bias", [3], TypeError, r"logit_bias is \[3\], expected a dict of token id to bias"),
+        ("logit_bias", {"x": 1}, TypeError, "a token id of logit_bias is 'x' of type str, expected an integer"),
+        ("logit_bias", {-1: 1}, ValueError, "a token id of logit_bias is -1, expected 0 .."),
+        ("logit_bias", {3: "1"}, TypeError, r"logit_bias\[3\] is '1' of type str, expected a number"),
+        ("logit_bias", {3: float("nan")}, ValueError, r"logit_bias\[3\] is nan, expected a number"),
+        ("allowed_token_ids", [], ValueError, "allowed_token_ids is empty; expected at least one token id, or None for all"),
+        ("allowed_token_ids", [-1], ValueError, r"allowed_token_ids\[0\] is -1, expected 0 .."),
+        ("allowed_token_ids", 7, TypeError, "allowed_token_ids is 7, expected a list of token ids"),
+        ("logprobs", -2, ValueError, "logprobs is -2, expected at least -1"),
+        ("logprobs", True, TypeError, "logprobs is True of type bool, expected an integer"),
+        ("prompt_logprobs", 1.0, TypeError, "prompt_logprobs is 1.0 of type float, expected an integer"),
     ],
 )
 def test_a_bad_value_is_refused_with_what_was_found_and_expected(field, value, error, message):
     with pytest.raises(error, match=message):
         SamplingParams(**{field: value})
+
+
+def test_fewer_tokens_than_must_be_cannot_be_the_most():
+    with pytest.raises(ValueError, match="min_tokens is 5, expected at most max_tokens, 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_values_that_mean_the_same_are_the_same():
+    params = SamplingParams(
+        stop="\n", top_k=-1, logit_bias={"7": 250, np.int64(9): -np.inf}, bad_words=["a", "b", "a"], stop_token_ids=[4, 4]
+    )
+    assert params == SamplingParams(stop=("\n",), top_k=0, logit_bias={7: 100.0, 9: -100.0}, bad_words=("a", "b"), stop_token_ids=(4,))
+    assert SamplingParams(top_p=np.float32(0.5), presence_penalty=1).top_p == 0.5
+
+
+def test_defaults_are_those_of_the_generation_config():
+    assert Defaults.of({}) == Defaults()
+    assert Defaults.of({"temperature": 0.7}).temperature == 0.0 and Defaults.of({"do_sample": True}).temperature == 1.0
+    pocket = {"do_sample": True, "temperature": 0.7, "top_k": 64, "top_p": 0.95, "suppress_tokens": [8, 9], "eos_token_id": 1}
+    assert Defaults.of(pocket) == Defaults(0.7, 64, 0.95, suppress_tokens=(8, 9))
+    assert Defaults.of({"min_p": 0.1, "repetition_penalty": 1.1}) == Defaults(min_p=0.1, repetition_penalty=1.1)
+    with pytest.raises(ValueError, match="top_p is 7.0, expected"):
+        Defaults.of({"top_p": 7})
 
 
 def test_unknown_fields_are_refused():

@@ -1,5 +1,7 @@
 """Rounds and acceptance, derived from the flags that tokens carry."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -53,3 +55,24 @@ def test_totals_add_up():
     assert Stats().acceptance_length == 1.0
     assert Stats(tokens=10, seconds=4.0).tokens_per_second == 2.5
     assert "2.00 tokens a step (3 steps)" in str(total) and "0.67, 0.33" in str(total)
+
+
+def test_a_part_is_a_later_total_less_an_earlier_one():
+    first = RoundStats.of(np.array([c == "1" for c in "01100"], bool), 4, 2, first_token_seconds=0.5)
+    second = RoundStats.of(np.array([c == "1" for c in "0110"], bool), 4, 4, first_token_seconds=0.25)
+    before = dataclasses.replace(Stats(weight_bytes=9).plus(7, first), seconds=1.0, compile_seconds=2.0, compilations=3)
+    after = dataclasses.replace(before.plus(5, second), seconds=3.0, compile_seconds=2.5, compilations=4, peak_bytes=2**20)
+    part = after - before
+    assert (part.requests, part.prompt_tokens, part.tokens, part.steps, part.drafted, part.accepted) == (1, 5, 4, 1, 4, 2)
+    assert part.histogram == (0, 0, 1, 0, 0) and part.acceptance_rates == (1.0, 1.0, 0.0, 0.0)
+    assert (part.seconds, part.compile_seconds, part.compilations, part.weight_bytes, part.peak_bytes) == (2.0, 0.5, 1, 9, 2**20)
+    assert (part.tokens_per_second, part.tokens_per_second_with_compiling) == (2.0, 1.6)
+    assert part.time_to_first_token == 0.25 and after.time_to_first_token == 0.375
+    assert "2.0 tokens/s (2.00 s), 1.6 with compiling" in str(part) and "250.0 ms after the call" in str(part)
+    assert "2 of 4 accepted" in str(part) and "peak 1.0 MiB" in str(part) and "peak" not in str(before)
+
+
+def test_rounds_that_left_no_token_drafted_nothing_that_counts():
+    """A stop string is found after the loop has gone on: what it drafted behind it is not part of the text."""
+    assert RoundStats.of(np.array([c == "1" for c in "0110"], bool), drafted=12, num_draft_tokens=2).drafted == 2
+    assert RoundStats.of(np.zeros(1, bool), drafted=12, num_draft_tokens=2).drafted == 0

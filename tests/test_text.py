@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from jaxspec.text import CONTEXT_TOKENS, INCOMPLETE, IncrementalDetokenizer, load_tokenizer
+from jaxspec.text import CONTEXT_TOKENS, INCOMPLETE, IncrementalDetokenizer, OutputText, load_tokenizer
 
 CORPUS = [
     "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
@@ -201,6 +201,77 @@ def test_flush_makes_ready_for_another_sequence(tokenizer):
     assert detokenizer.push(ids[:-1]) + detokenizer.flush() == tokenizer.decode(ids[:-1])
     assert detokenizer.flush() == ""
     assert detokenizer.push(ids) + detokenizer.flush() == "fox €"
+
+
+def output(tokenizer, blocks, stop=(), **settings):
+    """(pieces, the object) of ids that come in these blocks."""
+    text = OutputText(tokenizer, stop, **settings)
+    return [*(text.push(block) for block in blocks), text.finish()], text
+
+
+SENTENCE = CORPUS[1] + " 日本語 and naïve café 😀👍🏽 again"
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", ["fox", "x j", "quick brown", "gain", "日本", "語", "ïv", "👍", "n", "the quick brown fox jumps over t"])
+def test_a_stop_string_ends_the_text_wherever_tokens_and_blocks_divide_it(tokenizer, stop, include):
+    ids = tokenizer.encode(SENTENCE)
+    whole = tokenizer.decode(ids)
+    expected = whole[: whole.index(stop) + (len(stop) if include else 0)]
+    rng = random.Random(stop)
+    taken = set()
+    for blocks in ([ids], [[i] for i in ids], *(random_blocks(rng, ids) for _ in range(10))):
+        found, text = output(tokenizer, blocks, [stop, "never"], include_stop=include)
+        assert ("".join(found), text.text, text.found) == (expected, expected, stop)
+        taken.add(text.tokens)
+    # However they come, as many tokens are taken: those that bring the stop string to light, and the last of them does.
+    assert len(taken) == 1
+    (count,) = taken
+    if not set(ids[:count]) & tokenizer.byte_ids:
+        assert stop in tokenizer.decode(ids[:count]) and stop not in tokenizer.decode(ids[: count - 1])
+
+
+def test_what_may_become_a_stop_string_is_not_shown(tokenizer):
+    ids = tokenizer.encode("the quick brown fox jumps")
+    for stops in (["quick brown bear"], ["quick brown bear", "own f!"], ["jumps!"]):
+        found, text = output(tokenizer, [[i] for i in ids], stops)
+        assert "".join(found) == text.text == tokenizer.decode(ids) and text.found is None
+    text = OutputText(tokenizer, ["brown bear"])
+    shown = text.push(tokenizer.encode("the quick brown"))
+    assert shown == text.text[: len(text.text) - 9]
+    assert OutputText(tokenizer, ["brown bear"], True).push(tokenizer.encode("the quick brown")).rstrip() == text.text.rstrip()
+
+
+def test_the_stop_string_that_begins_first_ends_the_text(tokenizer):
+    _, text = output(tokenizer, [tokenizer.encode("the quick brown fox")], ["fox", "quick", "uick b"])
+    assert text.found in ("quick", "uick b") and text.text.endswith("the ") or text.text.endswith("the q")
+    _, text = output(tokenizer, [tokenizer.encode("over and over")], ["er", "over"])
+    assert text.found == "over"
+
+
+def test_stop_strings_are_not_looked_for_in_the_first_tokens(tokenizer):
+    ids = tokenizer.encode("fox fox fox fox")
+    first, second = (next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]).count("fox") == k) for k in (1, 2))
+    for least, count in ((0, first), (first - 1, first), (first, second), (second - 1, second)):
+        _, text = output(tokenizer, [ids], ["fox"], min_tokens=least)
+        assert (text.tokens, text.found) == (count, "fox")
+    _, text = output(tokenizer, [ids], ["fox"], min_tokens=len(ids))
+    assert (text.tokens, text.found, text.text) == (len(ids), None, tokenizer.decode(ids))
+
+
+def test_a_stop_string_in_held_back_bytes_is_found_at_the_end(tmp_path):
+    save(byte_fallback(), tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    letters = [tokenizer._hf.backend_tokenizer.token_to_id(f"<0x{ord(c):02X}>") for c in "abcd"]
+    found, text = output(tokenizer, [letters[:2], letters[2:]], ["bc"])
+    assert (found, text.found, text.text) == (["", "", "a"], "bc", "a")
+
+
+def test_a_token_has_a_text_of_its_own(tokenizer):
+    eos = tokenizer.eos_token_id
+    assert tokenizer.token_text(eos) == "<eos>" and tokenizer.decode([eos]) == ""
+    assert tokenizer.token_text(10**6) == ""
+    assert tokenizer.bos_token_id not in tokenizer.encode_word("fox") and tokenizer.decode(tokenizer.encode_word("fox")) == "fox"
 
 
 def test_chat_template(chat_folder):
