@@ -12,7 +12,9 @@ _EXPORTS: dict[str, str] = {
     "SamplingParams": "jaxspec.params",
     "Completion": "jaxspec.params",
     "Chunk": "jaxspec.params",
+    "Logprob": "jaxspec.params",
     "Stats": "jaxspec.stats",
+    "plot_acceptance": "jaxspec.plots",
     "mesh": "jaxspec.sharding",
 }
 _MODULES = ("accept", "cache", "checkpoint", "config", "decode", "drafters", "gemma4", "sampling", "sharding")

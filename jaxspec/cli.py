@@ -56,6 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--max-len", type=int, metavar="N", help="tokens of a sequence, its prompt counted")
     model.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most; by default up to max-len")
     model.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; by default what the checkpoint says")
+    model.add_argument(
+        "--top-k", type=int, metavar="N", help="only the N most likely tokens, 0 for all; by default what the checkpoint says"
+    )
+    model.add_argument("--top-p", type=float, metavar="P", help="only the most likely tokens of this probability, 1 for all; likewise")
+    model.add_argument("--min-p", type=float, metavar="P", help="only tokens this share as likely as the likeliest, 0 for all; likewise")
+    model.add_argument("--repetition-penalty", type=float, metavar="R", help="1 for none; likewise")
+    model.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    model.add_argument("--accept", default="coupled", help="coupled, standard or block: how drafts are accepted (default: coupled)")
     model.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     model.add_argument("--ignore-eos", action="store_true", help="do not end at the checkpoint's end tokens")
     model.add_argument("--stats", action="store_true", help="print speed and acceptance at the end")
@@ -120,7 +128,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from jaxspec.loading import load
     from jaxspec.params import SamplingParams
 
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, ignore_eos=args.ignore_eos)
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed", "ignore_eos")
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
     progress = sys.stderr.isatty()
     llm = load(
         args.target,
@@ -129,6 +138,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
         dtype=args.dtype,
         max_len=args.max_len,
         max_slots=1,
+        accept=args.accept,
         progress=progress,
     )
     return llm, params

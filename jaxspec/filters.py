@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from pallas_kernels import top_candidates as kernels
+
 CANDIDATES = 128  # a top_k of at most so many is found among so many candidates
 
 
@@ -46,7 +48,8 @@ def filtered(logits: jax.Array, ids: jax.Array | None, temperature: jax.Array, f
 
 def top_candidates(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The `count` best of each row, best first, of equal ones the lower index first. [B, T, C] -> values, indices [B, T, count]."""
-    return jax.lax.top_k(logits, count)  # pyright: ignore[reportReturnType]
+    values, indices = kernels.top_candidates(logits.reshape(-1, logits.shape[-1]), count)
+    return values.reshape(*logits.shape[:-1], count), indices.reshape(*logits.shape[:-1], count)
 
 
 def _among_candidates(values: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:

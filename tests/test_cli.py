@@ -36,6 +36,18 @@ def test_generate_prints_the_prompt_its_continuation_and_the_statistics(models, 
     assert "acceptance length" in stats and "by position" in stats
 
 
+def test_what_shapes_the_text_has_an_option(models, llm, capsys):
+    given = {"max_tokens": 12, "temperature": 0.9, "top_k": 50, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 3}
+    params = SamplingParams(**given, ignore_eos=True)
+    whole = llm.generate("x", params)[0].text
+    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    stops = ["--stop", "never seen", "--stop", whole[4:6]]
+    assert cli.main(["generate", *models, "--prompt", "x", *options, "--ignore-eos", *stops]) == 0
+    assert capsys.readouterr().out == "x" + whole[: whole.index(whole[4:6])] + "\n"
+    assert cli.main(["generate", *models, "--prompt", "x", *options, "--accept", "fly"]) == 2
+    assert capsys.readouterr().err == "jaxspec: accept is 'fly'; available: 'coupled', 'standard', 'block', or accept.synthetic(rates)\n"
+
+
 def test_generate_reads_a_prompt_from_standard_input(models, llm, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("import os"))
     assert cli.main(["generate", *models, "--prompt", "-", "--max-tokens", "4", "--temperature", "0"]) == 0
