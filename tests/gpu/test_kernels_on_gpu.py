@@ -1,0 +1,337 @@
+"""Every kernel, compiled for the GPU that is there, at the named shapes of real models against its XLA reference in float32."""
+
+import dataclasses
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import add_norm, centroid_head, dialect, lm_head, moe, noise, paged_attention, qkv, top_candidates
+from pallas_kernels.add_norm import bench as add_norm_bench
+from pallas_kernels.add_norm import shapes as add_norm_shapes
+from pallas_kernels.centroid_head import shapes as centroid_head_shapes
+from pallas_kernels.lm_head import reference as lm_head_reference
+from pallas_kernels.lm_head import shapes as lm_head_shapes
+from pallas_kernels.moe import shapes as moe_shapes
+from pallas_kernels.paged_attention import shapes as attention_shapes
+from pallas_kernels.qkv import reference as qkv_reference
+from pallas_kernels.top_candidates import shapes as top_candidates_shapes
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = {"implementation": "triton"}
+LIMITS = {"bfloat16": 1e-2, "float32": 1e-5}  # length of the difference beside that of what is wanted
+TIE = 1e-3  # scores of tokens below this are summed in another order, no more
+SUPPRESSED = (0, 258_881)
+
+
+@pytest.fixture(autouse=True)
+def device():
+    if reason := dialect.obstacle():
+        pytest.skip(reason)
+
+
+def assert_close(found, wanted, dtype):
+    """Along the first axis, every row, sequence or page by itself."""
+    found, wanted = (x.astype(jnp.float32).reshape(len(x), -1) for x in (found, wanted))
+    gap, size = (jnp.linalg.norm(x, axis=1) for x in (found - wanted, wanted))
+    worst = jnp.max(jnp.where(gap == 0, 0.0, gap / size))
+    assert worst <= LIMITS[dtype], f"the largest relative error is {worst:.1e}"
+
+
+def results(*calls):
+    """What functions make of arguments, for pairs of them, compiled side by side: most of the time is spent there."""
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(lambda call: jax.jit(call[0]).lower(*call[1]).compile(), calls))
+    return [program(*arguments) for program, (_, arguments) in zip(programs, calls, strict=True)]
+
+
+def normal(rng, *shape, deviation=1.0, dtype="float32"):
+    return jnp.asarray(deviation * rng.standard_normal(shape, np.float32)).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def draw(key, shape, deviation, dtype):
+    """Normal numbers made on the device, of which there may be many."""
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(deviation, dtype)
+
+
+def wide(tree):
+    """The same numbers in float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+# Paged attention: contexts of many pages, around a page's end, and none; in a prefill fewer, since XLA keeps all scores.
+CONTEXTS, PREFILL_CONTEXTS = (2500, 65, 64, 1, 0), (700, 0)
+
+
+def attention_case(shape, dtype, stored=None):
+    """Arguments of `paged_attention` for sequences of any lengths, with NaN wherever none of their queries looks. stored: the dtype
+    of keys and values, by default `dtype`."""
+    rng = np.random.default_rng(shape.queries)
+    page, rows = attention_shapes.PAGE, shape.queries
+    lengths = np.array(CONTEXTS if rows <= 64 else PREFILL_CONTEXTS, np.int32)
+    batch, most = len(lengths), int(lengths.max()) + rows
+    places = -(-(most if shape.window is None else min(most, shape.window + rows)) // page)
+    table = rng.permutation(batch * places).reshape(batch, places).astype(np.int32)
+    counts = np.maximum(rows - np.arange(batch, dtype=np.int32), 0)
+    first = lengths if shape.fresh else np.maximum(lengths - 1, 0)
+    used = np.zeros((batch * places, page), bool)
+    for b, length in enumerate(lengths):
+        oldest = 0 if shape.window is None else first[b] - shape.window + 1
+        at = np.arange(max(oldest, length - places * page, 0), length)
+        used[table[b, at // page % places], at % page] = True
+
+    def pair(seen):
+        """K and V of places that are seen or not."""
+        dims = (shape.rotary or shape.head_dim, shape.head_dim)
+        pools = (normal(rng, *seen.shape, shape.kv_heads, d) for d in dims)
+        return tuple(jnp.where(seen[:, :, None, None], pool, jnp.nan).astype(stored or dtype) for pool in pools)
+
+    fresh = pair(np.arange(rows)[None, :] < counts[:, None]) if shape.fresh else None
+    return (
+        normal(rng, batch, rows, shape.kv_heads, shape.group, shape.head_dim, deviation=0.1, dtype=dtype),
+        jnp.asarray(first[:, None] + np.arange(rows, dtype=np.int32)[None, :]),
+        pair(used),
+        jnp.asarray(table),
+        jnp.asarray(lengths),
+        fresh,
+        jnp.asarray(counts) if shape.fresh else None,
+        normal(rng, shape.head_dim, dtype=dtype) if shape.rotary else None,
+        jnp.array([0.5, 2.0], jnp.float32) if stored else None,
+    )
+
+
+def alone(case):
+    """The first sequence by itself, its fresh rows already in its pages, as a verify block has them."""
+    q, positions, pools, table, lengths, fresh, counts, weight, scales = case
+    q, positions, table, lengths = q[:1], positions[:1], table[:1], lengths[:1]
+    if fresh is not None:
+        pools = tuple(qkv_reference.write(pool, table, lengths, counts[:1], new[:1]) for pool, new in zip(pools, fresh, strict=True))
+        lengths = lengths + counts[:1]
+    return q, positions, pools, table, lengths, None, None, weight, scales
+
+
+@pytest.mark.parametrize("name", attention_shapes.SHAPES)
+def test_paged_attention(name):
+    shape = attention_shapes.SHAPES[name]
+    function = functools.partial(paged_attention.paged_attention, causal=shape.causal, window=shape.window)
+    kernel, reference = functools.partial(function, **KERNEL), jax.jit(functools.partial(function, implementation="xla"))
+    half, single = attention_case(shape, "bfloat16"), attention_case(shape, "float32")
+    batched, one, exact = results((kernel, half), (kernel, alone(half)), (kernel, single))
+    wanted = reference(*wide(half))
+    assert_close(batched, wanted, "bfloat16")
+    assert_close(one, wanted[:1], "bfloat16")
+    assert_close(exact, reference(*single), "float32")
+
+
+@pytest.mark.parametrize("name", ["e2b-full", "31b-full", "31b-sliding", "31b-assistant-full"])
+def test_paged_attention_over_float8(name):
+    shape = attention_shapes.SHAPES[name]
+    function = functools.partial(paged_attention.paged_attention, causal=shape.causal, window=shape.window)
+    case = attention_case(shape, "bfloat16", jnp.float8_e4m3fn)
+    batched, one = results(*((functools.partial(function, **KERNEL), arguments) for arguments in (case, alone(case))))
+    wanted = jax.jit(functools.partial(function, implementation="xla"))(*wide(case))
+    assert_close(batched, wanted, "bfloat16")
+    assert_close(one, wanted[:1], "bfloat16")
+
+
+# KV heads, query heads of each, width, rotary dims stored, and how many heads of K and V a layer projects.
+HEADS = {(s.kv_heads, s.group, s.head_dim, s.rotary, s.fresh * (1 if s.rotary else 2)) for s in attention_shapes.SHAPES.values()}
+
+
+@pytest.mark.parametrize("heads", sorted(HEADS), ids=str)
+def test_qkv(heads):
+    """Stored in pages, where nothing else may change, and as fresh rows."""
+    kv_heads, group, dim, rotary, owned = heads
+    rng, (batch, rows, places, page) = np.random.default_rng(0), (3, 5, 3, attention_shapes.PAGE)
+
+    def case(dtype, stored):
+        angles = rng.standard_normal((batch, rows, dim // 2)).astype(np.float32)
+        pool = functools.partial(jnp.full, fill_value=jnp.nan, dtype=dtype)
+        pages = qkv.Pages(
+            pool((batch * places, page, kv_heads, rotary or dim)),
+            pool((batch * places, page, kv_heads, dim)),
+            jnp.asarray(rng.permutation(batch * places).reshape(batch, places), jnp.int32),
+            jnp.array([62, 0, 1000], jnp.int32),
+            jnp.array([rows, 0, rows - 2], jnp.int32),
+        )
+        projected = normal(rng, batch, rows, kv_heads, group + owned, dim, dtype=dtype)
+        weights = [1 + normal(rng, dim, deviation=0.1, dtype=dtype) for _ in range(1 + bool(owned))]
+        turns = jnp.cos(angles), jnp.sin(angles)
+        return (projected, *turns, *weights, *([None] * (not owned)), pages if stored and owned else None)
+
+    function = functools.partial(qkv.qkv, group=group, key_dims=rotary or dim, eps=1e-6)
+    cases = [(dtype, case(dtype, stored)) for dtype in LIMITS for stored in (True, False)]
+    found = results(*((functools.partial(function, **KERNEL), arguments) for _, arguments in cases))
+    reference = jax.jit(functools.partial(function, implementation="xla"))
+    for (dtype, arguments), out in zip(cases, found, strict=True):
+        for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(reference(*wide(arguments))), strict=True):
+            assert a.dtype == dtype and bool(jnp.all(jnp.isnan(a) == jnp.isnan(b)))
+            assert_close(jnp.nan_to_num(a), jnp.nan_to_num(b), dtype)
+
+
+@pytest.mark.parametrize("name", add_norm_shapes.SHAPES)
+def test_add_norm(name):
+    def function(x, y, weight, scalar, next_weights, implementation):
+        settings = {"scalar": scalar, "next_weights": next_weights, "eps": 1e-6}
+        return add_norm.add_norm(x, y, weight, **settings, implementation=implementation)
+
+    cases = [add_norm_bench.inputs(add_norm_shapes.SHAPES[name], jnp.dtype(dtype)) for dtype in LIMITS]
+    found = results(*((functools.partial(function, **KERNEL), case) for case in cases))
+    reference = jax.jit(functools.partial(function, implementation="xla"))
+    for dtype, arguments, out in zip(LIMITS, cases, found, strict=True):
+        for a, b in zip(out, reference(*wide(arguments)), strict=True):
+            assert a.dtype == dtype
+            assert_close(a, b, dtype)
+
+
+@functools.partial(jax.jit, static_argnames="top_k")
+def experts_one_by_one(x, gate_up, down, scores, scale, top_k):
+    """Router and experts in float32, an expert at a time: XLA's grouped product takes more memory than many a GPU has."""
+    weights, ids = moe.reference.route(wide(scores), wide(scale), top_k)
+    x = wide(x)
+
+    def add(expert, total):
+        share = jnp.sum(jnp.where(ids == expert, weights, 0), axis=1, keepdims=True)
+        gate, up = (x @ wide(gate_up[expert, half]).T for half in (0, 1))
+        out = (jax.nn.gelu(gate, approximate=True) * up) @ wide(down[expert]).T
+        return total + jnp.where(share != 0, share * out, 0)
+
+    return jax.lax.fori_loop(0, gate_up.shape[0], add, jnp.zeros_like(x))
+
+
+@functools.lru_cache(maxsize=1)
+def expert_weights(dtype):
+    """gate_up_proj and down_proj, with NaN in the experts that nobody may choose: every fourth."""
+    shape = next(iter(moe_shapes.SHAPES.values()))
+    _, gate_up, down, _, _ = shape.layer(dtype)
+
+    idle = jnp.arange(shape.experts) % 4 == 3
+    weights = [draw(jax.random.key(i), x.shape, x.shape[-1] ** -0.5, dtype) for i, x in enumerate((gate_up, down))]
+    return [jnp.where(idle.reshape(-1, *(1,) * (w.ndim - 1)), jnp.nan, w) for w in weights]
+
+
+@pytest.mark.parametrize("name", moe_shapes.SHAPES)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_moe(dtype, name):
+    shape, rng = moe_shapes.SHAPES[name], np.random.default_rng(0)
+    assert shape == dataclasses.replace(next(iter(moe_shapes.SHAPES.values())), rows=shape.rows)
+    idle = jnp.arange(shape.experts) % 4 == 3
+    scores = jnp.where(idle[None, :], -jnp.inf, normal(rng, shape.rows, shape.experts)).astype(dtype)
+    x, scale = normal(rng, shape.rows, shape.hidden, dtype=dtype), normal(rng, shape.experts, deviation=0.1, dtype=dtype) + 1
+
+    def layer(x, gate_up, down, scores, scale):
+        weights, ids, groups = moe.route(scores, scale, shape.top_k, **KERNEL)
+        return ids, moe.experts(x, gate_up, down, weights, ids, groups, **KERNEL)
+
+    arguments = (x, *expert_weights(dtype), scores, scale)
+    ((ids, found),) = results((layer, arguments))
+    np.testing.assert_array_equal(ids, jax.lax.top_k(wide(scores), shape.top_k)[1])
+    assert_close(found, experts_one_by_one(*arguments, top_k=shape.top_k), dtype)
+
+
+@functools.partial(jax.jit, static_argnames="softcap")
+def head_scores(hidden, table, keys, temperature, softcap):
+    """What a choice among the whole table maximises, [N, V] float32."""
+    logits = jax.lax.dot_general(hidden, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    ids = jnp.arange(table.shape[0], dtype=jnp.int32)[None, :]
+    logits = lm_head_reference.capped(logits, ids, softcap, SUPPRESSED)
+    return noise.perturbed(logits, temperature[:, None], keys[:, :1], keys[:, 1:], ids)
+
+
+def assert_best(chosen, scores):
+    """Every id has its row's best score, or one that ties with it."""
+    found = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
+    assert jnp.all(found >= jnp.max(scores, axis=1) - TIE)
+
+
+HEAD_WIDTHS = {(shape.hidden, shape.softcap) for shape in lm_head_shapes.SHAPES.values()}
+
+
+@pytest.mark.parametrize(("hidden", "softcap"), sorted(HEAD_WIDTHS, key=str))
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_lm_head(dtype, hidden, softcap):
+    """Greedy and sampled rows mixed, and greedy ones alone."""
+    if dtype == "float32" and hidden > 1536:
+        pytest.skip("the same kernel as at smaller widths, with a table of many GB")
+    shapes = [s for s in lm_head_shapes.SHAPES.values() if (s.hidden, s.softcap) == (hidden, softcap)]
+    rows, vocab = max(s.rows for s in shapes), lm_head_shapes.VOCAB
+    states = draw(jax.random.key(0), (rows, hidden), 1.0, dtype)
+    table = draw(jax.random.key(1), (vocab, hidden), 5 * hidden**-0.5, dtype)
+    keys = jax.random.bits(jax.random.key(2), (rows, 2), jnp.uint32)
+    mixed = jnp.tile(jnp.array([0.7, 0.0, 1.5], jnp.float32), rows)[:rows]
+
+    @functools.partial(jax.jit, static_argnames="rows")
+    def function(states, table, keys, temperature, rows):
+        arrays = states[:rows], table, keys[:rows], temperature[:rows]
+        return lm_head.lm_head(*arrays, softcap=softcap, suppressed=SUPPRESSED, **KERNEL)
+
+    with ThreadPoolExecutor() as pool:
+        lower = functools.partial(function.lower, states, table, keys, mixed)
+        programs = list(pool.map(lambda shape: lower(rows=shape.rows).compile(), shapes))
+    for temperature in (mixed, jnp.zeros_like(mixed)):
+        scores = head_scores(states, table, keys, temperature, softcap)
+        for shape, program in zip(shapes, programs, strict=True):
+            chosen, maxima = program(states, table, keys, temperature)
+            assert_best(chosen, scores[: shape.rows])
+            assert_close(maxima, jnp.max(scores[: shape.rows], axis=1), "float32")
+
+
+@pytest.mark.parametrize("name", centroid_head_shapes.SHAPES)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_centroid_head(dtype, name):
+    shape, rng = centroid_head_shapes.SHAPES[name], np.random.default_rng(0)
+    each = shape.vocab // shape.centroids
+    hidden, centroids, table = (normal(rng, count, shape.hidden, dtype=dtype) for count in (shape.rows, shape.centroids, shape.vocab))
+    table = table * jnp.asarray(5 * shape.hidden**-0.5, dtype)
+    ordering = rng.permutation(shape.vocab).astype(np.int32)
+    arrays = (hidden, centroids, jnp.asarray(ordering), table)
+    keys = jnp.asarray(rng.integers(0, 2**32, (shape.rows, 2), np.uint32))
+    temperature = jnp.tile(jnp.array([0.7, 0.0, 1.5], jnp.float32), shape.rows)[: shape.rows]
+    settings = {"top_k": shape.top_k, "suppressed": SUPPRESSED, **KERNEL}
+    (logits, ids), chosen = results(
+        (functools.partial(centroid_head.candidates, **settings), arrays),
+        (functools.partial(centroid_head.choose, **settings), (*arrays, keys, temperature)),
+    )
+    places = np.argsort(ordering)[np.asarray(ids)].reshape(shape.rows, shape.top_k, each)
+    taken = places[:, :, 0] // each
+    np.testing.assert_array_equal(places, taken[:, :, None] * each + np.arange(each))
+    assert (np.diff(taken, axis=1) > 0).all()
+    products = np.asarray(wide(hidden), np.float64) @ np.asarray(wide(centroids), np.float64).T
+    least = np.sort(products, axis=1)[:, -shape.top_k]
+    assert (np.take_along_axis(products, taken, axis=1).min(axis=1) >= least - TIE).all()
+
+    wanted = jnp.einsum("nch,nh->nc", wide(table[ids]), wide(hidden))
+    allowed = ~jnp.isin(ids, jnp.array(SUPPRESSED))
+    assert bool(jnp.all(jnp.where(allowed, 0.0, logits) == jnp.where(allowed, 0.0, -jnp.inf)))
+    assert_close(jnp.where(allowed, logits, 0.0), jnp.where(allowed, wanted, 0.0), "float32")
+    scores = noise.perturbed(jnp.where(allowed, wanted, -jnp.inf), temperature[:, None], keys[:, :1], keys[:, 1:], ids)
+    assert bool(jnp.all(jnp.any(ids == chosen[:, None], axis=1)))
+    assert_best(jnp.argmax(ids == chosen[:, None], axis=1), scores)
+
+
+@functools.cache
+def many_logits():
+    """Logits in steps of 1/16, so that many are equal, and the best of each row in NumPy's order."""
+    shapes = top_candidates_shapes.SHAPES.values()
+    rows, most, vocab = max(s.rows for s in shapes), max(s.k for s in shapes), next(iter(shapes)).vocab
+    logits = np.round(16 * np.random.default_rng(0).standard_normal((rows, vocab), np.float32)) / np.float32(16) + np.float32(0)
+    # Only those that reach the least of the best have to be sorted.
+    least = -np.partition(-logits, most, axis=1)[:, most]
+    few = [np.flatnonzero(row >= bound) for row, bound in zip(logits, least, strict=True)]
+    best = np.stack([ids[np.argsort(-row[ids], kind="stable")[:most]] for row, ids in zip(logits, few, strict=True)])
+    return logits, best
+
+
+def test_top_candidates():
+    logits, best = many_logits()
+    shapes = list(top_candidates_shapes.SHAPES.values())
+    calls = [(functools.partial(top_candidates.top_candidates, k=s.k, **KERNEL), (jnp.asarray(logits[: s.rows]),)) for s in shapes]
+    for shape, (values, ids) in zip(shapes, results(*calls), strict=True):
+        wanted = best[: shape.rows, : shape.k]
+        np.testing.assert_array_equal(ids, wanted, err_msg=str(shape))
+        np.testing.assert_array_equal(values, np.take_along_axis(logits[: shape.rows], wanted, axis=1), err_msg=str(shape))
