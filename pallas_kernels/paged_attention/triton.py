@@ -25,15 +25,13 @@ PROGRAMS = 512  # about four for each of an H200's 132 multiprocessors: enough t
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """rows: query rows of a product; stack: how many such tiles of rows a program serves with each tile of keys that it loads;
-    keys: keys of a step; splits: parts of the visible keys."""
+    """rows: query rows of a program; keys: keys of a step; splits: parts of the visible keys."""
 
     rows: int
     keys: int
     splits: int
     num_warps: int
     num_stages: int
-    stack: int = 1
 
 
 def unsupported(q: jax.Array, cached: tuple[jax.Array, jax.Array] | None) -> str | None:
@@ -79,7 +77,7 @@ def paged_attention(
     batch, queries, heads, group, dim = q.shape
     if tiles is None:
         tiles = tiles_for(q, cached, table, fresh, key_weight, window)
-    row_tiles = pl.cdiv(queries * group, tiles.rows * tiles.stack)
+    row_tiles = pl.cdiv(queries * group, tiles.rows)
 
     inputs = {"lengths": lengths, "positions": positions, "q": q}
     if key_weight is not None:
@@ -93,7 +91,7 @@ def paged_attention(
     if tiles.splits == 1:
         outputs = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
     else:
-        parts = (batch, heads, tiles.splits, row_tiles * tiles.rows * tiles.stack)
+        parts = (batch, heads, tiles.splits, row_tiles * tiles.rows)
         numbers = jax.ShapeDtypeStruct(parts, jnp.float32)
         outputs = {"acc": jax.ShapeDtypeStruct((*parts, dim), jnp.float32), "top": numbers, "total": numbers}
     out = dialect.call(
@@ -117,28 +115,23 @@ def _attend(*refs, names, tiles, causal, window, scale):
     _, queries, heads, group, dim = q_ref.shape
     tile, split, b, head = pl.program_id(0), pl.program_id(1), pl.program_id(2) // heads, pl.program_id(2) % heads
 
-    stack = range(tiles.stack)
-    rows = [(tile * tiles.stack + i) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32) for i in stack]
-    real = [row < queries * group for row in rows]
-    at, member = [jnp.minimum(row // group, queries - 1) for row in rows], [row % group for row in rows]
-    position = [plgpu.load(positions_ref.at[b, query]) for query in at]
+    row = tile * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    real = row < queries * group
+    at, member = jnp.minimum(row // group, queries - 1), row % group
+    position = plgpu.load(positions_ref.at[b, at])
     length = lengths_ref[b]
-    # The span of keys that any of these rows sees, first .. end - 1; fresh keys sit at `length` and after it.
-    horizon = functools.reduce(jnp.maximum, map(jnp.max, position)) + 1 if causal else jnp.int32(2**30)
-    oldest = functools.reduce(jnp.minimum, map(jnp.min, position))
-    oldest = jnp.int32(0) if window is None else jnp.maximum(oldest - window + 1, 0)
+    # The span of keys that any row of the tile sees, first .. end - 1; fresh keys sit at `length` and after it.
+    newest = jnp.max(position)
+    horizon = newest + 1 if causal else jnp.int32(2**30)
+    oldest = jnp.int32(0) if window is None else jnp.maximum(jnp.min(position) - window + 1, 0)
 
     width, wide = _padded(dim), jnp.arange(_padded(dim), dtype=jnp.int32)
 
     def load_q(columns, inside):
-        def load(i):
-            where = q_ref.at[b, at[i][:, None], head, member[i][:, None], columns[None, :]]
-            return plgpu.load(where, mask=real[i][:, None] & inside[None, :], other=jnp.zeros((), q_ref.dtype))
-
-        return [load(i) for i in stack]
+        where = q_ref.at[b, at[:, None], head, member[:, None], columns[None, :]]
+        return plgpu.load(where, mask=real[:, None] & inside[None, :], other=jnp.zeros((), q_ref.dtype))
 
     dot = functools.partial(plgpu.dot, precision="highest" if q_ref.dtype == jnp.float32 else None)
-    q = q_rotary = load_q(jnp.minimum(wide, dim - 1), wide < dim)
     if has_weight:
         # K is V times a weight, except in the rotary dims, which are stored: one tile of V serves both products.
         rotary = refs["k" if has_cache else "fresh_k"].shape[-1]
@@ -147,10 +140,12 @@ def _attend(*refs, names, tiles, causal, window, scale):
         weight = plgpu.load(
             refs["weight"].at[jnp.minimum(wide, dim - 1)], mask=(wide < dim) & ~turns, other=jnp.zeros((), refs["weight"].dtype)
         )
-        q = [(part.astype(jnp.float32) * weight.astype(jnp.float32)[None, :]).astype(q_ref.dtype) for part in q]
+        q = (load_q(jnp.minimum(wide, dim - 1), wide < dim).astype(jnp.float32) * weight.astype(jnp.float32)[None, :]).astype(q_ref.dtype)
         narrow = jnp.arange(_padded(rotary), dtype=jnp.int32)
         column = jnp.where(narrow < half, narrow, jnp.minimum(narrow + dim // 2 - half, dim - 1))
         q_rotary = load_q(column, narrow < rotary)
+    else:
+        q, q_rotary = load_q(jnp.minimum(wide, dim - 1), wide < dim), None
 
     def load_rows(ref, index, kept, count):
         """[keys, padded dim] in q's dtype of one pool or of fresh rows."""
@@ -161,26 +156,24 @@ def _attend(*refs, names, tiles, causal, window, scale):
         return _widened(plgpu.load(where, mask=mask, other=jnp.zeros((), ref.dtype)), q_ref.dtype)
 
     def step(key_position, k_source, v_source, index, kept, carry):
+        top, total, acc = carry
         v = load_rows(v_source, index, kept, dim)
         k = load_rows(k_source, index, kept, k_source.shape[-1])
-
-        def advance(i, top, total, acc):
-            scores = dot(q_rotary[i], k.T) * k_scale
-            if has_weight:
-                scores = scores + dot(q[i], v.T) * v_scale
-            visible = kept[None, :]
-            if causal:
-                visible = visible & (key_position[None, :] <= position[i][:, None])
-            if window is not None:
-                visible = visible & (position[i][:, None] - key_position[None, :] < window)
-            scores = jnp.where(visible, scores * scale, MASKED)
-            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            shrink = jnp.exp2(top - new_top)
-            weights = jnp.where(visible, jnp.exp2(scores - new_top[:, None]), 0.0)
-            total = total * shrink + jnp.sum(weights, axis=1)
-            return new_top, total, acc * shrink[:, None] + dot(weights.astype(v.dtype), v)
-
-        return tuple(advance(i, *carry[i]) for i in stack)
+        scores = dot(q_rotary if has_weight else q, k.T) * k_scale
+        if has_weight:
+            scores = scores + dot(q, v.T) * v_scale
+        visible = kept[None, :]
+        if causal:
+            visible = visible & (key_position[None, :] <= position[:, None])
+        if window is not None:
+            visible = visible & (position[:, None] - key_position[None, :] < window)
+        scores = jnp.where(visible, scores * scale, MASKED)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.where(visible, jnp.exp2(scores - new_top[:, None]), 0.0)
+        total = total * shrink + jnp.sum(weights, axis=1)
+        acc = acc * shrink[:, None] + dot(weights.astype(v.dtype), v)
+        return new_top, total, acc
 
     k_scale, v_scale = (refs["scales"][0], refs["scales"][1]) if "scales" in refs else (1.0, 1.0)
     keys = tiles.keys
@@ -203,12 +196,11 @@ def _attend(*refs, names, tiles, causal, window, scale):
     start = split * share
     stop = jnp.minimum(start + share, cached_blocks + fresh_blocks)
 
-    nothing = (
+    carry = (
         jnp.full((tiles.rows,), MASKED, jnp.float32),
         jnp.zeros((tiles.rows,), jnp.float32),
         jnp.zeros((tiles.rows, width), jnp.float32),
     )
-    carry = (nothing,) * tiles.stack
     if has_cache:
 
         def cached_step(i, carry):
@@ -228,17 +220,17 @@ def _attend(*refs, names, tiles, causal, window, scale):
 
         carry = jax.lax.fori_loop(jnp.maximum(start, cached_blocks), stop, fresh_step, carry)
 
+    top, total, acc = carry
+    acc = acc * v_scale
     inside = (wide < dim)[None, :]
-    for (top, total, acc), row, inner in zip(carry, rows, real, strict=True):
-        acc, mask = acc * v_scale, inner[:, None] & inside
-        if tiles.splits == 1:
-            value = jnp.where(total[:, None] > 0, acc / jnp.maximum(total, 1e-30)[:, None], 0.0).astype(q_ref.dtype)
-            where = refs["out"].at[b, (row // group)[:, None], head, (row % group)[:, None], wide[None, :]]
-            plgpu.store(where, value, mask=mask)
-        else:
-            plgpu.store(refs["acc"].at[b, head, split, row[:, None], wide[None, :]], acc, mask=mask)
-            plgpu.store(refs["top"].at[b, head, split, row], top, mask=inner)
-            plgpu.store(refs["total"].at[b, head, split, row], total, mask=inner)
+    if tiles.splits == 1:
+        value = jnp.where(total[:, None] > 0, acc / jnp.maximum(total, 1e-30)[:, None], 0.0).astype(q_ref.dtype)
+        where = refs["out"].at[b, (row // group)[:, None], head, member[:, None], wide[None, :]]
+        plgpu.store(where, value, mask=real[:, None] & inside)
+    else:
+        plgpu.store(refs["acc"].at[b, head, split, row[:, None], wide[None, :]], acc, mask=real[:, None] & inside)
+        plgpu.store(refs["top"].at[b, head, split, row], top, mask=real)
+        plgpu.store(refs["total"].at[b, head, split, row], total, mask=real)
 
 
 def _merged(parts, q, splits, interpret):
