@@ -1,0 +1,69 @@
+"""Products of few rows with a matrix, as a step of decoding has them: the time is that of reading the weights once.
+
+Splitting a product's sums between programs fills a GPU where the outputs are few; `partials` leaves them to the kernel that reads the
+product, so that no kernel of its own adds them up. The activation of a gated layer is part of its product.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels import dialect
+from pallas_kernels.linear import reference, triton
+
+
+def linear(x: jax.Array, w: jax.Array, *, splits: int = 1, implementation: str = "auto") -> jax.Array:
+    """x w^T, summed in float32 and rounded once. x: [N, H], w: [O, H] -> [N, O] in x's dtype.
+
+    splits: in how many parts the kernel computes the sums at most; more than one cost a second kernel, which adds them up. "auto" is XLA
+    above `triton.MOST_ROWS` rows; otherwise see `dialect.select`. Raises ValueError for an unknown or unsupported implementation, or
+    if splits is not positive.
+    """
+    _positive(splits)
+    chosen = dialect.select(implementation, triton.unsupported(x, w))
+    if chosen == "xla":
+        return reference.linear(x, w)
+    return triton.linear(x, w, splits, interpret=chosen == "triton-interpret")
+
+
+def partials(x: jax.Array, w: jax.Array, *, splits: int | None = None, implementation: str = "auto") -> jax.Array:
+    """Parts of x w^T whose sum over the first axis is the product. x: [N, H], w: [O, H] -> [S, N, O] float32.
+
+    splits: S at most; None for as many as fill the GPU. XLA's S is 1. implementation and errors: as for `linear`.
+    """
+    _positive(splits)
+    chosen = dialect.select(implementation, triton.unsupported(x, w))
+    if chosen == "xla":
+        return reference.partials(x, w)
+    return triton.partials(x, w, splits, interpret=chosen == "triton-interpret")
+
+
+def gated(x: jax.Array, gate_up: jax.Array, *, implementation: str = "auto") -> jax.Array:
+    """gelu_tanh(x gate^T) * (x up^T). x: [N, H], gate_up: [2, I, H] -> [N, I] in x's dtype.
+
+    Both products are summed in float32 and rounded to x's dtype; the rest is computed in float32 and rounded once. implementation and
+    errors: as for `linear`.
+    """
+    chosen = dialect.select(implementation, triton.unsupported(x, gate_up))
+    if chosen == "xla":
+        return reference.gated(x, gate_up)
+    return triton.gated(x, gate_up, interpret=chosen == "triton-interpret")
+
+
+def gated_by(x: jax.Array, w: jax.Array, u: jax.Array, *, implementation: str = "auto") -> jax.Array:
+    """gelu_tanh(x w^T) * u. x: [N, H], w: [P, H], u: [N, P] -> [N, P] in x's dtype.
+
+    Rounded as `gated` is. implementation and errors: as for `linear`.
+    """
+    chosen = dialect.select(implementation, triton.unsupported(x, w, u))
+    if chosen == "xla":
+        return reference.gated_by(x, w, u)
+    return triton.gated_by(x, w, u, interpret=chosen == "triton-interpret")
+
+
+def _positive(splits: int | None) -> None:
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits is {splits}; expected at least 1")
+
+
+__all__ = ["gated", "gated_by", "linear", "partials"]

@@ -1,0 +1,144 @@
+"""Times products of few rows beside XLA's on the GPU that is there: `python -m pallas_kernels.linear.bench`.
+
+With --sweep other tiles too; --shapes NAME and --rows 4,40 choose what. A line's bytes are the weights, each read once. XLA's figure is
+a whole product, in x's dtype and with its activation; `partials` leaves the sum over its parts to the kernel that follows. Programs
+compile side by side first, and are timed one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import bench
+from pallas_kernels.linear import reference, triton
+from pallas_kernels.linear.shapes import SHAPES, Shape
+from pallas_kernels.linear.triton import Tiles
+
+DTYPE = jnp.bfloat16
+MOST_TURNS = 16  # copies of the weights, as many as it takes to find none in the L2 cache; small ones are found there even so
+TRIPS, WARM_UPS, SAMPLES, SAMPLE_SECONDS = 8, 3, 5, 0.01
+REFERENCES = {"linear": reference.linear, "partials": reference.linear, "gated": reference.gated, "gated_by": reference.gated_by}
+KERNELS = {"linear": triton.linear, "partials": triton.partials, "gated": triton.gated, "gated_by": triton.gated_by}
+
+
+def chosen(shape: Shape, rows: int, splits: int | None = None, tile: int = 0) -> Tiles:
+    matrices, splits = 2 if shape.kind == "gated" else 1, splits if shape.kind == "partials" else splits or 1
+    return triton.choose(rows, shape.columns, shape.width, DTYPE.dtype.itemsize, matrices=matrices, splits=splits, tile=tile)
+
+
+def candidates(shape: Shape, rows: int) -> list[Tiles]:
+    """What serves this product, then other cuts."""
+    out = [chosen(shape, rows)]
+    if shape.kind == "partials":
+        out += [chosen(shape, rows, splits, tile) for splits, tile in ((1, 0), (2, 16), (None, 32), (None, 64), (4, 64))]
+    else:
+        out += [chosen(shape, rows, tile=tile) for tile in (8, 16, 32, 64) if tile > 8 or rows <= 16]
+        out += [chosen(shape, rows, 3)] if shape.kind == "linear" and shape.columns <= 5376 else []
+    return list(dict.fromkeys(out))
+
+
+def turns_of(shape: Shape, rows: int) -> int:
+    size = sum(math.prod(a.shape) for a in shape.arguments(rows, DTYPE)) * DTYPE.dtype.itemsize
+    return max(4, min(MOST_TURNS, math.ceil(4 * bench.L2_BYTES / size)))
+
+
+def compiled(fn: Callable[..., jax.Array], shape: Shape, rows: int) -> Callable[..., Any]:
+    """A loop of calls of fn, each with the next copy of the arguments and after the call before it."""
+    fn = jax.jit(fn)
+    arguments = shape.arguments(rows, DTYPE)
+    empty = jax.eval_shape(fn, *arguments)
+    turns = [arguments] * turns_of(shape, rows)
+
+    def body(_: int, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        turns, last = carry
+        for turn in turns:
+            turn, _ = jax.lax.optimization_barrier((turn, last))
+            last = fn(*turn)
+        return turns, last
+
+    def loop(turns: Any) -> jax.Array:
+        return jax.lax.fori_loop(0, TRIPS, body, (turns, jnp.zeros(empty.shape, empty.dtype)))[1]
+
+    options = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
+    return jax.jit(loop, compiler_options=options).lower(turns).compile()
+
+
+def measure(run: Callable[..., Any], turns: list[Any]) -> float:
+    """Microseconds of a call."""
+
+    def seconds(dispatches: int) -> float:
+        start = time.perf_counter()
+        for _ in range(dispatches):
+            result = run(turns)
+        jax.block_until_ready(result)
+        return time.perf_counter() - start
+
+    once = [seconds(1) for _ in range(WARM_UPS)][-1]
+    dispatches = max(1, min(64, math.ceil(SAMPLE_SECONDS / once)))
+    return statistics.median(seconds(dispatches) for _ in range(SAMPLES)) / (dispatches * TRIPS * len(turns)) * 1e6
+
+
+def check(found: jax.Array, expected: jax.Array) -> None:
+    """Raises AssertionError where the two differ by more than roundings."""
+    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+    found = jnp.sum(found, axis=0) if found.ndim > expected.ndim else found
+    error = float(jnp.max(jnp.abs(found - expected)) / jnp.max(jnp.abs(expected)))
+    assert error < 0.02, f"kernel and reference differ by {error:.3f} of the largest value"
+
+
+def describe(tiles: Tiles) -> str:
+    return f"{tiles.columns} columns, {tiles.splits} splits, {tiles.depth} deep, {tiles.num_stages} stages"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true", help="time other tiles too")
+    parser.add_argument("--shapes", default="", help="only the shapes whose name holds this")
+    parser.add_argument("--rows", default="4,40", help="numbers of rows, with commas between them")
+    options = parser.parse_args()
+    cases = [(name, shape, int(rows)) for name, shape in SHAPES.items() if options.shapes in name for rows in options.rows.split(",")]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def submit(fn: Callable[..., jax.Array], shape: Shape, rows: int) -> Any:
+            return pool.submit(compiled, fn, shape, rows)
+
+        programs = {}
+        for name, shape, rows in cases:
+            tried = candidates(shape, rows)[: None if options.sweep else 1]
+            plain = submit(REFERENCES[shape.kind], shape, rows)
+            programs[name, rows] = plain, {t: submit(functools.partial(KERNELS[shape.kind], tiles=t), shape, rows) for t in tried}
+    bandwidth = bench.copy_bandwidth()
+    print(f"{jax.devices()[0].device_kind}: a copy moves {bandwidth:.0f} GB/s")
+    draws = jax.random.normal(jax.random.key(0), (max(2 * s.columns * s.width for _, s, _ in cases),), DTYPE)
+    for name, shape, rows in cases:
+        arguments = [draws[: math.prod(a.shape)].reshape(a.shape) for a in shape.arguments(rows, DTYPE)]
+        arguments[1] = arguments[1] * DTYPE(shape.width**-0.5)
+        size = arguments[1].nbytes
+        turns = [tuple(jnp.copy(a) for a in arguments) for _ in range(turns_of(shape, rows))]
+        plain, kernels = programs[name, rows]
+        reference_us = measure(plain.result(), turns)
+        for tiles, kernel in kernels.items():
+            label = f"{name} x {rows}" if tiles == next(iter(kernels)) else ""
+            try:
+                run = kernel.result()
+            except jax.errors.JaxRuntimeError as error:  # more shared memory than the device has
+                print(f"{label:32s} {describe(tiles)}: {str(error).splitlines()[0][:100]}")
+                continue
+            check(run(turns), plain.result()(turns))
+            bench.show(label, measure(run, turns), size, bandwidth, reference_us)
+            print(f"{'':34s}{describe(tiles)}")
+
+
+if __name__ == "__main__":
+    main()

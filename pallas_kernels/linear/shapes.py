@@ -1,0 +1,56 @@
+"""The matrices of the Gemma 4 family, for tests, the benchmark and tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+ROWS = (1, 4, 5, 32, 40, 64)  # decode steps and verify blocks, one of them and eight
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """kind: "linear", "partials" (a product that a norm reads), "gated" or "gated_by". columns: of the output; width: of the input."""
+
+    kind: str
+    columns: int
+    width: int
+
+    def arguments(self, rows: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        weights = (2,) * (self.kind == "gated") + (self.columns, self.width)
+        shapes = [(rows, self.width), weights] + [(rows, self.columns)] * (self.kind == "gated_by")
+        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+
+
+SHAPES = {
+    "E2B qkv": Shape("linear", 2560, 1536),
+    "E2B qkv full": Shape("linear", 5120, 1536),
+    "E2B q": Shape("linear", 2048, 1536),
+    "E2B o": Shape("partials", 1536, 2048),
+    "E2B o full": Shape("partials", 1536, 4096),
+    "E2B gate_up": Shape("gated", 6144, 1536),
+    "E2B gate_up wide": Shape("gated", 12288, 1536),
+    "E2B down": Shape("partials", 1536, 6144),
+    "E2B down wide": Shape("partials", 1536, 12288),
+    "E2B per-layer gate": Shape("gated_by", 256, 1536),
+    "E2B per-layer projection": Shape("partials", 1536, 256),
+    "26B qkv": Shape("linear", 8192, 2816),
+    "26B o": Shape("partials", 2816, 4096),
+    "26B o full": Shape("partials", 2816, 8192),
+    "26B gate_up": Shape("gated", 2112, 2816),
+    "26B down": Shape("partials", 2816, 2112),
+    "31B qkv": Shape("linear", 16384, 5376),
+    "31B qkv full": Shape("linear", 18432, 5376),
+    "31B o": Shape("partials", 5376, 8192),
+    "31B o full": Shape("partials", 5376, 16384),
+    "31B gate_up": Shape("gated", 21504, 5376),
+    "31B down": Shape("partials", 5376, 21504),
+    "assistant pre": Shape("linear", 1024, 10752),
+    "assistant q": Shape("linear", 8192, 1024),
+    "assistant o": Shape("partials", 1024, 8192),
+    "assistant gate_up": Shape("gated", 8192, 1024),
+    "assistant down": Shape("partials", 1024, 8192),
+    "assistant post": Shape("linear", 5376, 1024),
+}

@@ -1,0 +1,225 @@
+"""Products of few rows in the Triton dialect: a program has all rows, some output columns and a part of the sums.
+
+So weights are read from memory once. What counts is that all multiprocessors read all the time: they get equally many programs, since the
+number of columns of a program is free (its tile, a power of two, loads nothing past them), and each has enough bytes under way.
+
+Tensor cores want 64 rows in the left operand. Where a program has fewer columns, the left operand holds each of them in several parts, one
+below the other, and the right operand holds the rows' same parts side by side: of all parts times all parts, those of the same number
+are added up at the end. So no memory is read for nothing, and sums are a fraction as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl, plgpu
+from pallas_kernels.linear.reference import activation
+
+ANY = pl.BlockSpec(memory_space=pl.ANY)
+MOST_ROWS = 64
+MOST_SPLITS = 8
+LEFT, RIGHT = 64, 16  # least rows of a tensor core's left operand, least columns of its right one
+SLICES = (128, 64)  # numbers of a row or column that a part has in a step: the first that divides, else the last
+LEAST_STAGES = 3
+SHARED_MEMORY = 98_304  # bytes that a program may use: an L4 has 101,376 for one, an H200 room for two
+IN_FLIGHT = 65_536  # bytes of weights under way for each multiprocessor
+MULTIPROCESSORS = 132  # of an H200; for programs that are lowered where no GPU is
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a product is cut. columns: of the output, for a program. splits: of the sums, between programs. slice: numbers of each part
+    in a step."""
+
+    columns: int
+    splits: int
+    slice: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def tile(self) -> int:
+        return pl.next_power_of_2(self.columns)
+
+    @property
+    def parts(self) -> int:
+        """Of a column, inside a program."""
+        return max(1, LEFT // self.tile)
+
+    @property
+    def depth(self) -> int:
+        """Columns of x in a step."""
+        return self.parts * self.slice
+
+    def height(self, rows: int) -> int:
+        """Rows of x, padded."""
+        return max(pl.next_power_of_2(rows), RIGHT // self.parts)
+
+    def step(self, rows: int, matrices: int, itemsize: int) -> int:
+        """Bytes of shared memory that a step in flight takes."""
+        return (matrices * self.tile + self.height(rows)) * self.depth * itemsize
+
+
+def multiprocessors() -> int:
+    """Of the device that is there."""
+    return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+
+
+def choose(rows: int, columns: int, width: int, itemsize: int, *, matrices: int = 1, splits: int | None = 1, tile: int = 0) -> Tiles:
+    """The cut of a product [rows, width] x [matrices, columns, width].
+
+    splits: None for as many as fill the GPU. tile: at most so many columns a program, instead of what seems best.
+    """
+    cores = multiprocessors()
+    # Rows are read again for each block of columns, so many rows want wide ones.
+    least = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    if splits is None:
+        tile, splits = tile or max(16, least), 1
+        while splits < min(MOST_SPLITS, width // 512) and columns * splits <= tile * cores:
+            splits += 1
+    elif not tile:
+        tile = LEFT if rows > 16 else LEFT // matrices
+        while tile > least and columns * splits <= tile * cores:
+            tile //= 2
+    waves = pl.cdiv(columns * splits, tile * cores)
+    # As many columns as give each multiprocessor this many programs.
+    block = min(tile, max(pl.next_power_of_2(rows) // 4 + 1, pl.cdiv(columns, max(1, waves * cores // splits))))
+    if itemsize > 2:
+        return Tiles(block, splits, 32, 4, 2)
+    cuts = [Tiles(block, splits, numbers, 4, LEAST_STAGES) for numbers in SLICES]
+    cut = next((c for c in cuts if width % c.depth == 0 and 4 * c.step(rows, matrices, itemsize) <= SHARED_MEMORY), cuts[-1])
+    stages = max(LEAST_STAGES, 1 + pl.cdiv(IN_FLIGHT, min(waves, 3) * matrices * block * cut.depth * itemsize))
+    return dataclasses.replace(cut, num_stages=min(stages, SHARED_MEMORY // cut.step(rows, matrices, itemsize)))
+
+
+def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
+    """Why the kernels cannot serve these arrays, or None."""
+    dtypes = [a.dtype.name for a in (x, w, *others)]
+    if len(set(dtypes)) > 1:
+        return f"the arrays are {', '.join(dtypes)}; the kernel needs one dtype"
+    if dtypes[0] not in ("bfloat16", "float16", "float32"):
+        return f"x is {dtypes[0]}; the kernel takes bfloat16, float16 and float32"
+    if x.shape[0] > MOST_ROWS:
+        return f"x has {x.shape[0]} rows; the kernel takes at most {MOST_ROWS}"
+    return None
+
+
+def linear(x, w, splits=1, *, interpret=False, tiles=None):
+    """See `pallas_kernels.linear.linear`."""
+    tiles = tiles or _tiles(x, w, splits)
+    if tiles.splits > 1:
+        return jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
+    return _call(_linear, "linear", tiles, x, w, dtype=x.dtype, interpret=interpret)[0]
+
+
+def partials(x, w, splits=None, *, interpret=False, tiles=None):
+    """See `pallas_kernels.linear.partials`."""
+    return _call(_linear, "linear", tiles or _tiles(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
+
+
+def gated(x, gate_up, *, interpret=False, tiles=None):
+    """See `pallas_kernels.linear.gated`."""
+    return _call(_gated, "gated", tiles or _tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
+
+
+def gated_by(x, w, u, *, interpret=False, tiles=None):
+    """See `pallas_kernels.linear.gated_by`."""
+    return _call(_gated_by, "gated_by", tiles or _tiles(x, w), x, w, u, dtype=x.dtype, interpret=interpret)[0]
+
+
+def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
+    *matrices, columns, width = w.shape
+    return choose(x.shape[0], columns, width, x.dtype.itemsize, matrices=math.prod(matrices), splits=splits)
+
+
+def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *others: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
+    """[splits, N, O], of so many splits that none of them is empty."""
+    (rows, width), columns = x.shape, w.shape[-2]
+    steps = pl.cdiv(width, tiles.depth)
+    share = pl.cdiv(steps, tiles.splits)
+    splits = pl.cdiv(steps, share)
+    return dialect.call(
+        functools.partial(kernel, tiles=tiles, share=share),
+        name=name,
+        grid=(pl.cdiv(columns, tiles.columns), splits),
+        in_specs=[ANY] * (2 + len(others)),
+        out_specs=ANY,
+        out_shape=jax.ShapeDtypeStruct((splits, rows, columns), dtype),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )(x, w, *others)
+
+
+def _split(lane, size):
+    """Quotient and remainder of numbers that are not negative."""
+    return jax.lax.div(lane, jnp.full_like(lane, size)), jax.lax.rem(lane, jnp.full_like(lane, size))
+
+
+def _load(ref, index, row, at, mask, ends):
+    """The matrix ref[*index] at row [R, 1] and at [R, S]; zeros where `mask` [R, 1] does not hold, if there is one, and past its width
+    if that `ends` within a step."""
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, at.shape)
+    if ends:
+        inside = at < ref.shape[-1]
+        mask = inside if mask is None else mask & inside
+    return plgpu.load(ref.at[*index, row, at], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+
+
+def _products(x_ref, w_ref, indices, tiles, share):
+    """A program's columns [C, 1], rows [1, R], which of their pairs to store, and its part [C, R] of the product with each w[*index]."""
+    (rows, width), columns = x_ref.shape, w_ref.shape[-2]
+    tile, parts, depth, height = tiles.tile, tiles.parts, tiles.depth, tiles.height(rows)
+    lane, left_part = _split(jnp.arange(tile * parts, dtype=jnp.int32), parts)
+    right_part, row = _split(jnp.arange(parts * height, dtype=jnp.int32), height)
+    column = pl.program_id(0) * tiles.columns + lane
+    place = jnp.arange(tiles.slice, dtype=jnp.int32)[None, :]
+    left_at, right_at = (part[:, None] * tiles.slice + place for part in (left_part, right_part))
+    left_mask = None if tile == tiles.columns and columns % tile == 0 else ((lane < tiles.columns) & (column < columns))[:, None]
+    right_mask = None if rows == height else (row < rows)[:, None]
+    first, steps = pl.program_id(1) * share, pl.cdiv(width, depth)
+    precision = "highest" if x_ref.dtype == jnp.float32 else None
+
+    def step(i, sums):
+        start = (first + i) * depth
+        x = _load(x_ref, (), row[:, None], start + right_at, right_mask, width % depth)
+        ws = [_load(w_ref, index, column[:, None], start + left_at, left_mask, width % depth) for index in indices]
+        return tuple(s + plgpu.dot(w, x, trans_b=True, precision=precision) for s, w in zip(sums, ws, strict=True))
+
+    zero = jnp.zeros((tile * parts, parts * height), jnp.float32)
+    mine = share if steps % share == 0 else jnp.minimum(share, steps - first)
+    sums = jax.lax.fori_loop(0, mine, step, (zero,) * len(indices))
+    if parts > 1:
+        same = left_part[:, None] == right_part[None, :]
+        sums = [jnp.where(same, s, 0.0).reshape(tile, parts, -1).sum(axis=1).reshape(tile, parts, height).sum(axis=1) for s in sums]
+    lane, row = jnp.arange(tile, dtype=jnp.int32)[:, None], jnp.arange(height, dtype=jnp.int32)[None, :]
+    column = pl.program_id(0) * tiles.columns + lane
+    return column, row, (lane < tiles.columns) & (column < columns) & (row < rows), sums
+
+
+def _store(out_ref, column, row, mask, values):
+    plgpu.store(out_ref.at[pl.program_id(1), row, column], values.astype(out_ref.dtype), mask=mask)
+
+
+def _linear(x_ref, w_ref, out_ref, *, tiles, share):
+    column, row, mask, (total,) = _products(x_ref, w_ref, [()], tiles, share)
+    _store(out_ref, column, row, mask, total)
+
+
+def _gated(x_ref, w_ref, out_ref, *, tiles, share):
+    column, row, mask, (gate, up) = _products(x_ref, w_ref, [(0,), (1,)], tiles, share)
+    _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), up.astype(out_ref.dtype)))
+
+
+def _gated_by(x_ref, w_ref, u_ref, out_ref, *, tiles, share):
+    column, row, mask, (gate,) = _products(x_ref, w_ref, [()], tiles, share)
+    u = plgpu.load(u_ref.at[row, column], mask=mask, other=jnp.zeros((), u_ref.dtype))
+    _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), u))

@@ -1,0 +1,183 @@
+"""Products of few rows against NumPy in float64; the kernels, interpreted, and lowered for a GPU."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import linear
+from pallas_kernels.linear import bench, triton
+from pallas_kernels.linear.shapes import SHAPES
+from pallas_kernels.linear.triton import Tiles
+
+# Unoptimised code compiles in half the time, and computes the same.
+OPTIONS = {"xla_backend_optimization_level": 0}
+# Relative to the largest output.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
+KINDS = ("linear", "partials", "gated", "gated_by")
+
+
+def problem(kind, rows, columns, width, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, scale=1.0):
+        return (scale * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
+
+    w = normal(*(2,) * (kind == "gated"), columns, width, scale=width**-0.5)
+    return (normal(rows, width), w, *[normal(rows, columns)] * (kind == "gated_by"))
+
+
+def plain(kind, x, w, *others):
+    """In float64, and rounded nowhere."""
+    x, w, *others = (np.asarray(a, np.float64) for a in (x, w, *others))
+    product = x @ np.swapaxes(w, -1, -2)
+    if kind in ("linear", "partials"):
+        return product
+    gate, up = product if kind == "gated" else (product, *others)
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+
+
+def check(kind, arguments, dtype="float32", **settings):
+    """settings: of the public function, or tiles. Returns what it gave."""
+    run = getattr(linear, kind) if "implementation" in settings else functools.partial(getattr(triton, kind), interpret=True)
+    got = jax.jit(functools.partial(run, **settings), compiler_options=OPTIONS)(*arguments)
+    want = plain(kind, *arguments)
+    assert got.dtype == (jnp.float32 if kind == "partials" else arguments[0].dtype)
+    values = np.asarray(got, np.float64)
+    assert values.shape[-2:] == want.shape and values.ndim == (3 if kind == "partials" else 2)
+    np.testing.assert_allclose(values.sum(0) if kind == "partials" else values, want, rtol=0, atol=TOLERANCE[dtype] * np.abs(want).max())
+    return got
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_numpy(kind, dtype, implementation):
+    """Rows that are no power of two, columns that no block divides, a width that no step divides."""
+    check(kind, problem(kind, 5, 45, 300, dtype), dtype, implementation=implementation)
+
+
+# Columns of a program, splits and the slice of a part in a step.
+TILES = {
+    "a part a program": Tiles(64, 1, 32, 4, 3),
+    "columns of no power of two": Tiles(11, 1, 16, 4, 3),
+    "many parts": Tiles(3, 1, 16, 4, 3),
+    "uneven splits": Tiles(20, 3, 16, 4, 3),
+    "a tile above the left operand": Tiles(100, 2, 32, 4, 3),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize("case", TILES)
+def test_any_tiles_give_the_same(case, rows):
+    tiles = TILES[case]
+    kind = "partials" if tiles.splits > 1 else "gated_by" if rows == 7 else "gated"
+    got = check(kind, problem(kind, rows, 70, 330), tiles=tiles)
+    if kind == "partials":
+        steps = -(-330 // tiles.depth)
+        assert len(got) == -(-steps // -(-steps // tiles.splits)), "a split is empty, or missing"
+
+
+@pytest.mark.parametrize("columns, width", [(64, 256), (40, 200)])
+def test_exact_blocks_and_split_sums(columns, width):
+    """Where everything divides, nothing is masked. More splits than steps leave none empty."""
+    assert len(check("partials", problem("partials", 16, columns, width), tiles=Tiles(32, 4, 32, 4, 3))) == 4
+    check("linear", problem("linear", 16, columns, width), tiles=Tiles(32, 4, 32, 4, 3))
+    check("linear", problem("linear", 4, columns, width), implementation="triton-interpret", splits=100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_outside_reaches_the_product(kind):
+    """Tiles reach past the arrays on all sides; a NaN there, as in a row of its own, stays there."""
+    arguments = problem(kind, 3, 21, 70)
+    x = np.array(arguments[0])
+    x[1] = np.nan
+    run = jax.jit(functools.partial(getattr(triton, kind), tiles=Tiles(8, 1, 16, 4, 3), interpret=True), compiler_options=OPTIONS)
+    got = np.asarray(run(x, *arguments[1:]))
+    got = got[0] if kind == "partials" else got
+    want = plain(kind, *arguments)
+    assert np.isnan(got[1]).all()
+    np.testing.assert_allclose(got[[0, 2]], want[[0, 2]], rtol=0, atol=1e-5)
+
+
+def test_activations_are_rounded_once():
+    """The halves are rounded to bfloat16, then the result: kernel and reference agree but for a sum's last bit."""
+    arguments = problem("gated", 8, 64, 128, "bfloat16")
+    outs = [
+        np.asarray(jax.jit(functools.partial(linear.gated, implementation=name))(*arguments), np.float64)
+        for name in ("xla", "triton-interpret")
+    ]
+    assert np.mean(outs[0] != outs[1]) < 0.02
+
+
+def some_gpu():
+    """From JAX 0.11 on, a kernel is lowered for a GPU that is named."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40, 64])
+def test_lowers_for_cuda(rows):
+    """All shapes in one program."""
+
+    def products(arguments):
+        return [getattr(linear, s.kind)(*a, implementation="triton") for s, a in zip(SHAPES.values(), arguments, strict=True)]
+
+    arguments = [shape.arguments(rows, jnp.bfloat16) for shape in SHAPES.values()]
+    with some_gpu():
+        text = jax.jit(products).trace(arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == len(SHAPES)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 16, 17, 32, 40, 64])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_fill_the_gpu_and_fit_into_it(rows, itemsize):
+    for name, shape in SHAPES.items():
+        matrices, splits = 2 if shape.kind == "gated" else 1, None if shape.kind == "partials" else 1
+        tiles = triton.choose(rows, shape.columns, shape.width, itemsize, matrices=matrices, splits=splits)
+        assert tiles.num_stages >= 2 and tiles.num_stages * tiles.step(rows, matrices, itemsize) <= triton.SHARED_MEMORY, (name, tiles)
+        assert tiles.tile * tiles.parts >= triton.LEFT and tiles.parts * tiles.height(rows) <= 128, (name, tiles)
+        programs = -(-shape.columns // tiles.columns) * tiles.splits
+        most = -(-programs // triton.MULTIPROCESSORS)
+        assert programs < triton.MULTIPROCESSORS or programs / most > 0.9 * triton.MULTIPROCESSORS, (name, tiles)
+
+
+def test_candidates_compute_the_same(monkeypatch, capsys):
+    """The benchmark on a shape of its own: it checks every cut against the reference."""
+    monkeypatch.setattr(bench, "SHAPES", {"small": bench.Shape("partials", 96, 512)})
+    monkeypatch.setattr(bench, "TRIPS", 1)
+    monkeypatch.setattr(bench, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(bench, "MOST_TURNS", 1)
+    monkeypatch.setattr(bench.bench, "copy_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(bench, "KERNELS", {"partials": functools.partial(triton.partials, interpret=True)})
+    monkeypatch.setattr("sys.argv", ["bench", "--sweep", "--rows", "3"])
+    bench.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("small x 3") and sum("splits" in line for line in lines) >= 2
+
+
+def test_auto_leaves_many_rows_to_xla():
+    x, w = problem("linear", 65, 16, 32)
+    assert "triton" not in str(jax.make_jaxpr(linear.linear)(x, w))
+    with pytest.raises(ValueError, match="implementation 'triton' cannot serve this: x has 65 rows; the kernel takes at most 64"):
+        linear.linear(x, w, implementation="triton")
+
+
+def test_refusals():
+    x, w, u = problem("gated_by", 2, 16, 32)
+    with pytest.raises(ValueError, match="implementation is 'cuda'; expected 'auto' or one of"):
+        linear.linear(x, w, implementation="cuda")
+    with pytest.raises(ValueError, match="the arrays are float32, float16; the kernel needs one dtype"):
+        linear.partials(x, w.astype(np.float16), implementation="triton")
+    with pytest.raises(ValueError, match="the arrays are float32, float32, float16; the kernel needs one dtype"):
+        linear.gated_by(x, w, u.astype(np.float16), implementation="triton")
+    with pytest.raises(ValueError, match="x is int8; the kernel takes bfloat16, float16 and float32"):
+        linear.gated(x.astype(np.int8), w[None].repeat(2, 0).astype(np.int8), implementation="triton")
+    for function in (linear.linear, linear.partials):
+        with pytest.raises(ValueError, match="splits is 0; expected at least 1"):
+            function(x, w, splits=0)
