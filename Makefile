@@ -27,7 +27,7 @@ test-all: lint
 	$(BIN)/python -m pytest -m 'not gpu'
 
 test-gpu: $(VENV)/.installed-gpu
-	JAXSPEC_TEST_PLATFORM=gpu $(BIN)/python -m pytest -m gpu
+	JAXSPEC_TEST_PLATFORM=gpu $(BIN)/python -m pytest -m gpu tests/gpu
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

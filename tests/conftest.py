@@ -1,6 +1,7 @@
 """What every test runs under: 8 fake CPU devices, strict dtype promotion, no rank promotion, float32 products in float32.
 
-JAXSPEC_TEST_PLATFORM=gpu (set by `make test-gpu`) leaves the GPU in sight for tests marked `gpu`.
+JAXSPEC_TEST_PLATFORM=gpu (set by `make test-gpu`) leaves the GPU in sight for tests marked `gpu`. These are all in the folder gpu; the
+others, some of which need torch, are not even read.
 """
 
 import os
@@ -16,6 +17,7 @@ if "jax" in sys.modules:
 platform = os.environ.get("JAXSPEC_TEST_PLATFORM", "cpu")
 if platform not in PLATFORMS:
     raise ValueError(f"JAXSPEC_TEST_PLATFORM is {platform!r}, expected one of {sorted(PLATFORMS)}")
+collect_ignore_glob = ["test_*.py", "drafters", "kernels", "train"] if platform == "gpu" else []
 # In the environment rather than in jax.config, so that the command line's tests hand them on to their processes.
 os.environ["JAX_PLATFORMS"] = PLATFORMS[platform]
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_lowering import KERNELS, kernels
 
 from pallas_kernels import add_norm, centroid_head, dialect, lm_head, moe, noise, paged_attention, qkv, top_candidates
 from pallas_kernels.add_norm import bench as add_norm_bench
@@ -335,3 +336,9 @@ def test_top_candidates():
         wanted = best[: shape.rows, : shape.k]
         np.testing.assert_array_equal(ids, wanted, err_msg=str(shape))
         np.testing.assert_array_equal(values, np.take_along_axis(logits[: shape.rows], wanted, axis=1), err_msg=str(shape))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_serve_unless_told_otherwise(name):
+    """The loop of a model whose user chose nothing has all kernels that it could have."""
+    assert KERNELS[name] <= kernels(name, "auto")
