@@ -10,6 +10,7 @@ import jax
 
 from pallas_kernels import dialect
 from pallas_kernels.linear import reference, triton
+from pallas_kernels.linear.triton import MOST_ROWS
 
 
 def linear(x: jax.Array, w: jax.Array, *, splits: int = 1, implementation: str = "auto") -> jax.Array:
@@ -66,4 +67,4 @@ def _positive(splits: int | None) -> None:
         raise ValueError(f"splits is {splits}; expected at least 1")
 
 
-__all__ = ["gated", "gated_by", "linear", "partials"]
+__all__ = ["MOST_ROWS", "gated", "gated_by", "linear", "partials"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import math
 import os
@@ -39,13 +40,16 @@ def chosen(shape: Shape, rows: int, splits: int | None = None, tile: int = 0) ->
 
 def candidates(shape: Shape, rows: int) -> list[Tiles]:
     """What serves this product, then other cuts."""
-    out = [chosen(shape, rows)]
+    serves = chosen(shape, rows)
+    out = [serves, *(chosen(shape, rows, tile=tile) for tile in ((8, 16, 32, 64) if rows <= 16 else (32, 64, 128)))]
     if shape.kind == "partials":
-        out += [chosen(shape, rows, splits, tile) for splits, tile in ((1, 0), (2, 16), (None, 32), (None, 64), (4, 64))]
-    else:
-        out += [chosen(shape, rows, tile=tile) for tile in (8, 16, 32, 64) if tile > 8 or rows <= 16]
-        out += [chosen(shape, rows, 3)] if shape.kind == "linear" and shape.columns <= 5376 else []
-    return list(dict.fromkeys(out))
+        out += [chosen(shape, rows, splits) for splits in (1, 4)]
+    if shape.kind == "linear" and shape.columns <= 5376:
+        out += [chosen(shape, rows, 3)]
+    out += [dataclasses.replace(serves, slice=192 - serves.slice), dataclasses.replace(serves, num_stages=serves.num_stages - 1)]
+    matrices = 2 if shape.kind == "gated" else 1
+    fit = [t for t in out if t.num_stages > 1 and t.num_stages * t.step(rows, matrices, DTYPE.dtype.itemsize) <= 2 * triton.SHARED_MEMORY]
+    return list(dict.fromkeys(fit))
 
 
 def turns_of(shape: Shape, rows: int) -> int:
@@ -98,7 +102,7 @@ def check(found: jax.Array, expected: jax.Array) -> None:
 
 
 def describe(tiles: Tiles) -> str:
-    return f"{tiles.columns} columns, {tiles.splits} splits, {tiles.depth} deep, {tiles.num_stages} stages"
+    return f"  {tiles.columns}x{tiles.depth}, {tiles.splits} splits, {tiles.num_stages} stages"
 
 
 def main() -> None:
@@ -120,24 +124,26 @@ def main() -> None:
             programs[name, rows] = plain, {t: submit(functools.partial(KERNELS[shape.kind], tiles=t), shape, rows) for t in tried}
     bandwidth = bench.copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}: a copy moves {bandwidth:.0f} GB/s")
-    draws = jax.random.normal(jax.random.key(0), (max(2 * s.columns * s.width for _, s, _ in cases),), DTYPE)
+    draws = jax.random.normal(jax.random.key(0), (max(2 * s.columns * s.width for _, s, _ in cases) + 2**22,), DTYPE)
     for name, shape, rows in cases:
-        arguments = [draws[: math.prod(a.shape)].reshape(a.shape) for a in shape.arguments(rows, DTYPE)]
-        arguments[1] = arguments[1] * DTYPE(shape.width**-0.5)
-        size = arguments[1].nbytes
+        x, w, *others = shape.arguments(rows, DTYPE)
+        weights = draws[: math.prod(w.shape)].reshape(w.shape) * DTYPE(shape.width**-0.5)
+        arguments = [draws[-math.prod(a.shape) :].reshape(a.shape) for a in (x, *others)]
+        arguments.insert(1, weights)
         turns = [tuple(jnp.copy(a) for a in arguments) for _ in range(turns_of(shape, rows))]
         plain, kernels = programs[name, rows]
         reference_us = measure(plain.result(), turns)
+        if options.sweep:
+            print(f"{name} x {rows}")
         for tiles, kernel in kernels.items():
-            label = f"{name} x {rows}" if tiles == next(iter(kernels)) else ""
             try:
                 run = kernel.result()
             except jax.errors.JaxRuntimeError as error:  # more shared memory than the device has
-                print(f"{label:32s} {describe(tiles)}: {str(error).splitlines()[0][:100]}")
+                print(f"{describe(tiles)}: {str(error).splitlines()[0][:100]}")
                 continue
             check(run(turns), plain.result()(turns))
-            bench.show(label, measure(run, turns), size, bandwidth, reference_us)
-            print(f"{'':34s}{describe(tiles)}")
+            label = describe(tiles) if options.sweep else f"{name} x {rows}"
+            bench.show(label, measure(run, turns), weights.nbytes, bandwidth, reference_us)
 
 
 if __name__ == "__main__":

@@ -79,20 +79,20 @@ def choose(rows: int, columns: int, width: int, itemsize: int, *, matrices: int 
     """
     cores = multiprocessors()
     # Rows are read again for each block of columns, so many rows want wide ones.
-    least = 8 if rows <= 8 else 16 if rows <= 16 else 32
     if splits is None:
-        tile, splits = tile or max(16, least), 1
+        tile, splits = tile or (LEFT if rows > 16 else 16), 1
         while splits < min(MOST_SPLITS, width // 512) and columns * splits <= tile * cores:
             splits += 1
     elif not tile:
+        least = 8 if rows <= 8 else 16 if rows <= 16 else 32
         tile = LEFT if rows > 16 else LEFT // matrices
         while tile > least and columns * splits <= tile * cores:
             tile //= 2
     waves = pl.cdiv(columns * splits, tile * cores)
     # As many columns as give each multiprocessor this many programs.
     block = min(tile, max(pl.next_power_of_2(rows) // 4 + 1, pl.cdiv(columns, max(1, waves * cores // splits))))
-    if itemsize > 2:
-        return Tiles(block, splits, 32, 4, 2)
+    if itemsize > 2:  # no tensor cores: parts would cost as much as they save
+        return Tiles(LEFT, splits, 32, 4, LEAST_STAGES)
     cuts = [Tiles(block, splits, numbers, 4, LEAST_STAGES) for numbers in SLICES]
     cut = next((c for c in cuts if width % c.depth == 0 and 4 * c.step(rows, matrices, itemsize) <= SHARED_MEMORY), cuts[-1])
     stages = max(LEAST_STAGES, 1 + pl.cdiv(IN_FLIGHT, min(waves, 3) * matrices * block * cut.depth * itemsize))

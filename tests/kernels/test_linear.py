@@ -81,11 +81,12 @@ def test_any_tiles_give_the_same(case, rows):
         assert len(got) == -(-steps // -(-steps // tiles.splits)), "a split is empty, or missing"
 
 
-@pytest.mark.parametrize("columns, width", [(64, 256), (40, 200)])
-def test_exact_blocks_and_split_sums(columns, width):
-    """Where everything divides, nothing is masked. More splits than steps leave none empty."""
-    assert len(check("partials", problem("partials", 16, columns, width), tiles=Tiles(32, 4, 32, 4, 3))) == 4
-    check("linear", problem("linear", 16, columns, width), tiles=Tiles(32, 4, 32, 4, 3))
+@pytest.mark.parametrize("columns, width, splits", [(64, 320, 3), (40, 200, 2)])
+def test_exact_blocks_and_split_sums(columns, width, splits):
+    """Where everything divides, nothing is masked; the last split may be shorter. More splits than steps leave none empty."""
+    tiles = Tiles(32, 3, 32, 4, 3)
+    assert len(check("partials", problem("partials", 16, columns, width), tiles=tiles)) == splits
+    check("linear", problem("linear", 16, columns, width), tiles=tiles)
     check("linear", problem("linear", 4, columns, width), implementation="triton-interpret", splits=100)
 
 
@@ -142,6 +143,8 @@ def test_tiles_fill_the_gpu_and_fit_into_it(rows, itemsize):
         tiles = triton.choose(rows, shape.columns, shape.width, itemsize, matrices=matrices, splits=splits)
         assert tiles.num_stages >= 2 and tiles.num_stages * tiles.step(rows, matrices, itemsize) <= triton.SHARED_MEMORY, (name, tiles)
         assert tiles.tile * tiles.parts >= triton.LEFT and tiles.parts * tiles.height(rows) <= 128, (name, tiles)
+        if itemsize > 2:
+            continue
         programs = -(-shape.columns // tiles.columns) * tiles.splits
         most = -(-programs // triton.MULTIPROCESSORS)
         assert programs < triton.MULTIPROCESSORS or programs / most > 0.9 * triton.MULTIPROCESSORS, (name, tiles)
@@ -158,7 +161,7 @@ def test_candidates_compute_the_same(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench", "--sweep", "--rows", "3"])
     bench.main()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("small x 3") and sum("splits" in line for line in lines) >= 2
+    assert lines[1] == "small x 3" and sum("splits" in line and "of copy" in line for line in lines) >= 4
 
 
 def test_auto_leaves_many_rows_to_xla():
