@@ -18,9 +18,10 @@ from flax import struct
 from jaxspec import cache as paged
 from jaxspec.cache import LayerKV, PagedKV
 from jaxspec.config import Gemma4Config, LayerSpec
-from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, gelu, rope_angles, softcap
+from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap
 from jaxspec.moe import Experts, Router
 from pallas_kernels.add_norm import add_norm
+from pallas_kernels.linear import gated_by
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qkv import Pages, qkv
 
@@ -142,7 +143,7 @@ class DecoderLayer:
         add = functools.partial(add_norm, eps=self.post_attention_layernorm.eps, implementation=implementation)
         if self.router is None:
             x, normed = add(x, attended, self.post_attention_layernorm.weight, next_weights=(self.pre_feedforward_layernorm.weight,))
-            out = self.mlp(normed)
+            out = self.mlp(normed, implementation)
         else:
             assert self.experts and self.post_feedforward_layernorm_1
             assert self.pre_feedforward_layernorm_2 and self.post_feedforward_layernorm_2
@@ -151,12 +152,15 @@ class DecoderLayer:
             flat = (-1, x.shape[-1])
             routed = self.experts(tokens.reshape(flat), *self.router(x.reshape(flat))).reshape(x.shape)
             norms = (self.post_feedforward_layernorm_1.weight, self.post_feedforward_layernorm_2.weight)
-            out = ((self.mlp(normed), norms[0]), (routed, norms[1]))
+            out = ((self.mlp(normed, implementation), norms[0]), (routed, norms[1]))
         weight = self.post_feedforward_layernorm.weight
         if per_layer_input is not None:
             assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm
             (x,) = add(x, out, weight)
-            out = self.per_layer_projection(gelu(self.per_layer_input_gate(x)) * per_layer_input)
+            rows, inputs = (part.reshape(-1, part.shape[-1]) for part in (x, per_layer_input))
+            chosen = for_rows(implementation, rows)
+            gate_out = gated_by(rows, self.per_layer_input_gate.weight, inputs, implementation=chosen)
+            out = self.per_layer_projection(gate_out).reshape(x.shape)
             weight = self.post_per_layer_input_norm.weight
         x, *normed = add(x, out, weight, scalar=self.layer_scalar, next_weights=() if next_weight is None else (next_weight,))
         return x, normed[0] if normed else None

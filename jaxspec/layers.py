@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from pallas_kernels.linear import MOST_ROWS, gated
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
 # A weight: an array, a ShapeDtypeStruct in an abstract tree, or a sharding in a tree of shardings.
@@ -72,9 +73,16 @@ class GatedMLP:
     gate_up_proj: Linear
     down_proj: Linear
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = self.gate_up_proj(x)
-        return self.down_proj(gelu(gate_up[..., 0, :]) * gate_up[..., 1, :])
+    def __call__(self, x: jax.Array, implementation: str = "auto") -> jax.Array:
+        """implementation: of the gated product, where there are few enough rows for it."""
+        rows = x.reshape(-1, x.shape[-1])
+        hidden = gated(rows, self.gate_up_proj.weight, implementation=for_rows(implementation, rows))
+        return self.down_proj(hidden.reshape(*x.shape[:-1], -1))
+
+
+def for_rows(implementation: str, rows: jax.Array) -> str:
+    """The implementation asked for if it serves that many rows, else XLA. rows: [N, H]."""
+    return implementation if rows.shape[0] <= MOST_ROWS else "xla"
 
 
 def gelu(x: jax.Array) -> jax.Array:

@@ -7,6 +7,8 @@ import jax
 from pallas_kernels import dialect
 from pallas_kernels.lm_head import reference, triton
 
+MOST_ROWS = 64  # above it, on an H200, the product itself is what takes the time, and XLA's is quicker
+
 
 def lm_head(
     hidden: jax.Array,
@@ -37,6 +39,8 @@ def lm_head(
         raise ValueError(
             f"keys are {list(keys.shape)} and temperatures {list(temperature.shape)}; expected [N, 2] and [N] for {hidden.shape[0]} rows"
         )
+    if implementation == "auto" and hidden.shape[0] > MOST_ROWS:
+        implementation = "xla"
     chosen = dialect.select(implementation, triton.unsupported(table.dtype, suppressed))
     if chosen == "xla":
         return reference.lm_head(hidden, table, keys, temperature, softcap, suppressed, first_id)

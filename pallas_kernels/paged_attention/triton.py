@@ -64,7 +64,7 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
         tile, keys = (64 if rows > 64 else 32), 32
     keys = min(keys, page & -page if page else keys, max(16, pl.next_power_of_2(visible)))
     programs = batch * heads * pl.cdiv(rows, tile)
-    splits = max(1, min(pl.cdiv(PROGRAMS, programs), visible // 128, 16))
+    splits = max(1, min(pl.cdiv(PROGRAMS, programs), visible // keys, 16))
     if splits == 1 and tile == 16 and dim == 256 and not wide_numbers:
         keys, warps = min(keys, 32), 2
     return Tiles(tile, keys, splits, warps, num_stages=2)
