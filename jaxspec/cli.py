@@ -178,7 +178,7 @@ def _chat(args: argparse.Namespace) -> None:
             continue
         messages.append({"role": "user", "content": line})
         with _door():
-            chunks = llm.stream(llm.chat_prompt(messages, enable_thinking=args.thinking), params)
+            chunks = llm.stream_chat(messages, params, enable_thinking=args.thinking)
         messages.append({"role": "assistant", "content": _show(chunks)})
     if args.stats:
         print(f"\n{llm.stats}")

@@ -136,7 +136,9 @@ class LLM:
         out of range, and for params that do not fit.
         """
         listed = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-        requests = self._requests(listed, params)
+        return self._generate(self._requests(listed, params))
+
+    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         done: dict[Request, Completion] = {}
         show = self._progress and len(requests) > 1
         with self._lock, self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
@@ -150,11 +152,14 @@ class LLM:
 
         The tokens are those of `generate`. Closing the iterator frees its slot. Raises what `generate` raises, at once.
         """
+        return self._begin(prompt, params, steps)
+
+    def _begin(self, prompt: Any, params: Any, steps: int, *, keep: bool = False) -> Iterator[Chunk]:
         if params is not None and not isinstance(params, SamplingParams):
             raise TypeError(f"params is {type(params).__name__}, expected SamplingParams or None")
         if params is not None and params.n > 1:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
-        return self._stream(self._requests([prompt], params)[0], integer("steps", steps, 1))
+        return self._stream(self._requests([prompt], params, keep=keep)[0], integer("steps", steps, 1))
 
     def chat(
         self,
@@ -166,12 +171,26 @@ class LLM:
         """Answers a conversation: a Completion; or a list of conversations, or several samples of one: a list of Completions.
 
         messages: dicts with "role" and "content", by the checkpoint's chat template. enable_thinking goes to the template.
-        Raises what `generate` raises, and ValueError for images and other content that is not text.
+        A conversation that has ended keeps its slot until it is needed; one that begins like it computes only what is different, as
+        long as sliding layers still hold the window before that. Raises what `generate` raises, and ValueError for images and other
+        content that is not text.
         """
         several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
-        completions = self.generate([self.chat_prompt(m, enable_thinking=enable_thinking) for m in conversations], params)
+        prompts = [self.chat_prompt(m, enable_thinking=enable_thinking) for m in conversations]
+        completions = self._generate(self._requests(prompts, params, keep=True))
         return completions if several or len(completions) > 1 else completions[0]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        enable_thinking: bool = False,
+        steps: int = STREAM_STEPS,
+    ) -> Iterator[Chunk]:
+        """Answers one conversation and gives the text as it comes, as `stream` does. The rest as in `chat`."""
+        return self._begin(self.chat_prompt(messages, enable_thinking=enable_thinking), params, steps, keep=True)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool = False) -> list[int]:
         """The token ids of a conversation up to the model's turn: what `chat` generates from."""
@@ -183,7 +202,7 @@ class LLM:
                     raise ValueError(f"message {i} holds content of type {kind!r}; only text can be read")
         return self.tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking)
 
-    def _requests(self, prompts: Sequence[Any], params: Any) -> list[Request]:
+    def _requests(self, prompts: Sequence[Any], params: Any, *, keep: bool = False) -> list[Request]:
         """Checked requests for a list of prompts."""
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(prompts)
@@ -193,7 +212,8 @@ class LLM:
                 raise ValueError(f"found {len(each)} params for {len(prompts)} prompts; expected one for each, or one for all")
         maker = Maker(self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults)
         pairs = enumerate(zip(prompts, each, strict=True))
-        return [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, lambda: self._seeds.getrandbits(53))]
+        made = [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, lambda: self._seeds.getrandbits(53))]
+        return [dataclasses.replace(request, keep=keep) for request in made]
 
     def _needs(self, requests: Sequence[Request]) -> Needs:
         return needs_of(requests, self.defaults.suppress_tokens)
@@ -286,6 +306,7 @@ class LLM:
             seed=request.seed,
             stats=self._account(request),
             index=request.index,
+            num_cached_tokens=request.shared,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )

@@ -205,8 +205,9 @@ class Completion:
     text: without the stop token, the stop string and special tokens. token_ids: with the stop token. finish_reason: "stop" (a stop
     token or stop string came) or "length" (max_tokens or max_len was reached). stop_reason: the stop string; or the id, if it was
     one of stop_token_ids; None if it was the checkpoint's own end token. seed: the one that was used. stats: the rounds that it
-    took. index: which of the prompt's n samples. logprobs: for each new token a dict of token id -> Logprob, of the token itself and
-    of the most likely ones, None unless asked for; prompt_logprobs: the same for the prompt, where the first token has None.
+    took. index: which of the prompt's n samples. num_cached_tokens: prompt tokens that an earlier turn had computed. logprobs: for each
+    new token a dict of token id -> Logprob, of the token itself and of the most likely ones, None unless asked for; prompt_logprobs: the
+    same for the prompt, where the first token has None.
     """
 
     text: str
@@ -217,6 +218,7 @@ class Completion:
     seed: int
     stats: RoundStats
     index: int = 0
+    num_cached_tokens: int = dataclasses.field(default=0, compare=False)
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 

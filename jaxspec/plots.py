@@ -17,7 +17,7 @@ def plot_acceptance(stats: Stats | RoundStats, axes: Any = None) -> Any:
         raise ValueError("there are no steps to draw; generate something first")
     if axes is None:
         try:
-            import matplotlib.pyplot as plt
+            import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("plot_acceptance needs matplotlib: pip install matplotlib") from error
         axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")[1]

@@ -28,7 +28,7 @@ class Request:
     slot: -1 until it is admitted and again after it has ended. length, status, drafted: as of the last call. tokens: [length] int32
     and from_draft: [length] bool, as of the last `Runner.fetch`, without what follows a stop string. text: the output's. logprobs: of
     each new token so far, if the loop gives them. first_token_seconds: how long its
-    first token took.
+    first token took. keep: whether its slot may go on from an earlier turn, and be kept for the next; shared: the rows that it took over.
     """
 
     prompt: np.ndarray
@@ -54,6 +54,8 @@ class Request:
     from_draft: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     first_token_seconds: float = 0.0
+    keep: bool = False
+    shared: int = 0
 
     @property
     def running(self) -> bool:

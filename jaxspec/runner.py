@@ -7,6 +7,7 @@ Programs are compiled ahead of their first use and called by key, so that nothin
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,8 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec.accept import COUPLED, Rule
+from jaxspec.cache import page_size_of
+from jaxspec.config import SLIDING
 from jaxspec.drafters.base import Drafter
 from jaxspec.edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS, NOBODY, Edits
 from jaxspec.filters import Filters
@@ -29,6 +32,7 @@ BUCKET_RATIO = 8
 PREFILL_ROWS = 512  # rows of the largest prefill call; enough that reading the weights is not what it waits for
 PREFILL_CHUNK = 64  # rows for each sequence where several, or short ones, are prefilled
 FILTERS = (("top_k", np.int32, 0), ("top_p", np.float32, 1), ("min_p", np.float32, 0))  # with what changes nothing
+LOOK_AHEAD = 8  # tokens after a row that a drafter's view of it may depend on, and more
 CALL_ROWS = 256  # what a prefill call costs beside its rows, in rows: reading the weights
 
 
@@ -89,7 +93,7 @@ class Runner:
 
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._kept)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -157,6 +161,7 @@ class Runner:
     def score(self, request: Request, count: int) -> Logprobs:
         """Those of a whole text, by another pass over it in a free slot: of token i + 1 at entry i, with `count` most likely tokens."""
         size, chunk = self.prefill_buckets[0]
+        request = dataclasses.replace(request, keep=False, shared=0)
         slot, text = [request], request.tokens
         self._put(slot, [text], PLAIN)
         try:
@@ -175,7 +180,12 @@ class Runner:
         """Gives the requests' slots back. Touches nothing on the device, so it may be called at any time, twice too."""
         for request in requests:
             slot, request.slot = request.slot, -1
-            if slot >= 0 and request.epoch == self._epoch:
+            if slot < 0 or request.epoch != self._epoch:
+                continue
+            whole = request.status in (decode.STOPPED, decode.FULL_LENGTH) and request.text.found is None
+            if request.keep and whole and len(request.tokens) == request.length:
+                self._kept[slot] = request.tokens
+            else:
                 self._ended.append(slot)
                 self._free.append(slot)
 
@@ -186,6 +196,36 @@ class Runner:
             self._epoch += 1
             self._free = collections.deque(range(self.slots))
             self._ended: collections.deque[int] = collections.deque()  # slots whose pages are still to be released
+            self._kept: dict[int, np.ndarray] = {}  # slots that hold a finished conversation: its tokens, oldest first
+
+    def _take(self, request: Request) -> int:
+        """A slot: the one that holds most of the request's conversation, else an empty one, else the oldest kept one."""
+        rows = {slot: self._shared(tokens, request.prompt) for slot, tokens in self._kept.items()} if request.keep else {}
+        slot = max(rows, key=lambda slot: rows[slot], default=-1)
+        request.shared = rows.get(slot, 0)
+        if request.shared:
+            del self._kept[slot]
+            return slot
+        if not self._free:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._ended.append(oldest)
+            return oldest
+        return self._free.popleft()
+
+    def _shared(self, tokens: np.ndarray, prompt: np.ndarray) -> int:
+        """How many rows of a kept sequence, all but whose last token have K and V, serve a prompt."""
+        size = min(len(tokens), len(prompt))
+        same = int(np.argmin(np.append(tokens[:size] == prompt[:size], False)))
+        if same == len(tokens):
+            return same - 1
+        # Going back, drafters that look ahead see a few rows again, and sliding layers must still hold the window before the first.
+        rows = max(same - LOOK_AHEAD, 0)
+        cache = self._state.cache
+        ring = cache.tables[SLIDING].shape[1] * page_size_of(cache)
+        overwritten = len(tokens) + self.num_draft_tokens - ring
+        window = max((spec.window or 0 for spec in self.target.config.layers), default=0)
+        return rows if not window or overwritten <= 0 or rows - window >= overwritten else 0
 
     def _bucket(self, count: int) -> int:
         return next(size for size in self.decode_buckets if size >= count)
@@ -199,7 +239,7 @@ class Runner:
         taken, ended = [], []
         try:
             for request in requests:
-                request.slot, request.epoch = self._free.popleft(), self._epoch
+                request.slot, request.epoch = self._take(request), self._epoch
                 taken.append(request)
             size = self._bucket(len(taken))
             program = self._program("admit", size, needs.edits)
@@ -212,7 +252,7 @@ class Runner:
             raise
 
     def _prefill(self, requests: Sequence[Request], needs: Needs) -> None:
-        left = {request.slot: len(request.prompt) for request in requests}
+        left = {request.slot: len(request.prompt) - request.shared for request in requests}
         while left:
             longest = sorted(left, key=lambda slot: -left[slot])
             size, chunk = max(self.prefill_buckets, key=functools.partial(_worth, [left[slot] for slot in longest]))
@@ -297,6 +337,7 @@ def _pack(requests: Sequence[Request], tokens: Sequence[np.ndarray], size: int, 
         "tokens": array(tokens, np.int32, max_len),
         "length": length,
         "prompt": length,
+        "computed": column([r.shared for r in requests], np.int32),
         "limit": column([r.limit for r in requests], np.int32),
         "stop_ids": array([r.stop_ids for r in requests], np.int32, MAX_STOP_IDS, fill=-1),
         "seed": array([seed_words(r.seed) for r in requests], np.uint32, 2),

@@ -63,7 +63,8 @@ class Requests:
     """B sequences to put into slots. tokens: [B, L] int32 with L <= max_len, the first `length` of them known and the first `prompt`
     of those the prompt (more only for a sequence that is resumed). limit, stop_ids, seed, temperature: as in DecodeState, and so are
     filters and edits, None where nobody has any. rounds: [B] int32, of a resumed sequence the rounds it had, so that none of their
-    noise is drawn again; None for all 0."""
+    noise is drawn again; None for all 0. computed: [B] int32, rows of the slot's last sequence that serve this one
+    too: they and the drafter's view of them stay, if the slot was not released and its rings still hold them; None for all 0."""
 
     tokens: jax.Array
     length: jax.Array
@@ -75,6 +76,7 @@ class Requests:
     rounds: jax.Array | None = None
     filters: Filters | None = None
     edits: Edits | None = None
+    computed: jax.Array | None = None
 
 
 def init_state(
@@ -147,7 +149,7 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         tokens=state.tokens.at[slots, : requests.tokens.shape[1]].set(requests.tokens, mode="drop"),
         from_draft=put(state.from_draft, jnp.zeros((count, state.from_draft.shape[1]), jnp.bool_)),
         length=put(state.length, requests.length),
-        computed=put(state.computed, zero),
+        computed=put(state.computed, zero if requests.computed is None else requests.computed),
         prompt=put(state.prompt, requests.prompt),
         limit=put(state.limit, requests.limit),
         status=put(state.status, jnp.where(requests.length < requests.limit, RUNNING, FULL_LENGTH)),

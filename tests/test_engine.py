@@ -293,6 +293,38 @@ def test_chat_generates_from_the_template(speculative):
     assert both[0].token_ids == answer.token_ids and len(both[1].prompt_token_ids) > len(ids)
 
 
+def test_a_conversation_goes_on_from_what_its_earlier_turns_computed(llm, monkeypatch):
+    """Sliding layers hold 64 positions here, 56 more than the window: a turn that differs further back is computed anew."""
+    monkeypatch.setattr(llm, "chat_prompt", lambda messages, **_: messages[0]["ids"])
+
+    def chat(ids, **changes):
+        (found,) = [llm.chat([{"ids": list(ids)}], params(1, **{"max_tokens": 12, **changes}))]
+        assert found.token_ids == llm.generate([list(ids)], params(1, **{"max_tokens": 12, **changes}))[0].token_ids
+        return found, [*ids, *found.token_ids]
+
+    first, known = chat(range(300, 330))
+    assert first.num_cached_tokens == 0
+    second, known = chat([*known, 400, 401])
+    assert second.num_cached_tokens == 41  # all but the last token, whose K and V did not exist yet
+    other, _ = chat([500, 501, 502])
+    assert other.num_cached_tokens == 0 and llm._runner.free_slots == 3
+    third, _ = chat([*known[:50], 402])
+    assert third.num_cached_tokens == 50 - 8  # a few rows more than what is different, for the drafter's sake
+    fourth, _ = chat([*known[:20], 403])
+    assert fourth.num_cached_tokens == 12
+    chunks = list(llm.stream_chat([{"ids": [*known[:20], 403, *fourth.token_ids, 404]}], params(1, max_tokens=3), steps=1))
+    assert chunks[-1].completion.num_cached_tokens == 32
+    # A sequence of 90: positions before 90 + 3 - 64 are overwritten, so 8 + 29 rows or more can stay.
+    _, long = chat(range(600, 670), max_tokens=20)
+    assert chat([*long[:46], 700])[0].num_cached_tokens == 38
+    _, long = chat(range(700, 770), max_tokens=20)
+    assert chat([*long[:44], 700])[0].num_cached_tokens == 0
+    stopped, known = chat([*range(800, 810)], stop_token_ids=[first.token_ids[-1]], max_tokens=4)
+    assert chat([*known, 3])[0].num_cached_tokens == len(known) - 1
+    assert tokens(generate(llm)) and llm._runner.free_slots == 3  # other requests take the slots as they need them
+    assert chat([*known, 3])[0].num_cached_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("prompts", "changes", "error", "message"),
     [
