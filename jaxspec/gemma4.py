@@ -292,18 +292,23 @@ def decoder_layer(
     attn, spec = layer.self_attn, layer.self_attn.spec
     with jax.named_scope(spec.kind):
         projected = attn.qkv_proj(normed)
-        pages = None
-        if spec.owns_kv and keys.store_first:
-            assert keys.pools is not None and keys.table is not None
-            pages = Pages(keys.pools.k, keys.pools.v, keys.table, keys.length, keys.count)
+        pages, pools = None, keys.pools
+        if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == x.dtype:
+            assert keys.table is not None
+            pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
         q, k, v = attn.heads(projected, positions, pages, attention)
         if pages is not None:
             assert k is not None and v is not None
             keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)
         elif k is not None and v is not None:
             # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
-            dtype = x.dtype if keys.pools is None else keys.pools.k.dtype
-            keys = dataclasses.replace(keys, fresh=(k.astype(dtype), v.astype(dtype)))
+            k, v = (k, v) if pools is None else pools.as_stored(k, v)
+            if keys.store_first:
+                assert pools is not None and keys.table is not None
+                pools = paged.write(pools, keys.table, keys.length, keys.count, k, v)
+                keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
+            else:
+                keys = dataclasses.replace(keys, fresh=(k, v))
         heads = paged_attention(
             q,
             positions,
@@ -313,6 +318,7 @@ def decoder_layer(
             keys.fresh,
             keys.count,
             keys.weight,
+            None if keys.pools is None else keys.pools.scales,
             window=spec.window,
             implementation=attention,
         )
