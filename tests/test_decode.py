@@ -11,6 +11,7 @@ import tiny
 from flax import struct
 
 from jaxspec import accept, decode, edits, gemma4
+from jaxspec import cache as paged
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.decode import EMPTY, FULL_LENGTH, RUNNING, STOPPED
 from jaxspec.drafters import gemma4_mtp
@@ -541,3 +542,21 @@ def test_a_rule_may_make_tokens_of_drafts_that_the_target_would_not_choose():
     again = prefill(admit(empty(), ROWS, known=known, tokens=numbers(part, "tokens"), rounds=numbers(part, "rounds")), ROWS)
     assert_equal(numbers(loop(again, ROWS, always_wrong, 1, **rule), "tokens"), tokens)
     assert_equal(numbers(loop(again, ROWS, always_wrong, 1, **rule), "rounds"), numbers(state, "rounds"))
+
+
+def test_any_number_of_drafts_over_a_float8_cache():
+    """With scales, and the assistant reading what the target stored: the tokens of one at a time, but not those of a float32 cache."""
+
+    def halved(pools):
+        k, v = (pool.astype(jnp.float8_e4m3fn) for pool in (pools.k, pools.v))
+        return paged.LayerKV(k, v, jnp.asarray([0.5, 0.25], jnp.float32))
+
+    layers = tuple(None if pools is None else halved(pools) for pools in empty().cache.layers)
+    begun = dataclasses.replace(empty(), cache=dataclasses.replace(empty().cache, layers=layers))
+    begun = prefill(admit(begun, ROWS), ROWS)
+    expected = numbers(loop(begun, ROWS, NoDraft(), 0), "tokens")
+    found = loop(begun, ROWS, assistant(), 3)
+    np.testing.assert_array_equal(numbers(found, "tokens"), expected)
+    assert np.any(expected != texts())
+    stored = [pools for pools in found.cache.layers if pools is not None]
+    assert all(pools.k.dtype == jnp.float8_e4m3fn and pools.scales.tolist() == [0.5, 0.25] for pools in stored)
