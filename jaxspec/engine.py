@@ -57,6 +57,7 @@ class LLM:
         accept: Rule = COUPLED,
         attention: str = "auto",
         draft_attention: str = "auto",
+        kv_dtype: Any = None,
         shardings: Any = None,
         seed: int = 0,
         progress: bool = True,
@@ -74,6 +75,7 @@ class LLM:
             accept=accept,
             attention=attention,
             draft_attention=draft_attention,
+            kv_dtype=kv_dtype,
             shardings=shardings,
         )
         self._seeds = random.Random(seed)

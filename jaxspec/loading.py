@@ -22,11 +22,13 @@ from jaxspec.engine import LLM
 from jaxspec.params import Defaults, integer
 from jaxspec.runner import Runner, nbytes
 from jaxspec.text import load_tokenizer
+from pallas_kernels import dialect
 
 NUM_DRAFT_TOKENS = 4  # where the drafter's generation config names no number
 MAX_LEN = 4096
 MAX_SLOTS = 8
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+KV_DTYPES = {"auto": None, **DTYPES, "fp8": jnp.float8_e4m3fn}
 
 
 def load(
@@ -57,8 +59,10 @@ def load(
     max_slots: sequences in flight (8). max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
     default. accept: the acceptance rule: "coupled", which keeps a draft exactly when it is what the target chooses; "standard"
     or "block", rejection sampling, which keep a little more at temperatures above 0 and make texts depend on the drafter; or, for
-    benchmarks, `accept.synthetic(rates)`. attention: implementation of attention, "auto" or "xla"; draft_attention: the same for the
-    drafter. kv_dtype: "auto", the dtype of the weights.
+    benchmarks, `accept.synthetic(rates)`. attention: implementation of attention and the kernels around it, "xla" or "triton" (GPUs
+    of compute capability 8.0 and newer); "auto" takes the kernels where they run. draft_attention: the same for the drafter; where it
+    is "auto", a drafter that reads the target's cache takes `attention` and any other chooses for itself. kv_dtype: of the target's
+    cache, "float32", "bfloat16" or "fp8" (e4m3, half the memory of bfloat16, for a little accuracy); "auto" is that of the weights.
     memory_fraction: the share of a device's memory that weights and cache may take. seed: of the seeds drawn for requests that name
     none. progress: show bars.
 
@@ -100,7 +104,11 @@ def load(
 
     abstract = place(gemma4.abstract(config, weights_dtype))
     planned: Any = drafter if draft_tree is None else draft_tree
-    state = jax.eval_shape(functools.partial(Runner.init_state, abstract, planned, slots=slots, max_len=max_len, num_draft_tokens=count))
+    state = jax.eval_shape(
+        functools.partial(
+            Runner.init_state, abstract, planned, slots=slots, max_len=max_len, num_draft_tokens=count, kv_dtype=KV_DTYPES[kv_dtype]
+        )
+    )
     _check_memory(nbytes((abstract, planned)), nbytes(state), memory_fraction, mesh)
 
     tokenizer = load_tokenizer(folder)
@@ -120,6 +128,7 @@ def load(
         accept=rule,
         attention=attention,
         draft_attention=draft_attention,
+        kv_dtype=KV_DTYPES[kv_dtype],
         shardings=shardings,
         seed=seed,
         progress=progress,
@@ -152,10 +161,13 @@ def eos_token_ids(config: Gemma4Config, generation: Mapping[str, Any]) -> tuple[
 
 
 def _check_choices(**chosen: str) -> None:
-    offered = {"attention": ("auto", "xla"), "draft_attention": ("auto", "xla"), "kv_dtype": ("auto",)}
+    implementations = ("auto", *dialect.IMPLEMENTATIONS)
+    offered = {"attention": implementations, "draft_attention": implementations, "kv_dtype": tuple(KV_DTYPES)}
     for name, value in chosen.items():
         if value not in offered[name]:
             raise ValueError(f"{name} is {value!r}; available: {', '.join(map(repr, offered[name]))}")
+        if value == "triton" and (obstacle := dialect.obstacle()):
+            raise ValueError(f"{name} is 'triton', but {obstacle}")
 
 
 def _object(drafter: Any, config: Gemma4Config) -> Drafter:

@@ -40,7 +40,7 @@ class Runner:
     """Puts requests into slots, computes their prompts and decodes them. One call at a time: the caller holds a lock.
 
     target, drafter: weights. accept: the acceptance rule. attention, draft_attention: implementations for the target's and the
-    drafter's attention. shardings: from the shapes of a state to its
+    drafter's attention. kv_dtype: of the target's cache, None for that of its weights. shardings: from the shapes of a state to its
     shardings, or None for one device. compilations, compile_seconds: programs made ready so far, and the time that took.
     """
 
@@ -55,6 +55,7 @@ class Runner:
         accept: Rule = COUPLED,
         attention: str = "auto",
         draft_attention: str = "auto",
+        kv_dtype: Any = None,
         shardings: Callable[[Any], Any] | None = None,
     ):
         self.target, self.drafter = target, drafter
@@ -64,7 +65,8 @@ class Runner:
         self.accept = accept
         self._attention = {"attention": attention, "draft_attention": draft_attention}
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        init = functools.partial(self.init_state, target, drafter, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens)
+        sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": kv_dtype}
+        init = functools.partial(self.init_state, target, drafter, **sizes)
         self._shardings = None if shardings is None else shardings(jax.eval_shape(init))
         self._init = jax.jit(init, out_shardings=self._shardings)
         self._epoch = -1
@@ -73,7 +75,7 @@ class Runner:
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self._state)
 
     @staticmethod
-    def init_state(target: Gemma4, drafter: Drafter, **sizes: int) -> decode.DecodeState:
+    def init_state(target: Gemma4, drafter: Drafter, **sizes: Any) -> decode.DecodeState:
         """A state as `decode.init_state` makes it, with room for the stop ids of a request."""
         return decode.init_state(target, drafter, max_stop_ids=MAX_STOP_IDS, **sizes)
 

@@ -62,6 +62,14 @@ def test_settings_reach_the_llm(folders):
     assert jaxspec.load(*folders, dtype=jnp.float32, progress=False).target.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+def test_a_cache_of_another_dtype(folders, kv_dtype):
+    llm = jaxspec.load(*folders, kv_dtype=kv_dtype, max_slots=1, max_len=64, progress=False)
+    pools = next(pools for pools in llm._runner._state.cache.layers if pools is not None)
+    assert pools.k.dtype == pools.v.dtype == {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}[kv_dtype]
+    assert llm.target.dtype == jnp.float32
+
+
 def test_a_drafter_may_be_an_object(folders, llm):
     again = jaxspec.load(folders[0], llm.drafter, num_draft_tokens=1, progress=False)
     assert again.drafter.config == llm.drafter.config
@@ -72,9 +80,10 @@ def test_a_drafter_may_be_an_object(folders, llm):
     [
         ({"accept": "fly"}, ValueError, "accept is 'fly'; available: 'coupled'"),
         ({"accept": accept.synthetic([0.5])}, ValueError, "synthetic acceptance has 1 rates for 3 drafts"),
-        ({"attention": "triton"}, ValueError, "attention is 'triton'; available: 'auto', 'xla'"),
-        ({"draft_attention": "triton"}, ValueError, "draft_attention is 'triton'; available: 'auto', 'xla'"),
-        ({"kv_dtype": "fp8"}, ValueError, "kv_dtype is 'fp8'; available: 'auto'"),
+        ({"attention": "cuda"}, ValueError, "attention is 'cuda'; available: 'auto', 'xla', 'triton', 'triton-interpret'"),
+        ({"attention": "triton"}, ValueError, "attention is 'triton', but the device is a CPU; kernels need an NVIDIA GPU"),
+        ({"draft_attention": "triton"}, ValueError, "draft_attention is 'triton', but the device is a CPU"),
+        ({"kv_dtype": "int8"}, ValueError, "kv_dtype is 'int8'; available: 'auto', 'float32', 'bfloat16', 'fp8'"),
         ({"dtype": "float16"}, ValueError, "dtype is 'float16'; available: 'auto', 'float32', 'bfloat16'"),
         ({"dtype": jnp.float16}, ValueError, "dtype is 'float16'"),
         ({"memory_fraction": 0}, ValueError, "memory_fraction is 0, expected more than 0 and at most 1"),
