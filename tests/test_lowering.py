@@ -16,12 +16,12 @@ from jaxspec.drafters import gemma4_mtp
 from jaxspec.moe import Experts, Router
 
 # Attention of one sequence is divided between programs, and merged.
-EVERY_LAYER = {"qkv", "add_norm", "paged_attention", "paged_attention_merge"}
+EVERY_LAYER = {"qkv", "add_norm", "gated", "paged_attention", "paged_attention_merge"}
 KERNELS = {
-    "E2B": EVERY_LAYER | {"select", "centroid_choose"},
+    "E2B": EVERY_LAYER | {"gated_by", "select", "centroid_choose"},
     "26B-A4B": EVERY_LAYER | {"lm_head", "moe_route", "moe_gate_up", "moe_down"},
     "31B": EVERY_LAYER | {"lm_head"},
-    "pocket": EVERY_LAYER | {"select", "centroid_choose"},
+    "pocket": EVERY_LAYER | {"gated_by", "select", "centroid_choose"},
 }
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from test_lowering import KERNELS, kernels
 
-from pallas_kernels import add_norm, centroid_head, dialect, lm_head, moe, noise, paged_attention, qkv, top_candidates
+from pallas_kernels import add_norm, centroid_head, dialect, linear, lm_head, moe, noise, paged_attention, qkv, top_candidates
 from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
+from pallas_kernels.linear import shapes as linear_shapes
 from pallas_kernels.lm_head import reference as lm_head_reference
 from pallas_kernels.lm_head import shapes as lm_head_shapes
 from pallas_kernels.moe import shapes as moe_shapes
@@ -23,6 +24,8 @@ from pallas_kernels.top_candidates import shapes as top_candidates_shapes
 
 pytestmark = pytest.mark.gpu
 
+# What XLA makes of a product is run once: the search for the fastest would take most of the time.
+jit = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 KERNEL = {"implementation": "triton"}
 LIMITS = {"bfloat16": 1e-2, "float32": 1e-5}  # length of the difference beside that of what is wanted
 TIE = 1e-3  # scores of tokens below this are summed in another order, no more
@@ -46,7 +49,7 @@ def assert_close(found, wanted, dtype):
 def results(*calls):
     """What functions make of arguments, for pairs of them, compiled side by side: most of the time is spent there."""
     with ThreadPoolExecutor() as pool:
-        programs = list(pool.map(lambda call: jax.jit(call[0]).lower(*call[1]).compile(), calls))
+        programs = list(pool.map(lambda call: jit(call[0]).lower(*call[1]).compile(), calls))
     return [program(*arguments) for program, (_, arguments) in zip(programs, calls, strict=True)]
 
 
@@ -54,7 +57,7 @@ def normal(rng, *shape, deviation=1.0, dtype="float32"):
     return jnp.asarray(deviation * rng.standard_normal(shape, np.float32)).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jit, static_argnums=(1, 2, 3))
 def draw(key, shape, deviation, dtype):
     """Normal numbers made on the device, of which there may be many."""
     return jax.random.normal(key, shape, dtype) * jnp.asarray(deviation, dtype)
@@ -120,7 +123,7 @@ def alone(case):
 def test_paged_attention(name):
     shape = attention_shapes.SHAPES[name]
     function = functools.partial(paged_attention.paged_attention, causal=shape.causal, window=shape.window)
-    kernel, reference = functools.partial(function, **KERNEL), jax.jit(functools.partial(function, implementation="xla"))
+    kernel, reference = functools.partial(function, **KERNEL), jit(functools.partial(function, implementation="xla"))
     half, single = attention_case(shape, "bfloat16"), attention_case(shape, "float32")
     batched, one, exact = results((kernel, half), (kernel, alone(half)), (kernel, single))
     wanted = reference(*wide(half))
@@ -135,7 +138,7 @@ def test_paged_attention_over_float8(name):
     function = functools.partial(paged_attention.paged_attention, causal=shape.causal, window=shape.window)
     case = attention_case(shape, "bfloat16", jnp.float8_e4m3fn)
     batched, one = results(*((functools.partial(function, **KERNEL), arguments) for arguments in (case, alone(case))))
-    wanted = jax.jit(functools.partial(function, implementation="xla"))(*wide(case))
+    wanted = jit(functools.partial(function, implementation="xla"))(*wide(case))
     assert_close(batched, wanted, "bfloat16")
     assert_close(one, wanted[:1], "bfloat16")
 
@@ -168,7 +171,7 @@ def test_qkv(heads):
     function = functools.partial(qkv.qkv, group=group, key_dims=rotary or dim, eps=1e-6)
     cases = [(dtype, case(dtype, stored)) for dtype in LIMITS for stored in (True, False)]
     found = results(*((functools.partial(function, **KERNEL), arguments) for _, arguments in cases))
-    reference = jax.jit(functools.partial(function, implementation="xla"))
+    reference = jit(functools.partial(function, implementation="xla"))
     for (dtype, arguments), out in zip(cases, found, strict=True):
         for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(reference(*wide(arguments))), strict=True):
             assert a.dtype == dtype and bool(jnp.all(jnp.isnan(a) == jnp.isnan(b)))
@@ -183,14 +186,32 @@ def test_add_norm(name):
 
     cases = [add_norm_bench.inputs(add_norm_shapes.SHAPES[name], jnp.dtype(dtype)) for dtype in LIMITS]
     found = results(*((functools.partial(function, **KERNEL), case) for case in cases))
-    reference = jax.jit(functools.partial(function, implementation="xla"))
+    reference = jit(functools.partial(function, implementation="xla"))
     for dtype, arguments, out in zip(LIMITS, cases, found, strict=True):
         for a, b in zip(out, reference(*wide(arguments)), strict=True):
             assert a.dtype == dtype
             assert_close(a, b, dtype)
 
 
-@functools.partial(jax.jit, static_argnames="top_k")
+@pytest.mark.parametrize("name", linear_shapes.SHAPES)
+def test_linear(name):
+    shape = linear_shapes.SHAPES[name]
+
+    def case(rows, dtype):
+        specs = shape.arguments(rows, dtype)
+        return [draw(jax.random.key(i), x.shape, shape.width**-0.5 if i == 1 else 1.0, dtype) for i, x in enumerate(specs)]
+
+    cases = [(dtype, case(rows, dtype)) for rows, dtype in ((1, "bfloat16"), (5, "bfloat16"), (40, "bfloat16"), (5, "float32"))]
+    function = getattr(linear, shape.kind)
+    found = results(*((functools.partial(function, **KERNEL), arguments) for _, arguments in cases))
+    reference = jit(functools.partial(function, implementation="xla"))
+    for (dtype, arguments), out in zip(cases, found, strict=True):
+        wanted = reference(*wide(arguments))
+        assert out.dtype == ("float32" if shape.kind == "partials" else dtype)
+        assert_close(*(x.sum(axis=0) if shape.kind == "partials" else x for x in (out, wanted)), dtype)
+
+
+@functools.partial(jit, static_argnames="top_k")
 def experts_one_by_one(x, gate_up, down, scores, scale, top_k):
     """Router and experts in float32, an expert at a time: XLA's grouped product takes more memory than many a GPU has."""
     weights, ids = moe.reference.route(wide(scores), wide(scale), top_k)
@@ -235,7 +256,7 @@ def test_moe(dtype, name):
     assert_close(found, experts_one_by_one(*arguments, top_k=shape.top_k), dtype)
 
 
-@functools.partial(jax.jit, static_argnames="softcap")
+@functools.partial(jit, static_argnames="softcap")
 def head_scores(hidden, table, keys, temperature, softcap):
     """What a choice among the whole table maximises, [N, V] float32."""
     logits = jax.lax.dot_general(hidden, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
@@ -266,7 +287,7 @@ def test_lm_head(dtype, hidden, softcap):
     keys = jax.random.bits(jax.random.key(2), (rows, 2), jnp.uint32)
     mixed = jnp.tile(jnp.array([0.7, 0.0, 1.5], jnp.float32), rows)[:rows]
 
-    @functools.partial(jax.jit, static_argnames="rows")
+    @functools.partial(jit, static_argnames="rows")
     def function(states, table, keys, temperature, rows):
         arrays = states[:rows], table, keys[:rows], temperature[:rows]
         return lm_head.lm_head(*arrays, softcap=softcap, suppressed=SUPPRESSED, **KERNEL)
@@ -279,7 +300,7 @@ def test_lm_head(dtype, hidden, softcap):
         for shape, program in zip(shapes, programs, strict=True):
             chosen, maxima = program(states, table, keys, temperature)
             assert_best(chosen, scores[: shape.rows])
-            assert_close(maxima, jnp.max(scores[: shape.rows], axis=1), "float32")
+            assert_close(maxima, jnp.max(scores[: shape.rows], axis=1), dtype)
 
 
 @pytest.mark.parametrize("name", centroid_head_shapes.SHAPES)
