@@ -1,12 +1,12 @@
 """Products of few rows against NumPy in float64; the kernels, interpreted, and lowered for a GPU."""
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowering import for_cuda
 
 from pallas_kernels import linear
 from pallas_kernels.linear import bench, triton
@@ -114,14 +114,6 @@ def test_activations_are_rounded_once():
     assert np.mean(outs[0] != outs[1]) < 0.02
 
 
-def some_gpu():
-    """From JAX 0.11 on, a kernel is lowered for a GPU that is named."""
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-
 @pytest.mark.parametrize("rows", [1, 5, 40, 64])
 def test_lowers_for_cuda(rows):
     """All shapes in one program."""
@@ -130,8 +122,7 @@ def test_lowers_for_cuda(rows):
         return [getattr(linear, s.kind)(*a, implementation="triton") for s, a in zip(SHAPES.values(), arguments, strict=True)]
 
     arguments = [shape.arguments(rows, jnp.bfloat16) for shape in SHAPES.values()]
-    with some_gpu():
-        text = jax.jit(products).trace(arguments).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(jax.jit(products), arguments)
     assert text.count("__gpu$xla.gpu.triton") == len(SHAPES)
 
 

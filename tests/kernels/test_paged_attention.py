@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lowering import for_cuda
 
 from pallas_kernels.paged_attention import bench, paged_attention, triton
 from pallas_kernels.paged_attention.reference import ring_positions
@@ -327,7 +328,7 @@ def test_the_kernel_lowers_for_cuda_at_real_shapes(name):
     shape = SHAPES[name]
     args = jax.eval_shape(functools.partial(bench.arguments, shape, 8, 4096))
     function = functools.partial(paged_attention, causal=shape.causal, window=shape.window, implementation="triton")
-    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(jax.jit(function), *args)
     assert text.count('name = "paged_attention"') == 1 and text.count("__gpu$xla.gpu.triton") >= 1
 
 
