@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ class Rule:
         one.
         """
         self.check(drafts.tokens.shape[1])
-        drafting, sampling = self.drafting(sampling, rounds), dataclasses.replace(sampling, tables=None)
+        drafting, sampling = self.drafting(sampling, rounds), dataclasses.replace(sampling, tables=None)  # logits are edited already
         if not self.shares_noise:
             keep = keep_block if self.name == "block" else keep_prefix
             return _rejection(drafts, logits, positions, sampling, drafting, rounds, keep)
@@ -152,7 +152,13 @@ def _spliced(drafts: jax.Array, following: jax.Array, accepted: jax.Array) -> ja
 
 
 def _rejection(
-    drafts: Drafts, logits: jax.Array, positions: jax.Array, sampling: Sampling, drafting: Sampling, rounds: jax.Array, keep: Any
+    drafts: Drafts,
+    logits: jax.Array,
+    positions: jax.Array,
+    sampling: Sampling,
+    drafting: Sampling,
+    rounds: jax.Array,
+    keep: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, jax.Array]:
     tokens, count = drafts.tokens, drafts.tokens.shape[1]
     p = Distribution(*probabilities(logits, sampling))

@@ -38,7 +38,8 @@ class Distribution:
             same = other.ids[..., :, None] == self.ids[..., None, :]
             return jnp.sum(jnp.where(same, self.mass[..., None, :], 0.0), axis=-1)
         assert self.ids is not None
-        slot, row = (jnp.arange(n)[:, None, None] if i == 0 else jnp.arange(n)[None, :, None] for i, n in enumerate(self.mass.shape[:2]))
+        batch, count = self.mass.shape[:2]
+        slot, row = jnp.arange(batch)[:, None, None], jnp.arange(count)[None, :, None]
         ids = jnp.where(self.ids < 0, other.mass.shape[-1], self.ids)
         return jnp.zeros_like(other.mass).at[slot, row, ids].add(self.mass, mode="drop")
 

@@ -10,10 +10,10 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import SamplingParams, decode
+from jaxspec import SamplingParams, accept, decode
 from jaxspec.drafters.base import NoDraft
 from jaxspec.params import Defaults
-from jaxspec.sampling import seed_words
+from jaxspec.sampling import PLAIN, seed_words
 
 MAX_LEN = 96
 K = 4
@@ -248,6 +248,26 @@ def test_nothing_compiles_after_warmup(load, parrot, expected):
     llm.chat([{"role": "user", "content": "Hi"}], params(1, max_tokens=3))
     assert compiled == []
     assert llm.stats.compilations == made
+
+
+def test_what_load_was_told_reaches_every_program(load, parrot, monkeypatch):
+    rule = accept.synthetic([0.5, 0.5])
+    llm = load(parrot, num_draft_tokens=2, accept=rule, attention="xla", draft_attention="xla")
+    seen = {}
+
+    def spy(name):
+        def function(*args, **static):
+            seen[name] = static
+            raise InterruptedError
+
+        return function
+
+    for name, program in (("prefill", ("prefill", 1, 64, PLAIN)), ("decode_loop", ("decode", 1, PLAIN))):
+        monkeypatch.setattr(decode, name, spy(name))
+        with pytest.raises(InterruptedError):
+            llm._runner._program(*program)
+    both = {"attention": "xla", "draft_attention": "xla", "needs": PLAIN}
+    assert seen == {"prefill": both | {"chunk": 64}, "decode_loop": both | {"num_draft_tokens": 2, "accept": rule}}
 
 
 def test_seeds_beyond_32_bits_are_different_seeds(speculative):
