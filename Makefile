@@ -1,9 +1,13 @@
 # make demo | test | test-all | test-gpu. Needs git, make, Python 3.11 or newer and a package index; nothing else.
-# Settings: VENV (the virtual environment's folder), PYTHON (the interpreter that makes it), CUDA (cuda12 or cuda13), PROMPT.
+# Settings: VENV (the virtual environment's folder), PYTHON (the interpreter that makes it), CUDA (cuda12 or cuda13), PROMPT,
+# JOBS (processes that run tests).
 
 VENV ?= .venv
 CUDA ?= cuda12
 PROMPT ?= def read_lines(path):
+JOBS ?= 2
+# A file's tests share what they compile, so each file is one process's.
+PARALLEL = --numprocesses $(JOBS) --dist loadfile
 export PROMPT
 NEW_ENOUGH = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 # python3 if it will do, else the first versioned one that runs and will do.
@@ -21,10 +25,10 @@ demo: $(VENV)/.installed
 	$(BIN)/jaxspec generate --target pocket --drafter pocket-mtp --temperature 0 --max-tokens 256 --stats --prompt="$$PROMPT"
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-all: lint
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu'
 
 test-gpu: $(VENV)/.installed-gpu
 	JAXSPEC_TEST_PLATFORM=gpu $(BIN)/python -m pytest -m gpu tests/gpu

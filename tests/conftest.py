@@ -25,6 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for a hub, not even by mis
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -37,3 +38,11 @@ jax.config.update("jax_compilation_cache_max_size", 2**31)
 # The same examples every time, and no limit on how long one takes: the first call of a jitted function compiles it.
 hypothesis.settings.register_profile("jaxspec", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("jaxspec")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_module():
+    """Drops a module's compiled programs at its end: a process may have only so many memory maps (65,530 on Linux by default), each
+    program takes some, and the compiler crashes when there are no more."""
+    yield
+    jax.clear_caches()
