@@ -150,7 +150,8 @@ class DecoderLayer:
             entering = (self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight)
             x, normed, tokens = add(x, attended, self.post_attention_layernorm.weight, next_weights=entering)
             flat = (-1, x.shape[-1])
-            routed = self.experts(tokens.reshape(flat), *self.router(x.reshape(flat))).reshape(x.shape)
+            routed = self.experts(tokens.reshape(flat), *self.router(x.reshape(flat), implementation), implementation)
+            routed = routed.reshape(x.shape)
             norms = (self.post_feedforward_layernorm_1.weight, self.post_feedforward_layernorm_2.weight)
             out = ((self.mlp(normed, implementation), norms[0]), (routed, norms[1]))
         weight = self.post_feedforward_layernorm.weight

@@ -11,29 +11,29 @@ from pallas_kernels import moe
 
 @struct.dataclass
 class Router:
-    """proj: [E, H]; scale: [H]; per_expert_scale: [E]. implementation: of `moe.route`. (transformers `Gemma4TextRouter`)"""
+    """proj: [E, H]; scale: [H]; per_expert_scale: [E]. (transformers `Gemma4TextRouter`)"""
 
     proj: Linear
     scale: Weight
     per_expert_scale: Weight
     top_k: int = struct.field(pytree_node=False)
     eps: float = struct.field(pytree_node=False)
-    implementation: str = struct.field(pytree_node=False, default="auto")
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, moe.Groups | None]:
+    def __call__(self, x: jax.Array, implementation: str = "auto") -> tuple[jax.Array, jax.Array, moe.Groups | None]:
         """x: [N, H], the residual stream -> weights [N, top_k] in x's dtype, expert ids [N, top_k] int32, and their groups or None."""
         x = rms(x, self.eps) * last_axis(self.scale, x.ndim) * (x.shape[-1] ** -0.5)
-        return moe.route(self.proj(x), self.per_expert_scale, self.top_k, implementation=self.implementation)
+        return moe.route(self.proj(x), self.per_expert_scale, self.top_k, implementation=implementation)
 
 
 @struct.dataclass
 class Experts:
-    """gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]. implementation: of `moe.experts`."""
+    """gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]."""
 
     gate_up_proj: Weight
     down_proj: Weight
-    implementation: str = struct.field(pytree_node=False, default="auto")
 
-    def __call__(self, x: jax.Array, weights: jax.Array, ids: jax.Array, groups: moe.Groups | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, weights: jax.Array, ids: jax.Array, groups: moe.Groups | None = None, implementation: str = "auto"
+    ) -> jax.Array:
         """x: [N, H]; weights, ids: [N, top_k]; groups: as the router gives them -> the chosen experts' weighted sum, [N, H]."""
-        return moe.experts(x, self.gate_up_proj, self.down_proj, weights, ids, groups, implementation=self.implementation)
+        return moe.experts(x, self.gate_up_proj, self.down_proj, weights, ids, groups, implementation=implementation)

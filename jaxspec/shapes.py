@@ -315,5 +315,10 @@ def _normal(seed: jax.Array, index: jax.Array, std: jax.Array, *, shape: tuple[i
     bits = jnp.broadcast_to(mix(mix(seed) + index), shape)
     for axis in range(len(shape)):
         bits = mix(bits + jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
-    uniform = ((bits >> jnp.uint32(8)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
-    return (std * jnp.float32(math.sqrt(2)) * jax.lax.erf_inv(2 * uniform - 1)).astype(dtype)
+    return (std * normal_of(bits)).astype(dtype)
+
+
+def normal_of(bits: jax.Array) -> jax.Array:
+    """Standard normal numbers of uint32 bits, all of them finite: with 23 bits and a half, no uniform number rounds to 0 or 1."""
+    uniform = ((bits >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
+    return jnp.float32(math.sqrt(2)) * jax.lax.erf_inv(2 * uniform - 1)

@@ -32,6 +32,12 @@ def obstacle(device: Any = None) -> str | None:
     return None
 
 
+def shared_memory() -> int:
+    """Bytes of shared memory that a program may use on the first device; on one without kernels, what A100 and H200 both have."""
+    capability = getattr(jax.devices()[0], "compute_capability", "8.0")
+    return 166_912 if capability in ("8.0", "9.0", "10.0") else 101_376
+
+
 def select(implementation: str, unsupported: str | None = None) -> str:
     """The implementation that serves: "xla", "triton" or "triton-interpret".
 
@@ -76,4 +82,4 @@ def call(
     )
 
 
-__all__ = ["IMPLEMENTATIONS", "call", "obstacle", "pl", "plgpu", "select"]
+__all__ = ["IMPLEMENTATIONS", "call", "obstacle", "pl", "plgpu", "select", "shared_memory"]

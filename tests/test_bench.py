@@ -278,3 +278,9 @@ class Trace:
     def __init__(self, lines):
         made = [Named(name, events=[Named(n, stats=stats.items(), duration_ns=ns) for n, stats, ns in events]) for name, events in lines]
         self.planes = [Named("/host:CPU", lines=[]), Named("/device:GPU:0", lines=made)]
+
+
+def test_no_random_weight_is_infinite():
+    """Billions are drawn: the rarest bits come up too."""
+    drawn = np.asarray(shapes.normal_of(jnp.asarray([0, 1, 2**31, 2**32 - 2, 2**32 - 1], jnp.uint32)))
+    assert np.isfinite(drawn).all() and drawn[0] == -drawn[-1] and 5 < drawn[-1] < 6

@@ -1,6 +1,5 @@
 """The loop of real models as it is lowered for CUDA: which kernels are in it, and that the state is updated in place."""
 
-import dataclasses
 import functools
 import re
 
@@ -13,7 +12,6 @@ from real_configs import ASSISTANTS, TARGETS
 from jaxspec import checkpoint, decode, gemma4
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
-from jaxspec.moe import Experts, Router
 
 # Attention of one sequence is divided between programs, and merged.
 EVERY_LAYER = {"qkv", "add_norm", "gated", "paged_attention", "paged_attention_merge"}
@@ -25,15 +23,6 @@ KERNELS = {
 }
 
 
-def experts_by_kernels(tree):
-    """The same model with routers and experts that are served by kernels, wherever it is lowered."""
-
-    def chosen(node):
-        return dataclasses.replace(node, implementation="triton") if isinstance(node, Router | Experts) else node
-
-    return jax.tree.map(chosen, tree, is_leaf=lambda node: isinstance(node, Router | Experts))
-
-
 @functools.cache
 def lowered(name, attention):
     """The text of `decode_loop` at one sequence and K = 4, and how many arrays its state has."""
@@ -43,8 +32,6 @@ def lowered(name, attention):
         texts = [TARGETS[name], ASSISTANTS[name]]
     config, assistant = Gemma4Config.from_hf(texts[0]), AssistantConfig.from_hf(texts[1])
     target = gemma4.abstract(config)
-    if attention == "triton":
-        target = experts_by_kernels(target)
     drafter = gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config))
     settings = {"slots": 4, "max_len": 1024, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.dialect import call, pl, plgpu
+from pallas_kernels.dialect import call, pl, plgpu, shared_memory
 from pallas_kernels.lm_head.reference import best, capped
 from pallas_kernels.noise import perturbed
 
@@ -43,12 +43,6 @@ def unsupported(dtype: Any, suppressed: tuple[int, ...]) -> str | None:
     if len(suppressed) > MOST_SUPPRESSED:
         return f"{len(suppressed)} ids are suppressed; the kernel takes at most {MOST_SUPPRESSED}"
     return None
-
-
-def shared_memory() -> int:
-    """Bytes that a program may use on the device that is there; on one without kernels, what A100 and H200 both have."""
-    capability = getattr(jax.devices()[0], "compute_capability", "8.0")
-    return 166_912 if capability in ("8.0", "9.0", "10.0") else 101_376
 
 
 def tiles(rows: int, dtype: Any, shared: int | None = None) -> Tiles:

@@ -59,7 +59,7 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
     if wide_numbers:
         keys = 16
     elif dim > 256:
-        tile, keys = (32, 32) if rows > 64 else (16, 64 if rotary else 32)
+        tile, keys = (32, 32) if rows > 64 else (16, 64 if rotary and dialect.shared_memory() > 104_448 else 32)
     elif rows > 16:
         tile, keys = (64 if rows > 64 else 32), 32
     keys = min(keys, page & -page if page else keys, max(16, pl.next_power_of_2(visible)))
