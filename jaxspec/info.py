@@ -44,15 +44,15 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
     if drafter is not None:
         draft: Any = drafters.abstract_drafter(drafter, config, dtype)
         count = checkpoint.read_generation_config(drafter).get("num_assistant_tokens", "unset")
-        kind = checkpoint.read_config(drafter)["model_type"]
         yield f"drafter     {drafter}"
+        kind = type(draft).__name__
         yield f"            {kind}, fits; {_count(draft):,} parameters, {_size(nbytes(draft))}; num_assistant_tokens {count}"
 
 
 def kv_bytes_per_token(config: Gemma4Config, kind: str, itemsize: int) -> int:
     """Bytes that one token adds to the cache over all layers of `kind` that own K and V."""
     owners = (config.layers[i] for i in config.kv_owners)
-    return sum(2 * spec.num_kv_heads * spec.head_dim * itemsize for spec in owners if spec.kind == kind)
+    return sum(spec.num_kv_heads * (spec.key_dims + spec.head_dim) * itemsize for spec in owners if spec.kind == kind)
 
 
 def _count(tree: Any) -> int:

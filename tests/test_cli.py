@@ -70,9 +70,10 @@ def test_info_says_what_a_checkpoint_is_and_needs(models, capsys):
     lines = dict((line[:11].strip(), line[11:].strip()) for line in capsys.readouterr().out.splitlines() if line[:11].strip())
     assert lines["layers"] == "1 sliding (window 8), 1 full"
     assert lines["full"] == "2 heads, 1 KV heads of 16, K = V"
-    # By hand: embeddings 131,072 and 32,768, layers 6,577 and 7,617, the rest 292; K and V of 8 and of 16 elements of 2 bytes.
+    # By hand: embeddings 131,072 and 32,768, layers 6,577 and 7,617, the rest 292; K and V of 8 elements of 2 bytes, and where K = V
+    # 4 rotary elements of K and 16 of V.
     assert lines["parameters"] == "178,326, of which 32,768 are per-layer embeddings"
-    assert lines["KV cache"] == "sliding 32 bytes a token, for the window; full 64 bytes a token"
+    assert lines["KV cache"] == "sliding 32 bytes a token, for the window; full 40 bytes a token"
 
 
 @pytest.mark.parametrize(

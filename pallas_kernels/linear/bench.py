@@ -64,15 +64,17 @@ def compiled(fn: Callable[..., jax.Array], shape: Shape, rows: int) -> Callable[
     empty = jax.eval_shape(fn, *arguments)
     turns = [arguments] * turns_of(shape, rows)
 
-    def body(_: int, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        turns, last = carry
+    def body(_: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        turns, results = carry
+        done, last = [], results[-1]
         for turn in turns:
             turn, _ = jax.lax.optimization_barrier((turn, last))
             last = fn(*turn)
-        return turns, last
+            done.append(last)
+        return turns, tuple(done)  # every result is kept: a call whose result nobody reads would be left out
 
     def loop(turns: Any) -> jax.Array:
-        return jax.lax.fori_loop(0, TRIPS, body, (turns, jnp.zeros(empty.shape, empty.dtype)))[1]
+        return jax.lax.fori_loop(0, TRIPS, body, (turns, (jnp.zeros(empty.shape, empty.dtype),) * len(turns)))[1][-1]
 
     options = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
     return jax.jit(loop, compiler_options=options).lower(turns).compile()

@@ -22,7 +22,7 @@ from pallas_kernels.moe.reference import combine
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
 SCORES = 8192  # that a program of `route` holds
-ALONE = 64  # rows that one program of `route` serves, groups included
+ALONE = 16  # rows that one program of `route` serves, groups included
 PAIRS = 2048  # that a program of `group` looks at in a step
 
 
