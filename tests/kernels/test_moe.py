@@ -179,8 +179,8 @@ def test_the_layer_is_the_same_with_kernels():
 
     @functools.partial(jax.jit, static_argnames="implementation", compiler_options=OPTIONS)
     def layer(x, implementation):
-        router = Router(Linear(proj), scale, np.ones(6, np.float32), 2, 1e-6, implementation)
-        return Experts(gate_up, down, implementation)(x, *router(x))
+        router = Router(Linear(proj), scale, np.ones(6, np.float32), 2, 1e-6)
+        return Experts(gate_up, down)(x, *router(x, implementation), implementation)
 
     want = layer(x, "xla")
     np.testing.assert_allclose(layer(x, "triton-interpret"), want, rtol=0, atol=1e-5)
