@@ -30,23 +30,34 @@ def time_us(fn: Callable[..., Any], *args: Any, variants: Sequence[tuple[Any, ..
         turns += [jax.tree.map(jnp.copy, args) for _ in range(min(CALLS, math.ceil(4 * L2_BYTES / size)) - 1)]
     turns = [turns[i % len(turns)] for i in range(max(CALLS, len(turns)))]
 
+    return measure(loop(fn), turns)
+
+
+def loop(fn: Callable[..., Any]) -> Any:
+    """A jitted function of a list of argument tuples that calls fn with each in turn, TRIPS times over, and gives the last results."""
+
     def body(_: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         turns, results = carry
         done, last = [], results[-1]
         for turn in turns:
-            # A call's inputs depend on the call before, so that none is hoisted out of the loop or fused with its neighbours.
+            # A call's inputs depend on the call before, so that none is hoisted out of the loop or fused with its neighbours, and
+            # every result is kept: a call whose result nobody reads would be left out.
             turn, _ = jax.lax.optimization_barrier((turn, last))
             last = fn(*turn)
             done.append(last)
         return turns, tuple(done)
 
-    def loop(turns: Any) -> Any:
+    def repeated(turns: Any) -> Any:
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(jax.eval_shape(fn, *turn) for turn in turns))
         return jax.lax.fori_loop(0, TRIPS, body, (turns, empty))[1]
 
     # Nor may a graph run them side by side.
     options = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
-    run = jax.jit(loop, compiler_options=options)
+    return jax.jit(repeated, compiler_options=options)
+
+
+def measure(run: Callable[..., Any], turns: Sequence[tuple[Any, ...]]) -> float:
+    """Microseconds of one call within a `loop` over these turns, compiled or not."""
 
     def seconds(dispatches: int) -> float:
         start = time.perf_counter()

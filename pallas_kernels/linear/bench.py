@@ -13,8 +13,6 @@ import dataclasses
 import functools
 import math
 import os
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +26,6 @@ from pallas_kernels.linear.triton import Tiles
 
 DTYPE = jnp.bfloat16
 MOST_TURNS = 16  # copies of the weights, as many as it takes to find none in the L2 cache; small ones are found there even so
-TRIPS, WARM_UPS, SAMPLES, SAMPLE_SECONDS = 8, 3, 5, 0.01
 REFERENCES = {"linear": reference.linear, "partials": reference.linear, "gated": reference.gated, "gated_by": reference.gated_by}
 KERNELS = {"linear": triton.linear, "partials": triton.partials, "gated": triton.gated, "gated_by": triton.gated_by}
 
@@ -58,41 +55,8 @@ def turns_of(shape: Shape, rows: int) -> int:
 
 
 def compiled(fn: Callable[..., jax.Array], shape: Shape, rows: int) -> Callable[..., Any]:
-    """A loop of calls of fn, each with the next copy of the arguments and after the call before it."""
-    fn = jax.jit(fn)
-    arguments = shape.arguments(rows, DTYPE)
-    empty = jax.eval_shape(fn, *arguments)
-    turns = [arguments] * turns_of(shape, rows)
-
-    def body(_: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        turns, results = carry
-        done, last = [], results[-1]
-        for turn in turns:
-            turn, _ = jax.lax.optimization_barrier((turn, last))
-            last = fn(*turn)
-            done.append(last)
-        return turns, tuple(done)  # every result is kept: a call whose result nobody reads would be left out
-
-    def loop(turns: Any) -> jax.Array:
-        return jax.lax.fori_loop(0, TRIPS, body, (turns, (jnp.zeros(empty.shape, empty.dtype),) * len(turns)))[1][-1]
-
-    options = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
-    return jax.jit(loop, compiler_options=options).lower(turns).compile()
-
-
-def measure(run: Callable[..., Any], turns: list[Any]) -> float:
-    """Microseconds of a call."""
-
-    def seconds(dispatches: int) -> float:
-        start = time.perf_counter()
-        for _ in range(dispatches):
-            result = run(turns)
-        jax.block_until_ready(result)
-        return time.perf_counter() - start
-
-    once = [seconds(1) for _ in range(WARM_UPS)][-1]
-    dispatches = max(1, min(64, math.ceil(SAMPLE_SECONDS / once)))
-    return statistics.median(seconds(dispatches) for _ in range(SAMPLES)) / (dispatches * TRIPS * len(turns)) * 1e6
+    """A loop of calls of fn, each with the next copy of the arguments."""
+    return bench.loop(jax.jit(fn)).lower([shape.arguments(rows, DTYPE)] * turns_of(shape, rows)).compile()
 
 
 def check(found: jax.Array, expected: jax.Array) -> None:
@@ -134,7 +98,7 @@ def main() -> None:
         arguments.insert(1, weights)
         turns = [tuple(jnp.copy(a) for a in arguments) for _ in range(turns_of(shape, rows))]
         plain, kernels = programs[name, rows]
-        reference_us = measure(plain.result(), turns)
+        reference_us = bench.measure(plain.result(), turns)
         if options.sweep:
             print(f"{name} x {rows}")
         for tiles, kernel in kernels.items():
@@ -143,9 +107,9 @@ def main() -> None:
             except jax.errors.JaxRuntimeError as error:  # more shared memory than the device has
                 print(f"{describe(tiles)}: {str(error).splitlines()[0][:100]}")
                 continue
-            check(run(turns), plain.result()(turns))
+            check(run(turns)[-1], plain.result()(turns)[-1])
             label = describe(tiles) if options.sweep else f"{name} x {rows}"
-            bench.show(label, measure(run, turns), weights.nbytes, bandwidth, reference_us)
+            bench.show(label, bench.measure(run, turns), weights.nbytes, bandwidth, reference_us)
 
 
 if __name__ == "__main__":
