@@ -60,9 +60,10 @@ def load(
     default. accept: the acceptance rule: "coupled", which keeps a draft exactly when it is what the target chooses; "standard"
     or "block", rejection sampling, which keep a little more at temperatures above 0 and make texts depend on the drafter; or, for
     benchmarks, `accept.synthetic(rates)`. attention: implementation of attention and the kernels around it, "xla" or "triton" (GPUs
-    of compute capability 8.0 and newer); "auto" takes the kernels where they run. draft_attention: the same for the drafter; where it
-    is "auto", a drafter that reads the target's cache takes `attention` and any other chooses for itself. kv_dtype: of the target's
-    cache, "float32", "bfloat16" or "fp8" (e4m3, half the memory of bfloat16, for a little accuracy); "auto" is that of the weights.
+    of compute capability 8.0 and newer); "auto" takes the kernels where they run, which over several devices they do not.
+    draft_attention: the same for the drafter; where it is "auto", a drafter that reads the target's cache takes `attention` and any
+    other chooses for itself. kv_dtype: of the target's cache, "float32", "bfloat16" or "fp8" (e4m3, half the memory of bfloat16, for
+    a little accuracy); "auto" is that of the weights.
     memory_fraction: the share of a device's memory that weights and cache may take. seed: of the seeds drawn for requests that name
     none. progress: show bars.
 
@@ -76,6 +77,8 @@ def load(
     slots = MAX_SLOTS if max_slots is None else integer("max_slots", max_slots, 1)
     seed = integer("seed", seed, 0)
     place, shardings = _placement(mesh)
+    if mesh is not None and mesh.size > 1:
+        attention, draft_attention = _over_devices(mesh.size, attention=attention, draft_attention=draft_attention)
 
     folder = checkpoint.resolve(target)
     config, generation = read_target(folder)
@@ -168,6 +171,14 @@ def _check_choices(**chosen: str) -> None:
             raise ValueError(f"{name} is {value!r}; available: {', '.join(map(repr, offered[name]))}")
         if value == "triton" and (obstacle := dialect.obstacle()):
             raise ValueError(f"{name} is 'triton', but {obstacle}")
+
+
+def _over_devices(count: int, **chosen: str) -> list[str]:
+    """The implementations that XLA can spread over several devices. Raises ValueError if a kernel was asked for."""
+    for name, value in chosen.items():
+        if value not in ("auto", "xla"):
+            raise ValueError(f"{name} is {value!r}; over the {count} devices of a mesh only 'xla' is available")
+    return ["xla"] * len(chosen)
 
 
 def _object(drafter: Any, config: Gemma4Config) -> Drafter:
