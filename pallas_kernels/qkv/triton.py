@@ -12,7 +12,7 @@ from pallas_kernels.dialect import pl, plgpu
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
 HEADS = 16  # heads of a program, where there are rows enough to keep the GPU busy with fewer programs
-MANY_ROWS = 32  # of all sequences; with fewer, every head has its own program
+MANY_ROWS = 32  # of all sequences; with fewer, each KV head has a program
 
 
 def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, interpret=False):
