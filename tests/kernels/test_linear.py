@@ -144,8 +144,8 @@ def test_tiles_fill_the_gpu_and_fit_into_it(rows, itemsize):
 def test_candidates_compute_the_same(monkeypatch, capsys):
     """The benchmark on a shape of its own: it checks every cut against the reference."""
     monkeypatch.setattr(bench, "SHAPES", {"small": bench.Shape("partials", 96, 512)})
-    monkeypatch.setattr(bench, "TRIPS", 1)
-    monkeypatch.setattr(bench, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(bench.bench, "TRIPS", 1)
+    monkeypatch.setattr(bench.bench, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(bench, "MOST_TURNS", 1)
     monkeypatch.setattr(bench.bench, "copy_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(bench, "KERNELS", {"partials": functools.partial(triton.partials, interpret=True)})
