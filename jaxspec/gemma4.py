@@ -294,7 +294,7 @@ def decoder_layer(
     with jax.named_scope(spec.kind):
         projected = attn.qkv_proj(normed)
         pages, pools = None, keys.pools
-        if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == x.dtype:
+        if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == x.dtype and pools.scales is None:
             assert keys.table is not None
             pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
         q, k, v = attn.heads(projected, positions, pages, attention)

@@ -179,14 +179,14 @@ class Eagle3Layer:
         both = jnp.concatenate([self.input_layernorm(embedded), normed], axis=-1)
         return both, normed if self.norm_before_residual else x
 
-    def outputs(self, residual: jax.Array, attended: jax.Array) -> jax.Array:
-        """The layer after attention. [B, T, H] each."""
+    def outputs(self, residual: jax.Array, attended: jax.Array, implementation: str) -> jax.Array:
+        """The layer after attention. [B, T, H] each. implementation: of Gemma's gated product."""
         if self.pre_feedforward_layernorm is None:
             x = residual + attended
             return x + self.mlp(self.post_attention_layernorm(x))
-        assert self.post_feedforward_layernorm is not None and self.layer_scalar is not None
+        assert self.post_feedforward_layernorm is not None and self.layer_scalar is not None and isinstance(self.mlp, GatedMLP)
         x = residual + self.post_attention_layernorm(attended)
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), implementation))
         return x * self.layer_scalar.reshape(1, 1, 1)
 
 
@@ -332,7 +332,7 @@ def _layer(
         heads = paged_attention(q, positions, (pool.k, pool.v), table, length, (k, v), count, scale=attn.scale, implementation=attention)
         attended = jax.lax.dot_general(heads, attn.o_proj.weight, (((2, 3, 4), (1, 2, 3)), ((), ())))
     with jax.named_scope("feed_forward"):
-        return layer.outputs(residual, attended), (k, v)
+        return layer.outputs(residual, attended, attention), (k, v)
 
 
 def abstract(config: Eagle3Config, dtype: Any = jnp.bfloat16) -> Eagle3:

@@ -81,8 +81,9 @@ class Gemma4MTP:
         token, steps = target.anchor[:, None], []
         for k in range(1, num_draft_tokens + 1):
             out, hidden = self.step(target.model.embed(token), hidden, position, keys, attention)
-            token = self.choose(out, target.length[:, None] + k, sampling, attention)
-            steps.append((token, *self.candidates(out, attention)))
+            candidates = self.candidates(out, attention)
+            token = self.choose(out, candidates, target.length[:, None] + k, sampling, attention)
+            steps.append((token, *candidates))
         return Drafts.joined(steps, target.slots.shape[0]), state
 
     def step(
@@ -114,13 +115,21 @@ class Gemma4MTP:
         logits, ids = centroid_head.candidates(rows, *self._centroid_head, **self._centroid_settings, implementation=implementation)
         return logits.reshape(*out.shape[:2], -1), ids.reshape(*out.shape[:2], -1)
 
-    def choose(self, out: jax.Array, positions: jax.Array, sampling: Sampling, implementation: str = "auto") -> jax.Array:
-        """The drafts at `positions` [B, T], drawn from `candidates` as the target draws: [B, T] int32.
+    def choose(
+        self,
+        out: jax.Array,
+        candidates: tuple[jax.Array, jax.Array | None],
+        positions: jax.Array,
+        sampling: Sampling,
+        implementation: str = "auto",
+    ) -> jax.Array:
+        """The drafts at `positions` [B, T], drawn from the output's `candidates` as the target draws: [B, T] int32.
 
-        Where nothing but a temperature applies, no logits are written.
+        Where nothing but a temperature applies they come straight from the output, and XLA drops the candidates unless an acceptance
+        rule needs them.
         """
         if sampling.filters is not None or sampling.tables is not None:
-            logits, ids = self.candidates(out, implementation)
+            logits, ids = candidates
             return choose(logits, positions, sampling, ids)
         rows = out.reshape(-1, out.shape[-1])
         keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
