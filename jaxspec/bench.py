@@ -57,11 +57,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeFigures:
-    """Decoding a batch. context: mean length of a sequence while it was timed. steps: rounds that were timed, in all repeats.
-    acceptance_length: tokens a step of each sequence. floor_ms: step_bytes at the measured bandwidth. ratio: step over floor.
-    peak_bytes: most memory in use since the process began, None where the device does not say. kernels: by `kernel_times`, if asked for."""
+    """Decoding a batch. temperature: of every sequence. context: mean length of a sequence while it was timed. steps: rounds that were
+    timed, in all repeats. acceptance_length: tokens a step of each sequence. floor_ms: step_bytes at the measured bandwidth. ratio:
+    step over floor. peak_bytes: most memory in use since the process began, None where the device does not say. kernels: by
+    `kernel_times`, if asked for."""
 
     batch: int
+    temperature: float
     num_draft_tokens: int
     context: float
     steps: int
@@ -72,7 +74,6 @@ class DecodeFigures:
     floor_ms: float
     ratio: float
     loop: Program
-    prefill: Program
     peak_bytes: int | None
     kernels: tuple[kernel_times.KernelTime, ...] = ()
 
@@ -122,7 +123,8 @@ def bench(config: str, drafter: str = "none", *, progress: bool = True, **asked:
 def measure(plan: Plan, *, progress: bool = True) -> Report:
     """Makes the weights and times what was planned."""
     work = plan.work
-    bar = tqdm(total=3 + 3 * len(plan.batches) + 2 * len(plan.prefill), disable=not progress, leave=False)
+    stages = 4 + 3 * len(plan.temperatures) * len(plan.batches) + 2 * len(plan.prefill)
+    bar = tqdm(total=stages, disable=not progress, leave=False)
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
 
@@ -139,8 +141,8 @@ def measure(plan: Plan, *, progress: bool = True) -> Report:
         begun = time.perf_counter()
         target, drafter = jax.block_until_ready(shapes.random_weights((plan.target_tree, plan.drafter_tree), work.seed))
         weights_s = time.perf_counter() - begun
-        decoded = tuple(_decode(work, target, drafter, batch, bandwidth, stage) for batch in plan.batches)
-        prefilled = tuple(_prefill(work, target, drafter, length, rate, stage) for length in plan.prefill)
+        decoded = tuple(_decode_all(plan, target, drafter, bandwidth, stage))
+        prefilled = tuple(_prefill_all(plan, target, drafter, rate, stage))
     return Report(
         command=sys.argv,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -168,8 +170,8 @@ def lines(report: Report) -> Iterator[str]:
     work, gb = report.settings, 1e9
     rates = ", ".join(map(str, work.accept.rates[: work.num_draft_tokens])) or work.accept.name
     with_drafter = f"drafter {report.drafter}, K = {work.num_draft_tokens}, acceptance {rates}" if work.num_draft_tokens else "no drafter"
-    sampling = f"temperature {work.temperature}, top_k {work.top_k}, top_p {work.top_p}" if work.temperature else "greedy"
-    yield f"{report.config}, {report.dtype}; {with_drafter}; {sampling}; attention {work.attention}"
+    sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(f.temperature for f in report.decode) else ""
+    yield f"{report.config}, {report.dtype}; {with_drafter}{sampling}; attention {work.attention}"
     yield f"{report.device}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"
     yield (
         f"weights {report.target_bytes / gb:.2f} GB and {report.drafter_bytes / gb:.2f} GB, made in {report.weights_s:.1f} s; "
@@ -177,12 +179,12 @@ def lines(report: Report) -> Iterator[str]:
     )
     if report.decode:
         yield ""
-        yield "batch context  step ms      min      max  tokens/s  accepted  GB/step  floor ms  ratio  compile s  peak GB"
+        yield "batch  temp context  step ms      min      max  tokens/s  accepted  GB/step  floor ms  ratio  compile s  peak GB"
     for f in report.decode:
         peak = "       -" if f.peak_bytes is None else f"{f.peak_bytes / gb:8.2f}"
         yield (
-            f"{f.batch:5d} {f.context:7.0f} {f.step_ms.median:8.3f} {f.step_ms.min:8.3f} {f.step_ms.max:8.3f} {f.tokens_per_s:9.1f} "
-            f"{f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.floor_ms:9.3f} {f.ratio:6.2f} {f.loop.compile_s:10.1f} {peak}"
+            f"{f.batch:5d} {f.temperature:5.2f} {f.context:7.0f} {f.step_ms.median:8.3f} {f.step_ms.min:8.3f} {f.step_ms.max:8.3f} "
+            f"{f.tokens_per_s:9.1f} {f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.floor_ms:9.3f} {f.ratio:6.2f} {f.loop.compile_s:10.1f} {peak}"
         )
     if report.prefill:
         yield ""
@@ -194,7 +196,7 @@ def lines(report: Report) -> Iterator[str]:
         )
     for f in report.decode:
         if f.kernels:
-            yield f"\nbatch {f.batch}: step {f.step_ms.median:.3f} ms"
+            yield f"\nbatch {f.batch} at temperature {f.temperature}: step {f.step_ms.median:.3f} ms"
             yield from kernel_times.table(list(f.kernels))
 
 
@@ -203,20 +205,42 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
 
 
-def _decode(work: Workload, target: Any, drafter: Any, batch: int, bandwidth: float, stage: Callable[[str], None]) -> DecodeFigures:
-    stage(f"batch {batch}: compile")
-    state = jax.block_until_ready(jax.jit(functools.partial(work.init_state, slots=batch, max_len=work.max_len))(target, drafter))
-    slots = jnp.arange(batch, dtype=jnp.int32)
+def _decode_all(plan: Plan, target: Any, drafter: Any, bandwidth: float, stage: Callable[[str], None]) -> Iterator[DecodeFigures]:
+    """Every batch size at every temperature, in one state that has the slots of the largest."""
+    if not plan.batches:
+        return
+    work, slots = plan.work, max(plan.batches)
+    stage("prompts: compile")
+    state = jax.block_until_ready(jax.jit(functools.partial(work.init_state, slots=slots, max_len=work.max_len))(target, drafter))
+    chunk = min(work.prefill_chunk, work.context)
+    # Nothing is sampled among the likeliest alone for a prompt's first token: no figure is of it.
+    prefill, _ = _compiled(
+        functools.partial(decode.prefill, chunk=chunk, **work.implementations), target, drafter, state, np.zeros(1, np.int32)
+    )
+
+    def prompts(state: Any, requests: decode.Requests) -> Any:
+        state = jax.jit(_admit, donate_argnums=0)(state, np.arange(slots, dtype=np.int32), requests)
+        for slot in range(len(requests.length)):
+            for _ in range(math.ceil(work.context / chunk)):
+                state = prefill(target, drafter, state, np.full(1, slot, np.int32))
+        return state
+
+    for temperature in plan.temperatures:
+        for batch in plan.batches:
+            cell = dataclasses.replace(work, temperature=temperature)
+            state = prompts(state, _requests(cell, target.config, batch, work.context, work.max_len))
+            state, figures = _decode(cell, target, drafter, state, batch, bandwidth, stage)
+            yield figures
+
+
+def _decode(
+    work: Workload, target: Any, drafter: Any, state: Any, batch: int, bandwidth: float, stage: Callable[[str], None]
+) -> tuple[Any, DecodeFigures]:
+    """Times the sequences of the first `batch` slots. Takes the state along, and returns it."""
+    name, slots = f"batch {batch} at temperature {work.temperature}", jnp.arange(batch, dtype=jnp.int32)
+    stage(f"{name}: compile")
     function = functools.partial(decode.decode_loop, num_draft_tokens=work.num_draft_tokens, accept=work.accept, **work.static)
     loop, loop_cost = _compiled(function, target, drafter, state, slots, np.int32(0), np.bool_(False))
-    chunk = min(work.prefill_chunk, work.context)
-    prefill, prefill_cost = _compiled(functools.partial(decode.prefill, chunk=chunk, **work.static), target, drafter, state, slots[:1])
-
-    stage(f"batch {batch}: prompts")
-    state = jax.jit(decode.admit, donate_argnums=0)(state, slots, _requests(work, target.config, batch, work.context, work.max_len))
-    for slot in range(batch):
-        for _ in range(math.ceil(work.context / chunk)):
-            state = prefill(target, drafter, state, np.full(1, slot, np.int32))
 
     def call(steps: int) -> float:
         nonlocal state
@@ -225,14 +249,15 @@ def _decode(work: Workload, target: Any, drafter: Any, batch: int, bandwidth: fl
         return time.perf_counter() - begun
 
     def counts() -> tuple[np.ndarray, np.ndarray]:
-        length, rounds, status = jax.device_get((state.length, state.rounds, state.status))
+        length, rounds, status = (x[:batch] for x in jax.device_get((state.length, state.rounds, state.status)))
         if not (status == decode.RUNNING).all():
             raise RuntimeError(f"{(status != decode.RUNNING).sum()} of {batch} sequences ended while they were timed")
         return length, rounds
 
-    stage(f"batch {batch}: time")
+    stage(f"{name}: warm up")
     for _ in range(WARM_UPS):
         call(WARM_UP_STEPS)
+    stage(f"{name}: time")
     first_length, first_rounds = counts()
     length, rounds = first_length, first_rounds
     times, contexts = [], []
@@ -244,7 +269,7 @@ def _decode(work: Workload, target: Any, drafter: Any, batch: int, bandwidth: fl
         contexts.append(float(np.mean(before + length)) / 2)
     found: tuple[kernel_times.KernelTime, ...] = ()
     if work.profile is not None:
-        folder = Path(work.profile) / f"batch-{batch}"
+        folder = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}"
         with jax.profiler.trace(str(folder)):
             call(work.steps)
         found = tuple(kernel_times.kernel_times(folder, loop.as_text(), work.steps))
@@ -252,8 +277,9 @@ def _decode(work: Workload, target: Any, drafter: Any, batch: int, bandwidth: fl
     accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
     size = roofline.step_bytes(target, drafter, batch=batch, num_draft_tokens=work.num_draft_tokens, context=context)
     floor = 1e3 * size.total / bandwidth
-    return DecodeFigures(
+    return state, DecodeFigures(
         batch=batch,
+        temperature=work.temperature,
         num_draft_tokens=work.num_draft_tokens,
         context=context,
         steps=int((rounds - first_rounds).max()),
@@ -264,35 +290,46 @@ def _decode(work: Workload, target: Any, drafter: Any, batch: int, bandwidth: fl
         floor_ms=floor,
         ratio=step.median / floor,
         loop=loop_cost,
-        prefill=prefill_cost,
         peak_bytes=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         kernels=found,
     )
 
 
-def _prefill(work: Workload, target: Any, drafter: Any, length: int, rate: float, stage: Callable[[str], None]) -> PrefillFigures:
-    stage(f"prompt of {length}: compile")
-    max_len, chunk = length + 2, min(work.prefill_chunk, length)
+def _prefill_all(plan: Plan, target: Any, drafter: Any, rate: float, stage: Callable[[str], None]) -> Iterator[PrefillFigures]:
+    """Every length of a prompt, in one state with a slot for the longest."""
+    if not plan.prefill:
+        return
+    work, max_len, slots = plan.work, max(plan.prefill) + 2, np.zeros(1, np.int32)
     state = jax.jit(functools.partial(work.init_state, slots=1, max_len=max_len))(target, drafter)
-    slots = jnp.zeros((1,), jnp.int32)
-    program, cost = _compiled(functools.partial(decode.prefill, chunk=chunk, **work.static), target, drafter, state, slots)
-    requests = _requests(work, target.config, 1, length, max_len)
-    again = jax.jit(lambda state: decode.admit(decode.release(state, slots), slots, requests), donate_argnums=0)
+    admit = jax.jit(_admit, donate_argnums=0)
+    programs: dict[int, tuple[Any, Program]] = {}
+    for length in plan.prefill:
+        chunk = min(work.prefill_chunk, length)
+        stage(f"prompt of {length}: compile")
+        if chunk not in programs:
+            programs[chunk] = _compiled(functools.partial(decode.prefill, chunk=chunk, **work.static), target, drafter, state, slots)
+        program, cost = programs[chunk]
+        requests, calls = _requests(work, target.config, 1, length, length + 2), math.ceil(length / chunk)
 
-    stage(f"prompt of {length}: time")
-    times = []
-    for _ in range(WARM_UPS + work.repeats):
-        state = jax.block_until_ready(again(state))
-        begun = time.perf_counter()
-        for _ in range(math.ceil(length / chunk)):
-            state = program(target, drafter, state, slots)
-        jax.block_until_ready(state)
-        times.append(1e3 * (time.perf_counter() - begun))
-        if int(state.length[0]) != length + 1:
-            raise RuntimeError(f"a prompt of {length} tokens was not computed: the sequence has {int(state.length[0])}")
-    spread = Spread.of(times[WARM_UPS:])
-    flops = roofline.prefill_flops(target, length, chunk, drafter.taps)
-    return PrefillFigures(length, chunk, spread, 1e3 * length / spread.median, flops, 1e3 * flops / spread.median / rate, cost)
+        stage(f"prompt of {length}: time")
+        times, warm_ups = [], math.ceil(WARM_UPS / calls)
+        for _ in range(warm_ups + work.repeats):
+            state = jax.block_until_ready(admit(state, slots, requests))
+            begun = time.perf_counter()
+            for _ in range(calls):
+                state = program(target, drafter, state, slots)
+            jax.block_until_ready(state)
+            times.append(1e3 * (time.perf_counter() - begun))
+            if int(state.length[0]) != length + 1:
+                raise RuntimeError(f"a prompt of {length} tokens was not computed: the sequence has {int(state.length[0])}")
+        spread = Spread.of(times[warm_ups:])
+        flops = roofline.prefill_flops(target, length, chunk, drafter.taps)
+        yield PrefillFigures(length, chunk, spread, 1e3 * length / spread.median, flops, 1e3 * flops / spread.median / rate, cost)
+
+
+def _admit(state: decode.DecodeState, ended: jax.Array, requests: decode.Requests) -> decode.DecodeState:
+    """Empties the slots `ended`, and puts the requests into the first ones."""
+    return decode.admit(decode.release(state, ended), jnp.arange(requests.length.shape[0], dtype=jnp.int32), requests)
 
 
 def _requests(work: Workload, config: Gemma4Config, batch: int, length: int, limit: int) -> decode.Requests:

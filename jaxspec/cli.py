@@ -101,7 +101,7 @@ def _bench_parser(commands: Any) -> None:
     option("tokens", "new tokens of a sequence in a timed call, about (default: 128)", type=int, metavar="N")
     rates = "share of rounds that accept each draft and all before it (default: 0.92,0.78,0.67,0.57), or the name of a rule"
     option("acceptance", rates, type=_rates, metavar="R,...")
-    option("temperature", "0, the default, is greedy", type=float, metavar="T")
+    option("temperature", "0, the default, is greedy; each is timed in turn", type=_floats, metavar="T,...", dest="temperatures")
     option("top-k", "with a temperature, how many tokens to sample among; 0, the default, for all", type=int, metavar="N")
     option("top-p", "with a temperature, the probability to sample among (default: 1)", type=float, metavar="P")
     option("prefill", "also time prompts of these lengths", type=_integers, metavar="N,...")
@@ -119,8 +119,12 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
 def _rates(text: str) -> str | tuple[float, ...]:
-    return text if text.isidentifier() else tuple(float(part) for part in text.split(","))
+    return text if text.isidentifier() else _floats(text)
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:

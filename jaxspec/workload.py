@@ -64,7 +64,11 @@ class Workload:
         """Static arguments of every call."""
         plain = not self.temperature or (not self.top_k and self.top_p == 1)
         needs = PLAIN if plain else Needs("top" if 0 < self.top_k <= CANDIDATES else "search")
-        return {"needs": needs, "attention": self.attention, "draft_attention": self.draft_attention}
+        return {"needs": needs, **self.implementations}
+
+    @property
+    def implementations(self) -> dict[str, Any]:
+        return {"attention": self.attention, "draft_attention": self.draft_attention}
 
     def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
         return decode.init_state(target, drafter, slots=slots, max_len=max_len, num_draft_tokens=self.num_draft_tokens)
@@ -72,7 +76,8 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A target and a drafter by name and as trees of ShapeDtypeStructs, batch sizes to decode, lengths of prompts, and the workload."""
+    """A target and a drafter by name and as trees of ShapeDtypeStructs, batch sizes and temperatures to decode at, lengths of prompts,
+    and the workload, whose own temperature is that of the prompts."""
 
     config: str
     drafter: str
@@ -80,6 +85,7 @@ class Plan:
     target_tree: Any
     drafter_tree: Any
     batches: tuple[int, ...]
+    temperatures: tuple[float, ...]
     prefill: tuple[int, ...]
     work: Workload
 
@@ -90,12 +96,13 @@ def plan(
     *,
     num_draft_tokens: int | None = None,
     batches: Sequence[int] = (1,),
+    temperatures: Sequence[float] = (0.0,),
     prefill: Sequence[int] = (),
     acceptance: Sequence[float] | str = RATES,
     dtype: str = "bfloat16",
     **workload: Any,
 ) -> Plan:
-    """Checks what is to be timed: steps of each batch size, and prompts of each length in `prefill`.
+    """Checks what is to be timed: steps of each batch size at each temperature, and prompts of each length in `prefill`.
 
     config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
     `shapes.DRAFTERS`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, see
@@ -115,16 +122,17 @@ def plan(
     accept = rule_of(acceptance) if isinstance(acceptance, str) else synthetic(acceptance)
     accept.check(count)
     work = Workload(count, accept, **workload)
-    _check(work, target_config, batches, prefill)
+    _check(work, target_config, batches, temperatures, prefill)
     _check_memory(config, work, target, draft, batches, prefill)
-    return Plan(config, drafter, dtype, target, draft, tuple(batches), tuple(prefill), work)
+    return Plan(config, drafter, dtype, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work)
 
 
-def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], prefill: Sequence[int]) -> None:
+def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], temperatures: Sequence[float], prefill: Sequence[int]) -> None:
     for name in ("context", "tokens", "repeats", "prefill_chunk"):
         integer(name, getattr(work, name), 1)
-    if not (math.isfinite(work.temperature) and work.temperature >= 0):
-        raise ValueError(f"temperature is {work.temperature}, expected a finite number of at least 0")
+    for temperature in temperatures:
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature is {temperature}, expected a finite number of at least 0")
     integer("top_k", work.top_k, 0)
     if not 0 < work.top_p <= 1:
         raise ValueError(f"top_p is {work.top_p}, expected more than 0 and at most 1")

@@ -156,11 +156,12 @@ def folders(tmp_path_factory):
 def test_a_run_from_end_to_end(folders, capsys):
     model = ["--config", str(folders / "target"), "--drafter", str(folders / "assistant"), "--dtype", "float32", "--k", "2"]
     work = ["--batch", "4", "--context", "20", "--tokens", "40", "--acceptance", "0.9,0.5", "--prefill", "24", "--prefill-chunk", "16"]
-    work += ["--temperature", "0.8", "--top-k", "9", "--top-p", "0.9"]
+    work += ["--temperature", "0,0.8", "--top-k", "9", "--top-p", "0.9"]
     out = ["--repeats", "2", "--json", str(folders / "out.json"), "--profile", str(folders / "trace")]
     assert cli.main(["bench", *model, *work, *out]) == 0
     report = json.loads((folders / "out.json").read_text())
-    (step,), (prompt,) = report["decode"], report["prefill"]
+    (greedy, step), (prompt,) = report["decode"], report["prefill"]
+    assert (greedy["temperature"], step["temperature"]) == (0.0, 0.8) and greedy["steps"] == step["steps"]
     # 2 calls of ceil(40 / 2.4) rounds of 4 sequences: the mean of 136 draws of 1, 2 or 3 tokens with deviation 0.66.
     assert step["steps"] == 34
     assert step["acceptance_length"] == pytest.approx(2.4, abs=0.2)
@@ -174,7 +175,7 @@ def test_a_run_from_end_to_end(folders, capsys):
     assert prompt["tokens_per_s"] == pytest.approx(24e3 / prompt["ms"]["median"])
     printed = capsys.readouterr().out
     for wanted in (
-        "temperature 0.8, top_k 9, top_p 0.9",
+        "where a temperature is, top_k 9 and top_p 0.9",
         "acceptance 0.9, 0.5",
         f"{step['step_ms']['median']:8.3f}",
         f"{prompt['ms']['median']:8.2f}",
