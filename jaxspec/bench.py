@@ -184,7 +184,8 @@ def lines(report: Report) -> Iterator[str]:
         peak = "       -" if f.peak_bytes is None else f"{f.peak_bytes / gb:8.2f}"
         yield (
             f"{f.batch:5d} {f.temperature:5.2f} {f.context:7.0f} {f.step_ms.median:8.3f} {f.step_ms.min:8.3f} {f.step_ms.max:8.3f} "
-            f"{f.tokens_per_s:9.1f} {f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.floor_ms:9.3f} {f.ratio:6.2f} {f.loop.compile_s:10.1f} {peak}"
+            f"{f.tokens_per_s:9.1f} {f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.floor_ms:9.3f} {f.ratio:6.2f} "
+            f"{f.loop.compile_s:10.1f} {peak}"
         )
     if report.prefill:
         yield ""
