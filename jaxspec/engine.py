@@ -116,6 +116,11 @@ class LLM:
             f"max_slots={self.max_slots}, max_len={self.max_len}, dtype={self.target.dtype}, on {jax.default_backend()})"
         )
 
+    def _repr_html_(self) -> str:
+        from jaxspec.display import llm_html
+
+        return llm_html(self, self._name)
+
     def warmup(self, *params: SamplingParams) -> None:
         """Compiles everything that a run with requests of these params can use, with a progress bar; with none, requests that say
         nothing. Requests that need more of what SamplingParams offers (filters; penalties and the like; logprobs) compile it when
@@ -299,7 +304,7 @@ class LLM:
             if later is not None:
                 logprobs = self._named(new, jax.tree.map(lambda x: x[prompt - 1 :], scored), of_output)
         by_id = request.stopped and found is None
-        return Completion(
+        completion = Completion(
             text=request.text.text,
             token_ids=new,
             finish_reason="stop" if by_id or found is not None else "length",
@@ -312,6 +317,8 @@ class LLM:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+        object.__setattr__(completion, "_tokenizer", self.tokenizer)  # for notebooks; no field, so that == and asdict pass it by
+        return completion
 
     def _named(self, tokens: Sequence[int], found: Logprobs, count: int) -> list[dict[int, Logprob]]:
         """Of each token a dict of itself and the `count` most likely tokens."""

@@ -229,6 +229,15 @@ class Completion:
             f"acceptance_length={self.stats.acceptance_length:.2f})"
         )
 
+    def _repr_html_(self) -> str:
+        from jaxspec.display import completion_html
+
+        return completion_html(self, self.__dict__.get("_tokenizer"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tokenizer that the engine leaves for `_repr_html_`: a copy that is pickled shows its text alone."""
+        return {name: value for name, value in self.__dict__.items() if name != "_tokenizer"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
