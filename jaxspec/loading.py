@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -15,8 +14,7 @@ import jax.numpy as jnp
 from jaxspec import checkpoint, drafters, gemma4
 from jaxspec.accept import Rule, rule_of
 from jaxspec.config import ASSISTANT_TYPES, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
-from jaxspec.drafters.base import Drafter, NoDraft
+from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import LLM
 from jaxspec.params import Defaults, integer
@@ -24,7 +22,6 @@ from jaxspec.runner import Runner, nbytes
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
 
-NUM_DRAFT_TOKENS = 4  # where the drafter's generation config names no number
 MAX_LEN = 4096
 MAX_SLOTS = 8
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -53,7 +50,8 @@ def load(
     target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket"). drafter: the same ("pocket-mtp"; a target is a
     draft model), "ngram" to look guesses up in the sequence itself, a Drafter object, or None to decode one token a step.
 
-    num_draft_tokens: tokens guessed in each round; by default what the drafter's generation_config.json says, else 4.
+    num_draft_tokens: tokens guessed in each round; by default what the drafter's generation_config.json says, else what its kind was
+    made for (a DFlash block less its anchor, the number in an EAGLE-3 speculator's config, one for each MTP module), else 4.
     dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs of compute capability 8.0 and newer,
     and float32 elsewhere. mesh: a Mesh with axes "data" and "tensor" to spread weights and slots over; one device by default.
     max_slots: sequences in flight (8). max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
@@ -90,23 +88,24 @@ def load(
     max_len = min(longest, MAX_LEN) if max_len is None else integer("max_len", max_len, 2, longest)
     weights_dtype = _dtype(dtype, config.dtype)
 
-    guess = NUM_DRAFT_TOKENS
-    draft_tree: Any = None
+    guess = None
     if isinstance(drafter, str | os.PathLike) and drafter != "ngram":
         draft_folder = checkpoint.resolve(drafter)
-        draft_tree = place(drafters.abstract_drafter(draft_folder, config, weights_dtype))
-        guess = checkpoint.read_generation_config(draft_folder).get("num_assistant_tokens") or guess
+        planned = place(drafters.abstract_drafter(draft_folder, config, weights_dtype))
+        guess = checkpoint.read_generation_config(draft_folder).get("num_assistant_tokens")
     else:
-        draft_folder, drafter = None, _object(drafter, config)
-        guess = 0 if isinstance(drafter, NoDraft) else guess
-    count = guess if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0, max_len - 1)
-    if count and isinstance(drafter, NoDraft):
+        draft_folder, planned = None, _object(drafter, config)
+        drafter = planned
+    if num_draft_tokens is None:
+        count = min(guess or num_draft_tokens_of(planned), max_len - 1)
+    else:
+        count = integer("num_draft_tokens", num_draft_tokens, 0, max_len - 1)
+    if count and isinstance(planned, NoDraft):
         raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
 
     rule.check(count)
 
     abstract = place(gemma4.abstract(config, weights_dtype))
-    planned: Any = drafter if draft_tree is None else draft_tree
     state = jax.eval_shape(
         functools.partial(
             Runner.init_state, abstract, planned, slots=slots, max_len=max_len, num_draft_tokens=count, kv_dtype=KV_DTYPES[kv_dtype]
@@ -182,19 +181,20 @@ def _over_devices(count: int, **chosen: str) -> list[str]:
 
 
 def _object(drafter: Any, config: Gemma4Config) -> Drafter:
-    """A drafter that is no checkpoint, checked as far as its kind allows."""
+    """A drafter that is no checkpoint, bound to the target."""
     if drafter is None:
         return NoDraft()
     if drafter == "ngram":
         return NGram()
-    if isinstance(drafter, gemma4_mtp.Gemma4MTP):
-        return dataclasses.replace(drafter, config=gemma4_mtp.bind(drafter.config, config))
     missing = [name for name in ("taps", "init", "observe", "draft") if not hasattr(drafter, name)]
     if missing:
         raise TypeError(
             f"drafter is of type {type(drafter).__name__} without {', '.join(missing)}; expected a checkpoint's name, a Drafter or None"
         )
-    return drafter
+    try:
+        return fitted(drafter, config)
+    except ValueError as error:
+        raise ValueError(f"the drafter {type(drafter).__name__} cannot be used with this target: {error}") from error
 
 
 def _dtype(dtype: Any, checkpoint_dtype: str) -> Any:

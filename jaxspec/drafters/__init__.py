@@ -10,7 +10,7 @@ from typing import Any
 from jaxspec import checkpoint
 from jaxspec.config import TARGET_TYPES, AssistantConfig, Gemma4Config
 from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
-from jaxspec.drafters.base import Drafter, NoDraft
+from jaxspec.drafters.base import Drafter, NoDraft, fitted
 
 
 def _assistant(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> gemma4_mtp.Gemma4MTP:
@@ -20,7 +20,7 @@ def _assistant(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dt
 
 
 # What config.json calls the drafter -> (folder, config, target's config, dtype) -> the drafter as a tree of ShapeDtypeStructs.
-# Each raises ValueError, naming both numbers, for a drafter that does not fit the target.
+# Whether it fits the target, its `bind` says, which is called behind each.
 REGISTRY: dict[str, Callable[[Path, Mapping[str, Any], Gemma4Config, Any], Any]] = {
     "gemma4_assistant": _assistant,
     "gemma4_unified_assistant": _assistant,
@@ -47,7 +47,7 @@ def abstract_drafter(folder: Path, target: Gemma4Config, dtype: Any) -> Any:
         named = f" ({', '.join(architectures)})" if architectures else ""
         raise ValueError(f"the drafter {folder} has model_type {kind!r}{named}; expected one of {known}")
     try:
-        return make(folder, config, target, dtype)
+        return fitted(make(folder, config, target, dtype), target)
     except ValueError as error:
         raise ValueError(f"the drafter {folder} cannot be used with this target: {error}") from error
 

@@ -1,6 +1,7 @@
 """What a drafter is: an immutable pytree of weights with three pure methods over a state of its own.
 
-A new drafter is one file with a class like `NoDraft`, and one line in `jaxspec.drafters.REGISTRY`.
+A new drafter is one file with a class like `NoDraft`, and one line in `jaxspec.drafters.REGISTRY`. What it was made for, and how many
+tokens it guesses well, it may say in two more members: see `fitted` and `num_draft_tokens_of`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.cache import PagedKV
+from jaxspec.config import Gemma4Config
 from jaxspec.gemma4 import Gemma4
 from jaxspec.sampling import Sampling
+
+NUM_DRAFT_TOKENS = 4  # of a drafter that names no number
 
 
 @struct.dataclass
@@ -78,7 +82,12 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """taps: indices of the target's hidden states that `observe` needs."""
+    """taps: indices of the target's hidden states that `observe` needs.
+
+    A drafter that was made for one kind of target also has `bind(target: Gemma4Config)`, which gives the drafter as it is used with that
+    target, and raises ValueError, naming what was found and what was expected, if it does not fit. One that was made for a number of
+    drafts has it as `num_draft_tokens`. `init` raises ValueError for more drafts than the drafter can make.
+    """
 
     @property
     def taps(self) -> tuple[int, ...]: ...
@@ -104,6 +113,7 @@ class NoDraft:
     """Drafts nothing: with it the same loop decodes one token a step."""
 
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    num_draft_tokens: int = struct.field(pytree_node=False, default=0)
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> tuple[()]:
         return ()
@@ -114,3 +124,19 @@ class NoDraft:
     def draft(self, state: tuple[()], target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, tuple[()]]:
         # Ids that no target chooses: with num_draft_tokens above 0 every draft is rejected.
         return Drafts(jnp.full((target.slots.shape[0], num_draft_tokens), -1, jnp.int32)), state
+
+
+def fitted(drafter: Any, target: Gemma4Config) -> Any:
+    """The drafter, weights or an abstract tree, bound to its target. Raises ValueError, naming both numbers, if it does not fit."""
+    bind = getattr(drafter, "bind", None)
+    drafter = drafter if bind is None else bind(target)
+    depth = target.num_hidden_layers
+    if any(not 0 <= i <= depth for i in drafter.taps):
+        raise ValueError(f"the drafter reads hidden states {list(drafter.taps)}; this target has 0 .. {depth}")
+    return drafter
+
+
+def num_draft_tokens_of(drafter: Any) -> int:
+    """Drafts a round where nobody asked for a number: what the drafter says, else 4."""
+    named = getattr(drafter, "num_draft_tokens", None)
+    return NUM_DRAFT_TOKENS if named is None else named

@@ -34,7 +34,8 @@ NAMES = ("DFlashDraftModel", "DFlashSpeculator", "dflash")
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig:
     """layers, causal: of each layer its spec, and whether a row of the block sees only the block's rows up to its own. taps: indices of
-    the target's hidden states. block_size: rows of the longest block, the anchor's among them. draft_vocab_size: rows of the head; a
+    the target's hidden states. target_hidden_size, num_target_layers: of the target that the drafter was made for, the latter None where
+    the config does not say. block_size: rows of the longest block, the anchor's among them. draft_vocab_size: rows of the head; a
     head of fewer rows than the target has tokens comes with d2t. own_head, own_mask: whether the checkpoint has a head and a mask
     embedding; else they are the target's. unread: beginnings of the checkpoint's other keys. input_embedding_scale: of the block's
     embeddings; 1 takes the rows of the target's table as they are, hidden_size ** 0.5 is what some ports use."""
@@ -48,6 +49,8 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     eps: float
+    target_hidden_size: int
+    num_target_layers: int | None = None
     own_head: bool = False
     own_mask: bool = False
     unread: tuple[str, ...] = ()
@@ -59,7 +62,7 @@ class DFlashConfig:
     def from_hf(cls, config: Mapping[str, Any], target: Gemma4Config, keys: Collection[str] = ()) -> DFlashConfig:
         """Reads config.json, as z-lab or speculators write it. keys: of the checkpoint's tensors.
 
-        Raises ValueError, naming both numbers, for a drafter that does not fit the target or that this implementation does not have.
+        Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
         """
         inner = {**config, **(config.get("transformer_layer_config") or {})}
         dflash = config.get("dflash_config") or {}
@@ -71,10 +74,6 @@ class DFlashConfig:
         expect(config, "sample_from_anchor", (False, None))
         expect(config, "projector_type", ("dflash",))
         hidden, vocab = int(require(inner, "hidden_size")), int(require(inner, "vocab_size"))
-        theirs = config.get("target_hidden_size") or hidden
-        if theirs != target.hidden_size or hidden != target.hidden_size:
-            raise ValueError(f"the drafter has hidden_size {hidden}, for a target of {theirs}; this target has {target.hidden_size}")
-        check_vocabulary(vocab, target)
         layers, causal = _layers(inner, config, dflash)
         mask = next((c[name] for name, c in _mask_places(dflash, config) if c.get(name) is not None), None)
         if mask is None or not 0 <= mask < vocab:
@@ -87,13 +86,15 @@ class DFlashConfig:
         return cls(
             layers=layers,
             causal=causal,
-            taps=_taps(config, dflash, len(layers), target),
+            taps=_taps(config, dflash, len(layers), target.num_hidden_layers),
             hidden_size=hidden,
             vocab_size=vocab,
             draft_vocab_size=draft_vocab,
             block_size=int(dflash.get("block_size") or require(config, "block_size")),
             mask_token_id=int(mask),
             eps=float(inner.get("rms_norm_eps", 1e-6)),
+            target_hidden_size=int(config.get("target_hidden_size") or hidden),
+            num_target_layers=config.get("num_target_layers"),
             own_head=own_head,
             own_mask="mask_embedding" in keys,
             unread=unread_keys(speculators, own_head=own_head, own_embedding=False, own_d2t=draft_vocab != vocab),
@@ -108,22 +109,29 @@ def _mask_places(dflash: Mapping[str, Any], config: Mapping[str, Any]) -> list[t
     return [("mask_token_id", dflash), *((f, config) for f in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"))]
 
 
-def _taps(config: Mapping[str, Any], dflash: Mapping[str, Any], layers: int, target: Gemma4Config) -> tuple[int, ...]:
-    """Indices of hidden states. `target_layer_ids` count layers, whose outputs are one further on; `aux` ids are indices already."""
-    depth = target.num_hidden_layers
+def _taps(config: Mapping[str, Any], dflash: Mapping[str, Any], layers: int, depth: int) -> tuple[int, ...]:
+    """Indices of hidden states, in the order in which the drafter's fc takes them."""
+    indices = named_taps(dflash, config)
+    if indices is not None:
+        return indices
     made_for = config.get("num_target_layers")
-    if made_for is not None and made_for != depth:
-        raise ValueError(f"the drafter was made for a target of {made_for} layers (num_target_layers), this target has {depth}")
-    ids = dflash.get("target_layer_ids") or config.get("target_layer_ids")
-    indices = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
-    if indices is None:
-        if ids is None and made_for is None:
-            raise ValueError(f"config.json has neither target_layer_ids nor num_target_layers, which this target's {depth} must equal")
-        # As many as the drafter has layers, evenly from the second layer to the fourth from the end.
-        if ids is None:
-            ids = [depth // 2] if layers == 1 else [round(1 + i * (depth - 4) / (layers - 1)) for i in range(layers)]
-        indices = [i + 1 for i in ids]
-    return check_taps(indices, target)
+    if made_for is None:
+        raise ValueError(f"config.json has neither target_layer_ids nor num_target_layers, which this target's {depth} must equal")
+    # As many as the drafter has layers, evenly from the second layer to the fourth from the end.
+    ids = [made_for // 2] if layers == 1 else [round(1 + i * (made_for - 4) / (layers - 1)) for i in range(layers)]
+    return tuple(i + 1 for i in ids)
+
+
+def named_taps(*configs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The indices of hidden states that (parts of) a config name, None where they name none. vLLM and speculators take `aux` ids as
+    such; `target_layer_ids` count layers, whose outputs are one further on. Raises ValueError if two of them say different things."""
+    fields = {"eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
+    found = [(field, config[field], offset) for config in configs for field, offset in fields.items() if config.get(field)]
+    named = {tuple(int(i) + offset for i in ids) for _, ids, offset in found}
+    if len(named) > 1:
+        listed = ", ".join(f"{field} {list(ids)}" for field, ids, _ in found)
+        raise ValueError(f"config.json names different layers: {listed}; expected target_layer_ids one below the others, or one of them")
+    return next(iter(named), None)
 
 
 def _layers(
@@ -200,17 +208,13 @@ def expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> N
         raise ValueError(f"config.json has {field}={config[field]!r}; implemented: {', '.join(map(repr, allowed))}")
 
 
-def check_taps(indices: Collection[int], target: Gemma4Config) -> tuple[int, ...]:
-    """The indices, each of a hidden state that the target has."""
-    outside = [i for i in indices if not 0 <= i <= target.num_hidden_layers]
-    if outside or not indices:
-        raise ValueError(f"the drafter reads hidden states {list(indices)}; this target has 0 .. {target.num_hidden_layers}")
-    return tuple(int(i) for i in indices)
-
-
-def check_vocabulary(vocab: int, target: Gemma4Config) -> None:
-    if vocab != target.vocab_size:
-        raise ValueError(f"the drafter has vocab_size {vocab}, this target has {target.vocab_size}")
+def check_target(config: Any, target: Gemma4Config) -> None:
+    """Raises ValueError if a drafter's config was made for a target of another depth or vocabulary."""
+    made_for, depth = config.num_target_layers, target.num_hidden_layers
+    if made_for is not None and made_for != depth:
+        raise ValueError(f"the drafter was made for a target of {made_for} layers (num_target_layers), this target has {depth}")
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(f"the drafter has vocab_size {config.vocab_size}, this target has {target.vocab_size}")
 
 
 def unread_keys(speculators: bool, *, own_head: bool, own_embedding: bool, own_d2t: bool) -> tuple[str, ...]:
@@ -289,6 +293,19 @@ class DFlash:
     def taps(self) -> tuple[int, ...]:
         return self.config.taps
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """All that a block holds beside the anchor."""
+        return self.config.block_size - 1
+
+    def bind(self, target: Gemma4Config) -> DFlash:
+        config, theirs = self.config, target.hidden_size
+        if config.hidden_size != theirs or config.target_hidden_size != theirs:
+            made_for = f"hidden_size {config.hidden_size}, for a target of {config.target_hidden_size}"
+            raise ValueError(f"the drafter has {made_for}; this target has {theirs}")
+        check_target(config, target)
+        return self
+
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> DFlashState:
         if num_draft_tokens >= self.config.block_size:
             raise ValueError(
@@ -301,18 +318,21 @@ class DFlash:
         return DFlashState(paged.fixed(self.config.layers, **sizes, dtype=dtype))
 
     def observe(self, state: DFlashState, rows: Observed) -> DFlashState:
-        cache, dtype = state.cache, self.fc.weight.dtype
-        with jax.named_scope("context"):
-            context = self.hidden_norm(self.fc(jnp.concatenate([tap.astype(dtype) for tap in rows.taps], axis=-1)))
-            projected = self.kv_proj(context)
+        cache = state.cache
         count = jnp.where(rows.slots < cache.slots, rows.committed, 0)
         pools = []
-        for i, (layer, pool) in enumerate(zip(self.layers, cache.layers, strict=True)):
+        for layer, pool, keys in zip(self.layers, cache.layers, self.context(rows.taps, rows.positions), strict=True):
             assert pool is not None
             table = jnp.take(cache.tables[layer.self_attn.spec.kind], rows.slots, axis=0, mode="clip")
-            k, v = layer.self_attn.keys_values(projected[:, :, i], rows.positions)
-            pools.append(paged.write(pool, table, rows.positions[:, 0], count, k, v))
+            pools.append(paged.write(pool, table, rows.positions[:, 0], count, *keys))
         return DFlashState(dataclasses.replace(cache, layers=tuple(pools)))
+
+    def context(self, taps: tuple[jax.Array, ...], positions: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        """Each layer's K and V of rows. taps: [B, T, h] each; positions: [B, T] int32 -> [B, T, KV, D] each."""
+        dtype = self.fc.weight.dtype
+        with jax.named_scope("context"):
+            projected = self.kv_proj(self.hidden_norm(self.fc(jnp.concatenate([tap.astype(dtype) for tap in taps], axis=-1))))
+        return [layer.self_attn.keys_values(projected[:, :, i], positions) for i, layer in enumerate(self.layers)]
 
     def draft(self, state: DFlashState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, DFlashState]:
         if num_draft_tokens == 0:

@@ -24,7 +24,7 @@ from jaxspec import checkpoint
 from jaxspec.cache import LayerKV, PagedKV
 from jaxspec.config import Gemma4Config, LayerSpec, refuse_quantised
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.drafters.dflash import SiluMLP, check_taps, check_vocabulary, head, plain_spec, require, unread_keys
+from jaxspec.drafters.dflash import SiluMLP, check_target, head, named_taps, plain_spec, require, unread_keys
 from jaxspec.gemma4 import Gemma4, take_row
 from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.sampling import Sampling, choose
@@ -37,7 +37,9 @@ NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator",
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config:
     """layers: of each its spec. gemma: layers of Gemma 4's kind, with sandwich norms and layer_scalar, all of which see embedding and
-    feature; else Llama's, of which the first does. taps: indices of the target's hidden states. head_norms: queries and keys are
+    feature; else Llama's, of which the first does. taps: indices of the target's hidden states. target_hidden_size, num_target_layers:
+    of the target that the drafter was made for, the latter None where the config does not say. num_draft_tokens: what it was trained or
+    published to guess, None where the config does not say. head_norms: queries and keys are
     normed. norm_before_residual: the first layer adds to the normed feature. norm_before_fc: one norm over all taps; fc_norm: one for
     each. norm_output: what is fed back has passed the final norm (vLLM's meaning). draft_vocab_size: rows of the head; a head of fewer
     rows than the target has tokens comes with d2t. own_head, own_embedding: whether the checkpoint has them; else they are the
@@ -50,6 +52,8 @@ class Eagle3Config:
     vocab_size: int
     draft_vocab_size: int
     eps: float
+    num_target_layers: int | None = None
+    num_draft_tokens: int | None = None
     gemma: bool = False
     head_norms: bool = False
     norm_before_residual: bool = False
@@ -66,15 +70,12 @@ class Eagle3Config:
     def from_hf(cls, config: Mapping[str, Any], target: Gemma4Config, keys: Collection[str] = ()) -> Eagle3Config:
         """Reads config.json, as EAGLE, SpecForge, speculators or DeepSpec write it. keys: of the checkpoint's tensors.
 
-        Raises ValueError, naming both numbers, for a drafter that does not fit the target or that this implementation does not have.
+        Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
         """
         inner = {**config, **(config.get("transformer_layer_config") or {})}
         gemma, speculators = GEMMA in (config.get("architectures") or ()), "speculators_model_type" in config
         hidden, vocab = int(require(inner, "hidden_size")), int(require(inner, "vocab_size"))
         theirs = int(config.get("target_hidden_size") or hidden)
-        if theirs != target.hidden_size:
-            raise ValueError(f"the drafter was made for a target of hidden_size {theirs}, this target has {target.hidden_size}")
-        check_vocabulary(vocab, target)
         own_embedding, own_head = ("embed_tokens.weight" in keys, "lm_head.weight" in keys) if not gemma else (False, False)
         if speculators and hidden == theirs and not config.get("embed_requires_grad"):
             own_embedding = False  # a frozen copy of the target's
@@ -88,12 +89,14 @@ class Eagle3Config:
         kept = unread_keys(speculators or gemma, own_head=own_head, own_embedding=own_embedding, own_d2t=draft_vocab != vocab)
         return cls(
             layers=layers,
-            taps=_taps(config, target),
+            taps=_taps(config, target.num_hidden_layers),
             hidden_size=hidden,
             target_hidden_size=theirs,
             vocab_size=vocab,
             draft_vocab_size=draft_vocab,
             eps=layers[0].eps,
+            num_target_layers=config.get("num_target_layers"),
+            num_draft_tokens=_proposed(config),
             gemma=gemma,
             head_norms=gemma or any(key.endswith("self_attn.q_norm.weight") for key in keys),
             norm_before_residual=not gemma and bool(config.get("norm_before_residual", speculators)),
@@ -108,17 +111,17 @@ class Eagle3Config:
         )
 
 
-def _taps(config: Mapping[str, Any], target: Gemma4Config) -> tuple[int, ...]:
-    """Indices of hidden states. vLLM takes `eagle_aux_hidden_state_layer_ids` as such; `target_layer_ids`, and the ids that SpecForge
-    writes into `eagle_config`, count layers, whose outputs are one further on."""
-    depth, made_for = target.num_hidden_layers, config.get("num_target_layers")
-    if made_for is not None and made_for != depth:
-        raise ValueError(f"the drafter was made for a target of {made_for} layers (num_target_layers), this target has {depth}")
-    indices = config.get("eagle_aux_hidden_state_layer_ids")
-    ids = config.get("target_layer_ids") or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if not indices:
-        indices = [i + 1 for i in ids] if ids else [2, depth // 2, depth - 3]
-    return check_taps(sorted(set(indices)), target)
+def _taps(config: Mapping[str, Any], depth: int) -> tuple[int, ...]:
+    """Indices of hidden states. The ids that SpecForge writes into `eagle_config` count layers, unlike those of the same name outside."""
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    named = named_taps(config, {"target_layer_ids": nested})
+    return tuple(sorted(set(named or (2, depth // 2, depth - 3))))
+
+
+def _proposed(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a round a speculators config proposes."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return methods[0].get("speculative_tokens")
 
 
 def _gemma_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
@@ -231,6 +234,17 @@ class Eagle3:
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.taps
+
+    @property
+    def num_draft_tokens(self) -> int | None:
+        return self.config.num_draft_tokens
+
+    def bind(self, target: Gemma4Config) -> Eagle3:
+        made_for = self.config.target_hidden_size
+        if made_for != target.hidden_size:
+            raise ValueError(f"the drafter was made for a target of hidden_size {made_for}, this target has {target.hidden_size}")
+        check_target(self.config, target)
+        return self
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> Eagle3State:
         dtype = self.fc.weight.dtype

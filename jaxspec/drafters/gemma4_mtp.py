@@ -62,6 +62,9 @@ class Gemma4MTP:
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
+    def bind(self, target: Gemma4Config) -> Gemma4MTP:
+        return dataclasses.replace(self, config=bind(self.config, target))
+
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> MTPState:
         return MTPState(jnp.zeros((slots, self.config.backbone_hidden_size), self.post_projection.weight.dtype))
 

@@ -167,6 +167,15 @@ class MTPModules:
         first = self.config.num_hidden_layers
         return tuple(self.model.layers[str(first + i)] for i in range(len(self.config.layers)))
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """One for each module."""
+        return len(self.config.layers)
+
+    def bind(self, target: Gemma4Config) -> MTPModules:
+        bind(self.config, target)
+        return self
+
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> ModulesState:
         used = self.config.layers[: max(num_draft_tokens, 1)]  # a later module is never reached
         dtype = self.modules[0].eh_proj.weight.dtype
@@ -224,7 +233,7 @@ class MTPModules:
             if s < used:
                 cache = _store(cache, s, keys, base, done)
             if s < num_draft_tokens:
-                logits = self._logits(s, take_row(x, jnp.maximum(count - 1, 0)))
+                logits = self.logits(s, take_row(x, jnp.maximum(count - 1, 0)))
                 token = choose(logits, target.length[:, None] + s + 1, sampling)
                 steps.append((token, logits, None))
                 column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
@@ -252,8 +261,8 @@ class MTPModules:
         positions = base[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
         return module(embedded, hidden, positions, keys, attention)
 
-    def _logits(self, step: int, hidden: jax.Array) -> jax.Array:
-        """[B, 1, H] -> [B, 1, V] float32."""
+    def logits(self, step: int, hidden: jax.Array) -> jax.Array:
+        """What the module of a step makes of its block's output: [B, T, H] -> [B, T, V] float32."""
         head = self.modules[step % len(self.modules)].shared_head
         return softcap(head.output(head.norm(hidden), dtype=jnp.float32), self.config.final_logit_softcapping)
 
@@ -296,5 +305,5 @@ def abstract(config: ModulesConfig, dtype: Any = jnp.bfloat16) -> MTPModules:
 
 
 def from_checkpoint(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> MTPModules:
-    """The modules that a config.json tells of, as a tree of ShapeDtypeStructs. Raises ValueError if they do not fit the target."""
-    return abstract(bind(ModulesConfig.from_hf(config), target), dtype)
+    """The modules that a config.json tells of, as a tree of ShapeDtypeStructs."""
+    return abstract(ModulesConfig.from_hf(config), dtype)

@@ -238,6 +238,8 @@ def changed(layout: str, changes: dict, dflash_config: dict | None = None) -> di
         (changed("z-lab", {"num_target_layers": 4}), r"made for a target of 4 layers \(num_target_layers\), this target has 3"),
         (changed("z-lab", {}, {"mask_token_id": 4, "target_layer_ids": [0, 3]}), r"hidden states \[1, 4\]; this target has 0 .. 3"),
         (changed("speculators", {"aux_hidden_state_layer_ids": [1, 9]}), r"hidden states \[1, 9\]; this target has 0 .. 3"),
+        (changed("speculators", {"target_layer_ids": [1, 2, 3]}), r"aux_hidden_state_layer_ids \[1, 2, 3\], target_layer_ids \[1, 2, 3\];"),
+        (changed("z-lab", {"aux_hidden_state_layer_ids": [0, 2]}), r"target_layer_ids \[0, 2\], aux_hidden_state_layer_ids \[0, 2\]; exp"),
         (changed("z-lab", {"num_target_layers": None}, {"mask_token_id": 4}), "neither target_layer_ids nor num_target_layers, .* 3 must"),
         (changed("z-lab", {}, {"target_layer_ids": [0]}), "mask_token_id is None; expected an id below vocab_size 61"),
         (changed("z-lab", {}, {"target_layer_ids": [0], "mask_token_id": 61}), "mask_token_id is 61; expected an id below vocab_size 61"),

@@ -304,7 +304,8 @@ def test_the_residual_depends_on_the_format(layout: str, changes: dict, residual
         ({"eagle_aux_hidden_state_layer_ids": [57, 2, 30]}, (2, 30, 57)),
         ({"target_layer_ids": [5, 17, 29, 41, 46]}, (6, 18, 30, 42, 47)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 56]}}, (2, 30, 57)),
-        ({"eagle_aux_hidden_state_layer_ids": [3, 60], "target_layer_ids": [7]}, (3, 60)),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 60], "target_layer_ids": [2, 59]}, (3, 60)),
+        ({"eagle_aux_hidden_state_layer_ids": None}, (2, 30, 57)),
     ],
 )
 def test_taps(changes: dict, taps: tuple[int, ...]) -> None:
@@ -320,12 +321,21 @@ def changed(layout: str, **changes) -> dict:
     ("config", "keys", "message"),
     [
         (changed("eagle", hidden_size=48), HEAD, "for a target of hidden_size 48, this target has 32"),
-        (changed("speculators", target_hidden_size=64), HEAD, "for a target of hidden_size 64, this target has 32"),
+        (
+            changed("speculators", target_hidden_size=64),
+            ("embed_tokens.weight", *HEAD),
+            "for a target of hidden_size 64, this target has 32",
+        ),
         (CONFIGS["speculators"], HEAD, "hidden_size 24 and no embed_tokens of its own; this target's has 32"),
         (CONFIGS["speculators"], ("embed_tokens.weight",), "hidden_size 24 and no lm_head of its own; this target's has 32"),
         (changed("eagle", vocab_size=62), HEAD, "vocab_size 62, this target has 61"),
         (CONFIGS["eagle"], ("fc.weight",), "draft_vocab_size is 40 of 61 tokens, and the checkpoint has no lm_head.weight"),
         (changed("gemma", num_target_layers=48), HEAD, r"made for a target of 48 layers \(num_target_layers\), this target has 3"),
+        (
+            changed("eagle", eagle_aux_hidden_state_layer_ids=[1, 3], target_layer_ids=[1]),
+            HEAD,
+            r"different layers: eagle_aux_hidden_state_layer_ids \[1, 3\], target_layer_ids \[1\]; expected target_layer_ids one below",
+        ),
         (changed("gemma", target_layer_ids=[1, 3]), HEAD, r"hidden states \[2, 4\]; this target has 0 .. 3"),
         (changed("eagle", eagle_aux_hidden_state_layer_ids=[2, 9]), HEAD, r"hidden states \[2, 9\]; this target has 0 .. 3"),
         (changed("eagle", num_key_value_heads=4), HEAD, "6 query heads and 4 KV heads of head_dim 8"),

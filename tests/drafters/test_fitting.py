@@ -1,0 +1,135 @@
+"""What every kind of drafter refuses when it is loaded, as a checkpoint or as an object, and how many tokens it guesses by default."""
+
+import dataclasses
+import json
+import re
+
+import jax.numpy as jnp
+import pytest
+import rounds
+import tiny
+from real_configs import FULL, SLIDING
+from test_dflash import CONFIGS as DFLASH
+from test_eagle3 import CONFIGS as EAGLE3
+from test_mtp import config as modules_config
+
+import jaxspec
+from jaxspec import loading
+from jaxspec.config import AssistantConfig, Gemma4Config
+from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
+from jaxspec.drafters.base import NoDraft, num_draft_tokens_of
+from jaxspec.drafters.ngram import NGram
+
+TEXT = {**rounds.TEXT, "hidden_size_per_layer_input": 0}
+CONFIG = Gemma4Config.from_hf(TEXT)
+HEAD = ("lm_head.weight", "embed_tokens.weight")
+ASSISTANT = {
+    **tiny.ASSISTANT,
+    "use_ordered_embeddings": False,
+    "text_config": {
+        **TEXT,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 2,
+        "layer_types": [SLIDING, FULL],
+    },
+}
+OBJECTS = {
+    "assistant": gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANT), CONFIG)),
+    "dflash": dflash.abstract(dflash.DFlashConfig.from_hf(DFLASH["z-lab"], CONFIG)),
+    "eagle3": eagle3.abstract(eagle3.Eagle3Config.from_hf({**EAGLE3["eagle"], "eagle_aux_hidden_state_layer_ids": [1, 3]}, CONFIG, HEAD)),
+    "modules": mtp.abstract(mtp.ModulesConfig.from_hf(modules_config(2, TEXT))),
+    "draft model": draft_model.abstract(CONFIG),
+    "taps": dataclasses.replace(NGram(), taps=(1, 3)),
+}
+WIDER, LONGER = {"hidden_size": 48}, {"vocab_size": 62}
+DEEPER = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL, FULL, FULL]}
+SHALLOWER = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """A drafter is refused before weights are read; one that fits goes on to them."""
+
+    def reached(*args, **kwargs):
+        raise LookupError("weights")
+
+    monkeypatch.setattr(loading, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(loading, "load_target", reached)
+
+
+def refusal(tmp_path, drafter, changes, **settings):
+    (tmp_path / "config.json").write_text(json.dumps({**TEXT, **changes}))
+    with pytest.raises((ValueError, LookupError)) as caught:
+        jaxspec.load(tmp_path, drafter, progress=False, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("assistant", WIDER, "Gemma4MTP cannot be used with this target: the assistant was made for a target of hidden_size 32, .* has 48"),
+        ("assistant", LONGER, "vocab_size 61, the target 62"),
+        ("assistant", {"num_key_value_heads": 4}, r"layer 0 \(sliding_attention\) has num_kv_heads 2, target layer 0, .* has 4"),
+        ("assistant", {"global_head_dim": 32}, r"layer 1 \(full_attention\) has head_dim 16, target layer 2, .* has 32"),
+        ("assistant", {"sliding_window": 9}, "window 8, target layer 0, .* has 9"),
+        ("assistant", {"layer_types": [FULL] * 3}, "of type 'sliding_attention'; the target has no layer of that type"),
+        ("assistant", DEEPER, "weights"),
+        ("dflash", WIDER, "DFlash cannot be used with this target: .* hidden_size 32, for a target of 32; this target has 48"),
+        ("dflash", LONGER, "vocab_size 61, this target has 62"),
+        ("dflash", DEEPER, r"made for a target of 3 layers \(num_target_layers\), this target has 4"),
+        ("eagle3", WIDER, "Eagle3 cannot be used with this target: .* a target of hidden_size 32, this target has 48"),
+        ("eagle3", LONGER, "vocab_size 61, this target has 62"),
+        ("eagle3", SHALLOWER, r"reads hidden states \[.*3\]; this target has 0 .. 2"),
+        ("modules", WIDER, "MTPModules cannot be used with this target: .* hidden_size 32, this target has 48"),
+        ("modules", LONGER, "vocab_size 61, this target has 62"),
+        ("modules", DEEPER, "num_hidden_layers 3, this target has 4"),
+        ("draft model", LONGER, "DraftModel cannot be used with this target: the draft model has vocab_size 61, the target 62"),
+        ("draft model", WIDER, "weights"),
+        ("taps", SHALLOWER, r"NGram cannot be used with this target: the drafter reads hidden states \[1, 3\]; this target has 0 .. 2"),
+        *((kind, {}, "weights") for kind in OBJECTS),
+    ],
+)
+def test_an_object_of_another_target_is_refused(no_weights, tmp_path, kind, changes, message):
+    found = refusal(tmp_path, OBJECTS[kind], changes)
+    assert re.search(message, found), found
+    assert ("cannot be used" in found) == (message != "weights")
+
+
+def test_a_block_must_hold_all_drafts(no_weights, tmp_path):
+    message = "num_draft_tokens is 16; the drafter's block_size of 16 holds the anchor and 15 drafts"
+    assert refusal(tmp_path, OBJECTS["dflash"], {}, num_draft_tokens=16) == message
+    checkpoint = tmp_path / "drafter"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(DFLASH["z-lab"]))
+    (checkpoint / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert refusal(tmp_path, checkpoint, {}, num_draft_tokens=16) == message
+    assert refusal(tmp_path, checkpoint, {}) == refusal(tmp_path, checkpoint, {}, num_draft_tokens=15) == "weights"
+    (checkpoint / "generation_config.json").write_text('{"num_assistant_tokens": 17}')
+    assert refusal(tmp_path, checkpoint, {}) == message.replace("16;", "17;")
+
+
+def proposing(number):
+    methods = [{"proposal_type": "greedy", "speculative_tokens": number}]
+    config = {**EAGLE3["eagle"], "speculators_config": {"proposal_methods": methods}}
+    return eagle3.abstract(eagle3.Eagle3Config.from_hf(config, CONFIG, HEAD), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "number"),
+    [
+        (NoDraft(), 0),
+        (NGram(), 4),
+        (OBJECTS["assistant"], 4),
+        (OBJECTS["dflash"], 15),
+        (OBJECTS["eagle3"], 4),
+        (proposing(3), 3),
+        (proposing(None), 4),
+        (OBJECTS["modules"], 2),
+        (OBJECTS["draft model"], 4),
+        (tiny.Parrot(jnp.zeros((1, 1)), jnp.zeros((1, 1))), 4),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_drafts_a_round_where_nobody_asked(drafter, number):
+    assert num_draft_tokens_of(drafter) == number
