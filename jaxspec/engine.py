@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from jaxspec.text import Tokenizer
 STEPS = 64  # rounds of a call; it bounds how long an interrupt waits
 WATCHED_STEPS = 8  # where text is looked at for stop strings between calls
 STREAM_STEPS = 4
+AHEAD = 4  # requests that are read before there is a slot for them
 FULL = "all {} slots are held by open streams; close some, or load with more max_slots"
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -145,11 +147,50 @@ class LLM:
         listed = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         return self._generate(self._requests(listed, params))
 
+    def as_completed(
+        self, prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]], params: SamplingParams | None = None
+    ) -> Iterator[Completion]:
+        """Completes prompts and yields each Completion as it is ready, in whatever order: its prompt_index says which item it belongs to.
+
+        prompts: any iterable, read as slots come free and never far ahead. An item is a prompt, or a tuple of a prompt and its own
+        SamplingParams. params: for the items that bring none.
+        An item that is not valid raises what `generate` raises, with its number, when it is read; `check` tells beforehand. That, an
+        exception in `prompts` or in the consumer, and closing the iterator end all that is unfinished and free the slots.
+        """
+        if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
+            raise TypeError(f"prompts is of type {type(prompts).__name__}, expected an iterable of prompts")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(f"params is {type(params).__name__}, expected SamplingParams or None")
+        return self._as_completed(self._read(prompts, params or SamplingParams()))
+
+    def _as_completed(self, requests: Iterator[Request]) -> Iterator[Completion]:
+        running = self._complete(requests)
+        try:
+            while True:
+                with self._lock, self._timed():
+                    found = next(running, None)
+                if found is None:
+                    return
+                yield found[1]
+        finally:
+            running.close()
+
+    def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Raises what `generate` would raise for this prompt with these params; computes nothing."""
+        self._maker.requests(0, prompt, SamplingParams() if params is None else params, lambda: 0)
+
+    def _read(self, items: Iterable[Any], params: SamplingParams) -> Iterator[Request]:
+        """Checked requests for each item, when it is asked for."""
+        for i, item in enumerate(items):
+            own = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
+            prompt, asked = item if own else (item, params)
+            yield from self._maker.requests(i, prompt, asked, self._draw_seed)
+
     def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         done: dict[Request, Completion] = {}
         show = self._progress and len(requests) > 1
         with self._lock, self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
-            for request, completion in self._complete(requests):
+            for request, completion in self._complete(iter(requests), {r.profile: r for r in requests}):
                 done[request] = completion
                 bar.update()
         return [done[request] for request in requests]
@@ -217,22 +258,36 @@ class LLM:
             each = list(params)
             if len(each) != len(prompts):
                 raise ValueError(f"found {len(each)} params for {len(prompts)} prompts; expected one for each, or one for all")
-        maker = Maker(self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults)
-        pairs = enumerate(zip(prompts, each, strict=True))
-        made = [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, lambda: self._seeds.getrandbits(53))]
+        maker, pairs = self._maker, enumerate(zip(prompts, each, strict=True))
+        made = [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, self._draw_seed)]
         return [dataclasses.replace(request, keep=keep) for request in made]
+
+    @property
+    def _maker(self) -> Maker:
+        return Maker(self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults)
+
+    def _draw_seed(self) -> int:
+        return self._seeds.getrandbits(53)
 
     def _needs(self, requests: Sequence[Request]) -> Needs:
         return needs_of(requests, self.defaults.suppress_tokens)
 
-    def _complete(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Completion]]:
-        """Runs requests through the slots, and gives each as it ends."""
-        runner, waiting, active = self._runner, collections.deque(requests), list[Request]()
-        needs, begun = self._needs(requests), self._clock()
-        steps = WATCHED_STEPS if any(r.params.stop for r in requests) else STEPS
+    def _complete(
+        self, requests: Iterator[Request], kinds: dict[tuple[Any, ...], Request] | None = None
+    ) -> Generator[tuple[Request, Completion], None, None]:
+        """Runs requests through the slots, and gives each as it ends. kinds: one request of each profile, where all are known; calls
+        are compiled for what has come so far."""
+        kinds = kinds or {}
+        runner, waiting, active, begun = self._runner, collections.deque[Request](), list[Request](), self._clock()
         try:
-            while waiting or active:
+            while True:
+                waiting.extend(itertools.islice(requests, max(runner.free_slots + AHEAD - len(waiting), 0)))
+                if not (waiting or active):
+                    return
                 fresh = [waiting.popleft() for _ in range(min(len(waiting), runner.free_slots))]
+                kinds |= {r.profile: r for r in fresh}
+                needs = self._needs(list(kinds.values()))
+                steps = WATCHED_STEPS if any(r.params.stop for r in [*active, *fresh]) else STEPS
                 if fresh:
                     runner.admit(fresh, needs)
                     active += fresh
@@ -313,6 +368,7 @@ class LLM:
             seed=request.seed,
             stats=self._account(request),
             index=request.index,
+            prompt_index=request.prompt_index,
             num_cached_tokens=request.shared,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

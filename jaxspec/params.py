@@ -203,11 +203,12 @@ class Completion:
     """What was generated from one prompt.
 
     text: without the stop token, the stop string and special tokens. token_ids: with the stop token. finish_reason: "stop" (a stop
-    token or stop string came) or "length" (max_tokens or max_len was reached). stop_reason: the stop string; or the id, if it was
-    one of stop_token_ids; None if it was the checkpoint's own end token. seed: the one that was used. stats: the rounds that it
-    took. index: which of the prompt's n samples. num_cached_tokens: prompt tokens that an earlier turn had computed. logprobs: for each
-    new token a dict of token id -> Logprob, of the token itself and of the most likely ones, None unless asked for; prompt_logprobs: the
-    same for the prompt, where the first token has None.
+    token or stop string came), "length" (max_tokens or max_len was reached) or "error" (this request alone failed; what it had by then
+    is given). stop_reason: the stop string; or the id, if it was one of stop_token_ids; None if it was the checkpoint's own end token.
+    seed: the one that was used. stats: the rounds that it took. index: which of the prompt's n samples. prompt_index: which of the
+    call's prompts. num_cached_tokens: prompt tokens that had been computed for another request. logprobs: for each new token a dict of
+    token id -> Logprob, of the token itself and of the most likely ones, None unless asked for; prompt_logprobs: the same for the
+    prompt, where the first token has None. error: what failed, None unless finish_reason is "error".
     """
 
     text: str
@@ -218,9 +219,11 @@ class Completion:
     seed: int
     stats: RoundStats
     index: int = 0
+    prompt_index: int = dataclasses.field(default=0, compare=False)
     num_cached_tokens: int = dataclasses.field(default=0, compare=False)
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
 
     def __repr__(self) -> str:
         return (

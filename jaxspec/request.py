@@ -23,7 +23,7 @@ MAX_STOP_IDS = 16
 class Request:
     """One sequence. prompt: [n] int32. limit: the length at which it ends. own_ends: the checkpoint's end tokens, none if ignored.
     params: what was asked for; temperature .. repetition_penalty are params' or the checkpoint's. bad_words: by their token ids. index:
-    which of the prompt's samples.
+    which of the prompt's samples. prompt_index: which of the call's prompts.
 
     slot: -1 until it is admitted and again after it has ended. length, status, drafted: as of the last call. tokens: [length] int32
     and from_draft: [length] bool, as of the last `Runner.fetch`, without what follows a stop string. text: the output's. logprobs: of
@@ -45,6 +45,7 @@ class Request:
     params: SamplingParams
     text: OutputText
     index: int = 0
+    prompt_index: int = 0
     slot: int = -1
     epoch: int = -1
     length: int = 0
@@ -76,6 +77,12 @@ class Request:
     def in_loop(self) -> bool:
         """Whether the loop gives its log-probabilities."""
         return self.params.logprobs is not None and 0 <= self.params.logprobs <= MAX_LOGPROBS
+
+    @property
+    def profile(self) -> tuple[Any, ...]:
+        """Requests of one profile need the same of a call."""
+        top_k = 0 if not self.top_k else 1 if self.top_k <= CANDIDATES else 2
+        return self.temperature > 0, top_k, self.top_p < 1, self.min_p > 0, self.edited, self.in_loop
 
     @property
     def output(self) -> list[int]:
@@ -152,6 +159,7 @@ class Maker:
                 params=params,
                 text=OutputText(self.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens),
                 index=i,
+                prompt_index=index,
             )
             for i in range(params.n)
         ]

@@ -451,3 +451,51 @@ def test_totals_and_how_things_show_themselves(load, parrot, folders):
     stream.close()
     assert llm.stats.tokens >= stats.tokens + given and llm.stats.requests == 3
     assert repr(llm) == (f"LLM('{folders[0]}', drafter=Parrot, num_draft_tokens=4, max_slots=8, max_len={MAX_LEN}, dtype=float32, on cpu)")
+
+
+def test_completions_come_as_they_are_ready_from_an_iterable_that_is_read_as_needed(llm, expected):
+    read, lengths = [], [40, 3, 20, 5, 1, 12, 7, 2]
+
+    def items():
+        for row in ALL:
+            read.append(row)
+            yield PROMPTS[row][0], params(row, max_tokens=lengths[row])
+
+    found, iterator = {}, llm.as_completed(items())
+    assert read == []
+    for completion in iterator:
+        found[completion.prompt_index] = completion
+        if len(found) == 1:
+            assert len(read) <= 3 + 4 + 1  # the slots' and the ended one's, and a few ahead
+    assert sorted(found) == list(ALL) and list(found) != list(ALL)
+    assert all(found[row].token_ids == expected[row][: lengths[row]] for row in ALL)
+    short = SamplingParams(max_tokens=3, temperature=0)
+    assert [c.token_ids for c in llm.as_completed(["import os"], short)] == tokens(llm.generate(["import os"], short))
+    with pytest.raises(TypeError, match="prompts is of type str, expected an iterable of prompts"):
+        llm.as_completed("import os")
+    with pytest.raises(TypeError, match="params is list, expected SamplingParams or None"):
+        llm.as_completed(["import os"], [short])
+
+
+def test_an_item_that_is_not_valid_is_named_and_costs_only_its_iterator(llm, expected):
+    good, bad = (PROMPTS[0][0], params(0)), []
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        list(llm.as_completed(iter([good, bad])))
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        llm.check(bad)
+    with pytest.raises(TypeError, match="params of prompt 0 are of type dict"):
+        llm.check("x", {})
+    llm.check(*good)
+    assert llm._runner.free_slots == 3
+
+    def failing():
+        yield from [good] * 4
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(llm.as_completed(failing()))
+    iterator = llm.as_completed([(PROMPTS[row][0], params(row, max_tokens=row + 1)) for row in (0, 1, 5, 6)])
+    next(iterator)
+    iterator.close()
+    assert llm._runner.free_slots == 3
+    assert tokens(generate(llm, [0])) == [expected[0]]
