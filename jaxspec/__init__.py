@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it. Imported on first use, so that `import jaxspec` and the command line start at once.
 _EXPORTS: dict[str, str] = {
     "load": "jaxspec.loading",
+    "convert": "jaxspec.converting",
     "LLM": "jaxspec.engine",
     "SamplingParams": "jaxspec.params",
     "Completion": "jaxspec.params",
@@ -16,6 +17,8 @@ _EXPORTS: dict[str, str] = {
     "Stats": "jaxspec.stats",
     "plot_acceptance": "jaxspec.plots",
     "mesh": "jaxspec.sharding",
+    "run_batch": "jaxspec.batch",
+    "BatchResult": "jaxspec.batch",
 }
 _MODULES = ("accept", "cache", "checkpoint", "config", "decode", "drafters", "gemma4", "sampling", "sharding")
 

@@ -1,4 +1,4 @@
-"""The command line: jaxspec generate | chat | info | bench."""
+"""The command line: jaxspec generate | chat | batch | info | convert | bench."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, 2 for what the user got wrong, 130 when interrupted."""
+    """Runs one command and returns its exit status: 0, 1 if a batch could not serve some requests, 2 for what the user got wrong, 130
+    when interrupted."""
     args = _parser().parse_args(argv)
     # Set before JAX starts: what it says about the devices it looked for in vain is no news to a command's user.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
     try:
-        args.command(args)
+        return args.command(args) or 0
     except _UserError as error:
         print(f"jaxspec: {error}", file=sys.stderr)
         return 2
@@ -28,7 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has had enough; without a place to write to, Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
 
 
 class _UserError(Exception):
@@ -77,10 +77,30 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--thinking", action="store_true", help="let the model think first, where its chat template knows how")
     chat.set_defaults(command=_chat)
 
+    text = "Completes every request of a file. The same command goes on with a run that was interrupted."
+    batch = commands.add_parser("batch", parents=[model], help="complete a file of requests", description=text)
+    batch.add_argument("input", metavar="IN.jsonl", help='a request a line: {"prompt" or "messages": ..., "id": ..., "params": {...}}')
+    batch.add_argument("output", metavar="OUT.jsonl", help="where results are appended, one a line, as they come")
+    batch.add_argument("--errors", metavar="FILE", help="lines that cannot be served, and why (default: OUT.errors.jsonl)")
+    batch.add_argument("--shard", default="1/1", metavar="I/N", help="serve every N-th line from line I on, into OUT-I-of-N.jsonl")
+    batch.add_argument("--max-slots", type=int, metavar="N", help="sequences in flight")
+    batch.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="of the device's memory (default: 0.9)")
+    batch.add_argument("--token-ids", action="store_true", help="write token ids too")
+    batch.add_argument("--thinking", action="store_true", help="let the model think first about messages, as in chat")
+    batch.set_defaults(command=_batch)
+
     info = commands.add_parser("info", help="what a checkpoint is and needs", description="Prints what a checkpoint is and needs.")
     info.add_argument("target", metavar="MODEL", help="hub id, folder or bundled name")
     info.add_argument("--drafter", help="also say whether this drafter fits")
     info.set_defaults(command=_info)
+
+    text = "Writes fused weights in one dtype, for loads that only read: load DST, and DST/drafter as its drafter."
+    convert = commands.add_parser("convert", help="write a checkpoint that loads faster", description=text)
+    convert.add_argument("source", metavar="SRC", help="hub id, folder or bundled name of a target")
+    convert.add_argument("destination", metavar="DST", help="folder to write, which must be empty or not exist")
+    convert.add_argument("--drafter", help="hub id, folder or bundled name of a drafter to write with it")
+    convert.add_argument("--dtype", default="auto", help="auto (the target's own), float32 or bfloat16")
+    convert.set_defaults(command=_convert)
     _bench_parser(commands)
     return parser
 
@@ -127,8 +147,8 @@ def _rates(text: str) -> str | tuple[float, ...]:
     return text if text.isidentifier() else _floats(text)
 
 
-def _load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """(llm, sampling params)."""
+def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
+    """(llm, sampling params). settings: of `load`, beside those that every command has."""
     from jaxspec.loading import load
     from jaxspec.params import SamplingParams
 
@@ -141,9 +161,9 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
         num_draft_tokens=args.k,
         dtype=args.dtype,
         max_len=args.max_len,
-        max_slots=1,
         accept=args.accept,
         progress=progress,
+        **settings,
     )
     return llm, params
 
@@ -160,7 +180,7 @@ def _show(chunks: Any) -> str:
 
 def _generate(args: argparse.Namespace) -> None:
     with _door():
-        llm, params = _load(args)
+        llm, params = _load(args, max_slots=1)
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
         chunks = llm.stream(prompt, params)
     print(prompt, end="", flush=True)
@@ -171,7 +191,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _chat(args: argparse.Namespace) -> None:
     with _door():
-        llm, params = _load(args)
+        llm, params = _load(args, max_slots=1)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     while True:
         try:
@@ -188,6 +208,29 @@ def _chat(args: argparse.Namespace) -> None:
         print(f"\n{llm.stats}")
 
 
+def _batch(args: argparse.Namespace) -> int:
+    from jaxspec.batch import Batch, ChangedInput
+
+    seed, args.seed = args.seed or 0, None  # of the run, of which each line has its own
+    with contextlib.ExitStack() as stack:
+        with _door():
+            job = stack.enter_context(Batch(args.input, args.output, errors=args.errors, shard=args.shard))
+            llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
+            job.begin(llm, params, seed=seed, token_ids=args.token_ids, enable_thinking=args.thinking)
+        try:
+            result = job.run()
+        except ChangedInput as error:
+            raise _UserError(error) from error
+    kept = f", {result.kept} were there" if result.kept else ""
+    failed = f"; {result.failed} requests failed, see their error" if result.failed else ""
+    print(f"{result.out}: {result.written} results written{kept}{failed}", file=sys.stderr)
+    if result.bad:
+        print(f"{result.errors}: {result.bad} lines cannot be served", file=sys.stderr)
+    if args.stats:
+        print(f"\n{llm.stats}")
+    return int(bool(result.bad or result.failed))
+
+
 def _info(args: argparse.Namespace) -> None:
     with _door():
         from jaxspec import checkpoint
@@ -197,6 +240,14 @@ def _info(args: argparse.Namespace) -> None:
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
         lines = list(describe(folder, drafter))
     print("\n".join(lines))
+
+
+def _convert(args: argparse.Namespace) -> None:
+    with _door():
+        from jaxspec.converting import convert
+
+        progress = sys.stderr.isatty()
+        print(convert(args.source, args.destination, drafter=args.drafter, dtype=args.dtype, progress=progress))
 
 
 def _bench(args: argparse.Namespace) -> None:

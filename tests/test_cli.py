@@ -102,7 +102,7 @@ def test_unknown_options_are_status_2(capsys):
 
 
 def test_an_interrupt_is_status_130_without_a_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_load", lambda args: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(cli, "_load", lambda args, **settings: (_ for _ in ()).throw(KeyboardInterrupt))
     assert cli.main(["generate", "--prompt", "x"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

@@ -1,0 +1,412 @@
+"""Batch jobs: requests from a JSON Lines file, results appended to another, so that a run that was killed loses nothing.
+
+A line of input is an object: "prompt" (a text or token ids) or "messages" (a conversation), and optionally "id" (a text or an integer,
+by default the line's number) and "params" (fields of SamplingParams). A line of output is one completion: id, line, text,
+finish_reason, stop_reason, seed, usage, acceptance; index where the request asked for n > 1; error where it failed alone.
+Lines that ask for nothing that can be served go to an errors file, with their number and the reason.
+
+Beside the results lies a file `.run.json`: what the run was started with, locked while it goes on.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from jaxspec.params import MAX_SEED, Completion, SamplingParams, integer
+
+SYNC_SECONDS = 1.0  # what a power cut may undo
+KEYS = ("id", "prompt", "messages", "params")
+FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchResult:
+    """How a run ended. written: completions that it added. kept: completions that were there. failed: those among both that failed
+    alone and have an error. bad: lines that could not be served. out, errors: the files."""
+
+    written: int
+    kept: int
+    failed: int
+    bad: int
+    out: Path
+    errors: Path
+
+
+def run_batch(
+    llm: Any,
+    in_path: str | os.PathLike[str],
+    out_path: str | os.PathLike[str],
+    params: SamplingParams | None = None,
+    *,
+    errors: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    shard: str = "1/1",
+    token_ids: bool = False,
+    enable_thinking: bool = False,
+) -> BatchResult:
+    """Completes every request of a file, and appends each result to another as soon as it is there. The same call goes on with a
+    run that was interrupted, and ends with the same results.
+
+    params: what lines do not say themselves. errors: where bad lines go, by default `OUT.errors.jsonl`. seed: of the seeds of
+    requests that name none, each made from this one and the line's number. shard: "i/n" serves lines i, i + n, i + 2n, ... alone,
+    and puts "-i-of-n" into the names of its files, so that n processes can share a job. token_ids: write them too.
+    enable_thinking: goes to the chat template of messages.
+
+    Raises FileNotFoundError; ValueError or TypeError for arguments that make no sense, results of another run, another input, or a
+    run that is still going on. Results that were written stay, whatever is raised.
+    """
+    with Batch(in_path, out_path, errors=errors, shard=shard) as job:
+        job.begin(llm, params, seed=seed, token_ids=token_ids, enable_thinking=enable_thinking)
+        return job.run()
+
+
+class Batch:
+    """The files of one run, which is its only writer until it is closed. The rest as in `run_batch`: what it checks and raises about
+    files comes from here, what concerns the model from `begin`."""
+
+    def __init__(
+        self,
+        in_path: str | os.PathLike[str],
+        out_path: str | os.PathLike[str],
+        *,
+        errors: str | os.PathLike[str] | None = None,
+        shard: str = "1/1",
+    ):
+        self._shard, self._shards = _shard(shard)
+        self.input, self.out = Path(in_path), self._part(Path(out_path))
+        self.errors = self.out.with_suffix(f".errors{self.out.suffix}") if errors is None else self._part(Path(errors))
+        self._settings_file = self.out.with_name(self.out.name + ".run.json")
+        if len({path.resolve() for path in (self.input, self.out, self.errors)}) < 3:
+            raise ValueError(f"the input {self.input}, the output {self.out} and the errors {self.errors} must be three files")
+        if not self.input.is_file():
+            raise FileNotFoundError(f"{self.input} is no file; expected one of JSON lines")
+        if not self.out.parent.is_dir():
+            raise FileNotFoundError(f"{self.out.parent}, the folder of the output, is not there")
+        with contextlib.ExitStack() as files:
+            self._settings = files.enter_context(open(self._settings_file, "a+b"))
+            self._lock()
+            self._out = files.enter_context(open(self.out, "ab"))
+            self._known = _Known()
+            self._repair()
+            _remove_errors(self.errors)
+            self._files = files.pop_all()
+        self._errors: Any = None
+        self._bad = 0
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._files.close()
+
+    def begin(
+        self,
+        llm: Any,
+        params: SamplingParams | None = None,
+        *,
+        seed: int = 0,
+        token_ids: bool = False,
+        enable_thinking: bool = False,
+    ) -> None:
+        """Says what the requests go to. Raises ValueError if results are there that were made with something else."""
+        self._llm, self._params = llm, SamplingParams() if params is None else params
+        self._seed, self._token_ids, self._thinking = integer("seed", seed, 0, MAX_SEED - 1), token_ids, enable_thinking
+        if not isinstance(self._params, SamplingParams):
+            raise TypeError(f"params is {type(params).__name__}, expected SamplingParams or None")
+        if self._params.seed is not None:
+            raise ValueError(f"params.seed is {self._params.seed}, which all lines would share; expected None, and the run's own seed")
+        settings = {
+            "model": llm._name,
+            "max_len": llm.max_len,
+            "run_seed": self._seed,
+            "shard": f"{self._shard}/{self._shards}",
+            "token_ids": token_ids,
+            "enable_thinking": enable_thinking,
+            **dataclasses.asdict(self._params),
+        }
+        text = json.dumps(settings, indent=2) + "\n"
+        if self._known.count:
+            self._settings.seek(0)
+            before, after = json.loads(self._settings.read()), json.loads(text)
+            changed = [f"{name} {before.get(name)!r}, not {after[name]!r}" for name in after if before.get(name) != after[name]]
+            if changed:
+                raise ValueError(
+                    f"{self.out} was made with {'; '.join(changed)}: ask for the same to go on with it, or name another output"
+                )
+            return
+        self._settings.truncate(0)
+        self._settings.write(text.encode())
+        _sync(self._settings)
+
+    def run(self) -> BatchResult:
+        """Serves all lines that have no result yet."""
+        written, failed, tokens, stepped, steps, began = 0, self._known.failed, 0, 0, 0, time.perf_counter()
+        synced, pending = began, dict[int, tuple[_Line, int]]()
+        show = self._llm._progress
+        with (
+            open(self.input, "rb") as file,
+            tqdm(total=self._total() if show else None, desc=self.out.name, unit="line", smoothing=0, disable=not show) as bar,
+            contextlib.closing(self._llm.as_completed(self._requests(file, pending, bar))) as completions,
+        ):
+            try:
+                for done in completions:
+                    line, sample = pending.pop(done.prompt_index)
+                    _write(self._out, self._record(line, sample, done))
+                    if time.perf_counter() - synced > SYNC_SECONDS:
+                        _sync(self._out)
+                        synced = time.perf_counter()
+                    written, failed = written + 1, failed + (done.finish_reason == "error")
+                    tokens, steps = tokens + len(done.token_ids), steps + done.stats.steps
+                    stepped += max(len(done.token_ids) - 1, 0)
+                    line.left -= 1
+                    rate, length = tokens / (time.perf_counter() - began), stepped / steps if steps else 1.0
+                    bar.set_postfix_str(f"{rate:.1f} tokens/s, acceptance length {length:.2f}", refresh=False)
+                    bar.update(int(not line.left))
+            finally:
+                _sync(self._out)
+        return BatchResult(written, self._known.count, failed, self._bad, self.out, self.errors)
+
+    def _requests(self, file: Any, pending: dict[int, tuple[_Line, int]], bar: Any) -> Iterator[tuple[list[int], SamplingParams]]:
+        """What remains to be done, read as it is asked for."""
+        given = 0
+        for number, text in enumerate(file, start=1):
+            if (number - 1) % self._shards != self._shard - 1:
+                continue
+            line = self._line(number, text) if text.strip() else None
+            samples = [] if line is None else self._known.missing(line)
+            if line is None or not samples:
+                # It took no time, and the bar's rate is to be that of those that do.
+                bar.initial = getattr(bar, "initial", 0) + 1
+                bar.update()
+                continue
+            line.left = len(samples)
+            for sample in samples:
+                pending[given] = line, sample
+                given += 1
+                yield line.prompt, dataclasses.replace(line.params, n=1, seed=(line.seed + sample) % MAX_SEED)
+
+    def _line(self, number: int, text: bytes) -> _Line | None:
+        """A line that can be served. One that cannot goes to the errors file."""
+        name: Any = None
+        try:
+            try:
+                values = json.loads(text.decode("utf-8-sig"))
+            except RecursionError as error:
+                raise ValueError("the JSON is nested too deeply") from error
+            except ValueError as error:
+                raise ValueError(f"no JSON: {error}") from error
+            if not isinstance(values, dict):
+                raise ValueError(f"the line is a {type(values).__name__}, expected an object")
+            name = values.get("id", number)
+            line = self._checked(number, values)
+        except (ValueError, TypeError) as error:
+            if self._errors is None:
+                self._errors = self._files.enter_context(open(self.errors, "wb"))
+            # The only prompt of its check, which to a reader is that of the line.
+            reason = str(error).replace("prompt 0", "the prompt", 1)
+            _write(self._errors, {"line": number, "id": name if isinstance(name, str | int) else None, "error": reason})
+            self._bad += 1
+            return None
+        self._known.check(line, self.out)
+        return line
+
+    def _checked(self, number: int, values: Mapping[str, Any]) -> _Line:
+        unknown = [key for key in values if key not in KEYS]
+        if unknown:
+            raise ValueError(f"found {unknown[0]!r}; expected {', '.join(KEYS)}")
+        name, messages = values.get("id", number), values.get("messages")
+        prompt = values.get("prompt")
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise TypeError(f"id is {name!r}, expected a text or an integer")
+        if (prompt is None) == (messages is None):
+            raise ValueError(f"found {'neither prompt nor' if prompt is None else 'both prompt and'} messages; expected one of them")
+        given = values.get("params") or {}
+        if not isinstance(given, dict):
+            raise TypeError(f"params is {given!r}, expected an object")
+        unknown = [key for key in given if key not in FIELDS]
+        if unknown:
+            raise ValueError(f"params has {unknown[0]!r}; expected some of {', '.join(sorted(FIELDS))}")
+        params = dataclasses.replace(self._params, **given)
+        ids: Any = prompt
+        if messages is not None:
+            ids = self._llm.chat_prompt(messages, enable_thinking=self._thinking)
+        elif isinstance(prompt, str) and prompt:
+            ids = self._llm.tokenizer.encode(prompt)
+        self._llm.check(ids, params)
+        return _Line(number, name, ids, params, _derived(self._seed, number) if params.seed is None else params.seed)
+
+    def _record(self, line: _Line, sample: int, done: Completion) -> dict[str, Any]:
+        record: dict[str, Any] = {"id": line.name, "line": line.number}
+        if line.params.n > 1:
+            record["index"] = sample
+        record["text"] = done.text
+        if self._token_ids:
+            record["token_ids"] = list(done.token_ids)
+        record |= {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason, "seed": done.seed}
+        record["usage"] = {"prompt_tokens": len(done.prompt_token_ids), "completion_tokens": len(done.token_ids)}
+        stats = done.stats
+        record["acceptance"] = {
+            "steps": stats.steps,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "length": stats.acceptance_length,
+        }
+        for key in ("logprobs", "prompt_logprobs"):
+            rows = getattr(done, key)
+            if rows is not None:
+                record[key] = [row and {token: dataclasses.asdict(found) for token, found in row.items()} for row in rows]
+        if done.finish_reason == "error":
+            record["error"] = done.error
+        return record
+
+    def _part(self, path: Path) -> Path:
+        return path if self._shards == 1 else path.with_name(f"{path.stem}-{self._shard}-of-{self._shards}{path.suffix}")
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._settings, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{self.out} is being written by another process; wait for it, or name another output") from error
+
+    def _repair(self) -> None:
+        """Reads the results that are there, and cuts off what a killed run or a power cut left at the end."""
+        size, end = os.fstat(self._out.fileno()).st_size, 0
+        if size and not os.fstat(self._settings.fileno()).st_size:
+            raise ValueError(
+                f"{self.out} is there but {self._settings_file.name}, which a run leaves beside its results, is not; name another output"
+            )
+        with open(self.out, "rb") as file:
+            for number, text in enumerate(file, start=1):
+                record = _result(text)
+                if record is None:
+                    # A file system may lose blocks before the last: they are zeros then. What follows them is made again.
+                    if end + len(text) < size and b"\0" not in text:
+                        raise ValueError(f"line {number} of {self.out} is not a result; remove it, and its request is served again")
+                    self._out.truncate(end)
+                    break
+                self._known.add(record)
+                end += len(text)
+
+    def _total(self) -> int:
+        """Lines of this shard."""
+        with open(self.input, "rb", buffering=0) as file:
+            count, last = 0, b"\n"
+            while block := file.read(1 << 20):
+                count, last = count + block.count(b"\n"), block[-1:]
+        count += last != b"\n"
+        return max(count - self._shard + self._shards, 0) // self._shards
+
+
+@dataclasses.dataclass
+class _Line:
+    """A request of the input. seed: of its first sample. left: samples that are still to come."""
+
+    number: int
+    name: str | int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    left: int = 0
+
+
+class _Known:
+    """Which requests have results: 8 bytes for each line, and some more for those of several samples."""
+
+    def __init__(self) -> None:
+        self.count = self.failed = 0
+        self._names = array.array("Q")  # by line number, the hash of its id; 0 where there is no result
+        self._samples: dict[int, int] = {}  # line number -> bits of the samples that are there, where a request has several
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        line = record["line"]
+        if line >= len(self._names):
+            self._names.extend(bytes(max(line + 1 - len(self._names), len(self._names))))
+        self._names[line] = _hash(record["id"])
+        if "index" in record:
+            self._samples[line] = self._samples.get(line, 0) | 1 << record["index"]
+        self.count += 1
+        self.failed += "error" in record
+
+    def check(self, line: _Line, out: Path) -> None:
+        known = self._names[line.number] if line.number < len(self._names) else 0
+        if known and known != _hash(line.name):
+            raise ChangedInput(
+                f"{out} has line {line.number} under another id than {line.name!r}: it is of another input; name another output"
+            )
+
+    def missing(self, line: _Line) -> list[int]:
+        """The samples of a line that are still to be made."""
+        if line.number >= len(self._names) or not self._names[line.number]:
+            return list(range(line.params.n))
+        found = self._samples.get(line.number)
+        return [] if found is None else [i for i in range(line.params.n) if not found >> i & 1]
+
+
+class ChangedInput(ValueError):
+    """Results are there for lines that the input has no more."""
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    shard, shards = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= shard <= shards:
+        raise ValueError(f"shard is {text!r}, expected i/n with i from 1 to n, such as 2/4")
+    return shard, shards
+
+
+def _result(text: bytes) -> dict[str, Any] | None:
+    """A line of results, None if it is damaged."""
+    try:
+        record = json.loads(text) if text.endswith(b"\n") else None
+    except ValueError:
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("line"), int) and record["line"] > 0 and "id" in record
+    return record if whole else None
+
+
+def _remove_errors(path: Path) -> None:
+    """Those of an earlier run: each run finds the bad lines again."""
+    if path.exists():
+        with open(path, "rb") as file:
+            first = file.readline()
+        if first and not (_result(first) or {}).get("error"):
+            raise ValueError(f"{path} is there, and is no file of errors; name another")
+        path.unlink()
+
+
+def _derived(seed: int, number: int) -> int:
+    """The seed of a line, which does not depend on what else a run serves."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") % MAX_SEED
+
+
+def _hash(name: str | int) -> int:
+    return int.from_bytes(hashlib.blake2b(json.dumps(name).encode(), digest_size=8).digest(), "little") | 1
+
+
+def _write(file: Any, record: Mapping[str, Any]) -> None:
+    """Appends a line and hands it to the system. Text stays readable, unless it has half of a surrogate pair, which only an escape
+    can hold."""
+    try:
+        line = json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        line = json.dumps(record).encode()
+    file.write(line + b"\n")
+    file.flush()
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,315 @@
+"""Batch jobs: what is written, what a killed run leaves behind, and that nothing is lost or made twice."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+import tiny
+
+import jaxspec
+from jaxspec import batch, cli
+from jaxspec.params import SamplingParams
+from jaxspec.stats import RoundStats
+
+
+class FakeLLM:
+    """Answers with the prompt's ids, its temperature and its seed, a few requests at a time, in any order. dies: after how many."""
+
+    _name, _progress, max_len = "fake", False, 32
+    tokenizer = SimpleNamespace(encode=lambda text: [ord(c) % 100 for c in text])
+
+    def __init__(self, dies=None, fails=()):
+        self.dies, self.fails, self.served, self.most_ahead = dies, fails, [], 0
+
+    def check(self, prompt, params):
+        if not len(prompt):
+            raise ValueError("prompt 0 is empty; expected at least one token")
+
+    def chat_prompt(self, messages, *, enable_thinking=False):
+        return [len(messages), int(enable_thinking)]
+
+    def as_completed(self, prompts, params=None):
+        waiting, source, given, shuffle = [], iter(prompts), 0, random.Random(0)
+        while True:
+            while len(waiting) < 4 and (item := next(source, None)) is not None:
+                waiting.append((given, *item))
+                given += 1
+            if not waiting:
+                return
+            self.most_ahead = max(self.most_ahead, given - len(self.served))
+            if len(self.served) == self.dies:
+                raise KeyboardInterrupt
+            index, prompt, params = waiting.pop(shuffle.randrange(len(waiting)))
+            self.served.append(prompt)
+            error = "row 3 is NaN" if params.seed in self.fails else None
+            yield SimpleNamespace(
+                text=f"{prompt} {params.temperature} {params.seed}",
+                token_ids=[7, 8, 9],
+                prompt_token_ids=prompt,
+                prompt_index=index,
+                index=0,
+                finish_reason="error" if error else "length",
+                stop_reason=None,
+                seed=params.seed,
+                stats=RoundStats.of([False, True, False], 2, 2),
+                logprobs=None,
+                prompt_logprobs=None,
+                error=error,
+            )
+
+
+def write_lines(path, lines):
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sorted_lines(*paths):
+    return sorted(line for path in paths for line in path.read_text().splitlines())
+
+
+@pytest.fixture
+def requests(tmp_path):
+    lines = [{"id": f"r{i}", "prompt": f"text {i}", "params": {"temperature": i / 10}} for i in range(1, 21)]
+    lines[4] = {"id": 5, "prompt": [1, 2, 3], "params": {"n": 3, "seed": 2**63 - 2, "temperature": 1}}
+    lines[9] = {"messages": [{"role": "user", "content": "Hi"}]}
+    lines[14] = "   "
+    return write_lines(tmp_path / "in.jsonl", lines)
+
+
+@pytest.fixture
+def whole(requests, tmp_path):
+    """The results of a run that nothing interrupted."""
+    result = batch.run_batch(FakeLLM(), requests, tmp_path / "whole.jsonl")
+    assert (result.written, result.kept, result.failed, result.bad) == (21, 0, 0, 0)
+    return sorted_lines(tmp_path / "whole.jsonl")
+
+
+def test_a_result_says_what_it_is_of_and_what_it_took(requests, tmp_path):
+    out = tmp_path / "out.jsonl"
+    batch.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=3, token_ids=True)
+    found = {(r["id"], r.get("index")): r for r in read_lines(out)}
+    assert len(found) == 21
+    first = found["r1", None]
+    seed = first["seed"]
+    assert first == {
+        "id": "r1",
+        "line": 1,
+        "text": f"{FakeLLM.tokenizer.encode('text 1')} 0.1 {seed}",
+        "token_ids": [7, 8, 9],
+        "finish_reason": "length",
+        "stop_reason": None,
+        "seed": seed,
+        "usage": {"prompt_tokens": 6, "completion_tokens": 3},
+        "acceptance": {"steps": 1, "drafted": 2, "accepted": 1, "length": 2.0},
+    }
+    assert [found[5, i]["seed"] for i in range(3)] == [2**63 - 2, 2**63 - 1, 0]
+    assert found[10, None]["text"].startswith("[1, 0] 0.5 ")
+    seeds = {r["seed"] for r in found.values()}
+    assert len(seeds) == 21
+    # Seeds follow the run's.
+    batch.run_batch(FakeLLM(), requests, tmp_path / "other.jsonl", seed=4)
+    assert len(seeds & {r["seed"] for r in read_lines(tmp_path / "other.jsonl")}) == 3
+
+
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"id": "r9", "li', b'{"id": "r9", "line": 9}', b"\0" * 70, b'{"id": \0\0\0}\n{"id": "r1", "line": 1}\n']
+)
+def test_an_interrupted_run_goes_on_where_it_was(torn, requests, whole, tmp_path):
+    out = tmp_path / "out.jsonl"
+    done, left = 0, 21
+    for dies in (0, 7, 6):
+        llm = FakeLLM(dies)
+        with pytest.raises(KeyboardInterrupt):
+            batch.run_batch(llm, requests, out)
+        assert len(llm.served) == dies and len(read_lines(out)) == done + dies
+        done, left = done + dies, left - dies
+        with open(out, "ab") as file:
+            file.write(torn)
+    llm = FakeLLM()
+    result = batch.run_batch(llm, requests, out)
+    assert sorted_lines(out) == whole
+    assert (result.written, result.kept, len(llm.served)) == (left, done, left)
+    assert batch.run_batch(FakeLLM(dies=0), requests, out).written == 0
+
+
+def test_shards_share_the_lines_and_their_results_are_those_of_one_run(requests, whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        batch.run_batch(FakeLLM(3), requests, tmp_path / "out.jsonl", shard="2/3")
+    for shard in ("3/3", "1/3", "2/3"):
+        batch.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl", shard=shard)
+    paths = [tmp_path / f"out-{i}-of-3.jsonl" for i in (1, 2, 3)]
+    assert sorted_lines(*paths) == whole
+    assert {r["line"] % 3 for r in read_lines(paths[1])} == {2}
+
+
+def test_input_is_read_as_it_is_needed(tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"} for _ in range(500)])
+    llm = FakeLLM()
+    batch.run_batch(llm, path, tmp_path / "out.jsonl")
+    assert len(llm.served) == 500 and llm.most_ahead <= 4
+    # A job may grow.
+    with open(path, "a") as file:
+        file.write('{"prompt": "y"}')
+    assert batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").written == 1
+
+
+BAD = {
+    "{": "no JSON: Expecting property name",
+    "[" * 100_000: "the JSON is nested too deeply",
+    '"text"': "the line is a str, expected an object",
+    '{"prompt": "x", "parms": {}}': "found 'parms'; expected id, prompt, messages, params",
+    '{"prompt": "x", "params": {"top_q": 1}}': "params has 'top_q'; expected some of allowed_token_ids, bad_words,",
+    '{"prompt": "x", "params": [1]}': "params is [1], expected an object",
+    '{"prompt": "x", "params": {"temperature": -1}}': "temperature is -1.0, expected a finite number",
+    '{"prompt": "x", "params": {"max_tokens": "9"}}': "max_tokens is '9' of type str, expected an integer",
+    '{"prompt": "x", "id": 1.5}': "id is 1.5, expected a text or an integer",
+    '{"prompt": "x", "messages": []}': "found both prompt and messages; expected one of them",
+    '{"id": 7}': "found neither prompt nor messages; expected one of them",
+    '{"prompt": ""}': "the prompt is empty; expected at least one token",
+}
+
+
+def test_bad_lines_are_put_aside_with_their_number_and_the_reason(tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", ['{"prompt": "first"}', *BAD, '{"id": "\\ud800", "prompt": "last"}'])
+    with open(path, "ab") as file:
+        file.write(b'{"prompt": "\xff"}\n')
+    for _ in range(2):  # another run finds them again
+        result = batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
+        assert (result.bad, result.errors) == (len(BAD) + 1, tmp_path / "out.errors.jsonl")
+        found = read_lines(result.errors)
+        assert [r["line"] for r in found] == [*range(2, len(BAD) + 2), len(BAD) + 3]
+        for record, reason in zip(found, [*BAD.values(), "no JSON: 'utf-8' codec can't decode byte 0xff"], strict=True):
+            assert record["error"].startswith(reason)
+        assert sorted(map(str, (r["id"] for r in read_lines(tmp_path / "out.jsonl")))) == ["1", "\ud800"]
+    write_lines(path, ['{"prompt": "first"}', '{"id": 2, "prompt": "mended"}'])
+    result = batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
+    assert (result.written, result.bad, result.errors.exists()) == (1, 0, False)
+
+
+def test_a_request_that_fails_alone_has_an_error_in_its_result(tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "params": {"seed": i}} for i in range(3)])
+    result = batch.run_batch(FakeLLM(fails=(1,)), path, tmp_path / "out.jsonl")
+    assert (result.written, result.failed) == (3, 1)
+    assert [r.get("error") for r in sorted(read_lines(result.out), key=lambda r: r["line"])] == [None, "row 3 is NaN", None]
+    assert batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").failed == 1
+
+
+def test_only_one_process_writes_an_output(requests, tmp_path):
+    with batch.Batch(requests, tmp_path / "out.jsonl"):
+        with pytest.raises(ValueError, match=r"out\.jsonl is being written by another process; wait for it, or name another output"):
+            batch.Batch(requests, tmp_path / "out.jsonl")
+        batch.Batch(requests, tmp_path / "out.jsonl", shard="1/2").__exit__()
+    batch.Batch(requests, tmp_path / "out.jsonl").__exit__()
+
+
+def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
+    llm, out = FakeLLM(), tmp_path / "out.jsonl"
+    for shard in ("0/2", "3/2", "1", "a/b"):
+        with pytest.raises(ValueError, match=f"shard is '{shard}', expected i/n with i from 1 to n, such as 2/4"):
+            batch.run_batch(llm, requests, out, shard=shard)
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl is no file; expected one of JSON lines"):
+        batch.run_batch(llm, tmp_path / "no.jsonl", out)
+    with pytest.raises(FileNotFoundError, match="no, the folder of the output, is not there"):
+        batch.run_batch(llm, requests, tmp_path / "no" / "out.jsonl")
+    for given in ({"out_path": requests}, {"out_path": out, "errors": out}, {"out_path": out, "errors": requests}):
+        with pytest.raises(ValueError, match="must be three files"):
+            batch.run_batch(llm, requests, **given)
+    with pytest.raises(TypeError, match="params is dict, expected SamplingParams or None"):
+        batch.run_batch(llm, requests, out, {})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"params\.seed is 3, which all lines would share; expected None"):
+        batch.run_batch(llm, requests, out, SamplingParams(seed=3))
+    mine = write_lines(tmp_path / "mine.jsonl", ["dear diary"])
+    with pytest.raises(ValueError, match=r"mine\.jsonl is there but mine\.jsonl\.run\.json, which a run leaves beside its results, is not"):
+        batch.run_batch(llm, requests, mine)
+    with pytest.raises(ValueError, match=r"mine\.jsonl is there, and is no file of errors; name another"):
+        batch.run_batch(llm, requests, out, errors=mine)
+    assert mine.read_text() == "dear diary\n"
+
+
+def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        batch.run_batch(FakeLLM(8), requests, out, seed=1)
+    with pytest.raises(ValueError, match=r"was made with run_seed 1, not 2; temperature None, not 0\.5: ask for the same to go on"):
+        batch.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=2)
+    line = read_lines(out)[0]["line"]
+    lines = requests.read_text().splitlines()
+    changed = write_lines(tmp_path / "changed.jsonl", [*lines[: line - 1], '{"id": "other", "prompt": "x"}', *lines[line:]])
+    with pytest.raises(batch.ChangedInput, match=f"has line {line} under another id than 'other': it is of another input"):
+        batch.run_batch(FakeLLM(), changed, out, seed=1)
+    text = out.read_text().splitlines()
+    write_lines(out, [text[0], "something", *text[1:]])
+    with pytest.raises(ValueError, match=r"line 2 of .*out\.jsonl is not a result; remove it, and its request is served again"):
+        batch.run_batch(FakeLLM(), requests, out, seed=1)
+
+
+def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served(requests, tmp_path, monkeypatch, capsys):
+    fails = (batch._derived(3, 1),)
+    monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(fails=fails), SamplingParams(seed=args.seed)))
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["batch", str(requests), str(out)]) == 0
+    assert capsys.readouterr().err == f"{out}: 21 results written\n"
+    with open(requests, "a") as file:
+        file.write("nothing\n")
+    assert cli.main(["batch", str(requests), str(out)]) == 1
+    assert capsys.readouterr().err == f"{out}: 0 results written, 21 were there\n{tmp_path}/out.errors.jsonl: 1 lines cannot be served\n"
+    other = [str(requests), str(tmp_path / "other.jsonl"), "--seed", "3", "--shard", "1/20", "--errors", str(tmp_path / "bad")]
+    assert cli.main(["batch", *other]) == 1
+    assert capsys.readouterr().err == (
+        f"{tmp_path}/other-1-of-20.jsonl: 1 results written; 1 requests failed, see their error\n"
+        f"{tmp_path}/bad-1-of-20: 1 lines cannot be served\n"
+    )
+    assert cli.main(["batch", str(requests), str(out), "--seed", "4"]) == 2
+    assert capsys.readouterr().err.startswith(f"jaxspec: {out} was made with run_seed 0, not 4: ask for the same")
+    changed = write_lines(tmp_path / "changed.jsonl", [{"prompt": "x"}])
+    assert cli.main(["batch", str(changed), str(out)]) == 2
+    assert capsys.readouterr().err.startswith(f"jaxspec: {out} has line 1 under another id than 1")
+
+
+def test_a_killed_process_goes_on_with_the_same_command(tmp_path, capsys):
+    """Here one of two shards, the other of which knows nothing of it."""
+    target, drafter = tiny.tiny_target(tmp_path / "target"), tiny.tiny_assistant(tmp_path / "assistant")
+    lines = [{"id": f"r{i}", "prompt": "def f():"[: i % 7 + 1], "params": {"max_tokens": 20 + i % 13}} for i in range(80)]
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    params = SamplingParams(temperature=0.8, ignore_eos=True)
+    llm = jaxspec.load(target, drafter, num_draft_tokens=2, max_len=64, max_slots=3, progress=False)
+    assert batch.run_batch(llm, path, tmp_path / "whole.jsonl", params, seed=6).written == 80
+    assert batch.run_batch(llm, path, tmp_path / "out.jsonl", params, seed=6, shard="1/2").written == 40
+
+    model = ["--target", str(target), "--drafter", str(drafter), "--k", "2", "--max-len", "64", "--max-slots", "3"]
+    command = [
+        "batch",
+        *model,
+        "--temperature",
+        "0.8",
+        "--ignore-eos",
+        "--seed",
+        "6",
+        str(path),
+        str(tmp_path / "out.jsonl"),
+        "--shard",
+        "2/2",
+    ]
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir), "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    process = subprocess.Popen([sys.executable, "-m", "jaxspec", *command], env=os.environ | kept, stderr=subprocess.DEVNULL)
+    out, deadline = tmp_path / "out-2-of-2.jsonl", time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline and not (out.exists() and out.stat().st_size):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    found = out.read_bytes().count(b"\n")
+    assert 0 < found < 40
+    assert cli.main(command) == 0
+    assert capsys.readouterr().err == f"{out}: {40 - found} results written, {found} were there\n"
+    assert sorted_lines(tmp_path / "out-1-of-2.jsonl", out) == sorted_lines(tmp_path / "whole.jsonl")
