@@ -1,12 +1,14 @@
 """Hugging Face checkpoints: folders, configs, and safetensors to and from our trees of weights.
 
 The path of a field is its Hugging Face key; `layouts` names the few fused matrices that are several tensors, or another shape, in a
-file. A tree is read leaf by leaf, so that the host holds one fused matrix at a time, never a model.
+file. A tree is read leaf by leaf, so that the host holds one fused matrix at a time, and of a larger tensor a
+chunk, never a model.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -25,6 +27,7 @@ TARGET_PREFIXES = ("model.language_model.", "model.")  # conditional generation;
 TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.")
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONVERTED = "jaxspec.json"  # what tells a folder that `jaxspec convert` wrote
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]  # the last to be refused, not overlooked
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -33,6 +36,7 @@ DTYPES = {name: np.dtype(kind) for name, kind in (FLOATS | INTEGERS).items()}
 QUANTISED = re.compile(r"\.(weight_packed|weight_scale(_2|_inv)?|weight_global_scale|qweight)$")
 MAX_LISTED = 20
 CHUNK = 1 << 26
+LARGE = 1 << 28  # bytes above which a tensor is not held whole
 
 
 def resolve(name: str | os.PathLike[str]) -> Path:
@@ -191,6 +195,11 @@ class Stored:
                 done += count
         return data.view(DTYPES[self.dtype]).reshape(self.shape)
 
+    def part(self, shape: tuple[int, ...], start: int, stop: int) -> Stored:
+        """The tensor as one of this shape, of as many elements: rows start .. stop - 1 of its first axis."""
+        row = self.nbytes // shape[0]
+        return dataclasses.replace(self, shape=(stop - start, *shape[1:]), offset=self.offset + start * row, nbytes=(stop - start) * row)
+
 
 def read_header(file: Path) -> dict[str, Stored]:
     """What a safetensors file holds, without reading its tensors.
@@ -235,6 +244,8 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     Raises FileNotFoundError, or ValueError for a broken index, a file outside the folder, or weights that need pickle.
     """
     folder = Path(folder)
+    if (folder / CONVERTED).exists():
+        return _converted_headers(folder)
     if (folder / WEIGHTS).exists():
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).exists():
@@ -250,6 +261,20 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     problems += [f"{key}: in {name}, but not in {INDEX}" for name, held in headers.items() for key in held if index.get(key) != name]
     _raise_all(folder, problems)
     return {key: headers[name][key] for key, name in index.items()}
+
+
+def _converted_headers(folder: Path) -> dict[str, Stored]:
+    """What the checkpoint held that a converted folder was made from, as far as anything reads it; not to be read from there."""
+    from jaxspec import converting
+
+    leaves = converting.describe(folder)
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return {
+        part.key: Stored(folder / converting.WEIGHTS, names[leaf.dtype], part.shape, 0, math.prod(part.shape) * leaf.dtype.itemsize)
+        for path, leaf in leaves.items()
+        for part in layouts(path, shapes)[0]
+    }
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -281,12 +306,16 @@ def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",)
     """Reads a checkpoint into the shapes, dtypes and shardings of a tree of ShapeDtypeStructs.
 
     prefixes: what the file's keys may have before our paths; the first that occurs is taken. skip: beginnings of keys that are not
-    ours. A tensor is cast on the host to its leaf's dtype. progress: show a bar, by bytes.
+    ours. A tensor is cast on the host to its leaf's dtype. progress: show a bar, by bytes. A converted folder holds our paths alone.
 
     Raises ValueError that lists every missing, unknown and misshapen tensor, before any is read. Two kinds of tensor are
     superfluous yet accepted: K and V weights of layers that share KV, and an lm_head.weight whose bytes equal embed_tokens.weight.
     """
     folder = Path(folder)
+    if (folder / CONVERTED).exists():
+        from jaxspec import converting
+
+        return converting.restore(folder, abstract, progress=progress)
     stored = {key: tensor for key, tensor in read_headers(folder).items() if not key.startswith(tuple(skip))}
     leaves = _leaves(abstract)
     prefix = next((p for p in prefixes if any(key.startswith(p) for key in stored)), prefixes[-1])
@@ -299,7 +328,11 @@ def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",)
     total = sum(tensor.nbytes for parts in plan.values() for _, tensor in parts)
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
         for path in order:
-            loaded[path] = _place(_assemble(path, leaves[path], plan[path], bar.update), leaves[path])
+            leaf, parts = leaves[path], plan[path]
+            if len(parts) == 1 and parts[0][1].nbytes > LARGE:
+                loaded[path] = _stream(leaf, *parts[0], bar.update)
+            else:
+                loaded[path] = _place(_assemble(leaf, parts, bar.update), leaf)
     return jax.tree.unflatten(jax.tree.structure(abstract), [loaded[path] for path in leaves])
 
 
@@ -347,13 +380,19 @@ def _same_bytes(a: Stored, b: Stored) -> bool:
         return all(left.read(count) == right.read(count) for count in counts)
 
 
-def _assemble(path: str, leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Any) -> np.ndarray:
+def _read(leaf: Any, part: Part, tensor: Stored) -> np.ndarray:
+    """A tensor whose values the leaf's dtype can hold."""
+    value = tensor.read()
+    if value.dtype.kind == "i" and value.size and not 0 <= value.min() <= value.max() <= np.iinfo(leaf.dtype).max:
+        raise ValueError(f"{part.key} of {tensor.file} has values {value.min()} .. {value.max()}, which do not fit {leaf.dtype}")
+    return value
+
+
+def _assemble(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Any) -> np.ndarray:
     """A leaf in host memory, in its dtype."""
     out = None if len(parts) == 1 else np.empty(leaf.shape, leaf.dtype)
     for part, tensor in parts:
-        value = tensor.read()
-        if value.dtype.kind == "i" and value.size and not 0 <= value.min() <= value.max() <= np.iinfo(leaf.dtype).max:
-            raise ValueError(f"{part.key} of {tensor.file} has values {value.min()} .. {value.max()}, which do not fit {leaf.dtype}")
+        value = _read(leaf, part, tensor)
         if out is None:
             out = value.astype(leaf.dtype, copy=False).reshape(leaf.shape)
         else:
@@ -369,6 +408,37 @@ def _place(value: np.ndarray, leaf: Any) -> jax.Array:
         return jax.block_until_ready(jax.device_put(value))
     # Each process fills its own devices: device_put would first compare the whole array among all processes.
     return jax.block_until_ready(jax.make_array_from_callback(value.shape, leaf.sharding, value.__getitem__))
+
+
+def _stream(leaf: Any, part: Part, tensor: Stored, update: Any) -> jax.Array:
+    """A leaf that is one tensor, on its devices, by way of a chunk in host memory at a time."""
+    shape, whole = leaf.shape, tuple(slice(0, size) for size in leaf.shape)
+    held: dict[Any, tuple[slice, ...]] = {None: whole}
+    if leaf.sharding is not None:
+        indices = leaf.sharding.addressable_devices_indices_map(shape)
+        held = {
+            device: tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
+            for device, index in indices.items()
+        }
+    arrays = {device: jnp.zeros([cut.stop - cut.start for cut in index], leaf.dtype, device=device) for device, index in held.items()}
+    for first, last in sorted({(index[0].start, index[0].stop) for index in held.values()}):
+        rows = min(last - first, max(1, CHUNK * shape[0] // tensor.nbytes))
+        for done in range(first, last, rows):
+            start = min(done, last - rows)  # the last chunk is as long as the others, so that one program writes them all
+            value = _read(leaf, part, tensor.part(shape, start, start + rows)).astype(leaf.dtype, copy=False)
+            for device, index in held.items():
+                if index[0] == slice(first, last):
+                    piece = jax.device_put(value[:, *index[1:]], device)
+                    arrays[device] = jax.block_until_ready(_put_rows(arrays[device], piece, np.int32(start - first)))
+            update((start + rows - done) * (tensor.nbytes // shape[0]))
+    if leaf.sharding is None:
+        return arrays[None]
+    return jax.make_array_from_single_device_arrays(shape, leaf.sharding, list(arrays.values()))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_rows(out: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(out, rows, start, axis=0)
 
 
 def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: str = "", dtype: Any = None) -> None:

@@ -192,6 +192,40 @@ def test_the_host_holds_one_leaf_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert set("".join(events).split("p")) == {"r", "rr", "rrr", ""}
 
 
+@pytest.mark.parametrize(
+    "spec", [None, PartitionSpec(), PartitionSpec("tensor"), PartitionSpec(None, "tensor"), PartitionSpec("data", None, "tensor")]
+)
+def test_a_large_tensor_goes_to_its_devices_by_chunks(
+    spec: PartitionSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the sharding, five rows of it at a time, and each row of a device's range once but for those of its last chunk."""
+    value = np.random.default_rng(0).standard_normal((96, 6)).astype(ml_dtypes.bfloat16)
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    leaf = jax.ShapeDtypeStruct((12, 4, 2, 6), jnp.float32, sharding=None if spec is None else NamedSharding(mesh, spec))
+    tree = {"small": jax.ShapeDtypeStruct((3,), jnp.float32), "self_attn": {"q_proj": {"weight": leaf}}}
+    put(tmp_path, {"small": np.ones(3, np.float32), "self_attn.q_proj.weight": value})
+    sizes, read = [], checkpoint.Stored.read
+    monkeypatch.setattr(checkpoint, "LARGE", 100)
+    monkeypatch.setattr(checkpoint, "CHUNK", 5 * 96)
+    monkeypatch.setattr(checkpoint.Stored, "read", lambda self: sizes.append(self.nbytes) or read(self))
+    found = checkpoint.load_weights(tmp_path, tree)["self_attn"]["q_proj"]["weight"]
+    np.testing.assert_array_equal(np.asarray(found), value.astype(np.float32).reshape(leaf.shape))
+    halves = spec is not None and len(spec) > 0 and spec[0] is not None
+    assert sorted(sizes) == [12, *[480] * (4 if halves else 3)]
+    assert "100%" in (shown := capsys.readouterr().err) and "1.16k/1.16k" in shown
+    if spec is None:
+        assert not found.committed and found.devices() == {jax.devices()[0]}
+    else:
+        assert found.sharding == leaf.sharding
+
+
+def test_integers_of_a_large_tensor_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "LARGE", 10)
+    put(tmp_path, {"ids": np.asarray([0, 7, -1])})
+    with pytest.raises(ValueError, match=r"ids of .* has values -1 \.\. 7, which do not fit int32"):
+        checkpoint.load_weights(tmp_path, {"ids": jax.ShapeDtypeStruct((3,), jnp.int32)}, progress=False)
+
+
 def test_progress_counts_bytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = oracle.target("E2B")[1]
     plain("E2B")

@@ -1,0 +1,303 @@
+"""Converted checkpoints: the same weights to the bit on any mesh, nothing finished before its time, and what does not fit is said."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxspec
+from jaxspec import checkpoint, cli, converting, drafters, gemma4, loading, sharding
+from jaxspec.config import Gemma4Config
+from jaxspec.drafters import dflash, eagle3, mtp
+
+INNER = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": tiny.VOCAB,
+}
+# A drafter of each kind that has a checkpoint of its own, beside the assistant: config, and the keys on which the tree depends.
+KINDS = {
+    "eagle3": (
+        {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": INNER,
+            "draft_vocab_size": 40,
+            "eagle_aux_hidden_state_layer_ids": [1, 0],
+        },
+        ("lm_head.weight", "embed_tokens.weight", "layers.0.self_attn.q_norm.weight"),
+    ),
+    "dflash": (
+        {
+            **INNER,
+            "architectures": ["DFlashDraftModel"],
+            "block_size": 16,
+            "num_target_layers": 2,
+            "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1]},
+        },
+        ("lm_head.weight", "mask_embedding"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target and its assistant, as released and converted together, in bfloat16."""
+    root = tmp_path_factory.mktemp("models")
+    target, assistant = tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
+    return target, assistant, jaxspec.convert(target, root / "deep" / "converted", drafter=assistant, progress=False)
+
+
+def abstract(dtype=jnp.bfloat16) -> gemma4.Gemma4:
+    return gemma4.abstract(Gemma4Config.from_hf(tiny.TARGET), dtype)
+
+
+def assert_same(found, wanted) -> None:
+    """Two trees, to the bit, dtypes and static fields included."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))
+
+
+def test_load_takes_a_converted_target_and_drafter(folders):
+    target, assistant, converted = folders
+    settings = {"max_slots": 1, "max_len": 64, "dtype": "bfloat16", "progress": False}
+    released = jaxspec.load(target, assistant, **settings)
+    llm = jaxspec.load(converted, converted / "drafter", **settings)
+    assert_same((llm.target, llm.drafter), (released.target, released.drafter))
+    assert (llm.num_draft_tokens, llm.eos_token_ids, llm.defaults) == (3, released.eos_token_ids, released.defaults)
+    assert llm.tokenizer.encode("def f():") == released.tokenizer.encode("def f():")
+    assert (converted / "chat_template.jinja").read_bytes() == (target / "chat_template.jinja").read_bytes()
+    assert not list(converted.parent.glob(".*"))
+
+
+def test_nothing_is_left_to_fuse_or_cast(folders):
+    """What lies on disk has the shapes and dtypes of the trees that load makes, in OCDBT."""
+    target, _, converted = folders
+    stored = converting.describe(converted)
+    assert stored == {path: leaf for path, leaf in checkpoint._leaves(abstract()).items()}
+    draft = drafters.abstract_drafter(converted / "drafter", Gemma4Config.from_hf(tiny.TARGET), jnp.bfloat16)
+    assert converting.describe(converted / "drafter") == checkpoint._leaves(draft)
+    assert (converted / "weights" / "manifest.ocdbt").is_file()
+    assert checkpoint.read_config(converted) == {**checkpoint.read_config(target), "dtype": "bfloat16"}
+
+
+def test_another_dtype(folders, tmp_path):
+    """A conversion in float32 is what a load in float32 gives, and says so; any conversion can be cast as it is loaded."""
+    target, _, converted = folders
+    wide = jaxspec.convert(target, tmp_path / "wide", dtype="float32", progress=False)
+    assert {leaf.dtype for leaf in converting.describe(wide).values()} == {np.dtype(np.float32)}
+    assert loading.read_target(wide)[0].dtype == "float32"
+    assert_same(loading.load_target(wide, abstract(jnp.float32), progress=False), loading.load_target(target, abstract(jnp.float32)))
+    exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loading.load_target(target, abstract()))
+    assert_same(loading.load_target(converted, abstract(jnp.float32), progress=False), exact)
+
+
+def test_from_one_mesh_to_another(folders, tmp_path):
+    target, _, converted = folders
+    wanted = loading.load_target(target, abstract())
+    four = jaxspec.convert(target, tmp_path / "four", mesh=sharding.mesh(tensor=4), progress=False)
+    assert_same(loading.load_target(four, abstract()), wanted)
+    for folder, mesh in ((four, sharding.mesh(tensor=2)), (converted, sharding.mesh(data=2, tensor=4))):
+        tree = sharding.shard_tree(abstract(), mesh)
+        weights = loading.load_target(folder, tree, progress=False)
+        assert_same(weights, wanted)
+        assert jax.tree.all(jax.tree.map(lambda x, leaf: x.sharding == leaf.sharding, weights, tree))
+        embedding, size = weights.embed_tokens.weight, mesh.shape["tensor"]
+        assert {shard.data.shape for shard in embedding.addressable_shards} == {(tiny.VOCAB // size, 32)}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "modules", "draft"])
+def test_every_kind_of_drafter(kind, folders, tmp_path):
+    target, source = Gemma4Config.from_hf(tiny.TARGET), tmp_path / "drafter"
+    if kind == "draft":
+        tiny.tiny_target(source, hidden_size=16)
+    elif kind == "modules":
+        text = {**tiny.TEXT, "layer_types": [*tiny.TEXT["layer_types"], "sliding_attention", "full_attention"]}
+        config = {"model_type": mtp.MODEL_TYPE, "num_nextn_predict_layers": 2, "text_config": text}
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps(config))
+        checkpoint.save_weights(source, tiny.random_weights(drafters.abstract_drafter(source, target, jnp.float32), 2), config)
+    else:
+        module, read = {"eagle3": (eagle3, eagle3.Eagle3Config), "dflash": (dflash, dflash.DFlashConfig)}[kind]
+        config, keys = KINDS[kind]
+        checkpoint.save_weights(source, tiny.random_weights(module.abstract(read.from_hf(config, target, keys), jnp.float32), 2), config)
+    converted = jaxspec.convert(folders[0], tmp_path / "converted", drafter=source, progress=False)
+    found = drafters.load_drafter(converted / "drafter", target, jnp.bfloat16, progress=False)
+    assert_same(found, drafters.load_drafter(source, target, jnp.bfloat16, progress=False))
+
+
+def test_a_converted_checkpoint_can_be_converted(folders, tmp_path):
+    again = jaxspec.convert(folders[2], tmp_path / "again", progress=False)
+    assert_same(loading.load_target(again, abstract()), loading.load_target(folders[0], abstract()))
+    assert sorted(path.name for path in again.iterdir()) == sorted(path.name for path in folders[2].iterdir() if path.name != "drafter")
+
+
+def test_chunks_fit_meshes():
+    """An array that a mesh cuts by heads or experts lies in chunks of one head or expert; widths are left to Orbax."""
+    assert converting._few_parts("layers.0.self_attn.qkv_proj.weight", (8, 4, 256, 3840)) == (0,)
+    assert converting._few_parts("layers.0.self_attn.o_proj.weight", (3840, 8, 2, 256)) == (1,)
+    assert converting._few_parts("layers.0.experts.down_proj", (128, 2816, 704)) == (0,)
+    assert converting._few_parts("layers.0.mlp.gate_up_proj.weight", (2, 15360, 3840)) == ()
+    assert converting._few_parts("embed_tokens.weight", (128, 64)) == ()
+
+
+def test_the_host_holds_no_more_than_the_largest_array(monkeypatch):
+    monkeypatch.setattr(converting, "LEAST_GROUP", 100)
+    leaves = {str(i): jax.ShapeDtypeStruct((size,), jnp.int32) for i, size in enumerate((10, 14, 2, 50, 1, 30, 20, 1))}
+    groups = [list(group) for group in converting._groups(leaves)]
+    assert groups == [["0", "1", "2"], ["3"], ["4", "5"], ["6", "7"]]
+
+
+def test_the_command_line(folders, tmp_path, capsys):
+    target, assistant, converted = folders
+    assert cli.main(["convert", str(target), str(tmp_path / "out"), "--drafter", str(assistant), "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}\n"
+    for name in ("", "drafter"):
+        assert converting.describe(tmp_path / "out" / name) == converting.describe(converted / name)
+    assert cli.main(["convert", str(target), str(tmp_path / "out")]) == 2
+    assert "jaxspec: " in (said := capsys.readouterr().err) and "expected nothing or an empty folder" in said
+
+
+# Interrupted
+
+
+def test_a_conversion_that_fails_leaves_nothing(folders, tmp_path, monkeypatch):
+    target, assistant, _ = folders
+    (tmp_path / "out").mkdir()
+    write = converting._save
+
+    def fail(folder, leaves):
+        if folder.parent.name == "drafter":
+            assert (tmp_path / ".out.unfinished" / "jaxspec.json").is_file()
+            raise KeyboardInterrupt
+        write(folder, leaves)
+
+    monkeypatch.setattr(converting, "_save", fail)
+    with pytest.raises(KeyboardInterrupt):
+        jaxspec.convert(target, tmp_path / "out", drafter=assistant, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not list((tmp_path / "out").iterdir())
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        jaxspec.load(tmp_path / "out", progress=False)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from jaxspec import converting
+save = converting._save
+def kill(folder, leaves):
+    save(folder, leaves)
+    os.kill(os.getpid(), signal.SIGKILL)
+converting._save = kill
+converting.convert(sys.argv[1], sys.argv[2], progress=False)
+"""
+
+
+def test_a_conversion_that_is_killed_leaves_nothing_that_looks_finished(folders, tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, folders[0], tmp_path / "out"], env=dict(os.environ), check=False)
+    assert done.returncode == -signal.SIGKILL
+    [left] = tmp_path.iterdir()
+    assert left.name == ".out.unfinished" and (left / "weights").is_dir()
+    with pytest.raises(FileNotFoundError, match="'.*out' is neither a folder"):
+        jaxspec.load(tmp_path / "out", progress=False)
+    with pytest.raises(FileNotFoundError, match="has neither model.safetensors nor"):
+        jaxspec.load(left, progress=False)
+    again = jaxspec.convert(folders[0], tmp_path / "out", progress=False)
+    assert_same(loading.load_target(again, abstract()), loading.load_target(folders[0], abstract()))
+    assert list(tmp_path.iterdir()) == [again]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(("make", "found"), [(Path.touch, "a file"), (Path.mkdir, "a folder with kept.txt")])
+def test_a_destination_that_exists(make, found, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    out = tmp_path / "out"
+    make(out)
+    if out.is_dir():
+        (out / "kept.txt").touch()
+    with pytest.raises(FileExistsError, match=f"out exists: found {found}, expected nothing or an empty folder"):
+        jaxspec.convert(folders[0], out, progress=False)
+
+
+def test_what_load_refuses(folders, tmp_path, monkeypatch):
+    target, assistant, _ = folders
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match="it is a drafter, to be given as drafter="):
+        jaxspec.convert(assistant, tmp_path / "out")
+    with pytest.raises(ValueError, match="made for a target of hidden_size 40, this target has 32"):
+        jaxspec.convert(target, tmp_path / "out", drafter=tiny.tiny_assistant(tmp_path / "misfit", backbone_hidden_size=40))
+    with pytest.raises(ValueError, match="dtype is 'float16'; available: "):
+        jaxspec.convert(target, tmp_path / "out", dtype="float16")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="a conversion runs in one process; found 2"):
+        jaxspec.convert(target, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["misfit"]
+
+
+@pytest.fixture
+def copy(folders, tmp_path):
+    return Path(shutil.copytree(folders[2], tmp_path / "copy"))
+
+
+def refuse(folder: Path, message: str, kind: type[Exception] = ValueError, tree=None) -> None:
+    with pytest.raises(kind, match=message):
+        loading.load_target(folder, tree or abstract(), progress=False)
+
+
+def test_another_version(copy):
+    for version in (2, None):
+        (copy / "jaxspec.json").write_text(json.dumps({"version": version}))
+        refuse(copy, rf"jaxspec\.json has version {version}; this jaxspec reads version 1: convert the checkpoint again")
+    (copy / "jaxspec.json").write_text("{")
+    refuse(copy, r"jaxspec\.json is not JSON")
+
+
+def test_missing_pieces(copy):
+    for data in (copy / "weights" / "ocdbt.process_0" / "d").iterdir():
+        data.unlink()
+    refuse(copy, "weights cannot be read: ")
+    (copy / "weights" / "_METADATA").unlink()
+    refuse(copy, "weights cannot be read: ")
+    shutil.rmtree(copy / "weights")
+    refuse(copy, r"has no folder weights, which belongs to its jaxspec\.json: convert the checkpoint again", FileNotFoundError)
+
+
+def test_a_checkpoint_of_another_config(copy, monkeypatch):
+    monkeypatch.setattr(converting, "_groups", lambda leaves: pytest.fail("weights were read"))
+    other = gemma4.abstract(Gemma4Config.from_hf({**tiny.TEXT, "intermediate_size": 64, "attention_k_eq_v": False}), jnp.bfloat16)
+    with pytest.raises(ValueError) as error:
+        loading.load_target(copy, other, progress=False)
+    assert str(error.value).splitlines()[:3] == [
+        f"the weights in {copy} do not fit the model, 5 problems:",
+        "  layers.0.mlp.gate_up_proj.weight: found [2, 48, 32], expected [2, 64, 32]",
+        "  layers.0.mlp.down_proj.weight: found [32, 48], expected [32, 64]",
+    ]
+    deeper = {**tiny.TEXT, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    refuse(
+        copy, r"layers\.1\.layer_scalar: unknown, found bfloat16 \[1\]", tree=gemma4.abstract(Gemma4Config.from_hf(deeper), jnp.bfloat16)
+    )
+    whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.int32), abstract())
+    refuse(copy, r"norm\.weight: found bfloat16, expected int32", tree=whole)
+    more = {"extra": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    with pytest.raises(ValueError, match=r"extra: missing, expected \[3\]"):
+        checkpoint.load_weights(copy, more)
