@@ -2,8 +2,8 @@
 
 Two groups, because head_dim, KV heads and lifetime differ. A page table is a ring: logical page i of slot b is `table[b, i % width]`.
 Sliding tables are as wide as the window and a verify block need, and their pages belong to their slot for good. Full tables are as
-wide as max_len and never wrap; their pages come from a free list when a sequence grows. Only layers that own K and V have pools.
-Nothing is ever erased: rejecting rows is lowering a length.
+wide as max_len and never wrap; their pages come from a free list when a sequence grows, and may be held by several slots whose
+sequences begin alike. Only layers that own K and V have pools. Nothing is ever erased: rejecting rows is lowering a length.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PagedKV:
 
     layers: one LayerKV for each layer that owns K and V, None for others. tables: kind of layer -> [slots, width] int32 page ids.
     free: [full pages] int32, a stack of unused full pages; free_count: [] int32, how many. held: [slots] int32, full pages of each
-    slot, which are logical pages 0 .. held - 1.
+    slot, which are logical pages 0 .. held - 1. refs: [full pages] int32, how many slots hold each. kinds: of each layer.
     """
 
     layers: tuple[LayerKV | None, ...]
@@ -51,6 +51,8 @@ class PagedKV:
     free: jax.Array
     free_count: jax.Array
     held: jax.Array
+    refs: jax.Array
+    kinds: tuple[str, ...] = struct.field(pytree_node=False)
 
     @property
     def slots(self) -> int:
@@ -95,6 +97,8 @@ def init(
         free=jnp.arange(pages[FULL], dtype=jnp.int32)[::-1],
         free_count=jnp.asarray(pages[FULL], jnp.int32),
         held=jnp.zeros((slots,), jnp.int32),
+        refs=jnp.zeros((pages[FULL],), jnp.int32),
+        kinds=tuple(spec.kind for spec in layers),
     )
 
 
@@ -158,19 +162,81 @@ def reserve(cache: PagedKV, slots: jax.Array, lengths: jax.Array, rows: int) -> 
         tables={**cache.tables, FULL: table},
         free_count=cache.free_count - jnp.sum(missing),
         held=cache.held.at[slots].add(missing, mode="drop"),
+        refs=cache.refs.at[jnp.where(new < missing[:, None], pages, cache.refs.shape[0])].set(1, mode="drop"),
     ), ok
 
 
 def release(cache: PagedKV, slots: jax.Array) -> PagedKV:
-    """Returns all full pages of these slots to the free list. slots: [B] int32, each at most once; ids >= slots are ignored."""
-    held = jnp.where(slots < cache.slots, jnp.take(cache.held, slots, mode="fill", fill_value=0), 0)
-    table = jnp.take(cache.tables[FULL], slots, axis=0, mode="clip")
-    logical = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
-    place = cache.free_count + (jnp.cumsum(held) - held)[:, None] + logical
-    place = jnp.where(logical < held[:, None], place, cache.free.shape[0])
+    """Lets go of all full pages of these slots; those that no other slot holds return to the free list.
+
+    slots: [B] int32, each at most once; ids >= slots are ignored.
+    """
+    count = cache.refs.shape[0]
+    refs = cache.refs.at[_held_pages(cache, slots, jnp.take(cache.held, slots, mode="clip"))].add(-1, mode="drop")
+    unused = (refs == 0) & (cache.refs > 0)
+    place = jnp.where(unused, cache.free_count + jnp.cumsum(unused, dtype=jnp.int32) - 1, count)
     return dataclasses.replace(
         cache,
-        free=cache.free.at[place].set(table, mode="drop"),
-        free_count=cache.free_count + jnp.sum(held),
+        free=cache.free.at[place].set(jnp.arange(count, dtype=jnp.int32), mode="drop"),
+        free_count=cache.free_count + jnp.sum(unused, dtype=jnp.int32),
         held=cache.held.at[slots].set(0, mode="drop"),
+        refs=refs,
     )
+
+
+def share(cache: PagedKV, sources: jax.Array, slots: jax.Array, rows: jax.Array) -> tuple[PagedKV, jax.Array]:
+    """Lets slots that hold no pages begin with the first `rows` positions of other slots. All do, or none does and `ok` is false.
+
+    Full pages that end before `rows` are held by both from then on. The one that `rows` ends inside, which both will write to, and the
+    ring are copied: a source must have computed no more than `rows` positions, or its ring still hold the window before them.
+    sources, slots, rows: [B] int32; a slot id >= slots is ignored. Returns the cache and ok: [] bool.
+    """
+    page = page_size_of(cache)
+    live = (slots < cache.slots) & (sources < cache.slots)
+    split = live & (jnp.mod(rows, page) > 0)
+    ok = jnp.sum(split, dtype=jnp.int32) <= cache.free_count
+    live, split = live & ok, split & ok
+    whole, into = jnp.where(live, rows // page, 0), jnp.where(live, slots, cache.slots)
+    begins = jnp.take(cache.tables[FULL], sources, axis=0, mode="clip")
+    shared = dataclasses.replace(
+        cache,
+        tables={**cache.tables, FULL: cache.tables[FULL].at[into].set(begins, mode="drop")},
+        held=cache.held.at[into].set(whole, mode="drop"),
+        refs=cache.refs.at[_held_pages(cache, sources, whole)].add(1, mode="drop"),
+    )
+    shared, _ = reserve(shared, into, jnp.where(split, rows, 0), page)
+    everywhere = jnp.arange(cache.tables[SLIDING].shape[1], dtype=jnp.int32)[None, :]
+    shared = _copied(shared, FULL, sources, into, whole[:, None], split)
+    return _copied(shared, SLIDING, sources, into, everywhere, live), ok
+
+
+def duplicate(cache: PagedKV, sources: jax.Array, slots: jax.Array) -> PagedKV:
+    """Copies slots of a cache in which every page belongs to its slot for good. sources, slots: as in `share`."""
+    live = (slots < cache.slots) & (sources < cache.slots)
+    for kind, table in cache.tables.items():
+        cache = _copied(cache, kind, sources, slots, jnp.arange(table.shape[1], dtype=jnp.int32)[None, :], live)
+    return cache
+
+
+def _held_pages(cache: PagedKV, slots: jax.Array, count: jax.Array) -> jax.Array:
+    """Ids of the first `count` ([B]) full pages of each slot: [B, width], elsewhere and for ids >= slots one that no page has."""
+    table = jnp.take(cache.tables[FULL], slots, axis=0, mode="clip")
+    logical = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
+    return jnp.where((logical < count[:, None]) & (slots < cache.slots)[:, None], table, cache.refs.shape[0])
+
+
+def _copied(cache: PagedKV, kind: str, sources: jax.Array, slots: jax.Array, logical: jax.Array, live: jax.Array) -> PagedKV:
+    """The cache with pages `logical` ([B, N] or [1, N]) of each source in the places of the slot's own, where `live` ([B])."""
+    table = cache.tables[kind]
+    logical = jnp.broadcast_to(logical, (slots.shape[0], logical.shape[1]))
+    old, new = (jnp.take_along_axis(jnp.take(table, ids, axis=0, mode="clip"), logical, axis=1, mode="clip") for ids in (sources, slots))
+
+    def copy(pool: jax.Array) -> jax.Array:
+        to = jnp.where(live[:, None], new, pool.shape[0])
+        return pool.at[to].set(jnp.take(pool, old, axis=0, mode="clip"), mode="drop")
+
+    layers = tuple(
+        layer if layer is None or own != kind else dataclasses.replace(layer, k=copy(layer.k), v=copy(layer.v))
+        for layer, own in zip(cache.layers, cache.kinds, strict=True)
+    )
+    return dataclasses.replace(cache, layers=layers)

@@ -22,20 +22,38 @@ from jaxspec.drafters.base import Drafter, Drafts, Observed, Target
 from jaxspec.gemma4 import Gemma4, Rows, take_row
 from jaxspec.logprobs import MAX_LOGPROBS, ROWS, Logprobs, logprobs_of
 from jaxspec.sampling import PLAIN, Needs, Sampling, choose
-from jaxspec.state import EMPTY, FULL_LENGTH, RUNNING, STOPPED, DecodeState, Requests, admit, init_state, release
+from jaxspec.state import (
+    EMPTY,
+    FAILED,
+    FULL_LENGTH,
+    RUNNING,
+    STOPPED,
+    DecodeState,
+    Report,
+    Requests,
+    admit,
+    fork,
+    init_state,
+    release,
+    report,
+)
 
 __all__ = [
     "EMPTY",
+    "FAILED",
     "FULL_LENGTH",
     "RUNNING",
     "STOPPED",
     "DecodeState",
+    "Report",
     "Requests",
     "admit",
     "decode_loop",
+    "fork",
     "init_state",
     "prefill",
     "release",
+    "report",
     "score",
     "spec_step",
 ]
@@ -46,6 +64,7 @@ def prefill(
     drafter: Drafter,
     state: DecodeState,
     slots: jax.Array,
+    until: jax.Array | None = None,
     *,
     chunk: int,
     needs: Needs = PLAIN,
@@ -54,12 +73,14 @@ def prefill(
 ) -> DecodeState:
     """Computes up to `chunk` (static) more rows of each slot's known tokens; a slot whose prompt is done chooses its first token.
 
-    slots: [B] int32, ids >= slots stand for no sequence. A slot is ready to decode once computed == length - 1. A resumed
-    sequence, which knows more than its prompt, has its anchor already and chooses nothing. needs: see `spec_step`.
+    slots: [B] int32, ids >= slots stand for no sequence. until: [B] int32, how many rows a slot may have computed afterwards; None for
+    all. A slot is ready to decode once computed == length - 1. A resumed sequence, which knows more than its prompt, has its anchor
+    already and chooses nothing. needs: see `spec_step`.
     """
     rows, known, live = _rows(state, slots, needs, target)
     resumed = known > rows.prompt
-    todo = known - rows.computed - resumed.astype(jnp.int32)
+    todo = known - resumed.astype(jnp.int32)
+    todo = (todo if until is None else jnp.minimum(todo, until)) - rows.computed
     count = jnp.where(live, jnp.clip(todo, 0, chunk), 0)
     cache, ok = paged.reserve(state.cache, slots, jnp.where(count > 0, rows.computed + count, 0), chunk)
     count = jnp.where(ok, count, 0)
@@ -70,7 +91,8 @@ def prefill(
     assert cache is not None
     computed = rows.computed + count
     raw = target.unembed(out.hidden)
-    first = choose(rows.edited(raw, needs), computed[:, None], dataclasses.replace(rows.sampling, tables=None))
+    edited = rows.edited(raw, needs)
+    first = choose(edited, computed[:, None], dataclasses.replace(rows.sampling, tables=None))
     chosen = (count > 0) & (computed == known)
     next_known = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), computed[:, None], axis=1, mode="clip")
     anchor = jnp.where(chosen[:, None], first, next_known)[:, 0]
@@ -82,7 +104,7 @@ def prefill(
         computed=state.computed.at[slots].set(computed, mode="drop"),
         starved=~ok,
     )
-    return _append(state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count), raw, needs)
+    return _append(state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count), _sound(edited), raw, needs)
 
 
 def score(
@@ -141,10 +163,11 @@ def spec_step(
         assert cache is not None
         raw = target.unembed(out.hidden)
     with jax.named_scope("accept"):
-        tokens, accepted = accept(drafts, rows.edited(raw, needs, drafts), block.positions + 1, rows.sampling, rows.rounds)
+        edited = rows.edited(raw, needs, drafts)
+        tokens, accepted = accept(drafts, edited, block.positions + 1, rows.sampling, rows.rounds)
 
     state = dataclasses.replace(state, cache=cache, drafter=drafter_state, starved=~ok)
-    state = _append(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, raw, needs)
+    state = _append(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, _sound(edited), raw, needs)
     committed = jnp.where(live, state.length.at[slots].get(mode="clip") - known, 0)
     last = jnp.maximum(committed - 1, 0)
     hidden = take_row(out.hidden, last)[:, 0]
@@ -177,7 +200,7 @@ def decode_loop(
     """Repeats `spec_step` on the device until the host is needed.
 
     That is when no slot of the list is ready to decode any more, after `max_steps` steps, when full pages ran out
-    (`state.starved`), or, with `until_any`, as soon as one more slot has ended.
+    (`state.starved`), or, with `until_any`, as soon as one more slot has ended or failed.
     """
 
     def running(state: DecodeState) -> jax.Array:
@@ -251,21 +274,26 @@ def _append(
     choices: jax.Array,
     count: jax.Array,
     accepted: jax.Array,
+    sound: jax.Array,
     raw: jax.Array,
     needs: Needs,
 ) -> DecodeState:
-    """Appends the first `count` choices of each slot, cut after a stop id and at the limit.
+    """Appends the first `count` choices of each slot, cut after a stop id and at the limit. A slot of which a choice that is not
+    `sound` is left has failed, and is cut before it.
 
-    choices: [B, T] int32; count: [B] int32, 0 appends nothing; the first `accepted` of them were drafts. raw: [B, T, V], the logits
-    that log-probabilities are reported of.
+    choices: [B, T] int32; count: [B] int32, 0 appends nothing; the first `accepted` of them were drafts. sound: [B, T] bool. raw:
+    [B, T, V], the logits that log-probabilities are reported of.
     """
     row = jnp.arange(choices.shape[1], dtype=jnp.int32)[None, :]
     stops = jnp.any(choices[:, :, None] == rows.stop_ids[:, None, :], axis=-1)
     first_stop = jnp.min(jnp.where(stops, row, choices.shape[1]), axis=1)
     count = jnp.minimum(jnp.minimum(count, first_stop + 1), jnp.maximum(rows.limit - rows.length, 0))
+    bad = jnp.min(jnp.where(sound, choices.shape[1], row), axis=1)
+    failed, count = bad < count, jnp.minimum(count, bad)
     length = rows.length + count
     status = jnp.where(first_stop < count, STOPPED, jnp.where(length >= rows.limit, FULL_LENGTH, RUNNING))
-    changed = jnp.where(count > 0, slots, state.slots)
+    status = jnp.where(failed, FAILED, status)
+    changed = jnp.where(failed | (count > 0), slots, state.slots)
     at = jnp.where(row < count[:, None], rows.length[:, None] + row, state.tokens.shape[1])
     if needs.logprobs is not None:
         slot = jnp.where(row < count[:, None], slots[:, None], state.slots)
@@ -282,3 +310,9 @@ def _append(
         length=state.length.at[changed].set(length, mode="drop"),
         status=state.status.at[changed].set(status, mode="drop"),
     )
+
+
+def _sound(logits: jax.Array) -> jax.Array:
+    """Whether tokens can be chosen by logits [B, T, V]: [B, T] bool. A NaN anywhere makes the largest one a NaN; single tokens may be
+    at -inf, not all."""
+    return jnp.isfinite(jnp.max(logits, axis=-1))

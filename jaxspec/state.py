@@ -18,7 +18,7 @@ from jaxspec.filters import Filters
 from jaxspec.gemma4 import Gemma4, init_cache
 from jaxspec.logprobs import MAX_LOGPROBS, ROWS, Logprobs
 
-EMPTY, RUNNING, STOPPED, FULL_LENGTH = 0, 1, 2, 3
+EMPTY, RUNNING, STOPPED, FULL_LENGTH, FAILED = 0, 1, 2, 3, 4
 
 
 @struct.dataclass
@@ -27,11 +27,11 @@ class DecodeState:
 
     tokens: [S, max_len] int32. from_draft: [S, max_len] bool, tokens that were accepted drafts. length: [S] int32, known tokens.
     computed: [S] int32, rows whose K and V are in the cache. prompt: [S] int32, prompt tokens. limit: [S] int32, length at which to
-    stop, at most max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id) or FULL_LENGTH. stop_ids: [S, N] int32, padded
-    with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits: how each slot chooses, see `Sampling` and `Edits`.
-    rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted so far. logprobs: [S, 256, ...], of the token at
-    position p in row p modulo 256, of calls that were asked for them. starved: [] bool, the last call needed more full-attention
-    pages than were free and left every sequence as it was. drafter: the drafter's state.
+    stop, at most max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id), FULL_LENGTH or FAILED (the logits of the next
+    token are no numbers). stop_ids: [S, N] int32, padded with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits:
+    how each slot chooses, see `Sampling` and `Edits`. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted
+    so far. logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool,
+    the last call needed more full-attention pages than were free and left every sequence as it was. drafter: the drafter's state.
     """
 
     cache: PagedKV
@@ -62,8 +62,8 @@ class DecodeState:
 class Requests:
     """B sequences to put into slots. tokens: [B, L] int32 with L <= max_len, the first `length` of them known and the first `prompt`
     of those the prompt (more only for a sequence that is resumed). limit, stop_ids, seed, temperature: as in DecodeState, and so are
-    filters and edits, None where nobody has any. rounds: [B] int32, of a resumed sequence the rounds it had, so that none of their
-    noise is drawn again; None for all 0. computed: [B] int32, rows of the slot's last sequence that serve this one
+    filters and edits, None where nobody has any. rounds, drafted: [B] int32, of a resumed sequence what it had, so that no noise is
+    drawn again; None for all 0. computed: [B] int32, rows of the slot's last sequence that serve this one
     too: they and the drafter's view of them stay, if the slot was not released and its rings still hold them; None for all 0."""
 
     tokens: jax.Array
@@ -74,6 +74,7 @@ class Requests:
     seed: jax.Array
     temperature: jax.Array
     rounds: jax.Array | None = None
+    drafted: jax.Array | None = None
     filters: Filters | None = None
     edits: Edits | None = None
     computed: jax.Array | None = None
@@ -159,7 +160,7 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         filters=jax.tree.map(put, state.filters, dataclasses.replace(filters, scope=state.filters.scope)),
         edits=jax.tree.map(put, state.edits, edited),
         rounds=put(state.rounds, zero if requests.rounds is None else requests.rounds),
-        drafted=put(state.drafted, zero),
+        drafted=put(state.drafted, zero if requests.drafted is None else requests.drafted),
     )
 
 
@@ -170,6 +171,66 @@ def release(state: DecodeState, slots: jax.Array) -> DecodeState:
         cache=paged.release(state.cache, slots),
         status=state.status.at[slots].set(EMPTY, mode="drop"),
         starved=jnp.zeros_like(state.starved),
+    )
+
+
+def fork(state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Array) -> DecodeState:
+    """Gives slots, which hold no pages, the first `rows` computed rows of other slots: the cache's and the drafter's view of them.
+
+    A source must have computed `rows` positions and no more, so that its rings and its drafter are where the copy is to go on; the
+    tokens before, and the one after, must be those of both. sources, slots, rows: [B] int32, ids >= slots are ignored. Where there
+    are no pages for it the slots have computed nothing. May come before or after `admit` of the slots.
+    """
+    cache, ok = paged.share(state.cache, sources, slots, rows)
+    into = jnp.where(sources < state.slots, slots, state.slots)
+
+    def copy(part: Any) -> Any:
+        if isinstance(part, PagedKV):
+            return paged.duplicate(part, sources, into)
+        return part.at[into].set(jnp.take(part, sources, axis=0, mode="clip"), mode="drop")
+
+    return dataclasses.replace(
+        state,
+        cache=cache,
+        drafter=jax.tree.map(copy, state.drafter, is_leaf=lambda part: isinstance(part, PagedKV)),
+        computed=state.computed.at[into].set(jnp.where(ok, rows, 0), mode="drop"),
+    )
+
+
+@struct.dataclass
+class Report:
+    """What the host learns of B slots after a call. length, computed, status, rounds, drafted: [B] int32, as in DecodeState. tokens,
+    from_draft: [B, W], those at the positions from `start` on, of which there are length - start, at most W. logprobs: of the same tokens,
+    or None. free: [] int32, unused full pages. starved: [] bool."""
+
+    length: jax.Array
+    computed: jax.Array
+    status: jax.Array
+    rounds: jax.Array
+    drafted: jax.Array
+    tokens: jax.Array
+    from_draft: jax.Array
+    logprobs: Logprobs | None
+    free: jax.Array
+    starved: jax.Array
+
+
+def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, logprobs: bool = False) -> Report:
+    """slots: [B] int32, an id >= slots reports nonsense. start: [B] int32, how many tokens of each the host knows. width (static): how
+    many more it can have. logprobs (static): whether to report them."""
+
+    def of(field: jax.Array) -> jax.Array:
+        return field.at[slots].get(mode="clip")
+
+    at = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    kept = at[:, :ROWS] % ROWS
+    return Report(
+        *map(of, (state.length, state.computed, state.status, state.rounds, state.drafted)),
+        tokens=state.tokens.at[slots[:, None], at].get(mode="clip"),
+        from_draft=state.from_draft.at[slots[:, None], at].get(mode="clip"),
+        logprobs=jax.tree.map(lambda x: x.at[slots[:, None], kept].get(mode="clip"), state.logprobs) if logprobs else None,
+        free=jnp.asarray(state.cache.free_count),
+        starved=jnp.asarray(state.starved),
     )
 
 

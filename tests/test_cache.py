@@ -17,6 +17,7 @@ SLOTS, PAGE, MAX_LEN = 6, 4, 22
 
 release = jax.jit(paged.release)
 reserve = jax.jit(paged.reserve, static_argnames="rows")
+share = jax.jit(paged.share)
 write = jax.jit(paged.write)
 
 
@@ -34,11 +35,14 @@ def owned(cache, slot):
 
 
 def check(cache, held):
-    """Every full page is either free once or held once, and each slot holds as many as expected."""
+    """Every full page is free once, or counts how many slots hold it; each slot holds as many as expected, none of them twice."""
     assert cache.held.tolist() == held
     free = np.asarray(cache.free)[: int(cache.free_count)].tolist()
-    assert int(cache.free_count) == cache.free.shape[0] - sum(held)
-    assert sorted(free + [page for slot in range(cache.slots) for page in owned(cache, slot)]) == list(range(cache.free.shape[0]))
+    pages = [owned(cache, slot) for slot in range(cache.slots)]
+    assert all(len(set(some)) == len(some) for some in pages)
+    holders = np.bincount(sum(pages, []), minlength=cache.free.shape[0])
+    assert cache.refs.tolist() == holders.tolist()
+    assert sorted(free) == np.flatnonzero(holders == 0).tolist()
 
 
 def test_sizes():
@@ -87,6 +91,74 @@ def test_pages_are_never_lost_or_owned_twice():
                 jax.tree.map(np.testing.assert_array_equal, cache, before)
         check(cache, [-(-n // PAGE) for n in lengths])
     assert 20 < refused < 200  # both ends were met
+
+
+def test_shared_pages_are_never_lost_or_written_by_two():
+    """As above, with sequences that begin as another one does. A page that a slot may still write to is held by it alone."""
+    rng = np.random.default_rng(1)
+    cache, lengths, forks, refused = empty(full_pages=11), np.zeros(SLOTS, int), 0, 0
+    floor = np.zeros(SLOTS, int)  # rows that a slot never writes again
+    for _ in range(400):
+        action = rng.random()
+        if action < 0.25:
+            chosen = rng.permutation(SLOTS + 2)[:3]
+            cache = release(cache, ids(*chosen))
+            lengths[chosen[chosen < SLOTS]] = floor[chosen[chosen < SLOTS]] = 0
+        elif action < 0.55:
+            idle, busy = np.flatnonzero(lengths == 0), np.flatnonzero(lengths)
+            if len(idle) < 2 or not len(busy):
+                continue
+            into, sources = np.append(rng.permutation(idle)[:2], SLOTS), rng.choice(busy, 3)
+            rows = lengths[sources]
+            before = cache
+            cache, ok = share(cache, ids(*sources), ids(*into), ids(*rows))
+            assert bool(ok) == (np.sum(rows[:2] % PAGE > 0) <= int(before.free_count))
+            if not ok:
+                refused += 1
+                jax.tree.map(np.testing.assert_array_equal, cache, before)
+                continue
+            forks += 1
+            for slot, source, n in zip(into[:2], sources, rows, strict=False):
+                assert owned(cache, slot)[: n // PAGE] == owned(cache, source)[: n // PAGE]
+                lengths[slot] = floor[slot] = n
+                floor[source] = max(floor[source], n)
+        else:
+            chosen = rng.permutation(SLOTS)[:3]
+            grown = np.minimum(MAX_LEN, lengths[chosen] + rng.integers(0, 10, 3))
+            cache, ok = reserve(cache, ids(*chosen), ids(*grown), rows=9)
+            lengths[chosen] = np.where(ok, grown, lengths[chosen])
+        check(cache, [-(-n // PAGE) for n in lengths])
+        for slot in range(SLOTS):
+            assert all(int(cache.refs[page]) == 1 for page in owned(cache, slot)[floor[slot] // PAGE + 1 :])
+            if floor[slot] % PAGE and len(owned(cache, slot)) > floor[slot] // PAGE:
+                assert int(cache.refs[owned(cache, slot)[floor[slot] // PAGE]]) == 1
+    assert forks > 30 and refused > 3
+
+
+def test_sharing_copies_the_ring_and_the_page_that_both_go_on_in():
+    rng = np.random.default_rng(2)
+    cache, _ = reserve(empty(), ids(4, 1), ids(10, 6), rows=12)
+    layers = tuple(paged.LayerKV(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in (pool.k, pool.v))) for pool in cache.layers)
+    cache = dataclasses.replace(cache, layers=layers)
+    after, ok = share(cache, ids(4, SLOTS, 1), ids(0, 3, SLOTS + 1), ids(10, 4, 6))
+    assert ok
+    check(after, [3, 2, 0, 0, 3, 0])
+    assert owned(after, 0)[:2] == owned(cache, 4)[:2] and owned(after, 0)[2] not in owned(cache, 4)
+    rings = np.asarray(cache.tables[SLIDING])
+    for layer, old, new in ((0, rings[4], rings[0]), (1, [owned(cache, 4)[2]], [owned(after, 0)[2]])):
+        for name in ("k", "v"):
+            before, now = (np.asarray(getattr(c.layers[layer], name)) for c in (cache, after))
+            expected = before.copy()
+            expected[np.asarray(new)] = before[np.asarray(old)]
+            assert np.array_equal(now, expected)
+    whole = paged.fixed(LAYERS, slots=3, max_len=10, num_draft_tokens=0, page_size=PAGE, dtype=jnp.float32)
+    layers = tuple(paged.LayerKV(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in (pool.k, pool.v))) for pool in whole.layers)
+    whole = dataclasses.replace(whole, layers=layers)
+    copied = paged.duplicate(whole, ids(2, 0), ids(1, 3))
+    for kind, before, now in zip(whole.kinds, whole.layers, copied.layers, strict=True):
+        table, expected = np.asarray(whole.tables[kind]), np.asarray(before.v).copy()
+        expected[table[1]] = expected[table[2]]
+        assert np.array_equal(now.v, expected)
 
 
 def test_all_or_nothing():

@@ -13,7 +13,7 @@ from flax import struct
 from jaxspec import accept, decode, edits, gemma4
 from jaxspec import cache as paged
 from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.decode import EMPTY, FULL_LENGTH, RUNNING, STOPPED
+from jaxspec.decode import EMPTY, FAILED, FULL_LENGTH, RUNNING, STOPPED
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import Drafts, NoDraft
 from jaxspec.filters import Filters
@@ -48,7 +48,7 @@ ROWS = np.arange(len(PROMPT))
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 jit_prefill = compiled(decode.prefill, static_argnames=("chunk", "needs"))
 jit_loop = compiled(decode.decode_loop, static_argnames=("num_draft_tokens", "accept", "needs"))
-jit_admit, jit_release = compiled(decode.admit), compiled(decode.release)
+jit_admit, jit_release, jit_fork = compiled(decode.admit), compiled(decode.release), compiled(decode.fork)
 
 
 @functools.cache
@@ -514,6 +514,55 @@ def test_a_prefill_without_pages_computes_nothing():
     assert_equal(dataclasses.replace(after, starved=state.starved), state)
     fewer = jit_prefill(target(), assistant(), after, padded([4, 1]), chunk=32)
     assert not fewer.starved and numbers(fewer, "length", [4, 1]).tolist() == [34, 2]
+
+
+def test_logits_that_are_no_numbers_fail_their_sequence_alone():
+    """Layers are made to see a NaN once a token comes that only some texts have; the head is that of the sound target."""
+    bad = next(t for t in range(2, VOCAB) if any(t in texts()[r, PROMPT[r] + 6 :] for r in ROWS) and t not in texts()[[1, 4]])
+    ends = [int(np.argmax(np.append(texts()[r] == bad, True))) for r in ROWS]  # where it stands; the token after it has no logits
+    assert sum(end < MAX_LEN for end in ends) >= 1 and ends[1] == ends[4] == MAX_LEN
+
+    @struct.dataclass
+    class Poisoned(gemma4.Gemma4):
+        def embed(self, ids):
+            return jnp.where((ids == bad)[..., None], jnp.nan, super().embed(ids))
+
+    model = Poisoned(**{f.name: getattr(target(), f.name) for f in dataclasses.fields(target())})
+    state = admit(empty(), ROWS)
+    for _ in range(2):
+        state = jit_prefill(model, assistant(), state, padded(ROWS), chunk=32)
+    for k in (0, 4):
+        after = jit_loop(model, NoDraft(), state, padded(ROWS), 1000, num_draft_tokens=k)
+        for row in ROWS:
+            length, failed = int(after.length[row]), int(after.status[row]) == FAILED
+            assert failed == (ends[row] < MAX_LEN - 1), f"row {row} with {k} drafts"
+            assert length == (max(ends[row] + 1, PROMPT[row]) if failed else MAX_LEN)  # what comes before is kept, and the token itself
+            assert np.array_equal(after.tokens[row, :length], texts()[row, :length])
+    # A slot that failed serves another sequence.
+    row = int(np.argmin(ends))
+    after = prefill(admit(jit_release(after, padded([row])), [row], [4]), [row])
+    assert_same(numbers(loop(after, [row], parrot(), 4), "tokens", [row]), rows=[4])
+
+
+def test_a_fork_goes_on_as_if_it_had_computed_what_it_shares():
+    """A slot at row 18 of a prompt of 33 gives what it has to two others: the same prompt, and one that is different from there on."""
+    state = admit(empty(), [2], [4])
+    state = jit_prefill(target(), assistant(), state, padded([2]), padded([18]), chunk=32)
+    assert numbers(state, "computed", [2]) == 18
+    other = prompts().copy()
+    other[4, 19:] = prompts()[5, 19:]
+    plain = prefill(admit(empty(), [6], [4], tokens=other), [6])
+    free = int(state.cache.free_count)
+    state = jit_fork(state, padded([2, 2]), padded([0, 5]), padded([18, 18]))
+    assert int(state.cache.free_count) == free - 2 and numbers(state, "computed", [0, 5]).tolist() == [18, 18]  # three pages are shared
+    same = np.broadcast_to(np.int32(18), PROMPT.shape)
+    state = admit(admit(state, [0], [4], computed=same), [5], [4], tokens=other, computed=same)
+    state = prefill(state, [0, 2, 5])
+    for drafter, k in ((NoDraft(), 0), (assistant(), 3)):
+        found = loop(state, [0, 2, 5], drafter, k)
+        assert_same(numbers(found, "tokens", [0, 2]), rows=[4, 4])
+        assert_equal(numbers(found, "tokens", [5]), numbers(loop(plain, [6], drafter, k), "tokens", [6]))
+    assert jit_release(found, padded([5, 2, 0])).cache.free_count == state.cache.free.shape[0]
 
 
 def test_a_released_slot_serves_another_sequence():
