@@ -26,6 +26,7 @@ from jaxspec.runner import Runner
 from jaxspec.sampling import Needs
 from jaxspec.stats import RoundStats, Stats
 from jaxspec.text import Tokenizer
+from jaxspec.watch import Watch
 
 STEPS = 64  # rounds of a call; it bounds how long an interrupt waits
 WATCHED_STEPS = 8  # where text is looked at for stop strings between calls
@@ -80,6 +81,7 @@ class LLM:
             kv_dtype=kv_dtype,
             shardings=shardings,
         )
+        self._watch = Watch(drafter, accept)
         self._seeds = random.Random(seed)
         self._progress, self._name = progress, name
         self._lock = threading.RLock()
@@ -391,6 +393,8 @@ class LLM:
         flags = request.from_draft[len(request.prompt) :]
         rounds = RoundStats.of(flags, request.drafted, self.num_draft_tokens, request.first_token_seconds)
         self._totals = self._totals.plus(len(request.prompt), rounds)
+        if self.num_draft_tokens:
+            self._watch.see(rounds.steps, rounds.steps - rounds.histogram[0], request.temperature)
         return rounds
 
     def _clock(self) -> float:
