@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # either, and not both
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 if a batch could not serve some requests, 2 for what the user got wrong, 130
@@ -18,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Set before JAX starts: what it says about the devices it looked for in vain is no news to a command's user.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
+    # Of a GPU's memory, JAX takes three quarters unless it is told; a command has the device for itself.
+    if not any(name in os.environ for name in MEMORY_VARIABLES):
+        os.environ[MEMORY_VARIABLES[0]] = "0.9"
     try:
         return args.command(args) or 0
     except _UserError as error:
@@ -92,6 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="what a checkpoint is and needs", description="Prints what a checkpoint is and needs.")
     info.add_argument("target", metavar="MODEL", help="hub id, folder or bundled name")
     info.add_argument("--drafter", help="also say whether this drafter fits")
+    info.add_argument("--plan", action="store_true", help="what load would make of a device's memory")
+    info.add_argument("--memory", metavar="M", help="with --plan: of a device, such as 80GB; by default that of the device here")
+    info.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="with --plan: of what JAX takes (default: 0.9)")
+    info.add_argument("--max-len", type=int, metavar="N", help="with --plan: tokens of a sequence")
+    info.add_argument("--max-slots", type=int, metavar="N", help="with --plan: sequences in flight")
+    info.add_argument("--k", type=int, metavar="K", help="with --plan: tokens drafted in each round")
     info.set_defaults(command=_info)
 
     text = "Writes fused weights in one dtype, for loads that only read: load DST, and DST/drafter as its drafter."
@@ -234,11 +245,14 @@ def _batch(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> None:
     with _door():
         from jaxspec import checkpoint
-        from jaxspec.info import describe
+        from jaxspec.info import describe, describe_plan
 
         folder = checkpoint.resolve(args.target)
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
         lines = list(describe(folder, drafter))
+        if args.plan:
+            asked = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots}
+            lines += describe_plan(folder, drafter, **_memory(args), **asked)
     print("\n".join(lines))
 
 
@@ -248,6 +262,20 @@ def _convert(args: argparse.Namespace) -> None:
 
         progress = sys.stderr.isatty()
         print(convert(args.source, args.destination, drafter=args.drafter, dtype=args.dtype, progress=progress))
+
+
+def _memory(args: argparse.Namespace) -> dict[str, Any]:
+    """The memory that a plan is made for."""
+    if args.memory is not None:
+        from jaxspec.info import bytes_of
+
+        share = float(next(os.environ[name] for name in MEMORY_VARIABLES if name in os.environ))
+        return {"memory": bytes_of(args.memory), "jax_fraction": share, "memory_fraction": args.memory_fraction}
+    import jax
+
+    from jaxspec.loading import memory_limit
+
+    return {"memory": memory_limit(jax.devices()[0]), "memory_fraction": args.memory_fraction}
 
 
 def _bench(args: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
-"""What a checkpoint is and needs, in lines of text: `jaxspec info`. Configs alone are read, no weights."""
+"""What a checkpoint is and needs, in lines of text: `jaxspec info`. Configs alone are read, no weights, and no device is asked."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, drafters, gemma4
+from jaxspec import checkpoint, drafters, gemma4, plan
 from jaxspec.config import FULL, SLIDING, Gemma4Config
-from jaxspec.loading import DTYPES, read_target
+from jaxspec.drafters.base import NoDraft
+from jaxspec.loading import DTYPES, MAX_SLOTS, max_len_of, num_draft_tokens_for, read_target
+from jaxspec.plan import size
 from jaxspec.runner import nbytes
+
+LENGTHS = tuple(1024 * 4**i for i in range(6))
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
@@ -38,7 +44,7 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
             yield f"{name:<11} {spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{equal}"
     yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {generation or 'unset'}"
     yield f"parameters  {_count(tree):,}, of which {_embeddings(config):,} are per-layer embeddings"
-    yield f"weights     {_size(nbytes(tree))} in {jnp.dtype(dtype).name}"
+    yield f"weights     {size(nbytes(tree))} in {jnp.dtype(dtype).name}"
     per_token = {kind: kv_bytes_per_token(config, kind, jnp.dtype(dtype).itemsize) for kind in (SLIDING, FULL)}
     yield f"KV cache    sliding {per_token[SLIDING]:,} bytes a token, for the window; full {per_token[FULL]:,} bytes a token"
     if drafter is not None:
@@ -46,7 +52,64 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
         count = checkpoint.read_generation_config(drafter).get("num_assistant_tokens", "unset")
         yield f"drafter     {drafter}"
         kind = type(draft).__name__
-        yield f"            {kind}, fits; {_count(draft):,} parameters, {_size(nbytes(draft))}; num_assistant_tokens {count}"
+        yield f"            {kind}, fits; {_count(draft):,} parameters, {size(nbytes(draft))}; num_assistant_tokens {count}"
+
+
+def describe_plan(
+    folder: Path,
+    drafter: Path | None = None,
+    *,
+    memory: int | None = None,
+    jax_fraction: float = 1.0,
+    memory_fraction: float = 0.9,
+    num_draft_tokens: int | None = None,
+    max_len: int | None = None,
+    max_slots: int | None = None,
+) -> Iterator[str]:
+    """Lines about what `jaxspec.load` would make of a device's memory, in the checkpoint's dtype, with kernels.
+
+    memory: bytes of a device, of which JAX takes jax_fraction; None for what each part takes alone. The rest as in `jaxspec.load`, and
+    so is what is raised.
+    """
+    plan.check(memory_fraction, max_slots)
+    config, _ = read_target(folder)
+    dtype = DTYPES.get(config.dtype, jnp.float32)
+    draft: Any = NoDraft() if drafter is None else drafters.abstract_drafter(drafter, config, dtype)
+    max_len = max_len_of(config, max_len)
+    count = num_draft_tokens_for(draft, drafter, num_draft_tokens, max_len)
+    target = gemma4.abstract(config, dtype)
+
+    def sizes_at(length: int) -> plan.Sizes:
+        return plan.sizes_of(target, draft, max_len=length, num_draft_tokens=count)
+
+    sizes = sizes_at(max_len)
+    rings = plan.ring_bytes(target, max_len, count)
+    room = None if memory is None else int(memory_fraction * jax_fraction * memory)
+    chosen = plan.fit(sizes, room, max_slots, default_slots=MAX_SLOTS)
+    slots, pages = chosen.slots, chosen.pages
+    kept = sizes.kept(slots, pages)
+    if memory is not None and room is not None:
+        taken = f", of which JAX takes {jax_fraction} (XLA_CLIENT_MEM_FRACTION)" if jax_fraction < 1 else ""
+        yield f"memory      {size(memory)}{taken}; memory_fraction {memory_fraction} of it is {size(room)}"
+    yield f"weights     {size(sizes.target)} target, {size(sizes.drafter)} drafter"
+    yield f"slot        {size(sizes.slot)}: sliding rings {size(rings)}; tokens, log-probabilities and drafter {size(sizes.slot - rings)}"
+    yield f"page        {size(sizes.page)}: {plan.PAGE} positions of full layers; {sizes.width} pages for max_len {max_len}"
+    yield f"calls       about {size(sizes.work(slots))} for activations and logits, K = {count}"
+    yield f"plan        {slots} slots, {pages} pages: {size(kept)} kept, {size(kept + sizes.work(slots))} with calls"
+    if room is None:
+        return
+    yield "lengths     slots that can all grow to a max_len"
+    for length in LENGTHS:
+        if length <= config.max_position_embeddings:
+            yield f"            {length:>7} {plan.most_slots(sizes_at(length), room, 10**6):>6}"
+
+
+def bytes_of(text: str) -> int:
+    """Of a number with a unit, such as 80GB or 24GiB. Raises ValueError."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text)
+    if not found:
+        raise ValueError(f"{text!r} is no amount of memory; expected a number with one of {', '.join(UNITS)}, such as 80GB")
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 def kv_bytes_per_token(config: Gemma4Config, kind: str, itemsize: int) -> int:
@@ -61,7 +124,3 @@ def _count(tree: Any) -> int:
 
 def _embeddings(config: Gemma4Config) -> int:
     return config.vocab_size_per_layer_input * config.num_hidden_layers * config.hidden_size_per_layer_input
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, drafters, gemma4
+from jaxspec import checkpoint, drafters, gemma4, plan
 from jaxspec.accept import Rule, rule_of
 from jaxspec.config import ASSISTANT_TYPES, Gemma4Config
 from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import LLM
 from jaxspec.params import Defaults, integer
-from jaxspec.runner import Runner, nbytes
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
 
@@ -54,7 +52,8 @@ def load(
     made for (a DFlash block less its anchor, the number in an EAGLE-3 speculator's config, one for each MTP module), else 4.
     dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs of compute capability 8.0 and newer,
     and float32 elsewhere. mesh: a Mesh with axes "data" and "tensor" to spread weights and slots over; one device by default.
-    max_slots: sequences in flight (8). max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
+    max_slots: sequences in flight; by default as many as memory allows, at most 64, and 8 where a device does not say what it has.
+    max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
     default. accept: the acceptance rule: "coupled", which keeps a draft exactly when it is what the target chooses; "standard"
     or "block", rejection sampling, which keep a little more at temperatures above 0 and make texts depend on the drafter; or, for
     benchmarks, `accept.synthetic(rates)`. attention: implementation of attention and the kernels around it, "xla" or "triton" (GPUs
@@ -70,9 +69,7 @@ def load(
     """
     rule = rule_of(accept)
     _check_choices(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction is {memory_fraction}, expected more than 0 and at most 1")
-    slots = MAX_SLOTS if max_slots is None else integer("max_slots", max_slots, 1)
+    plan.check(memory_fraction, max_slots)
     seed = integer("seed", seed, 0)
     place, shardings = _placement(mesh)
     if mesh is not None and mesh.size > 1:
@@ -84,34 +81,28 @@ def load(
         defaults = Defaults.of(generation)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
-    longest = config.max_position_embeddings
-    max_len = min(longest, MAX_LEN) if max_len is None else integer("max_len", max_len, 2, longest)
+    max_len = max_len_of(config, max_len)
     weights_dtype = _dtype(dtype, config.dtype)
 
-    guess = None
     if isinstance(drafter, str | os.PathLike) and drafter != "ngram":
         draft_folder = checkpoint.resolve(drafter)
         planned = place(drafters.abstract_drafter(draft_folder, config, weights_dtype))
-        guess = checkpoint.read_generation_config(draft_folder).get("num_assistant_tokens")
     else:
         draft_folder, planned = None, _object(drafter, config)
         drafter = planned
-    if num_draft_tokens is None:
-        count = min(guess or num_draft_tokens_of(planned), max_len - 1)
-    else:
-        count = integer("num_draft_tokens", num_draft_tokens, 0, max_len - 1)
-    if count and isinstance(planned, NoDraft):
-        raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
-
+    count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
     rule.check(count)
 
     abstract = place(gemma4.abstract(config, weights_dtype))
-    state = jax.eval_shape(
-        functools.partial(
-            Runner.init_state, abstract, planned, slots=slots, max_len=max_len, num_draft_tokens=count, kv_dtype=KV_DTYPES[kv_dtype]
-        )
+    sizes = plan.sizes_of(
+        abstract,
+        planned,
+        max_len=max_len,
+        num_draft_tokens=count,
+        kv_dtype=KV_DTYPES[kv_dtype],
+        kernels=attention != "xla" and dialect.obstacle() is None,
     )
-    _check_memory(nbytes((abstract, planned)), nbytes(state), memory_fraction, mesh)
+    slots = plan.fit(sizes, _room(memory_fraction, mesh), max_slots, default_slots=MAX_SLOTS).slots
 
     tokenizer = load_tokenizer(folder)
     _enable_compilation_cache()
@@ -152,6 +143,24 @@ def read_target(folder: Path) -> tuple[Gemma4Config, dict[str, Any]]:
 def load_target(folder: Path, abstract: gemma4.Gemma4, *, progress: bool = True) -> gemma4.Gemma4:
     """A target's weights in the shapes, dtypes and shardings of `gemma4.abstract`."""
     return checkpoint.load_weights(folder, abstract, prefixes=checkpoint.TARGET_PREFIXES, skip=checkpoint.TOWERS, progress=progress)
+
+
+def max_len_of(config: Gemma4Config, asked: int | None) -> int:
+    """Positions of a sequence: what was asked for, by default the model's maximum, but at most 4096."""
+    longest = config.max_position_embeddings
+    return min(longest, MAX_LEN) if asked is None else integer("max_len", asked, 2, longest)
+
+
+def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, max_len: int) -> int:
+    """Drafts a round: what was asked for, by default what the drafter's generation config or its kind says. folder: None for a drafter
+    that is no checkpoint."""
+    if asked is None:
+        named = None if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens")
+        return min(named or num_draft_tokens_of(drafter), max_len - 1)
+    count = integer("num_draft_tokens", asked, 0, max_len - 1)
+    if count and isinstance(drafter, NoDraft):
+        raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
+    return count
 
 
 def eos_token_ids(config: Gemma4Config, generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -220,16 +229,11 @@ def _placement(mesh: jax.sharding.Mesh | None) -> tuple[Callable[[Any], Any], Ca
     return lambda tree: sharding.shard_tree(tree, mesh), lambda state: sharding.state_shardings(state, mesh)
 
 
-def _check_memory(weights: int, state: int, fraction: float, mesh: jax.sharding.Mesh | None) -> None:
-    """Raises ValueError if weights and state cannot fit. Of a mesh, all devices together are counted."""
-    limit = memory_limit(jax.devices()[0])
-    room = None if limit is None else fraction * limit * (1 if mesh is None else mesh.size)
-    if room is not None and weights + state > room:
-        gib = 2**30
-        raise ValueError(
-            f"the weights take {weights / gib:.2f} GiB and the slots {state / gib:.2f} GiB; memory_fraction {fraction} leaves "
-            f"{room / gib:.2f} GiB. Fewer max_slots or a smaller max_len take less"
-        )
+def _room(fraction: float, mesh: jax.sharding.Mesh | None) -> int | None:
+    """Bytes that may be taken, None where devices do not say. Of a mesh, all devices together are counted."""
+    device = jax.devices()[0]
+    limit, used = memory_limit(device), (device.memory_stats() or {}).get("bytes_in_use", 0)
+    return None if limit is None else (int(fraction * limit) - used) * (1 if mesh is None else mesh.size)
 
 
 def memory_limit(device: Any) -> int | None:

@@ -279,15 +279,15 @@ def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served
 
 def test_a_killed_process_goes_on_with_the_same_command(tmp_path, capsys):
     """Here one of two shards, the other of which knows nothing of it."""
-    target, drafter = tiny.tiny_target(tmp_path / "target"), tiny.tiny_assistant(tmp_path / "assistant")
+    target = tiny.tiny_target(tmp_path / "target")
     lines = [{"id": f"r{i}", "prompt": "def f():"[: i % 7 + 1], "params": {"max_tokens": 20 + i % 13}} for i in range(80)]
     path = write_lines(tmp_path / "in.jsonl", lines)
     params = SamplingParams(temperature=0.8, ignore_eos=True)
-    llm = jaxspec.load(target, drafter, num_draft_tokens=2, max_len=64, max_slots=3, progress=False)
+    llm = jaxspec.load(target, max_len=64, max_slots=1, progress=False)
     assert batch.run_batch(llm, path, tmp_path / "whole.jsonl", params, seed=6).written == 80
     assert batch.run_batch(llm, path, tmp_path / "out.jsonl", params, seed=6, shard="1/2").written == 40
 
-    model = ["--target", str(target), "--drafter", str(drafter), "--k", "2", "--max-len", "64", "--max-slots", "3"]
+    model = ["--target", str(target), "--max-len", "64", "--max-slots", "1"]
     command = [
         "batch",
         *model,

@@ -145,11 +145,8 @@ def test_a_drafter_object_that_does_not_fit_is_refused(folders, llm, tmp_path):
 def test_models_that_exceed_the_memory_are_refused_before_weights_are_read(folders, monkeypatch):
     monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setattr(loading, "memory_limit", lambda device: 2**20)
-    with pytest.raises(ValueError, match=r"the weights take 0.00 GiB and the slots 0.00 GiB; memory_fraction 0.5 leaves 0.00 GiB. Fewer"):
+    with pytest.raises(ValueError, match=r"the weights take .* MiB and 1 slots .* MiB of a device; there is 0.50 MiB of it. Fewer max_slots"):
         jaxspec.load(*folders, memory_fraction=0.5, progress=False)
-    assert loading._check_memory(2**19, 2**18, 0.9, None) is None
-    with pytest.raises(ValueError, match="Fewer max_slots or a smaller max_len take less"):
-        loading._check_memory(2**19, 2**19, 0.9, None)
 
 
 def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, monkeypatch):

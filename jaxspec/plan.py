@@ -1,0 +1,170 @@
+"""What a device's memory holds: weights, slots, pages of full attention, and room to work in. From shapes alone; nothing is loaded.
+
+A slot has its sliding rings, its tokens and the drafter's state, whatever its length; pages of full attention are shared by all slots.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxspec.config import FULL, SLIDING, Gemma4Config, LayerSpec
+from jaxspec.drafters.base import NoDraft
+from jaxspec.params import integer
+from jaxspec.runner import PREFILL_CHUNK, PREFILL_ROWS, Runner, nbytes
+
+PAGE = 64  # positions
+# Slots that are taken without being asked for: with 4 drafts each, what they verify is about what keeps a GPU's arithmetic as busy as its
+# memory, and more of them gain little.
+AUTO_SLOTS = 64
+# Bytes of temporaries for each logit of a decode call, of [B, K + 1, V]. XLA's programs for an H200 have 4, the float32 itself, where
+# nothing is filtered, and 16 to 21 with every filter, penalty and log-probability (31B and 26B-A4B, B = 8 and 64).
+LOGIT = 21
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes on each device.
+
+    target, drafter: weights. fixed: of the state, what all slots share. slot: what a slot takes beside its pages. page: one page of
+    64 positions in all full layers. width: pages of a sequence of max_len. decode: temporaries of a decode call for each slot.
+    prefill: those of a prefill call.
+    """
+
+    target: int
+    drafter: int
+    fixed: int
+    slot: int
+    page: int
+    width: int
+    decode: int
+    prefill: int
+
+    @property
+    def weights(self) -> int:
+        return self.target + self.drafter
+
+    def work(self, slots: int) -> int:
+        """Temporaries of the largest call, of which one runs at a time."""
+        return max(slots * self.decode, self.prefill)
+
+    def kept(self, slots: int, pages: int) -> int:
+        """What stays between calls: weights and state."""
+        return self.weights + self.fixed + slots * self.slot + pages * self.page
+
+
+def sizes_of(
+    target: Any,
+    drafter: Any,
+    *,
+    max_len: int,
+    num_draft_tokens: int,
+    kv_dtype: Any = None,
+    kernels: bool = True,
+    weight_bytes: Callable[[Any], int] = nbytes,
+    state_bytes: Callable[[Any], int] = nbytes,
+) -> Sizes:
+    """target, drafter: abstract weights, or real ones. kernels: whether attention runs in kernels, which keep scores to themselves;
+    XLA's attention gathers keys and values of max_len. weight_bytes, state_bytes: what a device holds of weights and of a state, both
+    given as shapes."""
+    init = functools.partial(
+        Runner.init_state, target, drafter, max_len=max_len, num_draft_tokens=num_draft_tokens, kv_dtype=kv_dtype, page_size=PAGE
+    )
+
+    def state(slots: int, pages: int) -> int:
+        return state_bytes(jax.eval_shape(functools.partial(init, slots=slots, full_pages=pages)))
+
+    one = state(1, 1)
+    slot, page = state(2, 1) - one, state(1, 2) - one
+    config, rows, itemsize = target.config, num_draft_tokens + 1, target.dtype.itemsize
+    prefill = _activations(config, PREFILL_ROWS) * itemsize
+    decode = LOGIT * rows * config.vocab_size
+    if not kernels:
+        decode += _attention(config, 1, rows, max_len, itemsize)
+        prefill += _attention(config, PREFILL_ROWS // PREFILL_CHUNK, PREFILL_CHUNK, max_len, itemsize)
+    return Sizes(
+        target=weight_bytes(target),
+        drafter=weight_bytes(drafter),
+        fixed=one - slot - page,
+        slot=slot,
+        page=page,
+        width=math.ceil(max_len / PAGE),
+        decode=decode,
+        prefill=prefill,
+    )
+
+
+def ring_bytes(target: Any, max_len: int, num_draft_tokens: int, kv_dtype: Any = None) -> int:
+    """Of a slot, the rings of sliding layers."""
+    sizes = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": kv_dtype, "page_size": PAGE, "full_pages": 1}
+    state = jax.eval_shape(functools.partial(Runner.init_state, target, NoDraft(), slots=1, **sizes))
+    return nbytes([layer for layer, kind in zip(state.cache.layers, target.config.layers, strict=True) if kind.kind == SLIDING])
+
+
+def _activations(config: Gemma4Config, rows: int) -> int:
+    """Numbers that a layer's pass over so many rows holds: gate and up, the experts' rows, and a few times the hidden state."""
+
+    def layer(spec: LayerSpec) -> int:
+        experts = spec.top_k_experts * (2 * spec.moe_intermediate_size + spec.hidden_size)
+        return 2 * spec.intermediate_size + experts + 4 * spec.hidden_size
+
+    return rows * max(map(layer, config.layers))
+
+
+def _attention(config: Gemma4Config, batch: int, rows: int, max_len: int, itemsize: int) -> int:
+    """Bytes of XLA's attention: gathered keys and values, and scores one and a half times."""
+    full = [spec for spec in config.layers if spec.kind == FULL]
+    gathered = max((2 * spec.num_kv_heads * spec.head_dim for spec in full), default=0) * max_len * itemsize
+    return batch * (gathered + 6 * rows * max((spec.num_heads for spec in full), default=0) * max_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How many slots, and pages for all of them together."""
+
+    slots: int
+    pages: int
+
+
+def fit(sizes: Sizes, room: int | None, slots: int | None = None, *, default_slots: int = 8) -> Plan:
+    """What to make of so much room. room: bytes of a device that may be taken, None where it does not say, which gives `default_slots`.
+
+    slots: what was asked for; None for as many as can all grow to max_len beside the calls' temporaries, at most 64. Raises
+    ValueError with the numbers if weights and slots do not fit.
+    """
+    if slots is None:
+        slots = default_slots if room is None else most_slots(sizes, room, AUTO_SLOTS) or 1
+    pages = slots * sizes.width
+    if room is not None and sizes.kept(slots, pages) > room:
+        raise ValueError(
+            f"the weights take {size(sizes.weights)} and {slots} slots {size(sizes.kept(slots, pages) - sizes.weights)} of a device; "
+            f"there is {size(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction allows more"
+        )
+    return Plan(slots, pages)
+
+
+def check(memory_fraction: float, slots: int | None) -> None:
+    """Raises TypeError or ValueError for what `jaxspec.load` does not take."""
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction is {memory_fraction}, expected more than 0 and at most 1")
+    if slots is not None:
+        integer("max_slots", slots, 1)
+
+
+def most_slots(sizes: Sizes, room: int, limit: int) -> int:
+    """How many slots, up to a limit, can all grow to max_len."""
+
+    def exceeds(slots: int) -> bool:
+        return sizes.kept(slots, slots * sizes.width) + sizes.work(slots) > room
+
+    return bisect.bisect_left(range(1, limit + 1), True, key=exceeds)
+
+
+def size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -1,0 +1,131 @@
+"""The memory plan: it counts what a state really holds, and what is chosen fits."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from jaxspec import cli, gemma4, info, loading, plan, shapes
+from jaxspec.config import Gemma4Config
+from jaxspec.drafters.base import NoDraft
+from jaxspec.runner import Runner, nbytes
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Configs of the 31B and its assistant, without weights."""
+    root = tmp_path_factory.mktemp("configs")
+    for name, config in {"target": shapes.TARGETS["31b"], "assistant": shapes.ASSISTANTS["31b"]}.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    return root / "target", root / "assistant"
+
+
+@functools.cache
+def sizes(max_len=4096, num_draft_tokens=4, **settings):
+    target = gemma4.abstract(shapes.target_config("31b"), jnp.bfloat16)
+    drafter = shapes.abstract_drafter("mtp", "31b", target.config, jnp.bfloat16)
+    return plan.sizes_of(target, drafter, max_len=max_len, num_draft_tokens=num_draft_tokens, **settings)
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3", None])
+def test_sizes_add_up_to_what_the_arrays_take(drafter):
+    target = gemma4.abstract(shapes.target_config("e2b"), jnp.bfloat16)
+    draft = NoDraft() if drafter is None else shapes.abstract_drafter(drafter, "e2b", target.config, jnp.bfloat16)
+    count = 0 if drafter is None else 3
+    found = plan.sizes_of(target, draft, max_len=1000, num_draft_tokens=count)
+    init = functools.partial(Runner.init_state, target, draft, slots=5, max_len=1000, num_draft_tokens=count, full_pages=77)
+    assert found.kept(5, 77) == nbytes((target, draft)) + nbytes(jax.eval_shape(init))
+    assert found.width == 16
+
+
+def test_sizes_of_the_31b_by_hand():
+    found = sizes()
+    # 10 full layers of 4 KV heads: 128 rotary numbers of a key and 512 of a value; a page's place in the free list and its holders.
+    assert found.page == 64 * 10 * 4 * (128 + 512) * 2 + 8
+    # 50 sliding layers of 16 KV heads of 256, in a ring of 1,024 + 4 positions, which 17 pages hold.
+    assert plan.ring_bytes(gemma4.abstract(shapes.target_config("31b"), jnp.bfloat16), 4096, 4) == 17 * 64 * 50 * 16 * 2 * 256 * 2
+    assert found.slot - 17 * 64 * 50 * 16 * 2 * 256 * 2 < 2**20
+    assert found.width == 64
+    # Of one logit of 5 rows; and 512 rows of two times 21,504 and four times 5,376 numbers, which a compiled prefill takes 69.8 MiB for.
+    assert found.decode == 21 * 5 * 262_144
+    assert found.prefill == 512 * (2 * 21_504 + 4 * 5376) * 2
+    # What XLA's attention gathers and scores: a compiled prefill of 8 x 64 rows takes 535 MiB, a decode step of 8 slots 400.
+    xla = sizes(kernels=False)
+    assert xla.prefill / 2**20 == pytest.approx(535, rel=0.35)
+    assert 8 * (xla.decode - found.decode) / 2**20 == pytest.approx(360, rel=0.35)
+
+
+def test_as_many_slots_are_chosen_as_fit():
+    found = sizes()
+    for room in (60 * GIB, 70 * GIB, 100 * GIB, 125 * GIB):
+        chosen = plan.fit(found, room)
+        assert chosen.pages == 64 * chosen.slots
+        assert found.kept(chosen.slots, chosen.pages) + found.work(chosen.slots) <= room
+        more = chosen.slots + 1
+        assert more > plan.AUTO_SLOTS or found.kept(more, 64 * more) + found.work(more) > room
+    assert plan.fit(found, 125 * GIB).slots == 63 and plan.fit(found, 400 * GIB).slots == 64
+    assert plan.fit(found, None).slots == 8 and plan.fit(found, None, 100).slots == 100
+    assert plan.most_slots(found, 50 * GIB, 64) == 0
+    with pytest.raises(
+        ValueError, match=r"the weights take 58\.05 GiB and 40 slots 41\.02 GiB of a device; there is 80\.00 GiB of it\. Fewer"
+    ):
+        plan.fit(found, 80 * GIB, 40)
+    with pytest.raises(ValueError, match=r"and 1 slots .* of a device; there is 0\.00 MiB of it"):
+        plan.fit(found, -5)
+
+
+def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.95")
+    options = ["--drafter", str(folders[1]), "--plan", "--memory", "141GB", "--max-len", "16384"]
+    assert cli.main(["info", str(folders[0]), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("memory"))
+    found, size = sizes(16384), plan.size
+    kept = found.kept(33, 33 * 256)
+    assert lines[at : at + 7] == [
+        "memory      131.32 GiB, of which JAX takes 0.95 (XLA_CLIENT_MEM_FRACTION); memory_fraction 0.9 of it is 112.28 GiB",
+        "weights     57.18 GiB target, 895.54 MiB drafter",
+        f"slot        {size(found.slot)}: sliding rings 850.00 MiB; tokens, log-probabilities and drafter {size(found.slot - 850 * 2**20)}",
+        "page        3.13 MiB: 64 positions of full layers; 256 pages for max_len 16384",
+        "calls       about 866.25 MiB for activations and logits, K = 4",
+        f"plan        33 slots, 8448 pages: {size(kept)} kept, {size(kept + found.work(33))} with calls",
+        "lengths     slots that can all grow to a max_len",
+    ]
+    table = dict(map(int, line.split()) for line in lines[at + 7 :])
+    assert list(table) == [1024, 4096, 16384, 65536, 262144]
+    assert table[16384] == 33 and sorted(table.values(), reverse=True) == list(table.values())
+
+
+def test_plans_that_make_no_sense_are_refused(folders, capsys):
+    for options, message in {
+        ("--memory", "80"): "'80' is no amount of memory; expected a number with one of MB, GB, TB, MiB, GiB, TiB, such as 80GB",
+        ("--memory", "40GB"): "the weights take 57.18 GiB and 1 slots",
+        ("--memory", "1TB", "--max-len", "300000"): "max_len is 300000, expected 2 .. 262144",
+        ("--memory", "1TB", "--k", "2"): "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter",
+        ("--memory", "1TB", "--max-slots", "0"): "max_slots is 0, expected at least 1",
+        ("--memory", "1TB", "--memory-fraction", "2"): "memory_fraction is 2.0, expected more than 0 and at most 1",
+    }.items():
+        assert cli.main(["info", str(folders[0]), "--plan", *options]) == 2
+        assert capsys.readouterr().err.startswith(f"jaxspec: {message}")
+    assert info.bytes_of("1.5 GiB") == 3 * 2**29
+
+
+def test_load_takes_the_slots_that_the_device_has_memory_for(tmp_path, monkeypatch):
+    target = tiny.tiny_target(tmp_path / "target")
+    abstract = gemma4.abstract(Gemma4Config.from_hf(tiny.TARGET), jnp.float32)
+    found = plan.sizes_of(abstract, NoDraft(), max_len=64, num_draft_tokens=0, kernels=False)
+    room = found.kept(5, 5) + found.work(5)
+    monkeypatch.setattr(loading, "LLM", lambda *_, max_slots, **__: max_slots)
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: None)
+    settings = {"max_len": 64, "progress": False, "memory_fraction": 0.5}
+    monkeypatch.setattr(loading, "memory_limit", lambda device: 2 * room)
+    assert loading.load(target, **settings) == 5
+    assert loading.load(target, max_slots=3, **settings) == 3
+    monkeypatch.setattr(loading, "memory_limit", lambda device: None)
+    assert loading.load(target, **settings) == 8
