@@ -1,5 +1,6 @@
 """Text in and out: the checkpoint's tokenizer and chat template, and detokenizing while tokens still arrive."""
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,8 +60,6 @@ class Tokenizer:
         kwargs go to the template (tools=..., enable_thinking=...). ValueError if there is no template, no message, a message without a
         role, or if the template refuses the conversation.
         """
-        from jinja2 import TemplateError
-
         if self._hf.chat_template is None:
             raise ValueError(
                 f"{self._folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
@@ -75,7 +74,7 @@ class Tokenizer:
         conversation = [dict(message) for message in messages]
         try:
             return self._hf.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, return_dict=False, **kwargs)
-        except TemplateError as error:
+        except Exception as error:  # a template is the checkpoint's code, and raises what it likes, TemplateError above all
             raise ValueError(f"the chat template of {self._folder} refused the conversation: {error}") from error
 
 
@@ -88,12 +87,25 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if not (folder / "tokenizer.json").is_file():
         found = f"it has {_listing(folder)}" if folder.is_dir() else "there is no such folder"
         raise FileNotFoundError(f"{folder} has no tokenizer.json: {found}. Every release has that file: copy it from there")
+    _check_names(folder)
     auto_tokenizer = _auto_tokenizer()
     try:
         hf_tokenizer = auto_tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the parser's errors are of many types, bare Exception among them
         raise ValueError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
     return Tokenizer(hf_tokenizer, folder)
+
+
+def _check_names(folder: Path) -> None:
+    """Raises ValueError if tokenizer_config.json names a tokenizer file elsewhere, which transformers would read."""
+    path = folder / "tokenizer_config.json"
+    try:
+        names = json.loads(path.read_text(encoding="utf-8")).get("fast_tokenizer_files") or ()
+    except (OSError, ValueError, AttributeError):
+        return  # transformers says what is wrong with it
+    outside = [name for name in names if Path(str(name)).name != name]
+    if outside:
+        raise ValueError(f"{path} names {outside[0]!r}, which is outside its folder")
 
 
 class IncrementalDetokenizer:

@@ -338,6 +338,23 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_no_tokenizer_file_is_read_from_another_folder(tmp_path):
+    other = save(byte_fallback(), tmp_path / "other")
+    (other / "tokenizer.json").rename(other / "tokenizer.4.0.0.json")
+    for name in ("../other/tokenizer.4.0.0.json", str(other / "tokenizer.4.0.0.json")):
+        folder = save(byte_level(), tmp_path / "folder", fast_tokenizer_files=[name])
+        with pytest.raises(ValueError, match=f"tokenizer_config.json names '{name}', which is outside its folder"):
+            load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{% include '/etc/hostname' %}", "{% import 'os' as os %}"])
+def test_a_chat_template_reaches_nothing_but_the_messages(template, tmp_path):
+    folder = save(byte_level(), tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match="refused the conversation"):
+        load_tokenizer(folder).apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
 def test_added_tokens_that_are_not_special_are_text(tmp_path):
     backend = byte_fallback()
     backend.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
