@@ -21,6 +21,7 @@ from jaxspec.accept import COUPLED, Rule
 from jaxspec.drafters.base import Drafter, Drafts, Observed, Target
 from jaxspec.gemma4 import Gemma4, Rows, take_row
 from jaxspec.logprobs import MAX_LOGPROBS, ROWS, Logprobs, logprobs_of
+from jaxspec.parallel import Shard, part, whole, without
 from jaxspec.sampling import PLAIN, Needs, Sampling, choose
 from jaxspec.state import (
     EMPTY,
@@ -104,7 +105,9 @@ def prefill(
         computed=state.computed.at[slots].set(computed, mode="drop"),
         starved=~ok,
     )
-    return _append(state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count), _sound(edited), raw, needs)
+    return _append(
+        state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count), _sound(edited, rows.sampling.shard), raw, needs
+    )
 
 
 def score(
@@ -126,7 +129,7 @@ def score(
     assert cache is not None
     computed = state.computed.at[slots].add(todo, mode="drop")
     state = dataclasses.replace(state, cache=cache, computed=computed, starved=~ok)
-    return state, logprobs_of(target.unembed(out.hidden), ids[:, 1:], count)
+    return state, logprobs_of(whole(target.unembed(out.hidden), target.shard), ids[:, 1:], count)
 
 
 def spec_step(
@@ -167,7 +170,7 @@ def spec_step(
         tokens, accepted = accept(drafts, edited, block.positions + 1, rows.sampling, rows.rounds)
 
     state = dataclasses.replace(state, cache=cache, drafter=drafter_state, starved=~ok)
-    state = _append(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, _sound(edited), raw, needs)
+    state = _append(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, _sound(edited, rows.sampling.shard), raw, needs)
     committed = jnp.where(live, state.length.at[slots].get(mode="clip") - known, 0)
     last = jnp.maximum(committed - 1, 0)
     hidden = take_row(out.hidden, last)[:, 0]
@@ -240,11 +243,11 @@ class _SlotRows:
     def edited(self, logits: jax.Array, needs: Needs, drafts: Drafts | None = None) -> jax.Array:
         """The logits that tokens are chosen by. logits: [B, K + 1, V], the target's after the known tokens and after each draft."""
         if needs.suppress_tokens:
-            logits = logits.at[..., jnp.asarray(needs.suppress_tokens, jnp.int32)].set(-jnp.inf)
+            logits = without(logits, needs.suppress_tokens, self.sampling.shard)
         if self.sampling.tables is None:
             return logits
         none = jnp.zeros((logits.shape[0], 0), jnp.int32)
-        return self.sampling.tables.verified(logits, none if drafts is None else drafts.tokens)
+        return self.sampling.tables.verified(whole(logits, self.sampling.shard), none if drafts is None else drafts.tokens)
 
 
 def _rows(state: DecodeState, slots: jax.Array, needs: Needs, target: Gemma4) -> tuple[_SlotRows, jax.Array, jax.Array]:
@@ -257,7 +260,7 @@ def _rows(state: DecodeState, slots: jax.Array, needs: Needs, target: Gemma4) ->
     computed, prompt, limit, length, stop_ids, rounds = map(
         of, (state.computed, state.prompt, state.limit, state.length, state.stop_ids, state.rounds)
     )
-    sampling = Sampling(of(state.seed), of(state.temperature))
+    sampling = Sampling(of(state.seed), of(state.temperature), shard=target.shard)
     if needs.scope != "plain":
         sampling = dataclasses.replace(sampling, filters=dataclasses.replace(jax.tree.map(of, state.filters), scope=needs.scope))
     if needs.edits:
@@ -300,7 +303,7 @@ def _append(
         ring = jax.tree.map(
             lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % ROWS].set(new, mode="drop"),
             state.logprobs,
-            logprobs_of(raw, choices, MAX_LOGPROBS),
+            logprobs_of(whole(raw, rows.sampling.shard), choices, MAX_LOGPROBS),
         )
         state = dataclasses.replace(state, logprobs=ring)
     return dataclasses.replace(
@@ -312,7 +315,11 @@ def _append(
     )
 
 
-def _sound(logits: jax.Array) -> jax.Array:
-    """Whether tokens can be chosen by logits [B, T, V]: [B, T] bool. A NaN anywhere makes the largest one a NaN; single tokens may be
+def _sound(logits: jax.Array, shard: Shard | None) -> jax.Array:
+    """Whether tokens can be chosen by logits [B, T, C]: [B, T] bool. A NaN anywhere makes the largest one a NaN; single tokens may be
     at -inf, not all."""
-    return jnp.isfinite(jnp.max(logits, axis=-1))
+    most, shard = jnp.max(logits, axis=-1), part(logits, None, shard)
+    bad, some = jnp.isnan(most) | jnp.isposinf(most), most > -jnp.inf
+    if shard is not None:
+        bad, some = jax.lax.psum(jnp.stack([bad, some]).astype(jnp.int32), shard.axis) > 0
+    return some & ~bad

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.parallel import Shard, gathered
 from pallas_kernels import top_candidates as kernels
 
 CANDIDATES = 128  # a top_k of at most so many is found among so many candidates
@@ -29,13 +30,17 @@ class Filters:
     scope: str = struct.field(pytree_node=False, default="search")
 
 
-def filtered(logits: jax.Array, ids: jax.Array | None, temperature: jax.Array, filters: Filters) -> tuple[jax.Array, jax.Array | None]:
+def filtered(
+    logits: jax.Array, ids: jax.Array | None, temperature: jax.Array, filters: Filters, shard: Shard | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     """(logits, ids) with -inf for what may not be chosen; with scope "top" only a row's best candidates.
 
     logits: [B, T, C] float32. ids: [B, T, C] int32, token ids of the candidates, or None if candidate i is token i. temperature: [B].
+    shard: of the vocabulary, if the logits are of one; a search takes all of them.
     """
-    count = min(CANDIDATES, logits.shape[-1])
-    values, best = top_candidates(logits, count)
+    if shard is not None and filters.scope == "search":
+        logits, shard = gathered(logits, shard.axis), None
+    values, best = top_candidates(logits, CANDIDATES, shard)
     threshold = _among_candidates(values, temperature, filters)
     if filters.scope == "top":
         kept = values >= threshold[..., None]
@@ -46,10 +51,17 @@ def filtered(logits: jax.Array, ids: jax.Array | None, temperature: jax.Array, f
     return jnp.where(logits >= threshold[..., None], logits, -jnp.inf), ids
 
 
-def top_candidates(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` best of each row, best first, of equal ones the lower index first. [B, T, C] -> values, indices [B, T, count]."""
-    values, indices = kernels.top_candidates(logits.reshape(-1, logits.shape[-1]), count)
-    return values.reshape(*logits.shape[:-1], count), indices.reshape(*logits.shape[:-1], count)
+def top_candidates(logits: jax.Array, count: int, shard: Shard | None = None) -> tuple[jax.Array, jax.Array]:
+    """The `count` best of each row (all, if there are fewer), best first, of equal ones the lower index first. shard: of the
+    vocabulary, if the logits are of one: each device's best are put together. [B, T, C] -> values, indices [B, T, count]."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    values, indices = kernels.top_candidates(rows, min(count, rows.shape[-1]))
+    if shard is not None:
+        # A lower device's candidates come first, so that of equal values the lower token does.
+        values, indices = gathered(values, shard.axis), gathered(indices + shard.first, shard.axis)
+        values, place = kernels.top_candidates(values, min(count, values.shape[-1]))
+        indices = jnp.take_along_axis(indices, place, axis=-1)
+    return values.reshape(*logits.shape[:-1], -1), indices.reshape(*logits.shape[:-1], -1)
 
 
 def _among_candidates(values: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:

@@ -20,6 +20,7 @@ from jaxspec.cache import LayerKV, PagedKV
 from jaxspec.config import Gemma4Config, LayerSpec
 from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap
 from jaxspec.moe import Experts, Router
+from jaxspec.parallel import Shard
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.linear import gated_by
 from pallas_kernels.paged_attention import paged_attention
@@ -100,11 +101,6 @@ class Attention:
     def key_weight(self) -> jax.Array | None:
         """What turns a stored value into the part of its key that is not stored: [D], or None where keys are stored whole."""
         return self.k_norm.weight if self.k_norm is not None and self.spec.key_dims < self.spec.head_dim else None
-
-    def output(self, heads: jax.Array) -> jax.Array:
-        """heads: [B, T, KV, G, D] -> [B, T, H]."""
-        contract = (((2, 3, 4), (1, 2, 3)), ((), ()))
-        return jax.lax.dot_general(heads, self.o_proj.weight, contract)
 
 
 @struct.dataclass
@@ -187,8 +183,14 @@ class Gemma4:
         """Scaled token embeddings. ids: [...] int32 -> [..., H]."""
         return self.embed_tokens(ids)
 
+    @property
+    def shard(self) -> Shard | None:
+        """The device's part of the vocabulary: see `Embedding.shard`."""
+        return self.embed_tokens.shard
+
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Soft-capped logits in float32 of hidden states after the final norm. [..., H] -> [..., V]."""
+        """Soft-capped logits in float32 of hidden states after the final norm, of the device's part of the vocabulary.
+        [..., H] -> [..., V]."""
         logits = Linear(self.embed_tokens.weight)(hidden, dtype=jnp.float32)
         return softcap(logits, self.config.final_logit_softcapping)
 
@@ -323,7 +325,7 @@ def decoder_layer(
             window=spec.window,
             implementation=attention,
         )
-        attended = attn.output(heads)
+        attended = attn.o_proj.of_heads(heads)
     with jax.named_scope("feed_forward"):
         return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention), keys
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec.parallel import Shard, gathered, own, summed
 from pallas_kernels.linear import MOST_ROWS, gated
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
@@ -23,26 +24,48 @@ Weight = Any
 
 @struct.dataclass
 class Linear:
-    """y = x W^T. weight: [*out, in]; the output axes may be several, for fused matrices."""
+    """y = x W^T. weight: [*out, in]; the output axes may be several, for fused matrices. sum_over, gather_over: the mesh axis over
+    which the inputs or the last output axis lie, where the product is wanted whole."""
 
     weight: Weight
+    sum_over: str | None = struct.field(pytree_node=False, default=None)
+    gather_over: str | None = struct.field(pytree_node=False, default=None)
 
     def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
         """x: [..., in] -> [..., *out], in x's dtype or in `dtype`; products are summed in float32 on GPU."""
         contract = (((x.ndim - 1,), (self.weight.ndim - 1,)), ((), ()))
-        return jax.lax.dot_general(x, self.weight, contract, preferred_element_type=dtype)
+        product = jax.lax.dot_general(x, self.weight, contract, preferred_element_type=dtype)
+        return gathered(summed(product, self.sum_over), self.gather_over)
+
+    def of_heads(self, heads: jax.Array) -> jax.Array:
+        """heads: [B, T, KV, G, D] -> [B, T, H], by a weight [H, KV, G, D]."""
+        return summed(jax.lax.dot_general(heads, self.weight, (((2, 3, 4), (1, 2, 3)), ((), ()))), self.sum_over)
 
 
 @struct.dataclass
 class Embedding:
-    """Rows of a table times a constant, which is rounded to the table's dtype first (Gemma: sqrt(hidden))."""
+    """Rows of a table times a constant, which is rounded to the table's dtype first (Gemma: sqrt(hidden)). axis: the mesh axis over
+    which the table's rows lie, or None."""
 
     weight: Weight
     scale: float = struct.field(pytree_node=False, default=1.0)
+    axis: str | None = struct.field(pytree_node=False, default=None)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """ids: [...] int32 -> [..., H]."""
-        return jnp.take(self.weight, ids, axis=0, mode="clip") * jnp.asarray(self.scale, self.weight.dtype)
+        return self._rows(ids) * jnp.asarray(self.scale, self.weight.dtype)
+
+    @property
+    def shard(self) -> Shard | None:
+        """The device's part of the vocabulary, inside `shard_map`; None where every device has the whole."""
+        return None if self.axis is None else Shard(self.axis, self.weight.shape[0])
+
+    def _rows(self, ids: jax.Array) -> jax.Array:
+        if self.axis is None:
+            return jnp.take(self.weight, ids, axis=0, mode="clip")
+        size = self.weight.shape[0]
+        at = own(jnp.clip(ids, 0, size * jax.lax.axis_size(self.axis) - 1), size, self.axis, size)
+        return summed(jnp.take(self.weight, at, axis=0, mode="fill", fill_value=0), self.axis)
 
 
 @struct.dataclass

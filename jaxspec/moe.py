@@ -6,6 +6,7 @@ import jax
 from flax import struct
 
 from jaxspec.layers import Linear, Weight, last_axis, rms
+from jaxspec.parallel import own, summed
 from pallas_kernels import moe
 
 
@@ -27,13 +28,20 @@ class Router:
 
 @struct.dataclass
 class Experts:
-    """gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]."""
+    """gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]. axis: the mesh axis over which the experts lie, or None."""
 
     gate_up_proj: Weight
     down_proj: Weight
+    axis: str | None = struct.field(pytree_node=False, default=None)
 
     def __call__(
         self, x: jax.Array, weights: jax.Array, ids: jax.Array, groups: moe.Groups | None = None, implementation: str = "auto"
     ) -> jax.Array:
         """x: [N, H]; weights, ids: [N, top_k]; groups: as the router gives them -> the chosen experts' weighted sum, [N, H]."""
-        return moe.experts(x, self.gate_up_proj, self.down_proj, weights, ids, groups, implementation=implementation)
+        if self.axis is not None:
+            size = self.gate_up_proj.shape[0]
+            first = size * jax.lax.axis_index(self.axis)
+            groups = groups and moe.Groups(*(jax.lax.dynamic_slice_in_dim(of_each, first, size) for of_each in groups))
+            ids = own(ids, size, self.axis, size)
+        out = moe.experts(x, self.gate_up_proj, self.down_proj, weights, ids, groups, implementation=implementation)
+        return summed(out, self.axis)

@@ -15,6 +15,7 @@ from flax import struct
 
 from jaxspec.edits import Tables
 from jaxspec.filters import Filters, filtered
+from jaxspec.parallel import Shard, part, whole
 from pallas_kernels.noise import gumbel, row_keys
 
 # Kinds of noise beside that of the positions themselves.
@@ -41,12 +42,13 @@ PLAIN = Needs()
 @struct.dataclass
 class Sampling:
     """How B requests choose. seed: [B, 2] uint32 (low and high word); temperature: [B] float32, 0 for greedy. filters, tables: what
-    else applies, or None."""
+    else applies, or None. shard: the device's part of a vocabulary that lies over several, or None."""
 
     seed: jax.Array
     temperature: jax.Array
     filters: Filters | None = None
     tables: Tables | None = None
+    shard: Shard | None = struct.field(pytree_node=False, default=None)
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -57,30 +59,39 @@ def seed_words(seed: int) -> tuple[int, int]:
 def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> jax.Array:
     """The token ids chosen at `positions`.
 
-    logits: [B, T, C] float32. positions: [B, T] int32. ids: [B, T, C] int32, the token ids of the candidates; by default candidate
-    i is token i. Returns [B, T] int32. Of equal values the first candidate wins.
+    logits: [B, T, C] float32, of the whole vocabulary, of the device's `sampling.shard` of it, or of candidates. positions: [B, T]
+    int32. ids: [B, T, C] int32, the token ids of the candidates; by default candidate i is token i. Returns [B, T] int32. Of equal
+    values the first candidate wins.
     """
     logits, ids = allowed(logits, sampling, ids)
-    candidates = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
+    shard = part(logits, ids, sampling.shard)
+    first = jnp.int32(0) if shard is None else shard.first
+    candidates = first + jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
     temperature = sampling.temperature[:, None, None]
     keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions)
     noisy = logits / jnp.maximum(temperature, jnp.float32(1e-30)) + gumbel(keys, candidates)
-    best = jnp.argmax(jnp.where(temperature > 0, noisy, logits), axis=-1).astype(jnp.int32)
+    values = jnp.where(temperature > 0, noisy, logits)
+    best = jnp.argmax(values, axis=-1).astype(jnp.int32)
+    if shard is not None:
+        return shard.best(jnp.max(values, axis=-1), first + best)
     return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
 
 
 def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """The logits that `choose` chooses by, with -inf for what may not be chosen, and the candidates that they belong to."""
     if sampling.tables is not None:
+        logits = logits if ids is not None else whole(logits, sampling.shard)
         logits = sampling.tables.applied(logits, ids)
     if sampling.filters is not None:
-        logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters)
+        logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters, part(logits, ids, sampling.shard))
     return logits, ids
 
 
 def probabilities(logits: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """The distribution that `choose` draws from: [B, T, C] float32, and the candidates' token ids or None. A greedy row has a 1."""
+    """The distribution that `choose` draws from: [B, T, C] float32, of the whole vocabulary or of candidates, and the candidates' token
+    ids or None. A greedy row has a 1."""
     logits, ids = allowed(logits, sampling, ids)
+    logits = logits if ids is not None else whole(logits, sampling.shard)
     temperature = sampling.temperature[:, None, None]
     best = jnp.argmax(logits, axis=-1)[..., None]
     greedy = (jnp.arange(logits.shape[-1])[None, None, :] == best).astype(jnp.float32)

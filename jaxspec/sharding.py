@@ -1,30 +1,68 @@
-"""Where weights and state lie on a mesh: rows of (pattern of a path, PartitionSpec).
+"""Where weights and state lie on a mesh, and how the functions of `decode` run on it.
 
-Axes of a mesh are "data" and "tensor". KV heads lie over "tensor" with their query heads and their part of the cache, the inner
-width of a gated MLP, experts and the vocabulary lie over it too, and the compiler adds the communication. An axis that the mesh does
-not divide is replicated.
+Axes of a mesh are "data" and "tensor". Every call is one `shard_map` over both: a device computes its slots with its part of the
+weights, kernels see that part alone, and what communicates is in sight: sums after the projections whose inputs are spread, and the
+vocabulary (see `parallel`). Over "tensor" lie KV heads with their query heads and their part of the cache, the inner width of gated
+MLPs, experts, and vocabularies; over "data" lie slots, each shard of which has its own pages and its own free list.
+
+KV heads that "tensor" does not divide are repeated until it does, and their query heads are dealt out to the copies, zero heads making
+up the number: `spread` turns weights as a checkpoint has them into those. Whatever else an axis does not divide is replicated: a
+vocabulary, experts, the inner width of an MLP.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# The first pattern found in a path rules; what no row names is replicated. Fused layouts: see gemma4.py.
+from jaxspec.config import LayerSpec
+from jaxspec.drafters.dflash import DFlash, DFlashAttention, SiluMLP
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.eagle3 import Eagle3, Eagle3Attention
+from jaxspec.drafters.gemma4_mtp import Gemma4MTP
+from jaxspec.drafters.mtp import Module, MTPModules
+from jaxspec.gemma4 import Attention, Gemma4
+from jaxspec.layers import Embedding, GatedMLP
+from jaxspec.moe import Experts
+from jaxspec.state import DecodeState
+
+DATA, TENSOR = "data", "tensor"
+WHOLE = PartitionSpec()
+SPREAD = (Gemma4, Gemma4MTP, DFlash, Eagle3, MTPModules, DraftModel)  # any other drafter lies on every device
+# A draft model whose layers take less, in bytes, is read by every device sooner than two sums a layer are made.
+SMALL_LAYER = 2**27
+
+# The first pattern found in a path rules; what no row names is replicated. Paths begin with the class of the whole tree. Fused layouts:
+# see gemma4.py and drafters/.
 WEIGHTS: tuple[tuple[str, PartitionSpec], ...] = (
-    (r"embed_tokens(_per_layer)?\.weight$", PartitionSpec("tensor", None)),
-    (r"qkv_proj\.weight$", PartitionSpec("tensor", None, None, None)),
-    (r"o_proj\.weight$", PartitionSpec(None, "tensor", None, None)),
-    (r"experts\.gate_up_proj$", PartitionSpec("tensor", None, None, None)),
-    (r"experts\.down_proj$", PartitionSpec("tensor", None, None)),
-    (r"mlp\.gate_up_proj\.weight$", PartitionSpec(None, "tensor", None)),
-    (r"mlp\.down_proj\.weight$", PartitionSpec(None, "tensor")),
+    (r"^Gemma4MTP\b.*\bmlp\.", WHOLE),  # so narrow that a sum takes longer than reading it
+    (r"^Gemma4MTP with centroids\.model\.embed_tokens\.", WHOLE),  # a few of whose rows are read, in any order
+    (r"embed_tokens(_per_layer)?\.weight$", PartitionSpec(TENSOR, None)),
+    (r"(lm_head|shared_head\.output)\.weight$", PartitionSpec(TENSOR, None)),
+    (r"\b(fc|eh_proj)\.weight$", PartitionSpec(TENSOR, None)),
+    (r"\b(qkv|q)_proj\.weight$", PartitionSpec(TENSOR, None, None, None)),
+    (r"\bkv_proj\.weight$", PartitionSpec(None, None, TENSOR, None, None)),
+    (r"\bo_proj\.weight$", PartitionSpec(None, TENSOR, None, None)),
+    (r"experts\.gate_up_proj$", PartitionSpec(TENSOR, None, None, None)),
+    (r"experts\.down_proj$", PartitionSpec(TENSOR, None, None)),
+    (r"mlp\.gate_up_proj\.weight$", PartitionSpec(None, TENSOR, None)),
+    (r"mlp\.down_proj\.weight$", PartitionSpec(None, TENSOR)),
 )
-STATE: tuple[tuple[str, PartitionSpec], ...] = ((r"cache\.layers\.\d+\.[kv]$", PartitionSpec(None, None, "tensor", None)),)
+STATE: tuple[tuple[str, PartitionSpec], ...] = (
+    (r"\bcache\.layers\.\d+\.[kv]$", PartitionSpec(DATA, None, TENSOR, None)),
+    (r"\bcache\.layers\.\d+\.scales$", WHOLE),
+    (r"", PartitionSpec(DATA)),
+)
+WHOLE_DRAFTER = ((r"^drafter\..*\.[kv]$", PartitionSpec(DATA)),)
 
 
 def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:
@@ -32,27 +70,238 @@ def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:
     devices = jax.devices()
     if data < 1 or tensor < 1 or data * tensor > len(devices):
         raise ValueError(f"a mesh of data={data} times tensor={tensor} devices was asked for; found {len(devices)} devices")
-    return Mesh(np.asarray(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
+    return Mesh(np.asarray(devices[: data * tensor]).reshape(data, tensor), (DATA, TENSOR))
 
 
-def shard_tree(abstract: Any, mesh: Mesh) -> Any:
-    """A tree of weights' ShapeDtypeStructs, with the sharding that WEIGHTS gives each."""
-
-    def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(path, leaf, WEIGHTS, mesh))
-
-    return jax.tree_util.tree_map_with_path(place, abstract)
+def shard_tree(tree: Any, mesh: Mesh) -> Any:
+    """A target's or a drafter's weights as ShapeDtypeStructs, with the sharding that WEIGHTS gives each."""
+    specs = weight_specs(tree, mesh)
+    return jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs)
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
     """The shardings of a DecodeState, given as shapes. Raises ValueError for a mesh whose data axis is longer than 1."""
-    if mesh.shape["data"] != 1:
-        raise ValueError(f"the mesh has a data axis of {mesh.shape['data']}; slots can be spread over 1 only, use the tensor axis")
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf, STATE, mesh), state)
+    if mesh.shape[DATA] != 1:
+        raise ValueError(f"the mesh has a data axis of {mesh.shape[DATA]}; slots can be spread over 1 only, use the tensor axis")
+
+    def place(path: Any, x: Any) -> NamedSharding:
+        pool = re.search(r"cache\.layers\.\d+\.[kv]$", _name(path)) and x.shape[2] % mesh.shape[TENSOR] == 0
+        return NamedSharding(mesh, PartitionSpec(None, None, TENSOR, None) if pool else WHOLE)
+
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
-def _sharding(path: Any, leaf: Any, rows: tuple[tuple[str, PartitionSpec], ...], mesh: Mesh) -> NamedSharding:
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    spec = next((spec for pattern, spec in rows if re.search(pattern, name)), PartitionSpec())
-    fits = (axis if axis is None or size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, leaf.shape, strict=False))
-    return NamedSharding(mesh, PartitionSpec(*fits))
+def weight_specs(tree: Any, mesh: Mesh) -> Any:
+    """The PartitionSpec of every weight of a target or a drafter, in whose place it stands."""
+    root = _root(tree)
+    return jax.tree_util.tree_map_with_path(lambda path, x: _weight_spec(f"{root}.{_name(path)}", x.shape, mesh, is_whole(tree)), tree)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that each device holds of a tree of arrays or ShapeDtypeStructs, all of it where they have no sharding."""
+
+    def local(x: Any) -> int:
+        sharding = getattr(x, "sharding", None)
+        return math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(map(local, jax.tree.leaves(tree)))
+
+
+def is_whole(tree: Any) -> bool:
+    """Whether a target or drafter lies on every device of "tensor", and with it a drafter's part of the state."""
+    if not isinstance(tree, DraftModel):
+        return not isinstance(tree, SPREAD)
+    layers = tree.model.layers
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers)) < len(layers) * SMALL_LAYER
+
+
+def spread(tree: Any, mesh: Mesh) -> Any:
+    """A target or a drafter as a device of the mesh computes with it inside `Layout.on`: KV heads repeated as often as "tensor" needs,
+    and every module told over which axis its part of a sum or of a vocabulary lies.
+
+    tree: weights, or ShapeDtypeStructs, that lie as `shard_tree` says. Returns the same, of the new shapes."""
+    return tree if is_whole(tree) or mesh.shape[TENSOR] == 1 else _spread(tree, _root(tree), mesh)
+
+
+def _spread(module: Any, path: str, mesh: Mesh) -> Any:
+    if isinstance(module, tuple):
+        return tuple(_spread(x, f"{path}.{i}", mesh) for i, x in enumerate(module))
+    if isinstance(module, dict):
+        return {name: _spread(x, f"{path}.{name}", mesh) for name, x in module.items()}
+    if not dataclasses.is_dataclass(module):
+        return module
+    weights = [field.name for field in dataclasses.fields(module) if field.metadata.get("pytree_node", True)]
+    module: Any = dataclasses.replace(module, **{name: _spread(getattr(module, name), f"{path}.{name}", mesh) for name in weights})
+    changes: dict[str, Any] = {}
+
+    def on_tensor(weight: str, leaf: Any) -> bool:
+        return TENSOR in _weight_spec(f"{path}.{weight}", leaf.shape, mesh)
+
+    def gathered(name: str) -> None:
+        linear = getattr(module, name)
+        if linear is not None and on_tensor(f"{name}.weight", linear.weight):
+            changes[name] = dataclasses.replace(linear, gather_over=TENSOR)
+
+    if isinstance(module, Attention | DFlashAttention | Eagle3Attention):
+        changes["spec"], queries = _repeated(module.spec, mesh), "q_proj" if isinstance(module, DFlashAttention) else "qkv_proj"
+        for name, axis in ((queries, 0), ("o_proj", 1)):
+            linear = getattr(module, name)
+            weight = _dealt(linear.weight, f"{path}.{name}.weight", axis, module.spec.group, module.spec, mesh)
+            changes[name] = dataclasses.replace(linear, weight=weight, sum_over=TENSOR if name == "o_proj" else None)
+    elif isinstance(module, GatedMLP | SiluMLP) and on_tensor("down_proj.weight", module.down_proj.weight):
+        changes["down_proj"] = dataclasses.replace(module.down_proj, sum_over=TENSOR)
+    elif (isinstance(module, Embedding) and on_tensor("weight", module.weight)) or (
+        isinstance(module, Experts) and on_tensor("down_proj", module.down_proj)
+    ):
+        changes["axis"] = TENSOR
+    elif isinstance(module, Module):
+        gathered("eh_proj")
+    elif isinstance(module, DFlash | Eagle3):
+        gathered("fc")
+        if module.d2t is not None:
+            gathered("lm_head")
+    if isinstance(module, DFlash):
+        weight = _dealt(module.kv_proj.weight, f"{path}.kv_proj.weight", 2, 0, module.config.layers[0], mesh)
+        changes["kv_proj"] = dataclasses.replace(module.kv_proj, weight=weight)
+    if hasattr(module, "config"):
+        changes["config"] = _repeated_config(module.config, mesh)
+    return dataclasses.replace(module, **changes)
+
+
+def _repeated(spec: LayerSpec, mesh: Mesh) -> LayerSpec:
+    """The layer with each KV head as often as "tensor" needs, and as many query heads for each copy as all of them need."""
+    copies = _copies(spec, mesh)
+    kv_heads = spec.num_kv_heads * copies
+    return dataclasses.replace(spec, num_kv_heads=kv_heads, num_heads=kv_heads * -(-spec.group // copies))
+
+
+def _repeated_config(config: Any, mesh: Mesh) -> Any:
+    if hasattr(config, "text"):
+        return dataclasses.replace(config, text=_repeated_config(config.text, mesh))
+    return dataclasses.replace(config, layers=tuple(_repeated(spec, mesh) for spec in config.layers))
+
+
+def _copies(spec: LayerSpec, mesh: Mesh) -> int:
+    return mesh.shape[TENSOR] // math.gcd(spec.num_kv_heads, mesh.shape[TENSOR])
+
+
+def _dealt(weight: Any, path: str, axis: int, queries: int, spec: LayerSpec, mesh: Mesh) -> Any:
+    """The weight with each KV head's `queries` query heads dealt out to its copies; see `_deal`."""
+    copies = _copies(spec, mesh)
+    if copies == 1:
+        return weight
+    settings = (axis, queries, -(-queries // copies), copies)
+    shape = jax.eval_shape(functools.partial(_deal, axis=axis, queries=queries, group=settings[2], copies=copies), weight).shape
+    sharding = NamedSharding(mesh, _weight_spec(path, shape, mesh))
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding)
+    return _deal_onto(sharding)(weight, *settings)
+
+
+@functools.cache
+def _deal_onto(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    return jax.jit(_deal, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
+
+
+def _deal(weight: jax.Array, axis: int, queries: int, group: int, copies: int) -> jax.Array:
+    """weight: KV heads on `axis`, of which the first `queries` entries of the next axis are dealt out, `group` to each of `copies`
+    copies and zeros where there are no more; all other entries are repeated."""
+    own, shared = jnp.split(weight, [queries], axis=axis + 1)
+    ends = [(0, 0)] * weight.ndim
+    ends[axis + 1] = (0, copies * group - queries)
+    own = jnp.pad(own, ends).reshape(*weight.shape[: axis + 1], copies, group, *weight.shape[axis + 2 :])
+    shared = jnp.broadcast_to(jnp.expand_dims(shared, axis + 1), (*own.shape[: axis + 2], *shared.shape[axis + 1 :]))
+    both = jnp.concatenate([own, shared], axis=axis + 2)
+    return both.reshape(*weight.shape[:axis], -1, *both.shape[axis + 2 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the state of one target and drafter lies on a mesh, and how functions of it run there.
+
+    A state's arrays hold the slots of all data shards one after the other; page ids and slot ids count from a shard's own first. What
+    is one number for a shard (`scalars`, by path) is an array of them. whole_drafter: the drafter's K and V lie on every device of
+    "tensor".
+    """
+
+    mesh: Mesh
+    scalars: frozenset[str]
+    whole_drafter: bool
+
+    @classmethod
+    def of(cls, mesh: Mesh, drafter: Any, state: DecodeState) -> Layout:
+        """state: the shapes of one data shard's, with all KV heads."""
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return cls(mesh, frozenset(_name(path) for path, x in leaves if not x.ndim), is_whole(drafter))
+
+    def whole_state(self, state: DecodeState) -> DecodeState:
+        """The empty state of all data shards. state: one shard's, with all KV heads."""
+        shards = self.mesh.shape[DATA]
+
+        def joined(path: Any, x: jax.Array) -> jax.Array:
+            if DATA not in self._state_spec(path, x):
+                return x
+            x = jnp.atleast_1d(x)
+            return jnp.tile(x, (shards, *[1] * (x.ndim - 1)))
+
+        return jax.tree_util.tree_map_with_path(joined, state)
+
+    def shardings(self, state: DecodeState) -> DecodeState:
+        """The shardings of the state of all data shards, given as shapes."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._specs(state))
+
+    def on(self, function: Callable[..., Any], *more: PartitionSpec) -> Callable[..., Any]:
+        """`function` with every device computing its part.
+
+        It takes weights, the state, arrays with an entry for each slot of a call, those of the first data shard first, and scalars; it
+        gives the state, or a tuple of the state and what lies as `more` says.
+        """
+
+        def run(*args: Any) -> Any:
+            specs = tuple(self._specs(arg) for arg in args)
+            state = next(spec for spec in specs if isinstance(spec, DecodeState))
+            outputs = (state, *more) if more else state
+            return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*args)
+
+        def local(*args: Any) -> Any:
+            out = function(*(self._of_shard(arg, lambda x: x[0]) for arg in args))
+            state, *rest = out if more else (out,)
+            state = self._of_shard(state, lambda x: x[None])
+            return (state, *rest) if more else state
+
+        return run
+
+    def _of_shard(self, arg: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
+        if not isinstance(arg, DecodeState):
+            return arg
+        return jax.tree_util.tree_map_with_path(lambda path, x: change(x) if _name(path) in self.scalars else x, arg)
+
+    def _specs(self, arg: Any) -> Any:
+        if isinstance(arg, DecodeState):
+            return jax.tree_util.tree_map_with_path(self._state_spec, arg)
+        if isinstance(arg, Gemma4) or hasattr(arg, "taps"):
+            return weight_specs(arg, self.mesh)
+        return jax.tree.map(lambda x: PartitionSpec(DATA) if np.ndim(x) else WHOLE, arg)
+
+    def _state_spec(self, path: Any, x: Any) -> PartitionSpec:
+        name = _name(path)
+        return _found(name, (WHOLE_DRAFTER if self.whole_drafter else ()) + STATE)
+
+
+def _weight_spec(name: str, shape: tuple[int, ...], mesh: Mesh, whole: bool = False) -> PartitionSpec:
+    spec = WHOLE if whole else _found(name, WEIGHTS)
+    fits = (axis if axis is None or size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape, strict=False))
+    return PartitionSpec(*fits)
+
+
+def _found(name: str, rows: tuple[tuple[str, PartitionSpec], ...]) -> PartitionSpec:
+    return next((spec for pattern, spec in rows if re.search(pattern, name)), WHOLE)
+
+
+def _root(tree: Any) -> str:
+    with_centroids = isinstance(tree, Gemma4MTP) and tree.masked_embedding is not None
+    return type(tree).__name__ + (" with centroids" if with_centroids else "")
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

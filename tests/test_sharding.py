@@ -59,9 +59,3 @@ def test_meshes_that_cannot_be_used_are_refused():
         sharding.mesh(tensor=64)
     with pytest.raises(ValueError, match="data axis of 2"):
         jaxspec.load("pocket", mesh=sharding.mesh(data=2, tensor=2), progress=False)
-
-
-def test_embedding_of_an_odd_vocabulary_is_replicated():
-    mesh = sharding.mesh(tensor=2)
-    tree = {"embed_tokens": {"weight": jax.ShapeDtypeStruct((97, 8), jnp.float32)}}
-    assert sharding.shard_tree(tree, mesh)["embed_tokens"]["weight"].sharding.spec == PartitionSpec(None, None)

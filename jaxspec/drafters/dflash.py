@@ -24,7 +24,7 @@ from jaxspec.cache import LayerKV, PagedKV
 from jaxspec.config import FULL, SLIDING, Gemma4Config, LayerSpec, refuse_quantised
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.gemma4 import Gemma4
-from jaxspec.layers import Embedding, Linear, RMSNorm, Weight, rope, softcap
+from jaxspec.layers import Linear, RMSNorm, Weight, rope, softcap
 from jaxspec.sampling import Sampling, choose
 from pallas_kernels.paged_attention import paged_attention
 
@@ -357,7 +357,7 @@ class DFlash:
     def embed(self, model: Gemma4, ids: jax.Array) -> jax.Array:
         """The block's embeddings. ids: [B, T] int32 -> [B, T, h]."""
         dtype, scale = self.fc.weight.dtype, self.config.input_embedding_scale
-        x = Embedding(model.embed_tokens.weight, scale)(ids).astype(dtype)
+        x = dataclasses.replace(model.embed_tokens, scale=scale)(ids).astype(dtype)
         if self.mask_embedding is None:
             return x
         mask = (self.mask_embedding * jnp.asarray(scale, dtype)).reshape(1, 1, -1)
@@ -374,8 +374,8 @@ class DFlash:
 
 def head(model: Gemma4, lm_head: Linear | None, d2t: jax.Array | None, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Float32 logits from a drafter's own head or the target's, and the candidates' token ids, i + d2t[i], where a head has d2t."""
-    table = model.embed_tokens.weight if lm_head is None else lm_head.weight
-    logits = Linear(table)(out.astype(table.dtype), dtype=jnp.float32)
+    linear = Linear(model.embed_tokens.weight) if lm_head is None else lm_head
+    logits = linear(out.astype(linear.weight.dtype), dtype=jnp.float32)
     if d2t is None:
         return logits, None
     return logits, jnp.broadcast_to((d2t + jnp.arange(d2t.shape[0], dtype=jnp.int32))[None, None, :], logits.shape)
@@ -413,7 +413,7 @@ def _layer(
             scale=spec.head_dim**-0.5,
             implementation=attention,
         )
-        x = x + jax.lax.dot_general(heads, attn.o_proj.weight, (((2, 3, 4), (1, 2, 3)), ((), ())))
+        x = x + attn.o_proj.of_heads(heads)
     with jax.named_scope("feed_forward"):
         return x + layer.mlp(layer.post_attention_layernorm(x))
 

@@ -310,7 +310,7 @@ class Eagle3:
     def embed(self, model: Gemma4, ids: jax.Array) -> jax.Array:
         """Embeddings of tokens: the drafter's own, or rows of the target's table. ids: [B, T] int32 -> [B, T, h]."""
         scale = math.sqrt(self.config.hidden_size) if self.config.gemma else 1.0
-        table = Embedding(model.embed_tokens.weight, scale) if self.embed_tokens is None else self.embed_tokens
+        table = dataclasses.replace(model.embed_tokens, scale=scale) if self.embed_tokens is None else self.embed_tokens
         return table(ids).astype(self.fc.weight.dtype)
 
     def candidates(self, model: Gemma4, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -344,7 +344,7 @@ def _layer(
         if fresh is not None:
             k, v = (jnp.concatenate(pair, axis=1) for pair in zip(fresh, (k, v), strict=True))
         heads = paged_attention(q, positions, (pool.k, pool.v), table, length, (k, v), count, scale=attn.scale, implementation=attention)
-        attended = jax.lax.dot_general(heads, attn.o_proj.weight, (((2, 3, 4), (1, 2, 3)), ((), ())))
+        attended = attn.o_proj.of_heads(heads)
     with jax.named_scope("feed_forward"):
         return layer.outputs(residual, attended, attention), (k, v)
 

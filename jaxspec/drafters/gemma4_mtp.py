@@ -19,6 +19,7 @@ from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.gemma4 import DecoderLayer, Keys, abstract_layer, decoder_layer, next_weights
 from jaxspec.layers import Embedding, Linear, RMSNorm, Weight, softcap
+from jaxspec.parallel import without
 from jaxspec.sampling import Sampling, choose
 from pallas_kernels import centroid_head
 from pallas_kernels.lm_head import lm_head
@@ -112,7 +113,7 @@ class Gemma4MTP:
         if self.masked_embedding is None:
             logits = softcap(Linear(self.model.embed_tokens.weight)(out, dtype=jnp.float32), self.config.text.final_logit_softcapping)
             if self.suppress_tokens:
-                logits = logits.at[..., jnp.asarray(self.suppress_tokens, jnp.int32)].set(-jnp.inf)
+                logits = without(logits, self.suppress_tokens, self.model.embed_tokens.shard)
             return logits, None
         rows = out.reshape(-1, out.shape[-1])
         logits, ids = centroid_head.candidates(rows, *self._centroid_head, **self._centroid_settings, implementation=implementation)
@@ -139,7 +140,10 @@ class Gemma4MTP:
         temperature = jnp.broadcast_to(sampling.temperature[:, None], positions.shape).reshape(-1)
         if self.masked_embedding is None:
             settings = {"softcap": self.config.text.final_logit_softcapping, "suppressed": self.suppress_tokens}
-            chosen, _ = lm_head(rows, self.model.embed_tokens.weight, keys, temperature, **settings, implementation=implementation)
+            table, shard = self.model.embed_tokens.weight, self.model.embed_tokens.shard
+            first = None if shard is None else shard.first
+            chosen, maxima = lm_head(rows, table, keys, temperature, **settings, first_id=first, implementation=implementation)
+            chosen = chosen if shard is None else shard.best(maxima, chosen)
         else:
             arrays = (*self._centroid_head, keys, temperature)
             chosen = centroid_head.choose(rows, *arrays, **self._centroid_settings, implementation=implementation)
