@@ -89,7 +89,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path.parent} has no {path.name}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
@@ -221,7 +221,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             for name, entry in json.loads(text).items()
             if name != "__metadata__"
         }
-    except (ValueError, TypeError, KeyError, AttributeError, LookupError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ValueError(f"{file} has a header that is not safetensors': {error!r}") from error
     expected = max((tensor.offset + tensor.nbytes for tensor in header.values()), default=8 + length)
     if size != expected:
@@ -420,17 +420,20 @@ def _stream(leaf: Any, part: Part, tensor: Stored, update: Any) -> jax.Array:
             device: tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
             for device, index in indices.items()
         }
-    arrays = {device: jnp.zeros([cut.stop - cut.start for cut in index], leaf.dtype, device=device) for device, index in held.items()}
+    # A CPU writes rows of 16-bit floats by going through the whole array, rows of integers in place.
+    bits = np.dtype(np.uint16) if leaf.dtype.itemsize == 2 else leaf.dtype
+    arrays = {device: jnp.zeros([cut.stop - cut.start for cut in index], bits, device=device) for device, index in held.items()}
     for first, last in sorted({(index[0].start, index[0].stop) for index in held.values()}):
         rows = min(last - first, max(1, CHUNK * shape[0] // tensor.nbytes))
         for done in range(first, last, rows):
             start = min(done, last - rows)  # the last chunk is as long as the others, so that one program writes them all
-            value = _read(leaf, part, tensor.part(shape, start, start + rows)).astype(leaf.dtype, copy=False)
+            value = _read(leaf, part, tensor.part(shape, start, start + rows)).astype(leaf.dtype, copy=False).view(bits)
             for device, index in held.items():
                 if index[0] == slice(first, last):
                     piece = jax.device_put(value[:, *index[1:]], device)
                     arrays[device] = jax.block_until_ready(_put_rows(arrays[device], piece, np.int32(start - first)))
             update((start + rows - done) * (tensor.nbytes // shape[0]))
+    arrays = {device: _as_dtype(array, leaf.dtype) for device, array in arrays.items()}
     if leaf.sharding is None:
         return arrays[None]
     return jax.make_array_from_single_device_arrays(shape, leaf.sharding, list(arrays.values()))
@@ -439,6 +442,11 @@ def _stream(leaf: Any, part: Part, tensor: Stored, update: Any) -> jax.Array:
 @functools.partial(jax.jit, donate_argnums=0)
 def _put_rows(out: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(out, rows, start, axis=0)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
+def _as_dtype(bits: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: str = "", dtype: Any = None) -> None:

@@ -8,6 +8,7 @@ others, and each process reads what its own devices hold.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -22,14 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import checkpoint, drafters, gemma4, loading
+from jaxspec import checkpoint, drafters, gemma4, loading, sharding
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.sharding import WEIGHTS as SPREAD
 
 VERSION = 1
 WEIGHTS, DRAFTER = "weights", "drafter"
-# Orbax reads up to 128 chunks at once, beside the arrays that they go to: 256 MiB.
-CHUNK = 1 << 21
+# Orbax reads up to 128 chunks at once, beside the arrays that they go to: 128 MiB.
+CHUNK = 1 << 20
 LEAST_GROUP = 1 << 28
 GB = 10**9
 
@@ -57,7 +57,7 @@ def convert(
     _check_destination(final)
     if jax.process_count() > 1:
         raise ValueError(f"a conversion runs in one process; found {jax.process_count()}")
-    place, _ = loading._placement(mesh)
+    place = (lambda tree: tree) if mesh is None else functools.partial(sharding.shard_tree, mesh=mesh)
     folder = checkpoint.resolve(source)
     config, _ = loading.read_target(folder)
     weights_dtype = jnp.dtype(loading.DTYPES.get(config.dtype, jnp.float32) if dtype == "auto" else loading._dtype(dtype, config.dtype))
@@ -118,7 +118,7 @@ def _save(folder: Path, leaves: Mapping[str, jax.Array]) -> None:
 def _few_parts(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The axis of heads or experts over which a mesh spreads an array, to be one long in a chunk. Orbax halves the longest axes of the
     chunks by itself, which serves axes of widths and vocabularies."""
-    spec = next((spec for pattern, spec in SPREAD if re.search(pattern, path)), ())
+    spec = next((spec for pattern, spec in sharding.WEIGHTS if re.search(pattern, path)), ())
     return tuple(axis for axis, name in enumerate(spec) if name is not None and len(shape) > 2 and shape[axis] <= 256)
 
 

@@ -1,7 +1,7 @@
-"""Every import of a Pallas dialect, in one place, and the one decision of which kernels a device runs.
+"""Every import of a Pallas dialect, in one place, and the choice between kernels and XLA.
 
-Kernels are written in the Triton dialect, which runs on NVIDIA GPUs of compute capability 8.0 and newer. JAX warns of its
-deprecation whenever such a kernel is lowered; whoever calls a kernel can do nothing about that, so the warning is silenced here.
+Kernels are written in the Triton dialect; `device` says where that runs. JAX warns of its deprecation whenever such a kernel is
+lowered; whoever calls a kernel can do nothing about that, so the warning is silenced here.
 """
 
 from __future__ import annotations
@@ -10,32 +10,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.device import obstacle, shared_memory
+
 # "triton-interpret" runs the same kernel step by step on any device: slow, for tests.
 IMPLEMENTATIONS = ("xla", "triton", "triton-interpret")
-LEAST_CAPABILITY = 8.0
 
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
-
-
-def obstacle(device: Any = None) -> str | None:
-    """Why kernels in the Triton dialect do not run on a device (by default the first), or None if they do."""
-    device = jax.devices()[0] if device is None else device
-    if device.platform != "gpu":
-        return f"the device is a {device.platform.upper()}; kernels need an NVIDIA GPU"
-    capability = float(getattr(device, "compute_capability", "0"))
-    if capability < LEAST_CAPABILITY:
-        return f"the {device.device_kind} has compute capability {capability}; kernels need at least {LEAST_CAPABILITY}"
-    return None
-
-
-def shared_memory() -> int:
-    """Bytes of shared memory that a program may use on the first device; on one without kernels, what A100 and H200 both have."""
-    capability = getattr(jax.devices()[0], "compute_capability", "8.0")
-    return 166_912 if capability in ("8.0", "9.0", "10.0") else 101_376
 
 
 def select(implementation: str, unsupported: str | None = None) -> str:

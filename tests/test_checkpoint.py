@@ -193,15 +193,22 @@ def test_the_host_holds_one_leaf_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    "spec", [None, PartitionSpec(), PartitionSpec("tensor"), PartitionSpec(None, "tensor"), PartitionSpec("data", None, "tensor")]
+    ("spec", "dtype"),
+    [
+        (None, jnp.bfloat16),
+        (PartitionSpec(), jnp.float32),
+        (PartitionSpec("tensor"), jnp.bfloat16),
+        (PartitionSpec(None, "tensor"), jnp.float32),
+        (PartitionSpec("data", None, "tensor"), jnp.bfloat16),
+    ],
 )
 def test_a_large_tensor_goes_to_its_devices_by_chunks(
-    spec: PartitionSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    spec: PartitionSpec | None, dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever the sharding, five rows of it at a time, and each row of a device's range once but for those of its last chunk."""
     value = np.random.default_rng(0).standard_normal((96, 6)).astype(ml_dtypes.bfloat16)
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    leaf = jax.ShapeDtypeStruct((12, 4, 2, 6), jnp.float32, sharding=None if spec is None else NamedSharding(mesh, spec))
+    leaf = jax.ShapeDtypeStruct((12, 4, 2, 6), dtype, sharding=None if spec is None else NamedSharding(mesh, spec))
     tree = {"small": jax.ShapeDtypeStruct((3,), jnp.float32), "self_attn": {"q_proj": {"weight": leaf}}}
     put(tmp_path, {"small": np.ones(3, np.float32), "self_attn.q_proj.weight": value})
     sizes, read = [], checkpoint.Stored.read
@@ -209,7 +216,7 @@ def test_a_large_tensor_goes_to_its_devices_by_chunks(
     monkeypatch.setattr(checkpoint, "CHUNK", 5 * 96)
     monkeypatch.setattr(checkpoint.Stored, "read", lambda self: sizes.append(self.nbytes) or read(self))
     found = checkpoint.load_weights(tmp_path, tree)["self_attn"]["q_proj"]["weight"]
-    np.testing.assert_array_equal(np.asarray(found), value.astype(np.float32).reshape(leaf.shape))
+    np.testing.assert_array_equal(np.asarray(found), value.astype(dtype).reshape(leaf.shape))
     halves = spec is not None and len(spec) > 0 and spec[0] is not None
     assert sorted(sizes) == [12, *[480] * (4 if halves else 3)]
     assert "100%" in (shown := capsys.readouterr().err) and "1.16k/1.16k" in shown
@@ -335,7 +342,9 @@ def test_git_lfs_pointer(tmp_path: Path) -> None:
         b'{"a": {"dtype": "F32", "shape": [2]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}',
+        b"[" * 100_000,
     ],
+    ids=lambda header: header[:8].decode(),
 )
 def test_damaged_header(header: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
