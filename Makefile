@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-gpu. Needs git, make, Python 3.11 or newer and a package index; nothing else.
+# make demo | test | test-all | test-gpu | docs. Needs git, make, Python 3.11 or newer and a package index; nothing else.
 # Settings: VENV (the virtual environment's folder), PYTHON (the interpreter that makes it), CUDA (cuda12 or cuda13), PROMPT,
 # JOBS (processes that run tests).
 
@@ -18,7 +18,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Keeps pyright from asking the network whether a newer pyright exists.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: demo test test-all test-gpu lint
+.PHONY: demo test test-all test-gpu lint docs
 .DELETE_ON_ERROR:  # half a virtual environment is no virtual environment
 
 demo: $(VENV)/.installed
@@ -33,6 +33,10 @@ test-all: lint
 test-gpu: $(VENV)/.installed-gpu
 	JAXSPEC_TEST_PLATFORM=gpu $(BIN)/python -m pytest -m gpu tests/gpu
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'Open build/docs/index.html'
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -41,7 +45,8 @@ lint: $(VENV)/.installed-test
 $(VENV)/.installed: EXTRAS =
 $(VENV)/.installed-test: EXTRAS = [test]
 $(VENV)/.installed-gpu: EXTRAS = [test,$(CUDA)]
-$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-gpu: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-docs: EXTRAS = [docs]
+$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-gpu $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	@echo 'Installing jaxspec$(EXTRAS) into $(VENV); the first time takes a minute or more.'
 	$(PIP_INSTALL) --editable '.$(EXTRAS)'
 	@touch $@

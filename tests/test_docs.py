@@ -1,0 +1,54 @@
+"""The pages in docs are built with warnings as errors, fetch nothing, and leave out no public name and no module."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxspec
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxspec", "jaxspec/drafters", "jaxspec/train", "pallas_kernels")
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """{page: html}, of one build."""
+    folder = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.html")}
+
+
+def test_nothing_is_fetched_to_read_them(pages):
+    loads = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(?:https?:)?//|<link[^>]*\shref=["']?(?:https?:)?//|@import""")
+    assert [name for name, page in pages.items() if loads.search(page)] == []
+
+
+def test_every_public_name_is_described(pages):
+    described = {name for page in pages.values() for name in re.findall(r'id="((?:jaxspec|pallas_kernels)[\w.]*)"', page)}
+    names = {f"{module}.{name}" for name, module in jaxspec._EXPORTS.items()}
+    assert names - described == set()
+
+
+def test_every_module_is_listed_with_what_it_is_for(pages):
+    listed = re.findall(r"<td><code>([\w/.]+)</code></td>\s*<td>(.+?)</td>", pages["files.html"])
+    rows = {name.rstrip("/"): sentence for name, sentence in listed}
+    for package in PACKAGES:
+        for path in (ROOT / package).glob("*.py"):
+            if path.name not in ("__init__.py", "__main__.py"):
+                assert rows.pop(f"{package}/{path.name}").endswith((".", ":")), path
+    assert rows["jaxspec/drafters"] and rows["pallas_kernels/moe"]
+    assert [name for name in rows if not (ROOT / name).exists()] == []
+
+
+def test_the_figure_is_legible_on_light_and_dark_pages():
+    """It brings its own background, since a page's colours do not reach into an image."""
+    figure = (ROOT / "docs" / "step.svg").read_text(encoding="utf-8")
+    assert re.search(r'<rect width="1000" height="560"[^>]*fill="#ffffff"', figure) and "http" not in figure.replace(
+        "http://www.w3.org/2000/svg", ""
+    )
