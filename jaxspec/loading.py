@@ -18,7 +18,7 @@ from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import LLM
 from jaxspec.params import Defaults, integer
 from jaxspec.text import load_tokenizer
-from pallas_kernels import dialect
+from pallas_kernels import device, dialect
 
 MAX_LEN = 4096
 MAX_SLOTS = 8
@@ -208,10 +208,7 @@ def _object(drafter: Any, config: Gemma4Config) -> Drafter:
 
 def _dtype(dtype: Any, checkpoint_dtype: str) -> Any:
     if isinstance(dtype, str) and dtype == "auto":
-        device = jax.devices()[0]
-        capable = device.platform == "gpu" and float(getattr(device, "compute_capability", "0")) >= 8.0
-        # float16 overflows in Gemma's residual stream; its checkpoints are read as float32.
-        return DTYPES.get(checkpoint_dtype, jnp.float32) if capable else jnp.float32
+        return DTYPES[device.float_dtype(checkpoint_dtype)]
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in DTYPES:
         raise ValueError(f"dtype is {name!r}; available: 'auto', {', '.join(map(repr, DTYPES))}")
