@@ -228,7 +228,7 @@ def _placement(mesh: jax.sharding.Mesh | None) -> tuple[Callable[[Any], Any], Ca
 
 def _room(fraction: float, mesh: jax.sharding.Mesh | None) -> int | None:
     """Bytes that may be taken, None where devices do not say. Of a mesh, all devices together are counted."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     limit, used = memory_limit(device), (device.memory_stats() or {}).get("bytes_in_use", 0)
     return None if limit is None else (int(fraction * limit) - used) * (1 if mesh is None else mesh.size)
 
