@@ -1,6 +1,7 @@
 """Five sequences of unlike lengths on a tiny random target, in draft/verify rounds: what the tests of a drafter run it in."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -91,9 +92,11 @@ def texts():
     return tokens(decode_loop(target(), NoDraft(), started(NoDraft()), SLOT_IDS, 1000, num_draft_tokens=0))
 
 
-def finish(drafter, k, chunk=CHUNK):
-    """The texts with a drafter, and how many rounds each took."""
-    state = decode_loop(target(), drafter, started(drafter, chunk=chunk), SLOT_IDS, 1000, num_draft_tokens=k)
+def finish(drafter, *ks, chunk=CHUNK):
+    """The texts with a drafter, and how many rounds each took. ks: K of each call of one round in turn; of a single one, of all rounds."""
+    state, calls = started(drafter, chunk=chunk), itertools.cycle(ks)
+    while np.any(np.asarray(state.status) == decode.RUNNING):
+        state = decode_loop(target(), drafter, state, SLOT_IDS, 1 if len(ks) > 1 else MAX_LEN, num_draft_tokens=next(calls))
     return tokens(state), np.asarray(state.rounds)[SLOT_IDS[:-1]]
 
 

@@ -98,9 +98,9 @@ def test_drafts_of_whole_rounds():
     assert set(accepted) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("k", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
-def test_tokens_do_not_depend_on_the_drafter(k):
-    found, _ = rounds.finish(models()[1], k)
+@pytest.mark.parametrize("ks", [(3, 1, 0), pytest.param((1,), marks=pytest.mark.slow), pytest.param((7,), marks=pytest.mark.slow)])
+def test_tokens_do_not_depend_on_the_drafter(ks):
+    found, _ = rounds.finish(models()[1], *ks)
     np.testing.assert_array_equal(found, rounds.texts())
 
 
