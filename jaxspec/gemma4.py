@@ -77,6 +77,14 @@ class Keys:
 
 
 @struct.dataclass
+class PerLayerInput:
+    """all: [B, T, layers, P], what each layer's gate of the per-layer embeddings lets through or not. layer: [] int32, which is meant."""
+
+    all: jax.Array
+    layer: jax.Array
+
+
+@struct.dataclass
 class Attention:
     """qkv_proj: [KV, G + owned, D, H], by KV head its G query heads, then its key and (unless k_eq_v) its value; a layer that
     shares KV has the query heads alone and no k_norm. o_proj: [H, KV, G, D]."""
@@ -90,7 +98,8 @@ class Attention:
     def heads(
         self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Normed and rotated queries [B, T, KV, G, D], and the keys and values or the pools that hold them: see `qkv`."""
+        """Normed and rotated queries [B, T, KV, G, D] of a projection or its parts, and the keys and values or the pools that hold
+        them: see `qkv`."""
         spec = self.spec
         cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)
         k_weight = None if self.k_norm is None else self.k_norm.weight
@@ -130,16 +139,16 @@ class DecoderLayer:
         self,
         x: jax.Array,
         attended: jax.Array,
-        per_layer_input: jax.Array | None,
+        per_layer_input: PerLayerInput | None,
         next_weight: jax.Array | None,
         implementation: str,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The layer after attention, whose output it adds first. x, attended: [B, T, H]; per_layer_input: [B, T, P] or None.
+        """The layer after attention, whose output it adds first. x: [B, T, H]; attended: the same, or parts of it.
         Returns the stream and its norm with next_weight (None without), [B, T, H] each."""
         add = functools.partial(add_norm, eps=self.post_attention_layernorm.eps, implementation=implementation)
         if self.router is None:
             x, normed = add(x, attended, self.post_attention_layernorm.weight, next_weights=(self.pre_feedforward_layernorm.weight,))
-            out = self.mlp(normed, implementation)
+            out = self.mlp.parts(normed, implementation)
         else:
             assert self.experts and self.post_feedforward_layernorm_1
             assert self.pre_feedforward_layernorm_2 and self.post_feedforward_layernorm_2
@@ -149,15 +158,16 @@ class DecoderLayer:
             routed = self.experts(tokens.reshape(flat), *self.router(x.reshape(flat), implementation), implementation)
             routed = routed.reshape(x.shape)
             norms = (self.post_feedforward_layernorm_1.weight, self.post_feedforward_layernorm_2.weight)
-            out = ((self.mlp(normed, implementation), norms[0]), (routed, norms[1]))
+            out = ((self.mlp.parts(normed, implementation), norms[0]), (routed, norms[1]))
         weight = self.post_feedforward_layernorm.weight
         if per_layer_input is not None:
             assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm
             (x,) = add(x, out, weight)
-            rows, inputs = (part.reshape(-1, part.shape[-1]) for part in (x, per_layer_input))
-            chosen = for_rows(implementation, rows)
-            gate_out = gated_by(rows, self.per_layer_input_gate.weight, inputs, implementation=chosen)
-            out = self.per_layer_projection(gate_out).reshape(x.shape)
+            rows, inputs = x.reshape(-1, x.shape[-1]), per_layer_input.all
+            inputs = inputs.reshape(-1, *inputs.shape[-2:])
+            gate, chosen = self.per_layer_input_gate.weight, for_rows(implementation, rows)
+            gated = gated_by(rows, gate, inputs, per_layer_input.layer, implementation=chosen)
+            out = self.per_layer_projection.parts(gated.reshape(*x.shape[:-1], -1), implementation)
             weight = self.post_per_layer_input_norm.weight
         x, *normed = add(x, out, weight, scalar=self.layer_scalar, next_weights=() if next_weight is None else (next_weight,))
         return x, normed[0] if normed else None
@@ -242,7 +252,7 @@ class Gemma4:
                 per_layer = None if per_layer is None else take_row(per_layer, last)
             spec = layer.self_attn.spec
             source = i if spec.kv_source is None else spec.kv_source
-            inputs = None if per_layer is None else per_layer[:, :, i]
+            inputs = None if per_layer is None else PerLayerInput(per_layer, jnp.asarray(i, jnp.int32))
             if source in fresh:
                 keys = fresh[source]
             else:
@@ -284,17 +294,16 @@ def decoder_layer(
     normed: jax.Array,
     positions: jax.Array,
     keys: Keys,
-    per_layer_input: jax.Array | None,
+    per_layer_input: PerLayerInput | None,
     next_weight: jax.Array | None,
     attention: str,
 ) -> tuple[jax.Array, jax.Array | None, Keys]:
-    """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; per_layer_input: [B, T, P] or
-    None; next_weight: [H], of the norm that reads the output, or None. attention: implementation of attention and of the kernels
-    around it. Returns x, that norm of it (or None), and the keys that the layer attended to: those given, with its own fresh K and V
-    if it owns any."""
+    """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; next_weight: [H], of the norm
+    that reads the output, or None. attention: implementation of attention and of the kernels around it. Returns x, that norm of it (or
+    None), and the keys that the layer attended to: those given, with its own fresh K and V if it owns any."""
     attn, spec = layer.self_attn, layer.self_attn.spec
     with jax.named_scope(spec.kind):
-        projected = attn.qkv_proj(normed)
+        projected = attn.qkv_proj.parts(normed, attention)
         pages, pools = None, keys.pools
         if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == x.dtype and pools.scales is None:
             assert keys.table is not None
@@ -325,7 +334,7 @@ def decoder_layer(
             window=spec.window,
             implementation=attention,
         )
-        attended = attn.o_proj.of_heads(heads)
+        attended = attn.o_proj.parts(heads, attention, over=3)
     with jax.named_scope("feed_forward"):
         return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention), keys
 

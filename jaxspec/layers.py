@@ -7,6 +7,7 @@ query, key and value heads by KV head, gate and up projections as a pair; see `c
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.parallel import Shard, gathered, own, summed
-from pallas_kernels.linear import MOST_ROWS, gated
+from pallas_kernels.linear import MOST_ROWS, gated, partials
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
 # A weight: an array, a ShapeDtypeStruct in an abstract tree, or a sharding in a tree of shardings.
@@ -40,6 +41,17 @@ class Linear:
     def of_heads(self, heads: jax.Array) -> jax.Array:
         """heads: [B, T, KV, G, D] -> [B, T, H], by a weight [H, KV, G, D]."""
         return summed(jax.lax.dot_general(heads, self.weight, (((2, 3, 4), (1, 2, 3)), ((), ()))), self.sum_over)
+
+    def parts(self, x: jax.Array, implementation: str, over: int = 1) -> jax.Array:
+        """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
+        [S, ..., *out] whose sum it is, else the product. x: [..., *in]; over: how many axes `in` are, 3 for heads."""
+        leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
+        rows = x.reshape(math.prod(leading), -1)
+        chosen = for_rows(implementation, rows)
+        if chosen == "xla" or self.gather_over is not None:
+            return self(x) if over == 1 else self.of_heads(x)
+        parts = partials(rows, self.weight.reshape(math.prod(out), -1), implementation=chosen).reshape(-1, *leading, *out)
+        return parts if self.sum_over is None else summed(jnp.sum(parts, axis=0).astype(x.dtype), self.sum_over)
 
 
 @struct.dataclass
@@ -98,9 +110,16 @@ class GatedMLP:
 
     def __call__(self, x: jax.Array, implementation: str = "auto") -> jax.Array:
         """implementation: of the gated product, where there are few enough rows for it."""
+        return self.down_proj(self._hidden(x, implementation))
+
+    def parts(self, x: jax.Array, implementation: str) -> jax.Array:
+        """The output as `Linear.parts` gives it."""
+        return self.down_proj.parts(self._hidden(x, implementation), implementation)
+
+    def _hidden(self, x: jax.Array, implementation: str) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
         hidden = gated(rows, self.gate_up_proj.weight, implementation=for_rows(implementation, rows))
-        return self.down_proj(hidden.reshape(*x.shape[:-1], -1))
+        return hidden.reshape(*x.shape[:-1], -1)
 
 
 def for_rows(implementation: str, rows: jax.Array) -> str:

@@ -14,7 +14,7 @@ from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 
 # Attention of one sequence is divided between programs, and merged.
-EVERY_LAYER = {"qkv", "add_norm", "gated", "paged_attention", "paged_attention_merge"}
+EVERY_LAYER = {"linear", "qkv", "add_norm", "gated", "paged_attention", "paged_attention_merge"}
 KERNELS = {
     "E2B": EVERY_LAYER | {"gated_by", "select", "centroid_choose"},
     "26B-A4B": EVERY_LAYER | {"lm_head", "moe_route", "moe_gate_up", "moe_down"},

@@ -7,7 +7,7 @@ import jax
 from pallas_kernels import dialect
 from pallas_kernels.add_norm import reference, triton
 
-# What is added: one output, or several with a norm's weight each, whose norms are added up first.
+# What is added: one output, or several with a norm's weight each, whose norms are added up first. An output may come in parts.
 Addend = jax.Array | tuple[tuple[jax.Array, jax.Array], ...]
 
 
@@ -23,11 +23,12 @@ def add_norm(
 ) -> tuple[jax.Array, ...]:
     """(x + norm(y, weight)) * scalar, followed by its norm with each of next_weights.
 
-    x: [..., H], the residual stream. y: [..., H], or several pairs of such an array and a weight: their norms' sum then is y. weight
-    and all others: [H]. scalar: [1], or None for 1. Norms are RMS norms with `eps`. Returns arrays like x.
+    x: [..., H], the residual stream. y: [..., H], or several pairs of such an array and a weight: their norms' sum then is y. An array
+    with one axis more than x, [S, ..., H], stands for the sum of its S parts (`linear.partials`). weight and all others: [H]. scalar:
+    [1], or None for 1. Norms are RMS norms with `eps`. Returns arrays like x.
 
-    Arithmetic is in float32; norms, sums and products are rounded to x's dtype, which is that of y. implementation: see
-    `dialect.select`. Raises ValueError for an unknown one.
+    Arithmetic is in float32; norms, sums and products are rounded to x's dtype, which is that of y unless it is in parts.
+    implementation: see `dialect.select`. Raises ValueError for an unknown one.
     """
     chosen = dialect.select(implementation)
     if chosen == "xla":

@@ -5,14 +5,22 @@ from __future__ import annotations
 import functools
 import operator
 
+import jax
+import jax.numpy as jnp
+
 from pallas_kernels.qkv.reference import rms_norm
+
+
+def whole(y: jax.Array, like: jax.Array) -> jax.Array:
+    """An array of the shape and dtype of `like` that may have come in parts."""
+    return y if y.ndim == like.ndim else jnp.sum(y, axis=0).astype(like.dtype)
 
 
 def add_norm(x, y, weight, scalar, next_weights, eps):
     """See `pallas_kernels.add_norm.add_norm`."""
     if isinstance(y, tuple):
-        y = functools.reduce(operator.add, [rms_norm(part, w, eps) for part, w in y])
-    x = x + rms_norm(y, weight, eps)
+        y = functools.reduce(operator.add, [rms_norm(whole(part, x), w, eps) for part, w in y])
+    x = x + rms_norm(whole(y, x), weight, eps)
     if scalar is not None:
         x = x * scalar.reshape((1,) * x.ndim)
     return (x, *(rms_norm(x, w, eps) for w in next_weights))

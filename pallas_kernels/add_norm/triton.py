@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, interpret=False, num_wa
     """See `pallas_kernels.add_norm.add_norm`."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
-    parts = tuple((part.reshape(rows.shape), w) for part, w in (y if isinstance(y, tuple) else ((y, None),)))
+    addends = y if isinstance(y, tuple) else ((y, None),)
+    parts = tuple((part.reshape(*part.shape[: part.ndim - x.ndim], *rows.shape), w) for part, w in addends)
     inputs, tree = jax.tree.flatten((rows, parts, weight, scalar, next_weights))
     outputs = [jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(next_weights))
     out = dialect.call(
@@ -46,6 +48,11 @@ def _row(*refs, tree, eps):
     def load(ref, *index):
         return plgpu.load(ref.at[*index, column], mask=inside, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
 
+    def output(ref):
+        if len(ref.shape) == 2:
+            return load(ref, row)
+        return functools.reduce(operator.add, [load(ref, part, row) for part in range(ref.shape[0])])
+
     def rounded(values):
         return values.astype(dtype).astype(jnp.float32)
 
@@ -53,12 +60,12 @@ def _row(*refs, tree, eps):
         return rounded(values * jax.lax.rsqrt(jnp.sum(values * values) / width + eps) * weight)
 
     # All loads are issued before the first sum waits for one.
-    parts = [(load(part, row), None if w is None else load(w)) for part, w in part_refs]
+    parts = [(output(part), None if w is None else load(w)) for part, w in part_refs]
     x, weight = load(x_ref, row), load(weight_ref)
     scalar = None if scalar_ref is None else scalar_ref[0].astype(jnp.float32)
     next_weights = [load(ref) for ref in next_refs]
 
-    y = functools.reduce(lambda a, b: rounded(a + b), [part if w is None else norm(part, w) for part, w in parts])
+    y = functools.reduce(lambda a, b: rounded(a + b), [rounded(part) if w is None else norm(rounded(part), w) for part, w in parts])
     x = rounded(x + norm(y, weight))
     if scalar is not None:
         x = rounded(x * scalar)

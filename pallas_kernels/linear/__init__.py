@@ -17,11 +17,10 @@ def linear(x: jax.Array, w: jax.Array, *, splits: int = 1, implementation: str =
     """x w^T, summed in float32 and rounded once. x: [N, H], w: [O, H] -> [N, O] in x's dtype.
 
     splits: in how many parts the kernel computes the sums at most; more than one cost a second kernel, which adds them up. "auto" is XLA
-    above `triton.MOST_ROWS` rows; otherwise see `dialect.select`. Raises ValueError for an unknown or unsupported implementation, or
-    if splits is not positive.
+    above `triton.MOST_ROWS` rows and where the matrix has few columns for them (`triton.pays`); otherwise see
+    `dialect.select`. Raises ValueError for an unknown or unsupported implementation, or if splits is not positive.
     """
-    _positive(splits)
-    chosen = dialect.select(implementation, triton.unsupported(x, w))
+    chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.linear(x, w)
     return triton.linear(x, w, splits, interpret=chosen == "triton-interpret")
@@ -32,8 +31,7 @@ def partials(x: jax.Array, w: jax.Array, *, splits: int | None = None, implement
 
     splits: S at most; None for as many as fill the GPU. XLA's S is 1. implementation and errors: as for `linear`.
     """
-    _positive(splits)
-    chosen = dialect.select(implementation, triton.unsupported(x, w))
+    chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.partials(x, w)
     return triton.partials(x, w, splits, interpret=chosen == "triton-interpret")
@@ -45,26 +43,28 @@ def gated(x: jax.Array, gate_up: jax.Array, *, implementation: str = "auto") -> 
     Both products are summed in float32 and rounded to x's dtype; the rest is computed in float32 and rounded once. implementation and
     errors: as for `linear`.
     """
-    chosen = dialect.select(implementation, triton.unsupported(x, gate_up))
+    chosen = _select(implementation, 1, x, gate_up)
     if chosen == "xla":
         return reference.gated(x, gate_up)
     return triton.gated(x, gate_up, interpret=chosen == "triton-interpret")
 
 
-def gated_by(x: jax.Array, w: jax.Array, u: jax.Array, *, implementation: str = "auto") -> jax.Array:
-    """gelu_tanh(x w^T) * u. x: [N, H], w: [P, H], u: [N, P] -> [N, P] in x's dtype.
+def gated_by(x: jax.Array, w: jax.Array, u: jax.Array, index: jax.Array, *, implementation: str = "auto") -> jax.Array:
+    """gelu_tanh(x w^T) * u[:, index]. x: [N, H], w: [P, H], u: [N, L, P], index: [] int32 -> [N, P] in x's dtype.
 
     Rounded as `gated` is. implementation and errors: as for `linear`.
     """
-    chosen = dialect.select(implementation, triton.unsupported(x, w, u))
+    chosen = _select(implementation, 1, x, w, u)
     if chosen == "xla":
-        return reference.gated_by(x, w, u)
-    return triton.gated_by(x, w, u, interpret=chosen == "triton-interpret")
+        return reference.gated_by(x, w, u, index)
+    return triton.gated_by(x, w, u, index, interpret=chosen == "triton-interpret")
 
 
-def _positive(splits: int | None) -> None:
+def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array, *others: jax.Array) -> str:
     if splits is not None and splits < 1:
         raise ValueError(f"splits is {splits}; expected at least 1")
+    chosen = dialect.select(implementation, triton.unsupported(x, w, *others))
+    return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
 
 
 __all__ = ["MOST_ROWS", "gated", "gated_by", "linear", "partials"]

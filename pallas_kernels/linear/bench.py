@@ -50,7 +50,7 @@ def candidates(shape: Shape, rows: int) -> list[Tiles]:
 
 
 def turns_of(shape: Shape, rows: int) -> int:
-    size = sum(math.prod(a.shape) for a in shape.arguments(rows, DTYPE)) * DTYPE.dtype.itemsize
+    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in shape.arguments(rows, DTYPE))
     return max(4, min(MOST_TURNS, math.ceil(4 * bench.L2_BYTES / size)))
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     for name, shape, rows in cases:
         x, w, *others = shape.arguments(rows, DTYPE)
         weights = draws[: math.prod(w.shape)].reshape(w.shape) * DTYPE(shape.width**-0.5)
-        arguments = [draws[-math.prod(a.shape) :].reshape(a.shape) for a in (x, *others)]
+        arguments = [draws[-math.prod(a.shape) :].reshape(a.shape).astype(a.dtype) for a in (x, *others)]
         arguments.insert(1, weights)
         turns = [tuple(jnp.copy(a) for a in arguments) for _ in range(turns_of(shape, rows))]
         plain, kernels = programs[name, rows]

@@ -30,6 +30,6 @@ def gated(x: jax.Array, gate_up: jax.Array) -> jax.Array:
     return activation(both[:, 0], both[:, 1])
 
 
-def gated_by(x: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
+def gated_by(x: jax.Array, w: jax.Array, u: jax.Array, index: jax.Array) -> jax.Array:
     """See `pallas_kernels.linear.gated_by`."""
-    return activation(linear(x, w), u)
+    return activation(linear(x, w), jax.lax.dynamic_index_in_dim(u, index, axis=1, keepdims=False))

@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+LAYERS = 35  # whose inputs lie beside each other
 ROWS = (1, 4, 5, 32, 40, 64)  # decode steps and verify blocks, one of them and eight
 
 
@@ -20,8 +22,10 @@ class Shape:
 
     def arguments(self, rows: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         weights = (2,) * (self.kind == "gated") + (self.columns, self.width)
-        shapes = [(rows, self.width), weights] + [(rows, self.columns)] * (self.kind == "gated_by")
-        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, self.width), weights))
+        if self.kind != "gated_by":
+            return shapes
+        return *shapes, jax.ShapeDtypeStruct((rows, LAYERS, self.columns), dtype), jax.ShapeDtypeStruct((), jnp.int32)
 
 
 SHAPES = {

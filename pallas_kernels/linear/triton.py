@@ -111,6 +111,13 @@ def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
     return None
 
 
+def pays(x: jax.Array, w: jax.Array, splits: int | None = 1) -> bool:
+    """Whether the kernel is the faster choice: not where each program reads much more of x than of w, as with many rows and so few
+    columns that a program gets a handful."""
+    tiles, rows, matrices = _tiles(x, w, splits), x.shape[0], math.prod(w.shape[:-2])
+    return rows <= RIGHT or 5 * matrices * tiles.columns >= 3 * tiles.height(rows)
+
+
 def linear(x, w, splits=1, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.linear`."""
     tiles = tiles or _tiles(x, w, splits)
@@ -129,9 +136,10 @@ def gated(x, gate_up, *, interpret=False, tiles=None):
     return _call(_gated, "gated", tiles or _tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
 
 
-def gated_by(x, w, u, *, interpret=False, tiles=None):
+def gated_by(x, w, u, index, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated_by`."""
-    return _call(_gated_by, "gated_by", tiles or _tiles(x, w), x, w, u, dtype=x.dtype, interpret=interpret)[0]
+    others = u, index.reshape(1)
+    return _call(_gated_by, "gated_by", tiles or _tiles(x, w), x, w, *others, dtype=x.dtype, interpret=interpret)[0]
 
 
 def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
@@ -219,7 +227,7 @@ def _gated(x_ref, w_ref, out_ref, *, tiles, share):
     _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), up.astype(out_ref.dtype)))
 
 
-def _gated_by(x_ref, w_ref, u_ref, out_ref, *, tiles, share):
+def _gated_by(x_ref, w_ref, u_ref, index_ref, out_ref, *, tiles, share):
     column, row, mask, (gate,) = _products(x_ref, w_ref, [()], tiles, share)
-    u = plgpu.load(u_ref.at[row, column], mask=mask, other=jnp.zeros((), u_ref.dtype))
+    u = plgpu.load(u_ref.at[row, index_ref[0], column], mask=mask, other=jnp.zeros((), u_ref.dtype))
     _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), u))

@@ -37,13 +37,15 @@ def qkv(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Normed and rotated query heads of a block of rows, and its keys and values.
 
-    projected: [B, T, KV, P, D]; of P heads the first `group` are queries. With k_weight, head `group` is the key and the last one the
-    value (the same head if P = group + 1). cos, sin: [B, T, D / 2] float32, of the angles by which pairs (d, d + D / 2) turn.
-    q_weight, k_weight: [D], of the RMS norms with `eps`; values are normed without a weight and do not turn. key_dims: how many
-    numbers of a key are kept: D, or R < D, which then are its dims 0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1.
+    projected: [B, T, KV, P, D], or float32 parts [S, B, T, KV, P, D] whose sum it is (`linear.partials`); of P heads the first `group`
+    are queries. With k_weight, head `group` is the key and the last one the value (the same head if P = group + 1). cos, sin:
+    [B, T, D / 2] float32, of the angles by which pairs (d, d + D / 2) turn. q_weight, k_weight: [D], of the RMS norms with `eps`;
+    values are normed without a weight and do not turn. key_dims: how many numbers of a key are kept: D, or R < D, which then are its
+    dims 0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1.
 
-    Returns q [B, T, KV, group, D], k and v. Without pages these are the rows' own, [B, T, KV, key_dims] and [B, T, KV, D]; with pages
-    they are the pools with the rows in place, and every count must be at most W * page. Without k_weight they are None.
+    Returns q [B, T, KV, group, D], k and v, in q_weight's dtype. Without pages these are the rows' own, [B, T, KV, key_dims] and
+    [B, T, KV, D]; with pages they are the pools with the rows in place, and every count must be at most W * page. Without k_weight
+    they are None.
 
     implementation: see `dialect.select`. Raises ValueError for an unknown one.
     """

@@ -49,6 +49,8 @@ def write(pool: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array,
 
 def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps):
     """See `pallas_kernels.qkv.qkv`."""
+    if projected.ndim == 6:
+        projected = jnp.sum(projected, axis=0).astype(q_weight.dtype)
     q = rotate(rms_norm(projected[..., :group, :], q_weight, eps), cos, sin)
     if k_weight is None:
         return q, None, None

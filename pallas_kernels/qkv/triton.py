@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +18,17 @@ MANY_ROWS = 32  # of all sequences; with fewer, each KV head has a program
 
 def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, interpret=False):
     """See `pallas_kernels.qkv.qkv`."""
-    batch, rows, kv_heads, heads, dim = projected.shape
+    if projected.ndim == 5:
+        projected = projected[None]
+    (_, batch, rows, kv_heads, heads, dim), dtype = projected.shape, q_weight.dtype
     inputs = {"projected": projected, "cos": cos, "sin": sin, "q_weight": q_weight}
-    outputs = {"q": jax.ShapeDtypeStruct((batch, rows, kv_heads, group, dim), projected.dtype)}
+    outputs = {"q": jax.ShapeDtypeStruct((batch, rows, kv_heads, group, dim), dtype)}
     aliases = {}
     if k_weight is not None:
         inputs["k_weight"] = k_weight
         leading = (batch, rows, kv_heads)
         if pages is None:
-            outputs |= {n: jax.ShapeDtypeStruct((*leading, d), projected.dtype) for n, d in (("k", key_dims), ("v", dim))}
+            outputs |= {n: jax.ShapeDtypeStruct((*leading, d), dtype) for n, d in (("k", key_dims), ("v", dim))}
         else:
             inputs |= {"table": pages.table, "start": pages.start, "count": pages.count, "old_k": pages.k, "old_v": pages.v}
             aliases = {len(inputs) - 2: 1, len(inputs) - 1: 2}
@@ -49,8 +52,8 @@ def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps,
 
 def _heads(*refs, names, together, group, key_dims, eps):
     refs = dict(zip(names, refs, strict=True))
-    _, rows, kv_heads, heads, dim = refs["projected"].shape
-    dtype, half, tile = refs["projected"].dtype, dim // 2, pl.next_power_of_2(heads)
+    parts, _, rows, kv_heads, heads, dim = refs["projected"].shape
+    dtype, half, tile = refs["q"].dtype, dim // 2, pl.next_power_of_2(heads)
     b, t = pl.program_id(0) // rows, pl.program_id(0) % rows
     lane = jnp.arange(together * tile, dtype=jnp.int32)
     head, member = pl.program_id(1) * together + lane // tile, lane % tile
@@ -76,8 +79,9 @@ def _heads(*refs, names, together, group, key_dims, eps):
     projected = refs["projected"]
 
     def load(at):
-        where = projected.at[b, t, head[:, None], member[:, None], at[None, :]]
-        return plgpu.load(where, mask=real[:, None] & inside[None, :], other=jnp.zeros((), dtype))
+        places = [projected.at[part, b, t, head[:, None], member[:, None], at[None, :]] for part in range(parts)]
+        mask, other = real[:, None] & inside[None, :], jnp.zeros((), projected.dtype)
+        return functools.reduce(operator.add, [plgpu.load(place, mask=mask, other=other) for place in places]).astype(dtype)
 
     low, high = halves(load)
     cos, sin = (plgpu.load(refs[name].at[b, t, column], mask=inside, other=jnp.float32(0))[None, :] for name in ("cos", "sin"))

@@ -199,7 +199,8 @@ def test_linear(name):
 
     def case(rows, dtype):
         specs = shape.arguments(rows, dtype)
-        return [draw(jax.random.key(i), x.shape, shape.width**-0.5 if i == 1 else 1.0, dtype) for i, x in enumerate(specs)]
+        numbers = [draw(jax.random.key(i), x.shape, shape.width**-0.5 if i == 1 else 1.0, dtype) for i, x in enumerate(specs[:3])]
+        return [*numbers, *(jnp.asarray(7, x.dtype) for x in specs[3:])]
 
     cases = [(dtype, case(rows, dtype)) for rows, dtype in ((1, "bfloat16"), (5, "bfloat16"), (40, "bfloat16"), (5, "float32"))]
     function = getattr(linear, shape.kind)

@@ -55,6 +55,22 @@ def test_the_kernel_rounds_where_the_reference_does(shape):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_an_output_may_come_in_parts(parts, implementation):
+    """Their sum is rounded once, before it is normed: the same numbers as of the whole output."""
+    rng = np.random.default_rng(1)
+    for shape in (Shape(4, 70, scaled=True), Shape(4, 70, parts=2)):
+        x, y, *rest = inputs(shape, jnp.bfloat16)
+        # Multiples of 1/64 below 4: sums of three are exact in float32, and need rounding to bfloat16.
+        split = jnp.asarray(rng.integers(-256, 256, (parts, *x.shape)) / 64, jnp.float32)
+        whole = jnp.sum(split, axis=0).astype(jnp.bfloat16)
+        (given, wanted) = (split, whole) if shape.parts == 1 else (((part, y[0][1]), y[1]) for part in (split, whole))
+        for a, b in zip(run(x, given, *rest, implementation), run(x, wanted, *rest, "xla"), strict=True):
+            assert a.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 def test_axes_before_the_last_are_rows():
     x, y, weight, scalar, next_weights = inputs(Shape(6, 20, parts=2, scaled=True), jnp.float32)
     flat = run(x, y, weight, scalar, next_weights, "xla")

@@ -27,7 +27,8 @@ def problem(kind, rows, columns, width, dtype="float32", seed=0):
         return (scale * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
 
     w = normal(*(2,) * (kind == "gated"), columns, width, scale=width**-0.5)
-    return (normal(rows, width), w, *[normal(rows, columns)] * (kind == "gated_by"))
+    others = (normal(rows, 3, columns), np.asarray(1, np.int32)) if kind == "gated_by" else ()
+    return (normal(rows, width), w, *others)
 
 
 def plain(kind, x, w, *others):
@@ -36,7 +37,7 @@ def plain(kind, x, w, *others):
     product = x @ np.swapaxes(w, -1, -2)
     if kind in ("linear", "partials"):
         return product
-    gate, up = product if kind == "gated" else (product, *others)
+    gate, up = product if kind == "gated" else (product, others[0][:, int(others[1])])
     return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
 
 
@@ -162,14 +163,28 @@ def test_auto_leaves_many_rows_to_xla():
         linear.linear(x, w, implementation="triton")
 
 
+def test_auto_leaves_narrow_products_of_many_rows_to_xla(monkeypatch):
+    """Each program would read all rows for a handful of columns."""
+    monkeypatch.setattr("pallas_kernels.dialect.obstacle", lambda: None)
+
+    def chosen(kind, rows, columns, width):
+        arguments = jax.eval_shape(lambda: problem(kind, rows, columns, width, "bfloat16"))
+        return "triton" if "pallas_call" in str(jax.make_jaxpr(getattr(linear, kind))(*arguments)) else "xla"
+
+    assert [chosen("gated", rows, 2112, 2816) for rows in (5, 40)] == ["triton", "xla"]
+    assert [chosen("linear", rows, 1024, 10752) for rows in (8, 40)] == ["triton", "xla"]
+    assert [chosen("partials", 40, 1536, width) for width in (2048, 256)] == ["triton", "xla"]
+    assert chosen("gated", 40, 21504, 5376) == "triton"
+
+
 def test_refusals():
-    x, w, u = problem("gated_by", 2, 16, 32)
+    x, w, u, index = problem("gated_by", 2, 16, 32)
     with pytest.raises(ValueError, match="implementation is 'cuda'; expected 'auto' or one of"):
         linear.linear(x, w, implementation="cuda")
     with pytest.raises(ValueError, match="the arrays are float32, float16; the kernel needs one dtype"):
         linear.partials(x, w.astype(np.float16), implementation="triton")
     with pytest.raises(ValueError, match="the arrays are float32, float32, float16; the kernel needs one dtype"):
-        linear.gated_by(x, w, u.astype(np.float16), implementation="triton")
+        linear.gated_by(x, w, u.astype(np.float16), index, implementation="triton")
     with pytest.raises(ValueError, match="x is int8; the kernel takes bfloat16, float16 and float32"):
         linear.gated(x.astype(np.int8), w[None].repeat(2, 0).astype(np.int8), implementation="triton")
     for function in (linear.linear, linear.partials):

@@ -96,6 +96,17 @@ def test_the_kernel_rounds_where_the_reference_does():
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_projections_may_come_in_parts(implementation):
+    """Their sum is rounded once: the same numbers as of the whole projection."""
+    (projected, *rest), settings, _ = case(5, dtype=jnp.bfloat16)
+    parts = jnp.asarray(np.random.default_rng(5).integers(-256, 256, (3, *projected.shape)) / 64, jnp.float32)
+    whole = jnp.sum(parts, axis=0).astype(jnp.bfloat16)
+    for a, b in zip(*(run(p, *rest, **settings, implementation=implementation) for p in (parts, whole)), strict=True):
+        assert a.dtype == b.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 def test_it_lowers_for_cuda_in_place():
     arguments, settings, _ = case(3, dim=512, group=8, owned=1, key_dims=128, page=64, dtype=jnp.bfloat16)
     text = for_cuda(run, *arguments, **settings, implementation="triton")

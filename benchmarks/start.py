@@ -1,0 +1,55 @@
+"""Times how long an LLM takes to be ready once its weights are there: `python benchmarks/start.py 31b mtp`.
+
+Weights are random and of a released model's shape. Everything is compiled that greedy requests use, and one request is served, first
+with an empty compilation cache, and then again from the files of that cache, with what this process has compiled forgotten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import SamplingParams, checkpoint, gemma4, shapes
+from jaxspec.engine import LLM
+from jaxspec.text import load_tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="e2b, e4b, 12b, 26b, 31b, or a folder with a config.json")
+    parser.add_argument("drafter", help="as for `jaxspec bench`")
+    parser.add_argument("--k", type=int, default=4, help="tokens drafted in each round (default: 4)")
+    parser.add_argument("--slots", type=int, default=8, help="sequences in flight (default: 8)")
+    parser.add_argument("--max-len", type=int, default=4096, help="tokens of a sequence (default: 4096)")
+    args = parser.parse_args()
+    config = shapes.target_config(args.config)
+    trees = gemma4.abstract(config, jnp.bfloat16), shapes.abstract_drafter(args.drafter, args.config, config, jnp.bfloat16)
+    tokenizer = load_tokenizer(checkpoint.resolve("pocket"))
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        target, drafter = jax.block_until_ready(shapes.random_weights(trees, 0))
+        print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: random weights of {args.config} {time.perf_counter() - begun:.1f} s")
+        jax.config.update("jax_compilation_cache_dir", folder)
+        for cache in ("empty", "full"):
+            jax.clear_caches()
+            begun = time.perf_counter()
+            settings = {"num_draft_tokens": args.k, "max_slots": args.slots, "max_len": args.max_len, "progress": False}
+            llm = LLM(target, drafter, tokenizer, **settings)
+            params = SamplingParams(max_tokens=16, temperature=0)
+            llm.warmup(params)
+            ready = time.perf_counter()
+            llm.generate("def f(x):", params)
+            ended, stats = time.perf_counter(), llm.stats
+            print(
+                f"compilation cache {cache}: ready after {ready - begun:.1f} s ({stats.compilations} programs), "
+                f"16 tokens after {ended - begun:.1f} s"
+            )
+            del llm
+
+
+if __name__ == "__main__":
+    main()
