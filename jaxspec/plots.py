@@ -1,4 +1,4 @@
-"""Pictures of what speculation achieved. They need matplotlib: `pip install jaxspec[notebooks]`."""
+"""Pictures of what speculation achieved. They need matplotlib: `pip install matplotlib`."""
 
 from __future__ import annotations
 

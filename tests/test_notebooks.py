@@ -1,0 +1,93 @@
+"""The notebooks run from top to bottom without a warning, and are kept without outputs.
+
+Each runs in a kernel of its own, on the bundled models, and shares compiled programs with the other tests. JAXSPEC_SHORT leaves out
+what a first look needs but a test does not: most of the points of a curve, most of the steps of a training run.
+"""
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import jax
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from jaxspec import display
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FIGURES = {"01": 1, "02": 3, "03": 3, "05": 1, "06": 1}  # how many pictures each draws
+REPOSITORY = "https://github.com/YOUR_ORGANISATION/jaxspec"
+
+
+def numbered(number):
+    (path,) = (path for path in NOTEBOOKS if path.name.startswith(number))
+    return path
+
+
+def cells(path, kind):
+    return [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == kind]
+
+
+@pytest.fixture
+def kernel_environment(tmp_path, monkeypatch):
+    settings = {
+        "JAXSPEC_SHORT": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(jax.config.jax_compilation_cache_max_size),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    # A kernel finds the package as this process does, and not by the folder that it starts in.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(display.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
+    return tmp_path
+
+
+@pytest.mark.parametrize("number", FIGURES)
+def test_notebook_runs_without_a_warning_and_draws(number, kernel_environment):
+    notebook = nbformat.read(numbered(number), 4)
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(kernel_environment)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"] == []
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == FIGURES[number]
+    pages = "".join(output.get("data", {}).get("text/html", "") for output in outputs)
+    if number in ("01", "02", "06"):  # they show completions
+        assert display.TINTS["draft"] in pages and display.TITLES["target"] in pages
+    if number == "01":
+        assert "6.8 million parameters" in pages
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name[:2])
+def test_notebook_is_kept_clean(path):
+    notebook = nbformat.read(path, 4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        assert cell.cell_type == "markdown" or (cell.outputs == [] and cell.execution_count is None)
+        assert set(cell.metadata) <= {"tags"}
+    title, *rest = notebook.cells[0].source.splitlines()
+    assert title.startswith(f"# {int(path.name[:2])}. ")
+    address = f"https://colab.research.google.com/github/{REPOSITORY.removeprefix('https://github.com/')}/blob/main/notebooks/{path.name}"
+    assert f"]({address})" in "\n".join(rest)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name[:2])
+def test_memory_is_set_and_the_package_there_before_jax_starts(path):
+    first, *rest = cells(path, "code")
+    assert first.source == cells(NOTEBOOKS[0], "code")[0].source, "the first cell differs from that of the first notebook"
+    assert 'os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ' in first.source and f"git+{REPOSITORY}" in first.source
+    python = "\n".join(line.replace("%pip install", "pass  #") for line in first.source.splitlines())
+    imported = {alias.name for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported == {"importlib.util", "os"}
+    assert any(re.search(r"^(import|from) jax", cell.source, re.MULTILINE) for cell in rest)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name[:2])
+def test_files_that_are_named_exist(path):
+    text = "\n".join(cell.source for cell in cells(path, "markdown"))
+    for name in re.findall(r"`((?:jaxspec|pallas_kernels|notebooks|docs)/[\w./]+)`", text):
+        assert (ROOT / name).exists(), name
