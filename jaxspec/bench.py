@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec import decode, kernel_times, roofline, shapes
+from jaxspec import decode, kernel_times, roofline, shapes, sharding
 from jaxspec.config import Gemma4Config
 from jaxspec.filters import Filters
 from jaxspec.runner import nbytes
@@ -93,7 +93,8 @@ class PrefillFigures:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Everything that a run of `bench` found, and what it was a run of."""
+    """Everything that a run of `bench` found, and what it was a run of. mesh: devices by axis, if there were several. copy and matmul
+    rates are those of one device, and so are memory and bytes of a step."""
 
     command: list[str]
     date: str
@@ -106,6 +107,7 @@ class Report:
     drafter: str
     dtype: str
     settings: Workload
+    mesh: dict[str, int]
     target_bytes: int
     drafter_bytes: int
     weights_s: float
@@ -139,7 +141,7 @@ def measure(plan: Plan, *, progress: bool = True) -> Report:
         rate = roofline.matmul_rate(256 if on_cpu else 8192, plan.target_tree.dtype)
         stage("random weights")
         begun = time.perf_counter()
-        target, drafter = jax.block_until_ready(shapes.random_weights((plan.target_tree, plan.drafter_tree), work.seed))
+        target, drafter = jax.block_until_ready(shapes.random_weights(plan.placed(), work.seed))
         weights_s = time.perf_counter() - begun
         decoded = tuple(_decode_all(plan, target, drafter, bandwidth, stage))
         prefilled = tuple(_prefill_all(plan, target, drafter, rate, stage))
@@ -155,6 +157,7 @@ def measure(plan: Plan, *, progress: bool = True) -> Report:
         drafter=plan.drafter,
         dtype=plan.dtype,
         settings=work,
+        mesh={} if plan.mesh is None else dict(plan.mesh.shape),
         target_bytes=nbytes(target),
         drafter_bytes=nbytes(drafter),
         weights_s=weights_s,
@@ -172,7 +175,8 @@ def lines(report: Report) -> Iterator[str]:
     with_drafter = f"drafter {report.drafter}, K = {work.num_draft_tokens}, acceptance {rates}" if work.num_draft_tokens else "no drafter"
     sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(f.temperature for f in report.decode) else ""
     yield f"{report.config}, {report.dtype}; {with_drafter}{sampling}; attention {work.attention}"
-    yield f"{report.device}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"
+    mesh = "".join(f", {axis} {size}" for axis, size in report.mesh.items())
+    yield f"{report.device}{mesh}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"
     yield (
         f"weights {report.target_bytes / gb:.2f} GB and {report.drafter_bytes / gb:.2f} GB, made in {report.weights_s:.1f} s; "
         f"copy {report.copy_bytes_per_s / gb:.0f} GB/s; matmul {report.matmul_flops_per_s / 1e12:.1f} TFLOP/s"
@@ -212,36 +216,51 @@ def _decode_all(plan: Plan, target: Any, drafter: Any, bandwidth: float, stage: 
         return
     work, slots = plan.work, max(plan.batches)
     stage("prompts: compile")
-    state = jax.block_until_ready(jax.jit(functools.partial(work.init_state, slots=slots, max_len=work.max_len))(target, drafter))
+    state, on = _placed(plan, target, drafter, slots, work.max_len)
     chunk = min(work.prefill_chunk, work.context)
     # Nothing is sampled among the likeliest alone for a prompt's first token: no figure is of it.
-    prefill, _ = _compiled(
-        functools.partial(decode.prefill, chunk=chunk, **work.implementations), target, drafter, state, np.zeros(1, np.int32)
-    )
+    first = functools.partial(decode.prefill, chunk=chunk, **work.implementations)
+    prefill, _ = _compiled(on(first), target, drafter, state, np.zeros(plan.shards, np.int32))
+    admit = jax.jit(on(_admit), donate_argnums=0)
 
     def prompts(state: Any, requests: decode.Requests) -> Any:
-        state = jax.jit(_admit, donate_argnums=0)(state, np.arange(slots, dtype=np.int32), requests)
-        for slot in range(len(requests.length)):
+        state = admit(state, _each(plan, slots), requests)
+        for slot in range(len(requests.length) // plan.shards):
             for _ in range(math.ceil(work.context / chunk)):
-                state = prefill(target, drafter, state, np.full(1, slot, np.int32))
+                state = prefill(target, drafter, state, np.full(plan.shards, slot, np.int32))
         return state
 
     for temperature in plan.temperatures:
         for batch in plan.batches:
-            cell = dataclasses.replace(work, temperature=temperature)
-            state = prompts(state, _requests(cell, target.config, batch, work.context, work.max_len))
-            state, figures = _decode(cell, target, drafter, state, batch, bandwidth, stage)
+            cell = dataclasses.replace(plan, work=dataclasses.replace(work, temperature=temperature))
+            state = prompts(state, _requests(cell.work, target.config, batch, work.context, work.max_len))
+            state, figures = _decode(cell, on, target, drafter, state, batch, bandwidth, stage)
             yield figures
 
 
+def _placed(plan: Plan, target: Any, drafter: Any, slots: int, max_len: int) -> tuple[Any, Callable[[Any], Any]]:
+    """An empty state, and what makes a function of it run on the plan's devices."""
+    init = plan.init(target, drafter, slots, max_len)
+    if plan.mesh is None:
+        return jax.block_until_ready(jax.jit(init)()), lambda function: function
+    layout = sharding.Layout.of(plan.mesh, drafter, init)
+    return jax.block_until_ready(layout.empty()), layout.on
+
+
+def _each(plan: Plan, count: int) -> np.ndarray:
+    """The first slots of every data shard, `count` in all."""
+    return np.tile(np.arange(count // plan.shards, dtype=np.int32), plan.shards)
+
+
 def _decode(
-    work: Workload, target: Any, drafter: Any, state: Any, batch: int, bandwidth: float, stage: Callable[[str], None]
+    plan: Plan, on: Any, target: Any, drafter: Any, state: Any, batch: int, bandwidth: float, stage: Callable[[str], None]
 ) -> tuple[Any, DecodeFigures]:
-    """Times the sequences of the first `batch` slots. Takes the state along, and returns it."""
-    name, slots = f"batch {batch} at temperature {work.temperature}", jnp.arange(batch, dtype=jnp.int32)
+    """Times `batch` sequences, in the first slots of every data shard. Takes the state along, and returns it."""
+    work, slots = plan.work, _each(plan, batch)
+    name = f"batch {batch} at temperature {work.temperature}"
     stage(f"{name}: compile")
     function = functools.partial(decode.decode_loop, num_draft_tokens=work.num_draft_tokens, accept=work.accept, **work.static)
-    loop, loop_cost = _compiled(function, target, drafter, state, slots, np.int32(0), np.bool_(False))
+    loop, loop_cost = _compiled(on(function), target, drafter, state, slots, np.int32(0), np.bool_(False))
 
     def call(steps: int) -> float:
         nonlocal state
@@ -250,7 +269,8 @@ def _decode(
         return time.perf_counter() - begun
 
     def counts() -> tuple[np.ndarray, np.ndarray]:
-        length, rounds, status = (x[:batch] for x in jax.device_get((state.length, state.rounds, state.status)))
+        fields = jax.device_get((state.length, state.rounds, state.status))
+        length, rounds, status = (x.reshape(plan.shards, -1)[:, : batch // plan.shards].reshape(-1) for x in fields)
         if not (status == decode.RUNNING).all():
             raise RuntimeError(f"{(status != decode.RUNNING).sum()} of {batch} sequences ended while they were timed")
         return length, rounds
@@ -276,7 +296,9 @@ def _decode(
         found = tuple(kernel_times.kernel_times(folder, loop.as_text(), work.steps))
     step, context = Spread.of(times), statistics.mean(contexts)
     accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
-    size = roofline.step_bytes(target, drafter, batch=batch, num_draft_tokens=work.num_draft_tokens, context=context)
+    trees = plan.target_tree, plan.drafter_tree
+    size = roofline.step_bytes(*trees, batch=batch // plan.shards, num_draft_tokens=work.num_draft_tokens, context=context)
+    size = size.over(plan.devices_of_a_shard)
     floor = 1e3 * size.total / bandwidth
     return state, DecodeFigures(
         batch=batch,
@@ -301,14 +323,15 @@ def _prefill_all(plan: Plan, target: Any, drafter: Any, rate: float, stage: Call
     if not plan.prefill:
         return
     work, max_len, slots = plan.work, max(plan.prefill) + 2, np.zeros(1, np.int32)
-    state = jax.jit(functools.partial(work.init_state, slots=1, max_len=max_len))(target, drafter)
-    admit = jax.jit(_admit, donate_argnums=0)
+    state, on = _placed(plan, target, drafter, 1, max_len)
+    admit = jax.jit(on(_admit), donate_argnums=0)
     programs: dict[int, tuple[Any, Program]] = {}
     for length in plan.prefill:
         chunk = min(work.prefill_chunk, length)
         stage(f"prompt of {length}: compile")
         if chunk not in programs:
-            programs[chunk] = _compiled(functools.partial(decode.prefill, chunk=chunk, **work.static), target, drafter, state, slots)
+            prefill = functools.partial(decode.prefill, chunk=chunk, **work.static)
+            programs[chunk] = _compiled(on(prefill), target, drafter, state, slots)
         program, cost = programs[chunk]
         requests, calls = _requests(work, target.config, 1, length, length + 2), math.ceil(length / chunk)
 
@@ -324,8 +347,9 @@ def _prefill_all(plan: Plan, target: Any, drafter: Any, rate: float, stage: Call
             if int(state.length[0]) != length + 1:
                 raise RuntimeError(f"a prompt of {length} tokens was not computed: the sequence has {int(state.length[0])}")
         spread = Spread.of(times[warm_ups:])
-        flops = roofline.prefill_flops(target, length, chunk, drafter.taps)
-        yield PrefillFigures(length, chunk, spread, 1e3 * length / spread.median, flops, 1e3 * flops / spread.median / rate, cost)
+        flops = roofline.prefill_flops(plan.target_tree, length, chunk, drafter.taps)
+        share = 1e3 * flops / spread.median / (rate * plan.devices_of_a_shard)
+        yield PrefillFigures(length, chunk, spread, 1e3 * length / spread.median, flops, share, cost)
 
 
 def _admit(state: decode.DecodeState, ended: jax.Array, requests: decode.Requests) -> decode.DecodeState:
@@ -337,20 +361,17 @@ def _requests(work: Workload, config: Gemma4Config, batch: int, length: int, lim
     """Prompts of random tokens that nothing ends but `limit`."""
     rng = np.random.default_rng(work.seed)
     each = np.full(batch, length, np.int32)
-    return decode.Requests(
-        tokens=jnp.asarray(rng.integers(0, config.vocab_size, (batch, length), np.int32)),
-        length=jnp.asarray(each),
-        prompt=jnp.asarray(each),
-        limit=jnp.full((batch,), limit, jnp.int32),
-        stop_ids=jnp.full((batch, 16), -1, jnp.int32),
-        seed=jnp.asarray([seed_words(work.seed + i) for i in range(batch)], jnp.uint32),
-        temperature=jnp.full((batch,), work.temperature, jnp.float32),
-        filters=Filters(
-            top_k=jnp.full((batch,), work.top_k, jnp.int32),
-            top_p=jnp.full((batch,), work.top_p, jnp.float32),
-            min_p=jnp.zeros((batch,), jnp.float32),
-        ),
-    )
+    fields: dict[str, Any] = {
+        "tokens": rng.integers(0, config.vocab_size, (batch, length), np.int32),
+        "length": each,
+        "prompt": each,
+        "limit": np.full(batch, limit, np.int32),
+        "stop_ids": np.full((batch, 16), -1, np.int32),
+        "seed": np.asarray([seed_words(work.seed + i) for i in range(batch)], np.uint32),
+        "temperature": np.full(batch, work.temperature, np.float32),
+    }
+    filters: Any = (np.full(batch, work.top_k, np.int32), np.full(batch, work.top_p, np.float32), np.zeros(batch, np.float32))
+    return decode.Requests(**fields, filters=Filters(*filters))
 
 
 def _compiled(function: Callable[..., Any], *args: Any) -> tuple[Any, Program]:

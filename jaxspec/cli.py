@@ -141,6 +141,7 @@ def _bench_parser(commands: Any) -> None:
     option("attention", "implementation of attention (default: auto)")
     option("draft-attention", "implementation of the drafter's attention (default: auto)")
     option("repeats", "timed calls (default: 3)", type=int, metavar="N")
+    option("mesh", "devices to spread over, such as tensor=4 or data=2,tensor=2 (default: one)", metavar="AXIS=N,...")
     option("json", "write every figure to this file", metavar="FILE")
     option("profile", "trace one more call into this folder and print its kernels", metavar="DIR")
     bench.set_defaults(command=_bench)
@@ -283,6 +284,10 @@ def _bench(args: argparse.Namespace) -> None:
 
     given = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
     with _door():
+        if "mesh" in given:
+            from jaxspec.sharding import mesh_of
+
+            given["mesh"] = mesh_of(given["mesh"])
         plan = bench.plan(**given)
     report = bench.measure(plan, progress=sys.stderr.isatty())
     print("\n".join(bench.lines(report)))

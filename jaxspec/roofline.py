@@ -41,6 +41,10 @@ class StepBytes:
     def total(self) -> float:
         return self.target + self.target_kv + self.drafter + self.drafter_kv
 
+    def over(self, devices: int) -> StepBytes:
+        """Those that each of several devices reads, if nothing is read twice."""
+        return StepBytes(*(size / devices for size in dataclasses.astuple(self)))
+
 
 def step_bytes(target: Gemma4, drafter: Any, *, batch: int, num_draft_tokens: int, context: float) -> StepBytes:
     """What one step of `batch` sequences with `context` cached positions each has to read.

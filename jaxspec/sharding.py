@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import LayerSpec
 from jaxspec.drafters.dflash import DFlash, DFlashAttention, SiluMLP
@@ -71,6 +71,26 @@ def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:
     if data < 1 or tensor < 1 or data * tensor > len(devices):
         raise ValueError(f"a mesh of data={data} times tensor={tensor} devices was asked for; found {len(devices)} devices")
     return Mesh(np.asarray(devices[: data * tensor]).reshape(data, tensor), (DATA, TENSOR))
+
+
+def mesh_of(text: str) -> Mesh:
+    """The mesh that a text like "tensor=4" or "data=2,tensor=4" asks for. Raises ValueError."""
+    return mesh(**axes_of(text))
+
+
+def abstract_mesh_of(text: str) -> AbstractMesh:
+    """The same without devices, for shapes alone."""
+    sizes = axes_of(text)
+    return AbstractMesh((sizes.get(DATA, 1), sizes.get(TENSOR, 1)), (DATA, TENSOR))
+
+
+def axes_of(text: str) -> dict[str, int]:
+    """The axes of a mesh that a text asks for, at least 1 long. Raises ValueError."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    sizes = {axis.strip(): int(size) for axis, _, size in pairs if size.strip().isdigit()}
+    if len(sizes) != len(pairs) or set(sizes) - {DATA, TENSOR} or 0 in sizes.values():
+        raise ValueError(f"the mesh is {text!r}; expected 'data=N', 'tensor=N' or both with a comma between them")
+    return sizes
 
 
 def shard_tree(tree: Any, mesh: Mesh) -> Any:
@@ -220,35 +240,43 @@ class Layout:
     """How the state of one target and drafter lies on a mesh, and how functions of it run there.
 
     A state's arrays hold the slots of all data shards one after the other; page ids and slot ids count from a shard's own first. What
-    is one number for a shard (`scalars`, by path) is an array of them. whole_drafter: the drafter's K and V lie on every device of
-    "tensor".
+    is one number for a shard (`scalars`, by path) is an array of them. init: see `of`. whole_drafter: the drafter's K and V lie on
+    every device of "tensor".
     """
 
     mesh: Mesh
+    init: Callable[[], DecodeState]
     scalars: frozenset[str]
     whole_drafter: bool
 
     @classmethod
-    def of(cls, mesh: Mesh, drafter: Any, state: DecodeState) -> Layout:
-        """state: the shapes of one data shard's, with all KV heads."""
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        return cls(mesh, frozenset(_name(path) for path, x in leaves if not x.ndim), is_whole(drafter))
+    def of(cls, mesh: Mesh, drafter: Any, init: Callable[[], DecodeState]) -> Layout:
+        """init: makes the empty state of one data shard, with all KV heads."""
+        leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(init))
+        return cls(mesh, init, frozenset(_name(path) for path, x in leaves if not x.ndim), is_whole(drafter))
 
-    def whole_state(self, state: DecodeState) -> DecodeState:
-        """The empty state of all data shards. state: one shard's, with all KV heads."""
-        shards = self.mesh.shape[DATA]
+    def empty(self) -> DecodeState:
+        """The empty state of all data shards, on their devices."""
+        return jax.jit(self._joined, out_shardings=self.shardings)()
 
-        def joined(path: Any, x: jax.Array) -> jax.Array:
+    @property
+    def shapes(self) -> DecodeState:
+        """That state as ShapeDtypeStructs with shardings."""
+        put = functools.partial(jax.tree.map, lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to))
+        return put(jax.eval_shape(self._joined), self.shardings)
+
+    @property
+    def shardings(self) -> DecodeState:
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._specs(jax.eval_shape(self.init)))
+
+    def _joined(self) -> DecodeState:
+        def join(path: Any, x: jax.Array) -> jax.Array:
             if DATA not in self._state_spec(path, x):
                 return x
             x = jnp.atleast_1d(x)
-            return jnp.tile(x, (shards, *[1] * (x.ndim - 1)))
+            return jnp.tile(x, (self.mesh.shape[DATA], *[1] * (x.ndim - 1)))
 
-        return jax.tree_util.tree_map_with_path(joined, state)
-
-    def shardings(self, state: DecodeState) -> DecodeState:
-        """The shardings of the state of all data shards, given as shapes."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._specs(state))
+        return jax.tree_util.tree_map_with_path(join, self.init())
 
     def on(self, function: Callable[..., Any], *more: PartitionSpec) -> Callable[..., Any]:
         """`function` with every device computing its part.

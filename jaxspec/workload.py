@@ -11,14 +11,14 @@ from typing import Any
 
 import jax
 
-from jaxspec import decode, gemma4, shapes
+from jaxspec import decode, gemma4, shapes, sharding
 from jaxspec.accept import Rule, rule_of, synthetic
 from jaxspec.config import Gemma4Config
 from jaxspec.drafters.base import NoDraft
 from jaxspec.filters import CANDIDATES
 from jaxspec.loading import DTYPES, memory_limit
 from jaxspec.params import integer
-from jaxspec.runner import PREFILL_ROWS, nbytes
+from jaxspec.runner import PREFILL_ROWS
 from jaxspec.sampling import PLAIN, Needs
 from pallas_kernels.dialect import IMPLEMENTATIONS
 
@@ -77,7 +77,7 @@ class Workload:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A target and a drafter by name and as trees of ShapeDtypeStructs, batch sizes and temperatures to decode at, lengths of prompts,
-    and the workload, whose own temperature is that of the prompts."""
+    and the workload, whose own temperature is that of the prompts. mesh: devices to spread all of it over, None for one."""
 
     config: str
     drafter: str
@@ -88,6 +88,27 @@ class Plan:
     temperatures: tuple[float, ...]
     prefill: tuple[int, ...]
     work: Workload
+    mesh: jax.sharding.Mesh | None = None
+
+    @property
+    def shards(self) -> int:
+        """Over how many data shards a batch is spread."""
+        return 1 if self.mesh is None else self.mesh.shape[sharding.DATA]
+
+    @property
+    def devices_of_a_shard(self) -> int:
+        return 1 if self.mesh is None else self.mesh.shape[sharding.TENSOR]
+
+    def placed(self) -> tuple[Any, Any]:
+        """The trees as they lie on the mesh."""
+        mesh, trees = self.mesh, (self.target_tree, self.drafter_tree)
+        if mesh is None:
+            return trees
+        return tuple(sharding.spread(sharding.shard_tree(tree, mesh), mesh) for tree in trees)
+
+    def init(self, target: Any, drafter: Any, slots: int, max_len: int) -> Any:
+        """(), which makes the empty state of one data shard's share of the slots."""
+        return functools.partial(self.work.init_state, target, drafter, slots=slots // self.shards, max_len=max_len)
 
 
 def plan(
@@ -100,14 +121,16 @@ def plan(
     prefill: Sequence[int] = (),
     acceptance: Sequence[float] | str = RATES,
     dtype: str = "bfloat16",
+    mesh: jax.sharding.Mesh | None = None,
     **workload: Any,
 ) -> Plan:
     """Checks what is to be timed: steps of each batch size at each temperature, and prompts of each length in `prefill`.
 
     config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
     `shapes.DRAFTERS`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, see
-    `accept.synthetic`, or the name of a rule, which accepts next to nothing of random drafts but costs what it costs. workload: other
-    fields of `Workload`.
+    `accept.synthetic`, or the name of a rule, which accepts next to nothing of random drafts but costs what it costs. mesh: as
+    `sharding.mesh` makes it; its data axis divides each of `batches`, and is 1 where prompts are timed. workload: other fields of
+    `Workload`.
     Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
     """
     if dtype not in DTYPES:
@@ -123,8 +146,12 @@ def plan(
     accept.check(count)
     work = Workload(count, accept, **workload)
     _check(work, target_config, batches, temperatures, prefill)
-    _check_memory(config, work, target, draft, batches, prefill)
-    return Plan(config, drafter, dtype, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work)
+    made = Plan(config, drafter, dtype, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work, mesh)
+    for batch in [*batches, *[1] * len(prefill)]:
+        if batch % made.shards:
+            raise ValueError(f"a batch of {batch} is spread over the {made.shards} data shards of a mesh; expected a multiple of them")
+    _check_memory(made)
+    return made
 
 
 def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], temperatures: Sequence[float], prefill: Sequence[int]) -> None:
@@ -151,19 +178,23 @@ def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], tempera
         )
 
 
-def _check_memory(name: str, work: Workload, target: Any, drafter: Any, batches: Sequence[int], prefill: Sequence[int]) -> None:
-    """Raises ValueError if weights and the largest state cannot fit."""
-    sizes = [(batch, work.max_len) for batch in batches] + [(1, length + 2) for length in prefill]
-    states = [
-        (nbytes(jax.eval_shape(functools.partial(work.init_state, slots=slots, max_len=length), target, drafter)), slots, length)
-        for slots, length in sizes
-    ]
-    state, slots, length = max(states, default=(0, 0, 0))
+def _check_memory(plan: Plan) -> None:
+    """Raises ValueError if a device's part of the weights and of the largest state cannot fit."""
+    work, trees = plan.work, plan.placed()
+    sizes = [(batch, work.max_len) for batch in plan.batches] + [(1, length + 2) for length in plan.prefill]
+
+    def state_bytes(slots: int, max_len: int) -> int:
+        init = plan.init(*trees, slots, max_len)
+        shapes = jax.eval_shape(init) if plan.mesh is None else sharding.Layout.of(plan.mesh, trees[1], init).shapes
+        return sharding.bytes_per_device(shapes)
+
+    state, slots, length = max(((state_bytes(*size), *size) for size in sizes), default=(0, 0, 0))
     device, gib = jax.devices()[0], 2**30
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device.platform == "cpu" else memory_limit(device)
-    needed = nbytes((target, drafter)) + state
+    target, drafter = map(sharding.bytes_per_device, trees)
+    needed = target + drafter + state
     if limit is not None and needed > MEMORY_FRACTION * limit:
         raise ValueError(
-            f"{name} needs {needed / gib:.2f} GiB: target {nbytes(target) / gib:.2f}, drafter {nbytes(drafter) / gib:.2f}, "
+            f"{plan.config} needs {needed / gib:.2f} GiB: target {target / gib:.2f}, drafter {drafter / gib:.2f}, "
             f"{slots} slots of {length} positions {state / gib:.2f}; {device.device_kind} has {MEMORY_FRACTION * limit / gib:.2f}"
         )

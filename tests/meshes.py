@@ -158,13 +158,8 @@ class Placed:
             for tree in canonical
         )
         init = functools.partial(decode.init_state, self.target, self.drafter, **sizes(SLOTS // self.shards))
-        self.layout = sharding.Layout.of(mesh, self.drafter, jax.eval_shape(init))
-
-        def whole():
-            return self.layout.whole_state(init())
-
-        self.shardings = self.layout.shardings(jax.eval_shape(whole))
-        self.state = jax.jit(whole, out_shardings=self.shardings)()
+        self.layout = sharding.Layout.of(mesh, self.drafter, init)
+        self.shardings, self.state = self.layout.shardings, self.layout.empty()
 
     @property
     def slots(self) -> np.ndarray:
