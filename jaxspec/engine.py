@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 import random
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,22 +16,21 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxspec.accept import COUPLED, Rule
+from jaxspec.decode import FAILED
 from jaxspec.drafters.base import Drafter
 from jaxspec.gemma4 import Gemma4
 from jaxspec.logprobs import Logprobs
 from jaxspec.params import Chunk, Completion, Defaults, Logprob, SamplingParams, integer
 from jaxspec.request import Maker, Request, is_id, needs_of
-from jaxspec.runner import Runner
+from jaxspec.runner import PAGE, PREFIX_BYTES, STEPS, Runner
 from jaxspec.sampling import Needs
+from jaxspec.schedule import SEEN, Turn
 from jaxspec.stats import RoundStats, Stats
 from jaxspec.text import Tokenizer
 from jaxspec.watch import Watch
 
-STEPS = 64  # rounds of a call; it bounds how long an interrupt waits
 WATCHED_STEPS = 8  # where text is looked at for stop strings between calls
 STREAM_STEPS = 4
-AHEAD = 4  # requests that are read before there is a slot for them
-FULL = "all {} slots are held by open streams; close some, or load with more max_slots"
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -43,7 +41,7 @@ class LLM:
     Several threads may use one LLM; their calls take turns. A stream holds a slot until it is read to its end or closed.
 
     target, drafter: weights on their devices. eos_token_ids: what ends a sequence by default. defaults: of requests that say nothing.
-    The other settings are those of `jaxspec.load`; shardings is as in `Runner`.
+    The other settings are those of `jaxspec.load`; kv_pages, page_size, prefix_bytes and shardings are as in `Runner`.
     """
 
     def __init__(
@@ -61,6 +59,9 @@ class LLM:
         attention: str = "auto",
         draft_attention: str = "auto",
         kv_dtype: Any = None,
+        kv_pages: int | None = None,
+        page_size: int = PAGE,
+        prefix_bytes: int = PREFIX_BYTES,
         shardings: Any = None,
         seed: int = 0,
         progress: bool = True,
@@ -79,8 +80,12 @@ class LLM:
             attention=attention,
             draft_attention=draft_attention,
             kv_dtype=kv_dtype,
+            kv_pages=kv_pages,
+            page_size=page_size,
+            prefix_bytes=prefix_bytes,
             shardings=shardings,
         )
+        self._seen: collections.deque[np.ndarray] = collections.deque(maxlen=SEEN)
         self._watch = Watch(drafter, accept)
         self._seeds = random.Random(seed)
         self._progress, self._name = progress, name
@@ -111,8 +116,8 @@ class LLM:
     def stats(self) -> Stats:
         """Totals since the LLM was loaded. The difference of two is what happened in between."""
         runner = self._runner
-        compiled = {"compilations": runner.compilations, "compile_seconds": runner.compile_seconds}
-        return dataclasses.replace(self._totals, **compiled, peak_bytes=runner.peak_bytes)
+        names = ("compilations", "compile_seconds", "busy_seconds", "preemptions", "peak_bytes")
+        return dataclasses.replace(self._totals, **{name: getattr(runner, name) for name in names})
 
     def __repr__(self) -> str:
         return (
@@ -129,10 +134,10 @@ class LLM:
         """Compiles everything that a run with requests of these params can use, with a progress bar; with none, requests that say
         nothing. Requests that need more of what SamplingParams offers (filters; penalties and the like; logprobs) compile it when
         they come."""
-        requests = [r for p in params or [SamplingParams()] for r in self._requests([[0]], p)]
-        total = len(self._runner.decode_buckets) + len(self._runner.prefill_buckets)
+        needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
+        total = len(self._runner.programs(needs))
         with self._lock, tqdm(total=total, desc="Compiling", disable=not self._progress) as bar:
-            for line in self._runner.warmup(self._needs(requests)):
+            for line in self._runner.warmup(needs):
                 bar.set_postfix_str(line)
                 bar.update()
 
@@ -166,16 +171,13 @@ class LLM:
         return self._as_completed(self._read(prompts, params or SamplingParams()))
 
     def _as_completed(self, requests: Iterator[Request]) -> Iterator[Completion]:
-        running = self._complete(requests)
-        try:
+        with self._turn(requests) as turn:
             while True:
                 with self._lock, self._timed():
-                    found = next(running, None)
-                if found is None:
+                    completions = self._advance(turn)
+                if not completions:
                     return
-                yield found[1]
-        finally:
-            running.close()
+                yield from completions
 
     def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises what `generate` would raise for this prompt with these params; computes nothing."""
@@ -185,17 +187,20 @@ class LLM:
         """Checked requests for each item, when it is asked for."""
         for i, item in enumerate(items):
             own = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
-            prompt, asked = item if own else (item, params)
-            yield from self._maker.requests(i, prompt, asked, self._draw_seed)
+            prompt, given = item if own else (item, params)
+            for request in self._maker.requests(i, prompt, given, self._draw_seed):
+                request.asked = self._clock()
+                yield request
 
-    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
-        done: dict[Request, Completion] = {}
+    def _generate(self, requests: list[Request]) -> list[Completion]:
+        done: dict[tuple[int, int], Completion] = {}
         show = self._progress and len(requests) > 1
         with self._lock, self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
-            for request, completion in self._complete(iter(requests), {r.profile: r for r in requests}):
-                done[request] = completion
-                bar.update()
-        return [done[request] for request in requests]
+            with self._turn(requests) as turn:
+                while some := self._advance(turn):
+                    done |= {(c.prompt_index, c.index): c for c in some}
+                    bar.update(len(some))
+        return [done[request.prompt_index, request.index] for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, steps: int = STREAM_STEPS) -> Iterator[Chunk]:
         """Completes one prompt and gives the text as it comes: the first token, then what each `steps` rounds add.
@@ -274,88 +279,75 @@ class LLM:
     def _needs(self, requests: Sequence[Request]) -> Needs:
         return needs_of(requests, self.defaults.suppress_tokens)
 
-    def _complete(
-        self, requests: Iterator[Request], kinds: dict[tuple[Any, ...], Request] | None = None
-    ) -> Generator[tuple[Request, Completion], None, None]:
-        """Runs requests through the slots, and gives each as it ends. kinds: one request of each profile, where all are known; calls
-        are compiled for what has come so far."""
-        kinds = kinds or {}
-        runner, waiting, active, begun = self._runner, collections.deque[Request](), list[Request](), self._clock()
+    @contextlib.contextmanager
+    def _turn(self, requests: Iterable[Request]) -> Iterator[Turn]:
+        """A turn of requests, which ends with the context."""
+        known = requests if isinstance(requests, list) else []
+        for request in known:
+            request.asked = self._clock()
+        turn = Turn(self._runner, iter(requests), self._needs, self._seen, {r.profile: r for r in known})
         try:
-            while True:
-                waiting.extend(itertools.islice(requests, max(runner.free_slots + AHEAD - len(waiting), 0)))
-                if not (waiting or active):
-                    return
-                fresh = [waiting.popleft() for _ in range(min(len(waiting), runner.free_slots))]
-                kinds |= {r.profile: r for r in fresh}
-                needs = self._needs(list(kinds.values()))
-                steps = WATCHED_STEPS if any(r.params.stop for r in [*active, *fresh]) else STEPS
-                if fresh:
-                    runner.admit(fresh, needs)
-                    active += fresh
-                    for request in fresh:
-                        request.first_token_seconds = self._clock() - begun
-                    self._look([r for r in fresh if _watched(r)])
-                elif not active:
-                    raise RuntimeError(FULL.format(self.max_slots))
-                ended = [r for r in active if not r.running]
-                if not ended:
-                    runner.decode(active, steps, until_any=bool(waiting), needs=needs)
-                    self._look([r for r in active if _watched(r)])
-                    ended = [r for r in active if not r.running]
-                if ended:
-                    runner.end(ended)
-                    active = [r for r in active if r.running]
-                    yield from ((request, self._completion(request)) for request in ended)
+            yield turn
         finally:
-            runner.end(active)
+            with self._lock:
+                turn.close()
+
+    def _step(self, turn: Turn, steps: int = STEPS) -> bool:
+        """One step of a turn. False once nothing is left to do."""
+        going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]))
+        for request in turn.active:
+            if request.output and not request.first_token_seconds:
+                request.first_token_seconds = self._clock() - request.asked
+        return going
+
+    def _advance(self, turn: Turn) -> list[Completion]:
+        """Runs a turn until requests end; nothing is left of it if it gives none."""
+        while self._step(turn):
+            for request in turn.active:
+                if request.ended or request.params.stop or request.in_loop:
+                    self._look(request)
+            if ended := turn.end():
+                return [self._completion(request, turn) for request in ended]
+        return []
 
     def _stream(self, request: Request, steps: int) -> Iterator[Chunk]:
-        runner, needs, known, finished = self._runner, self._needs([request]), 0, False
+        known = 0
         try:
-            with self._lock, self._timed():
-                if not runner.free_slots:
-                    raise RuntimeError(FULL.format(self.max_slots))
-                begun = self._clock()
-                runner.admit([request], needs)
-                request.first_token_seconds = self._clock() - begun
-                ((new, piece),) = self._look([request])
-            while request.running:
-                yield Chunk(piece, new, logprobs=request.logprobs[known:] if request.in_loop else None)
-                known += len(new)
-                with self._lock, self._timed():
-                    runner.decode([request], steps, needs=needs)
-                    ((new, piece),) = self._look([request])
-            with self._lock, self._timed():
-                runner.end([request])
-                finished = True
-                completion = self._completion(request)
-            logprobs = request.logprobs[known:] if request.in_loop else None
-            yield Chunk(piece, new, completion.finish_reason, completion, logprobs)
+            with self._turn([request]) as turn:
+                while True:
+                    with self._lock, self._timed():
+                        while len(request.output) == known and not request.ended:
+                            self._step(turn, steps)
+                        new, piece = self._look(request)
+                        completion = self._completion(request, turn) if turn.end() else None
+                    logprobs = request.logprobs[known:] if request.in_loop else None
+                    known = len(request.output)
+                    if completion is not None:
+                        yield Chunk(piece, new, completion.finish_reason, completion, logprobs)
+                        return
+                    yield Chunk(piece, new, logprobs=logprobs)
         finally:
-            runner.end([request])
-            if not finished and request.tokens.size:
+            if request.output and not request.accounted:
                 self._account(request)
 
-    def _look(self, requests: Sequence[Request]) -> list[tuple[list[int], str]]:
-        """Takes in what the last call gave: of each request its new tokens and text. Stop strings end a request here."""
-        known = [max(len(r.tokens) - len(r.prompt), 0) for r in requests]
-        self._runner.fetch(requests)
-        for request, start in zip(requests, known, strict=True):
-            if request.in_loop:
-                some = self._runner.logprobs(request, len(request.prompt) + start)
-                request.logprobs += self._named(request.output[start:], some, request.params.logprobs or 0)
-        return [request.take(start) for request, start in zip(requests, known, strict=True)]
+    def _look(self, request: Request) -> tuple[list[int], str]:
+        """Takes in what came since the last time: the new tokens and text. Stop strings end a request here."""
+        for some in request.scored:
+            known = len(request.logprobs)
+            request.logprobs += self._named(request.output[known:], some, request.params.logprobs or 0)
+        request.scored.clear()
+        return request.take()
 
-    def _completion(self, request: Request) -> Completion:
+    def _completion(self, request: Request, turn: Turn) -> Completion:
         found, params, prompt = request.text.found, request.params, len(request.prompt)
         new, logprobs, prompt_logprobs = request.output, request.logprobs if request.in_loop else None, None
-        later = params.logprobs if logprobs is None else None
-        if later is not None or params.prompt_logprobs is not None:
+        later, failed = params.logprobs if logprobs is None else None, request.status == FAILED
+        if not failed and (later is not None or params.prompt_logprobs is not None):
             vocab = self.config.vocab_size
             of_output, of_prompt = (vocab if n == -1 else n or 0 for n in (later, params.prompt_logprobs))
             # As many as the next power of two, so that few programs serve all.
-            scored = self._runner.score(request, min(max(32, 1 << (max(of_output, of_prompt) - 1).bit_length()), vocab))
+            count = min(max(32, 1 << (max(of_output, of_prompt) - 1).bit_length()), vocab)
+            scored = self._runner.score(request, count, turn.make_room)
             if params.prompt_logprobs is not None:
                 prompt_logprobs = [None, *self._named(request.prompt[1:].tolist(), scored, of_prompt)]
             if later is not None:
@@ -364,7 +356,7 @@ class LLM:
         completion = Completion(
             text=request.text.text,
             token_ids=new,
-            finish_reason="stop" if by_id or found is not None else "length",
+            finish_reason="error" if failed else "stop" if by_id or found is not None else "length",
             stop_reason=new[-1] if by_id and new[-1] not in request.own_ends else found,
             prompt_token_ids=request.prompt.tolist(),
             seed=request.seed,
@@ -374,6 +366,7 @@ class LLM:
             num_cached_tokens=request.shared,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            error=_failure(request) if failed else None,
         )
         object.__setattr__(completion, "_tokenizer", self.tokenizer)  # for notebooks; no field, so that == and asdict pass it by
         return completion
@@ -390,9 +383,9 @@ class LLM:
 
     def _account(self, request: Request) -> RoundStats:
         """The request's rounds, once they are added to the totals."""
-        flags = request.from_draft[len(request.prompt) :]
-        rounds = RoundStats.of(flags, request.drafted, self.num_draft_tokens, request.first_token_seconds)
-        self._totals = self._totals.plus(len(request.prompt), rounds)
+        request.accounted = True
+        rounds = RoundStats.of(np.asarray(request.from_draft, bool), request.drafted, self.num_draft_tokens, request.first_token_seconds)
+        self._totals = self._totals.plus(len(request.prompt), rounds, request.shared)
         if self.num_draft_tokens:
             self._watch.see(rounds.steps, rounds.steps - rounds.histogram[0], request.temperature)
         return rounds
@@ -410,9 +403,10 @@ class LLM:
             self._totals = dataclasses.replace(self._totals, seconds=self._totals.seconds + self._clock() - begun)
 
 
-def _watched(request: Request) -> bool:
-    """Whether the host must look at what a call gave it."""
-    return not request.running or bool(request.params.stop) or request.in_loop
+def _failure(request: Request) -> str:
+    """What failed, and where."""
+    where = f"step {request.rounds}" if request.output else "the pass over the prompt"
+    return f"the target's logits at position {request.length}, of new token {len(request.output) + 1}, are not finite; it failed in {where}"
 
 
 def _is_ids(prompts: Any) -> bool:

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec import decode
 from jaxspec.edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS
 from jaxspec.filters import CANDIDATES
-from jaxspec.logprobs import MAX_LOGPROBS
+from jaxspec.logprobs import MAX_LOGPROBS, Logprobs
 from jaxspec.params import MAX_SEED, Defaults, Logprob, SamplingParams
 from jaxspec.sampling import Needs
 from jaxspec.text import OutputText, Tokenizer
@@ -25,10 +26,12 @@ class Request:
     params: what was asked for; temperature .. repetition_penalty are params' or the checkpoint's. bad_words: by their token ids. index:
     which of the prompt's samples. prompt_index: which of the call's prompts.
 
-    slot: -1 until it is admitted and again after it has ended. length, status, drafted: as of the last call. tokens: [length] int32
-    and from_draft: [length] bool, as of the last `Runner.fetch`, without what follows a stop string. text: the output's. logprobs: of
-    each new token so far, if the loop gives them. first_token_seconds: how long its
-    first token took. keep: whether its slot may go on from an earlier turn, and be kept for the next; shared: the rows that it took over.
+    status, computed, rounds, drafted: as of the last call, see DecodeState. output, from_draft: the new tokens so far, without what
+    follows a stop string, and whether each was an accepted draft. text: the output's. logprobs: of each new token that was looked at, if
+    the loop gives them; scored: those of tokens that were not. slot: -1 while it has none. order: requests that were begun before.
+    goals: rows at which its prompt is to be kept for others. shared: rows of its prompt that others had computed. keep: whether its slot
+    may go on from an earlier turn, and be kept for the next. asked: when it was asked for; first_token_seconds: until its first token.
+    accounted: whether the totals have it.
     """
 
     prompt: np.ndarray
@@ -46,21 +49,46 @@ class Request:
     text: OutputText
     index: int = 0
     prompt_index: int = 0
-    slot: int = -1
-    epoch: int = -1
-    length: int = 0
-    status: int = decode.EMPTY
-    drafted: int = 0
-    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    from_draft: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
-    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
-    first_token_seconds: float = 0.0
     keep: bool = False
+    slot: int = -1
+    order: int = -1
+    status: int = decode.EMPTY
+    computed: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    output: list[int] = dataclasses.field(default_factory=list)
+    from_draft: list[bool] = dataclasses.field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    scored: list[Logprobs] = dataclasses.field(default_factory=list)
+    taken: int = 0
+    goals: list[int] = dataclasses.field(default_factory=list)
     shared: int = 0
+    asked: float = 0.0
+    first_token_seconds: float = 0.0
+    accounted: bool = False
 
     @property
-    def running(self) -> bool:
-        return self.status == decode.RUNNING and self.text.found is None
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All that are known. [length] int32"""
+        return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
+
+    @property
+    def goal(self) -> int:
+        """How many rows are to be computed before it decodes: all but the anchor."""
+        return self.length - 1 if self.output else self.length
+
+    @property
+    def ready(self) -> bool:
+        """Whether it decodes."""
+        return bool(self.output) and self.computed == self.length - 1
+
+    @property
+    def ended(self) -> bool:
+        return self.status in (decode.STOPPED, decode.FULL_LENGTH, decode.FAILED) or self.text.found is not None
 
     @property
     def stopped(self) -> bool:
@@ -84,24 +112,34 @@ class Request:
         top_k = 0 if not self.top_k else 1 if self.top_k <= CANDIDATES else 2
         return self.temperature > 0, top_k, self.top_p < 1, self.min_p > 0, self.edited, self.in_loop
 
-    @property
-    def output(self) -> list[int]:
-        """The new tokens."""
-        return self.tokens[len(self.prompt) :].tolist()
+    def lose(self) -> None:
+        """Its slot is another's: what was computed is gone, what is known stays."""
+        self.slot, self.computed = -1, 0
+        self.goals.clear()
 
-    def take(self, known: int) -> tuple[list[int], str]:
-        """(tokens, text) that the last fetch added to the first `known` new tokens. A stop string ends the sequence here, and what comes
-        after it is dropped. A stop token has no text unless include_stop_str_in_output."""
-        new = self.output[known:]
+    def advance(self, report: decode.Report, row: int) -> None:
+        """Takes in what a call reports about it in this row."""
+        new = int(report.length[row]) - self.length
+        self.output += report.tokens[row, :new].tolist()
+        self.from_draft += report.from_draft[row, :new].tolist()
+        if report.logprobs is not None and self.in_loop and new:
+            self.scored.append(jax.tree.map(lambda x: x[row, :new], report.logprobs))
+        self.computed, self.status = int(report.computed[row]), int(report.status[row])
+        self.rounds, self.drafted = int(report.rounds[row]), int(report.drafted[row])
+
+    def take(self) -> tuple[list[int], str]:
+        """(tokens, text) since the last time. A stop string ends the sequence here, and what comes after it is dropped. A stop token
+        has no text unless include_stop_str_in_output."""
+        new = self.output[self.taken :]
         ended = self.stopped and not self.params.include_stop_str_in_output
         piece = self.text.push(new[:-1] if ended else new)
-        if not self.running:
+        if self.ended:
             piece += self.text.finish()
         if self.text.found is not None:
-            kept = len(self.prompt) + self.text.tokens
-            self.tokens, self.from_draft, self.length = self.tokens[:kept], self.from_draft[:kept], kept
-            self.logprobs = self.logprobs[: self.text.tokens]
-        return self.output[known:], piece
+            kept = self.text.tokens
+            self.output, self.from_draft, self.logprobs = self.output[:kept], self.from_draft[:kept], self.logprobs[:kept]
+        new, self.taken = self.output[self.taken :], len(self.output)
+        return new, piece
 
 
 def needs_of(requests: Iterable[Request], suppress_tokens: tuple[int, ...] = ()) -> Needs:

@@ -6,11 +6,15 @@ Programs are compiled ahead of their first use and called by key, so that nothin
 
 from __future__ import annotations
 
-import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import itertools
+import math
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,30 +22,38 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec.accept import COUPLED, Rule
-from jaxspec.cache import page_size_of
-from jaxspec.config import SLIDING
 from jaxspec.drafters.base import Drafter
-from jaxspec.edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS, NOBODY, Edits
-from jaxspec.filters import Filters
 from jaxspec.gemma4 import Gemma4
 from jaxspec.logprobs import ROWS, Logprobs
+from jaxspec.packing import packed
 from jaxspec.request import MAX_STOP_IDS, Request
-from jaxspec.sampling import PLAIN, Needs, seed_words
+from jaxspec.sampling import PLAIN, Needs
+from jaxspec.slots import Slots
 
 BUCKET_RATIO = 8
 PREFILL_ROWS = 512  # rows of the largest prefill call; enough that reading the weights is not what it waits for
 PREFILL_CHUNK = 64  # rows for each sequence where several, or short ones, are prefilled
-FILTERS = (("top_k", np.int32, 0), ("top_p", np.float32, 1), ("min_p", np.float32, 0))  # with what changes nothing
-LOOK_AHEAD = 8  # tokens after a row that a drafter's view of it may depend on, and more
 CALL_ROWS = 256  # what a prefill call costs beside its rows, in rows: reading the weights
+STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt waits
+PAGE = 64  # positions in a page
+PREFIX_BYTES = 2**30  # snapshots of prompts, on each device
+
+# A call that is under way: the requests it works on, and what it will report of them.
+Call = tuple[Sequence[Request], decode.Report]
 
 
 class Runner:
     """Puts requests into slots, computes their prompts and decodes them. One call at a time: the caller holds a lock.
 
-    target, drafter: weights. accept: the acceptance rule. attention, draft_attention: implementations for the target's and the
-    drafter's attention. kv_dtype: of the target's cache, None for that of its weights. shardings: from the shapes of a state to its
-    shardings, or None for one device. compilations, compile_seconds: programs made ready so far, and the time that took.
+    target, drafter: weights. slots: sequences that run at a time. accept: the acceptance rule. attention, draft_attention:
+    implementations for the target's and the drafter's attention. kv_dtype: of the target's cache, None for that of its weights.
+    kv_pages: full-attention pages that all sequences share, None for as many as they can fill. prefix_bytes: what snapshots of prompts
+    may take, in idle slots beside those that run; they hold shared pages until sequences need these. shardings: from the shapes of a
+    state to its shardings, or None for one device.
+
+    compilations, compile_seconds: programs made ready so far, and the time that took. busy_seconds: time in which a call was under way.
+    preemptions: sequences that made room and were computed again.
+    Raises ValueError for fewer pages than one sequence can need.
     """
 
     def __init__(
@@ -56,22 +68,41 @@ class Runner:
         attention: str = "auto",
         draft_attention: str = "auto",
         kv_dtype: Any = None,
+        kv_pages: int | None = None,
+        page_size: int = PAGE,
+        prefix_bytes: int = PREFIX_BYTES,
         shardings: Callable[[Any], Any] | None = None,
     ):
         self.target, self.drafter = target, drafter
-        self.slots, self.max_len, self.num_draft_tokens = slots, max_len, num_draft_tokens
-        self.compilations, self.compile_seconds = 0, 0.0
+        self.slots, self.max_len, self.num_draft_tokens, self.page_size = slots, max_len, num_draft_tokens, page_size
+        self.compilations, self.compile_seconds, self.busy_seconds, self.preemptions = 0, 0.0, 0.0, 0
         accept.check(num_draft_tokens)
         self.accept = accept
+        self.kv_pages = slots * self.pages_for(max_len) if kv_pages is None else kv_pages
+        if self.kv_pages < self.pages_for(max_len):
+            raise ValueError(
+                f"kv_pages is {kv_pages}; one sequence of max_len {max_len} takes {self.pages_for(max_len)} pages of {page_size} tokens: "
+                "expected at least as many, or a smaller max_len"
+            )
         self._attention = {"attention": attention, "draft_attention": draft_attention}
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": kv_dtype}
+        self._orders = itertools.count()
+        sizes = {
+            "max_len": max_len,
+            "num_draft_tokens": num_draft_tokens,
+            "kv_dtype": kv_dtype,
+            "page_size": page_size,
+            "full_pages": self.kv_pages,
+        }
         init = functools.partial(self.init_state, target, drafter, **sizes)
+        one, two = (nbytes(jax.eval_shape(functools.partial(init, slots=n))) for n in (1, 2))
+        self.total_slots = slots + min(prefix_bytes // (two - one), slots)
+        init = functools.partial(init, slots=self.total_slots)
         self._shardings = None if shardings is None else shardings(jax.eval_shape(init))
         self._init = jax.jit(init, out_shardings=self._shardings)
-        self._epoch = -1
+        self.held = Slots(self.total_slots)
         self._state: Any = None
-        self._ready()
+        self.ready()
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self._state)
 
     @staticmethod
@@ -94,274 +125,264 @@ class Runner:
         return sorted({(1, short), (1, long), (min(self.slots, PREFILL_ROWS // PREFILL_CHUNK), short)})
 
     @property
+    def admit_buckets(self) -> list[int]:
+        return sorted({1, min(self.slots, BUCKET_RATIO)})
+
+    @property
     def free_slots(self) -> int:
-        return len(self._free) + len(self._kept)
+        return self.slots - len(self.held.running)
 
     @property
     def peak_bytes(self) -> int | None:
         """The most memory that was in use on the first device, or None where it does not say (a CPU)."""
         return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
-    def warmup(self, needs: Needs) -> Iterable[str]:
-        """Compiles every program that requests with these needs use, and gives a line about each before it does."""
-        for size in self.decode_buckets:
-            yield f"decode {size}"
-            self._program("admit", size, needs.edits)
-            self._program("decode", size, needs)
-        for size, chunk in self.prefill_buckets:
-            yield f"prefill {size} x {chunk}"
-            self._program("prefill", size, chunk, needs)
-        self._program("read")
-        if needs.logprobs is not None:
-            self._program("logprobs")
+    @property
+    def free_pages(self) -> int:
+        """Full-attention pages that nothing holds."""
+        return int(self._get(self._free))
+
+    def pages_for(self, rows: int) -> int:
+        """Full-attention pages of a sequence with so many rows, the drafts of its next round among them."""
+        return math.ceil(min(rows, self.max_len) / self.page_size)
+
+    def programs(self, needs: Needs) -> list[tuple[Any, ...]]:
+        """Keys of all programs that requests with these needs use."""
+        return [
+            *(("decode", size, needs, self.num_draft_tokens) for size in self.decode_buckets),
+            *(("prefill", size, chunk, needs) for size, chunk in self.prefill_buckets),
+            *(("admit", size) for size in self.admit_buckets),
+            ("fork",),
+        ]
+
+    def warmup(self, needs: Needs) -> Iterator[str]:
+        """Compiles every program that requests with these needs use, as many at a time as there are cores, and gives a line about each
+        that is ready. XLA compiles without Python's lock; what leads to it does not."""
+        self.ready()
+        begun, missing = time.perf_counter(), [key for key in self.programs(needs) if key not in self._programs]
+        with self._explained(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            pending = {pool.submit(getattr(self, f"_lower_{name}")(*key).compile): (name, *key) for name, *key in missing}
+            for done in concurrent.futures.as_completed(pending):
+                key = pending[done]
+                self._programs[key] = done.result()
+                self.compilations += 1
+                yield " ".join(str(part) for part in key if isinstance(part, str | int))
+        self.compile_seconds += time.perf_counter() - begun
 
     def steps_for(self, needs: Needs, steps: int) -> int:
         """How many of these rounds a call may run, lest log-probabilities are overwritten before they are read."""
-        return steps if needs.logprobs is None else max(min(steps, ROWS // (self.num_draft_tokens + 1)), 1)
+        return min(steps, STEPS if needs.logprobs is None else max(ROWS // (self.num_draft_tokens + 1), 1))
 
-    def admit(self, requests: Sequence[Request], needs: Needs = PLAIN) -> None:
-        """Takes a slot for each request, computes the prompts and chooses the first tokens."""
-        taken = list(requests)
-        try:
-            self._put(taken, [r.prompt for r in taken], needs)
-            self._prefill(taken, needs)
-            self._refresh(taken)
-        except BaseException:
-            self.end(taken)
-            raise
-        stuck = [r for r in taken if r.length <= len(r.prompt)]
-        if stuck:
-            self.end(taken)
-            raise RuntimeError(f"{len(stuck)} prompts found no free pages; fewer slots or a smaller max_len need fewer")
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Puts requests into slots, which there must be, with what others have computed of their tokens. `prefill` computes the rest."""
+        self.ready()
+        size, forks = max(self.admit_buckets), list[tuple[int, int, int]]()
+        for group in (requests[i : i + size] for i in range(0, len(requests), size)):
+            ended = self.held.ended
+            for request in group:
+                source, rows = self.held.find(request.tokens)
+                slot = self.held.idle([source, *(other for other, _, _ in forks)])
+                if rows and (self.held.serve(source, request).over or slot < 0):
+                    slot = source
+                elif slot in self.held.kept:
+                    ended.append(slot)
+                if slot != source and rows:
+                    forks.append((source, slot, rows))
+                if request.order < 0:
+                    request.order, request.shared = next(self._orders), rows
+                self.held.put(slot, request)
+                request.computed, request.status = rows, decode.RUNNING
+            self._release(ended, group)
+        for source, slot, rows in forks:
+            self._fork(source, slot, rows)
 
-    def decode(self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN) -> None:
-        """Runs up to `steps` rounds of the requests; with until_any, ends as soon as one of them has."""
-        self._ready()
-        for request in requests:
-            if request.epoch != self._epoch:
-                raise RuntimeError("this sequence was lost when another call failed; ask for it again")
-        size = self._bucket(len(requests))
-        slots = self._ids([r.slot for r in requests], size)
-        self._run(self._program("decode", size, needs), slots, np.int32(self.steps_for(needs, steps)), np.bool_(until_any))
-        self._refresh(requests)
-        if self._get(self._state.starved):
-            raise RuntimeError("the cache ran out of pages; fewer slots or a smaller max_len need fewer")
+    def snapshot(self, request: Request) -> None:
+        """Keeps the rows that a request has computed for other prompts, if there is a slot for them."""
+        slot = self.held.idle()
+        if slot < 0 or not self.free_pages:
+            return
+        self.held.end([slot])
+        if slot in self.held.ended:
+            self.flush()
+        self._fork(request.slot, slot, request.computed)
+        self.held.keep(slot, request.tokens[: request.computed + 1], request)
 
-    def fetch(self, requests: Sequence[Request]) -> None:
-        """Copies the requests' tokens and flags to the host."""
-        read = self._program("read")
-        rows = [read(self._state.tokens, self._state.from_draft, np.int32(r.slot)) for r in requests]
-        for request, (tokens, from_draft) in zip(requests, self._get(rows), strict=True):
-            request.tokens, request.from_draft = tokens[: request.length], from_draft[: request.length]
+    def evict(self, needed: bool = True) -> bool:
+        """Gives up the kept sequence that served longest ago; False if there is none. needed: even one that shares its pages with
+        running sequences."""
+        oldest = next((slot for slot, kept in self.held.kept.items() if needed or not kept.needed), -1)
+        if oldest >= 0:
+            self.held.end([oldest])
+            self.flush()
+        return oldest >= 0
 
-    def logprobs(self, request: Request, start: int) -> Logprobs:
-        """Those of a request's tokens from position `start` on, as the loop's last calls reported them: at most 256."""
-        ring = self._get(self._program("logprobs")(self._state.logprobs, np.int32(request.slot)))
-        at = np.arange(start, request.length) % ROWS
-        return jax.tree.map(lambda x: x[at], ring)
+    def preempt(self, request: Request) -> None:
+        """Takes a running request's slot and pages. It is to be admitted again, and goes on where it was."""
+        self.preemptions += 1
+        self.held.take_from([request])
+        self.flush()
 
-    def score(self, request: Request, count: int) -> Logprobs:
-        """Those of a whole text, by another pass over it in a free slot: of token i + 1 at entry i, with `count` most likely tokens."""
+    def flush(self) -> None:
+        """Releases the pages of sequences that have ended."""
+        self.ready()
+        if self.held.ended:
+            self._release(self.held.ended, [])
+
+    def prefill(self, requests: Sequence[Request], needs: Needs) -> Call:
+        """Starts one call that computes rows of some of the requests, those that came first before others."""
+        goals = [next((goal for goal in r.goals if goal > r.computed), r.goal) for r in requests]
+        left = [goal - r.computed for goal, r in zip(goals, requests, strict=True)]
+        size, chunk = max(self.prefill_buckets, key=functools.partial(_worth, left))
+        some = requests[:size]
+        until, known = (np.asarray([*values, *[0] * (size - len(some))], np.int32) for values in (goals[:size], [r.length for r in some]))
+        return some, self._run(self._program("prefill", size, chunk, needs), self._ids(some, size), until, known)
+
+    def decode(
+        self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, num_draft_tokens: int | None = None
+    ) -> Call:
+        """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. num_draft_tokens: of each round, at
+        most the runner's own, which it is by default."""
+        size = next(size for size in self.decode_buckets if size >= len(requests))
+        count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        known = np.asarray([*(r.length for r in requests), *[0] * (size - len(requests))], np.int32)
+        steps = self.steps_for(needs, steps)
+        program = self._program("decode", size, needs, count)
+        return requests, self._run(program, self._ids(requests, size), known, np.int32(steps), np.bool_(until_any))
+
+    def read(self, calls: Sequence[Call]) -> bool:
+        """Waits for calls and tells their requests. Whether one of them lacked pages, and left its requests as they were."""
+        reports = self._get([report for _, report in calls])
+        for (requests, _), report in zip(calls, reports, strict=True):
+            self._free = report.free
+            for row, request in enumerate(requests):
+                request.advance(report, row)
+        return any(bool(report.starved) for report in reports)
+
+    def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:
+        """The log-probabilities of a whole text, by another pass over it in a free slot: of token i + 1 at entry i, with `count` most
+        likely tokens. make_room: called where pages are lacking."""
         size, chunk = self.prefill_buckets[0]
-        request = dataclasses.replace(request, keep=False, shared=0)
-        slot, text = [request], request.tokens
-        self._put(slot, [text], PLAIN)
+        reader = dataclasses.replace(request, prompt=request.tokens, output=[], goals=[], computed=0, keep=False)
+        slot = self.held.idle()
+        ended = [*self.held.ended, *([slot] if slot in self.held.kept else [])]
         try:
-            program, found = self._program("score", size, chunk, count), []
-            for _ in range(0, len(text), chunk):
-                state, self._state = self._state, None
-                self._state, some = program(self.target, state, self._ids([request.slot], size))
-                found.append(self._get(jax.tree.map(lambda x: x[0], some)))
-                if self._get(self._state.starved):
-                    raise RuntimeError("the cache ran out of pages; fewer slots or a smaller max_len need fewer")
+            self.held.put(slot, reader)
+            self._release(ended, [reader])
+            program, found = self._program("score", size, chunk, count), list[Logprobs]()
+            while len(found) < math.ceil(reader.length / chunk):
+                some, starved = self._get(self._run(program, self._ids([reader], size)))
+                if starved:
+                    make_room(reader)
+                else:
+                    found.append(jax.tree.map(lambda x: x[0], some))
         finally:
-            self.end(slot)
-        return jax.tree.map(lambda *x: np.concatenate(x)[: len(text) - 1], *found)
+            self.end([reader])
+        return jax.tree.map(lambda *x: np.concatenate(x)[: reader.length - 1], *found)
 
-    def end(self, requests: Iterable[Request]) -> None:
+    def end(self, requests: Collection[Request]) -> None:
         """Gives the requests' slots back. Touches nothing on the device, so it may be called at any time, twice too."""
         for request in requests:
-            slot, request.slot = request.slot, -1
-            if slot < 0 or request.epoch != self._epoch:
-                continue
             whole = request.status in (decode.STOPPED, decode.FULL_LENGTH) and request.text.found is None
-            if request.keep and whole and len(request.tokens) == request.length:
-                self._kept[slot] = request.tokens
-            else:
-                self._ended.append(slot)
-                self._free.append(slot)
+            if request.keep and whole and request.slot >= 0 and request.computed == request.length - 1:
+                self.held.keep(request.slot, request.tokens)
+        self.held.take_from(requests)
 
-    def _ready(self) -> None:
+    def ready(self) -> None:
         """Makes the state, at the beginning and after a call that failed has taken it along."""
         if self._state is None:
-            self._state = jax.block_until_ready(self._init())
-            self._epoch += 1
-            self._free = collections.deque(range(self.slots))
-            self._ended: collections.deque[int] = collections.deque()  # slots whose pages are still to be released
-            self._kept: dict[int, np.ndarray] = {}  # slots that hold a finished conversation: its tokens, oldest first
+            self.held.clear()
+            with self._explained():
+                self._state = jax.block_until_ready(self._init())
+            self._free = self.kv_pages
 
-    def _take(self, request: Request) -> int:
-        """A slot: the one that holds most of the request's conversation, else an empty one, else the oldest kept one."""
-        rows = {slot: self._shared(tokens, request.prompt) for slot, tokens in self._kept.items()} if request.keep else {}
-        slot = max(rows, key=lambda slot: rows[slot], default=-1)
-        request.shared = rows.get(slot, 0)
-        if request.shared:
-            del self._kept[slot]
-            return slot
-        if not self._free:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._ended.append(oldest)
-            return oldest
-        return self._free.popleft()
+    def _ids(self, requests: Sequence[Request], size: int) -> np.ndarray:
+        return self._padded([request.slot for request in requests], size)
 
-    def _shared(self, tokens: np.ndarray, prompt: np.ndarray) -> int:
-        """How many rows of a kept sequence, all but whose last token have K and V, serve a prompt."""
-        size = min(len(tokens), len(prompt))
-        same = int(np.argmin(np.append(tokens[:size] == prompt[:size], False)))
-        if same == len(tokens):
-            return same - 1
-        # Going back, drafters that look ahead see a few rows again, and sliding layers must still hold the window before the first.
-        rows = max(same - LOOK_AHEAD, 0)
-        cache = self._state.cache
-        ring = cache.tables[SLIDING].shape[1] * page_size_of(cache)
-        overwritten = len(tokens) + self.num_draft_tokens - ring
-        window = max((spec.window or 0 for spec in self.target.config.layers), default=0)
-        return rows if not window or overwritten <= 0 or rows - window >= overwritten else 0
+    def _padded(self, slots: Sequence[int], size: int) -> np.ndarray:
+        return np.asarray([*slots, *[self.total_slots] * (size - len(slots))], np.int32)
 
-    def _bucket(self, count: int) -> int:
-        return next(size for size in self.decode_buckets if size >= count)
+    def _release(self, ended: Sequence[int], requests: Sequence[Request]) -> None:
+        """Releases slots, then puts requests into theirs."""
+        size = next(size for size in self.admit_buckets if size >= len(requests))
+        program, rows = self._program("admit", size), packed(requests, size, self.max_len)
+        free = self._run(program, self._padded(ended, self.total_slots), self._ids(requests, size), rows)
+        self.held.released(ended)
+        self._free = free
 
-    def _ids(self, slots: Sequence[int], size: int) -> np.ndarray:
-        return np.asarray([*slots, *[self.slots] * (size - len(slots))], np.int32)
+    def _fork(self, source: int, slot: int, rows: int) -> None:
+        self._free = self._run(self._program("fork"), *(np.asarray([n], np.int32) for n in (source, slot, rows)))
 
-    def _put(self, requests: Sequence[Request], tokens: Sequence[np.ndarray], needs: Needs) -> None:
-        """Takes slots, and puts sequences that know these tokens into them."""
-        self._ready()
-        taken, ended = [], []
-        try:
-            for request in requests:
-                request.slot, request.epoch = self._take(request), self._epoch
-                taken.append(request)
-            size = self._bucket(len(taken))
-            program = self._program("admit", size, needs.edits)
-            while self._ended:
-                ended.append(self._ended.popleft())
-            packed = _pack(requests, tokens, size, self.max_len, needs.edits)
-            self._run(program, self._ids(ended, self.slots), self._ids([r.slot for r in taken], size), packed)
-        except BaseException:
-            self.end(taken)
-            raise
-
-    def _prefill(self, requests: Sequence[Request], needs: Needs) -> None:
-        left = {request.slot: len(request.prompt) - request.shared for request in requests}
-        while left:
-            longest = sorted(left, key=lambda slot: -left[slot])
-            size, chunk = max(self.prefill_buckets, key=functools.partial(_worth, [left[slot] for slot in longest]))
-            self._run(self._program("prefill", size, chunk, needs), self._ids(longest[:size], size))
-            left.update({slot: left[slot] - chunk for slot in longest[:size]})
-            left = {slot: n for slot, n in left.items() if n > 0}
-
-    def _refresh(self, requests: Sequence[Request]) -> None:
-        lengths, statuses, drafted = self._get((self._state.length, self._state.status, self._state.drafted))
-        for r in requests:
-            r.length, r.status, r.drafted = int(lengths[r.slot]), int(statuses[r.slot]), int(drafted[r.slot])
-
-    def _run(self, program: Callable[..., Any], *args: Any) -> None:
-        """Replaces the state by what a program makes of it. A program that fails takes the state along."""
+    def _run(self, program: Callable[..., Any], *args: Any) -> Any:
+        """Replaces the state by what a program makes of it, and gives what else it gives. A program that fails takes the state along."""
         state, self._state = self._state, None
-        self._state = program(self.target, self.drafter, state, *args)
+        begun = time.perf_counter()
+        with self._explained():
+            self._state, found = program(self.target, self.drafter, state, *args)
+        self.busy_seconds += time.perf_counter() - begun
+        return found
 
     def _get(self, tree: Any) -> Any:
+        begun = time.perf_counter()
         try:
-            return jax.device_get(tree)
+            with self._explained():
+                return jax.device_get(tree)
         except Exception:
             self._state = None  # what a failed program gives can never be read
             raise
+        finally:
+            self.busy_seconds += time.perf_counter() - begun
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says what to lower where a device runs out of memory."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise MemoryError(
+                f"the device ran out of memory; lower max_slots ({self.slots}), max_len ({self.max_len}), kv_pages ({self.kv_pages}) or "
+                f"memory_fraction: {str(error).splitlines()[0]}"
+            ) from error
 
     def _program(self, name: str, *key: Any) -> Callable[..., Any]:
-        """A compiled program: ("admit", size, edits), ("prefill", size, chunk, needs), ("decode", size, needs), ("score", size, chunk,
-        count), ("read",) or ("logprobs",)."""
+        """A compiled program: ("admit", size), ("fork",), ("prefill", size, chunk, needs), ("decode", size, needs, num_draft_tokens) or
+        ("score", size, chunk, count)."""
         if (name, *key) not in self._programs:
             begun = time.perf_counter()
-            self._programs[name, *key] = getattr(self, f"_compile_{name}")(*key)
+            with self._explained():
+                self._programs[name, *key] = getattr(self, f"_lower_{name}")(*key).compile()
             self.compilations += 1
             self.compile_seconds += time.perf_counter() - begun
         return self._programs[name, *key]
 
-    def _compile(self, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        """(weights, state, *args) -> state. The state is given away."""
-        jitted = jax.jit(function, donate_argnums=2, out_shardings=self._shardings)
-        return jitted.lower(self.target, self.drafter, self._state, *args).compile()
-
-    def _compile_admit(self, size: int, edits: bool) -> Callable[..., Any]:
-        packed = _pack([], [], size, self.max_len, edits)
-        return self._compile(_admit, self._ids([], self.slots), self._ids([], size), packed)
-
-    def _compile_prefill(self, size: int, chunk: int, needs: Needs) -> Callable[..., Any]:
-        return self._compile(functools.partial(decode.prefill, chunk=chunk, needs=needs, **self._attention), self._ids([], size))
-
-    def _compile_decode(self, size: int, needs: Needs) -> Callable[..., Any]:
-        static = {"num_draft_tokens": self.num_draft_tokens, "accept": self.accept, "needs": needs, **self._attention}
-        return self._compile(functools.partial(decode.decode_loop, **static), self._ids([], size), np.int32(0), np.bool_(False))
-
-    def _compile_score(self, size: int, chunk: int, count: int) -> Callable[..., Any]:
-        function = functools.partial(decode.score, chunk=chunk, count=count, attention=self._attention["attention"])
+    def _lower(self, function: Callable[..., Any], *args: Any) -> Any:
+        """(weights, state, *args) -> (state, more). The state is given away."""
         shardings = None if self._shardings is None else (self._shardings, None)
-        return jax.jit(function, donate_argnums=1, out_shardings=shardings).lower(self.target, self._state, self._ids([], size)).compile()
+        return jax.jit(function, donate_argnums=2, out_shardings=shardings).lower(self.target, self.drafter, self._state, *args)
 
-    def _compile_read(self) -> Callable[..., Any]:
-        return jax.jit(_read).lower(self._state.tokens, self._state.from_draft, np.int32(0)).compile()
+    def _lower_admit(self, size: int) -> Any:
+        return self._lower(_admit, self._padded([], self.total_slots), self._padded([], size), packed([], size, self.max_len))
 
-    def _compile_logprobs(self) -> Callable[..., Any]:
-        return jax.jit(_ring).lower(self._state.logprobs, np.int32(0)).compile()
+    def _lower_fork(self) -> Any:
+        return self._lower(_fork, *[self._padded([], 1)] * 3)
 
+    def _lower_prefill(self, size: int, chunk: int, needs: Needs) -> Any:
+        function = functools.partial(_prefill, chunk=chunk, needs=needs, **self._attention)
+        return self._lower(function, *[self._padded([], size)] * 3)
 
-def _pack(requests: Sequence[Request], tokens: Sequence[np.ndarray], size: int, max_len: int, edits: bool) -> decode.Requests:
-    """What the device knows of requests. tokens: those that are known of each. edits: whether to send what changes their logits."""
+    def _lower_decode(self, size: int, needs: Needs, num_draft_tokens: int) -> Any:
+        static = {"num_draft_tokens": num_draft_tokens, "accept": self.accept, "needs": needs, **self._attention}
+        function = functools.partial(_decode, width=self.steps_for(needs, STEPS) * (self.num_draft_tokens + 1), **static)
+        return self._lower(function, *[self._padded([], size)] * 2, np.int32(0), np.bool_(False))
 
-    def array(values: Sequence[Any], dtype: Any, *shape: int, fill: Any = 0) -> Any:
-        out = np.full((size, *shape), fill, dtype)
-        for row, value in zip(out, values, strict=False):
-            row[: len(value)] = value
-        return out
-
-    def column(values: Sequence[Any], dtype: Any, fill: Any = 0) -> Any:
-        return np.asarray([*values, *[fill] * (size - len(values))], dtype)
-
-    params = [r.params for r in requests]
-    length = column([len(t) for t in tokens], np.int32)
-    words: Any = np.full((size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, np.int32)
-    for row, request in zip(words, requests, strict=False):
-        for slot, word in zip(row, request.bad_words, strict=False):
-            slot[-len(word) :] = word
-    fields: dict[str, Any] = {
-        "tokens": array(tokens, np.int32, max_len),
-        "length": length,
-        "prompt": length,
-        "computed": column([r.shared for r in requests], np.int32),
-        "limit": column([r.limit for r in requests], np.int32),
-        "stop_ids": array([r.stop_ids for r in requests], np.int32, MAX_STOP_IDS, fill=-1),
-        "seed": array([seed_words(r.seed) for r in requests], np.uint32, 2),
-        "temperature": column([r.temperature for r in requests], np.float32),
-        "filters": Filters(*(column([getattr(r, name) for r in requests], dtype, fill) for name, dtype, fill in FILTERS)),
-    }
-    if edits:
-        fields["edits"] = Edits(
-            repetition=column([r.repetition_penalty for r in requests], np.float32, 1),
-            frequency=column([p.frequency_penalty for p in params], np.float32),
-            presence=column([p.presence_penalty for p in params], np.float32),
-            min_tokens=column([p.min_tokens for p in params], np.int32),
-            bias_ids=array([list(p.logit_bias) for p in params], np.int32, MAX_IDS, fill=NOBODY),
-            bias=array([list(p.logit_bias.values()) for p in params], np.float32, MAX_IDS),
-            allowed=array([p.allowed_token_ids or () for p in params], np.int32, MAX_IDS, fill=NOBODY),
-            bad_words=words,
-        )
-    return decode.Requests(**fields)
+    def _lower_score(self, size: int, chunk: int, count: int) -> Any:
+        function = functools.partial(_score, chunk=chunk, count=count, attention=self._attention["attention"])
+        return self._lower(function, self._padded([], size))
 
 
 def _worth(left: Sequence[int], bucket: tuple[int, int]) -> float:
-    """Prompt tokens that a prefill call computes, by what it costs. left: of each prompt, longest first."""
+    """Prompt tokens that a prefill call computes, by what it costs. left: of each prompt, in the order that they are served in."""
     size, chunk = bucket
     return sum(min(chunk, n) for n in left[:size]) / (size * chunk + CALL_ROWS)
 
@@ -371,13 +392,29 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _admit(target: Any, drafter: Any, state: decode.DecodeState, ended: jax.Array, slots: jax.Array, requests: Any) -> decode.DecodeState:
-    return decode.admit(decode.release(state, ended), slots, requests)
+# The programs: (target, drafter, state, ...) -> (state, what the host reads).
 
 
-def _read(tokens: jax.Array, from_draft: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return tokens[slot], from_draft[slot]
+def _admit(target: Any, drafter: Any, state: decode.DecodeState, ended: jax.Array, slots: jax.Array, requests: Any) -> Any:
+    state = decode.admit(decode.release(state, ended), slots, requests)
+    return state, state.cache.free_count + 0  # a state's own arrays are given away with it
 
 
-def _ring(logprobs: Logprobs, slot: jax.Array) -> Logprobs:
-    return jax.tree.map(lambda x: x[slot], logprobs)
+def _fork(target: Any, drafter: Any, state: decode.DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Array) -> Any:
+    state = decode.fork(state, sources, slots, rows)
+    return state, state.cache.free_count + 0
+
+
+def _prefill(target, drafter, state, slots, until, known, *, needs, **static) -> Any:
+    state = decode.prefill(target, drafter, state, slots, until, needs=needs, **static)
+    return state, decode.report(state, slots, known, 1, needs.logprobs is not None)
+
+
+def _decode(target, drafter, state, slots, known, steps, until_any, *, width, needs, **static) -> Any:
+    state = decode.decode_loop(target, drafter, state, slots, steps, until_any, needs=needs, **static)
+    return state, decode.report(state, slots, known, width, needs.logprobs is not None)
+
+
+def _score(target, drafter, state, slots, **static) -> Any:
+    state, found = decode.score(target, state, slots, **static)
+    return state, (found, state.starved | False)

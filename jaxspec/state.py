@@ -229,8 +229,8 @@ def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, l
         tokens=state.tokens.at[slots[:, None], at].get(mode="clip"),
         from_draft=state.from_draft.at[slots[:, None], at].get(mode="clip"),
         logprobs=jax.tree.map(lambda x: x.at[slots[:, None], kept].get(mode="clip"), state.logprobs) if logprobs else None,
-        free=jnp.asarray(state.cache.free_count),
-        starved=jnp.asarray(state.starved),
+        free=state.cache.free_count + 0,  # the state's own arrays are given away with it
+        starved=state.starved | False,
     )
 
 

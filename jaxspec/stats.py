@@ -84,7 +84,9 @@ class Stats:
 
     requests, prompt_tokens, tokens: what was served; a stream that was closed early counts what it gave. steps, drafted, accepted,
     histogram: sums over requests. stepped_tokens: tokens less the first of each request, which no step gives. seconds: time spent
-    generating, compiling excluded. first_token_seconds: sum over requests of the time until the first token was known. compilations,
+    generating, compiling excluded; busy_seconds: of these, those in which the device had a call to work on. cached_tokens: of the prompt
+    tokens, those that had been computed for other requests. preemptions: sequences that made room for others and were computed again.
+    first_token_seconds: sum over requests of the time until the first token was known. compilations,
     compile_seconds: programs made ready, and how long that took, be it by compiling or from the persistent cache. weight_bytes,
     state_bytes: memory of the target's and drafter's weights, and of the cache and all slots. peak_bytes: the most that a device has
     had in use, None where it does not say.
@@ -98,7 +100,10 @@ class Stats:
     accepted: int = 0
     stepped_tokens: int = 0
     histogram: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    preemptions: int = 0
     seconds: float = 0.0
+    busy_seconds: float = 0.0
     first_token_seconds: float = 0.0
     compilations: int = 0
     compile_seconds: float = 0.0
@@ -106,12 +111,13 @@ class Stats:
     state_bytes: int = 0
     peak_bytes: int | None = None
 
-    def plus(self, prompt_tokens: int, rounds: RoundStats) -> Stats:
+    def plus(self, prompt_tokens: int, rounds: RoundStats, cached_tokens: int = 0) -> Stats:
         """With one more request."""
         return dataclasses.replace(
             self,
             requests=self.requests + 1,
             prompt_tokens=self.prompt_tokens + prompt_tokens,
+            cached_tokens=self.cached_tokens + cached_tokens,
             tokens=self.tokens + len(rounds.from_draft),
             steps=self.steps + rounds.steps,
             drafted=self.drafted + rounds.drafted,
@@ -159,7 +165,9 @@ class Stats:
         peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / 2**20:.1f} MiB"
         return "\n".join(
             [
-                f"tokens             {self.tokens} of {self.requests} requests, prompts {self.prompt_tokens}",
+                f"tokens             {self.tokens} of {self.requests} requests, prompts {self.prompt_tokens}"
+                + (f", {self.cached_tokens} of them cached" if self.cached_tokens else "")
+                + (f", {self.preemptions} preemptions" if self.preemptions else ""),
                 f"speed              {self.tokens_per_second:.1f} tokens/s ({self.seconds:.2f} s), "
                 f"{self.tokens_per_second_with_compiling:.1f} with compiling",
                 f"first token        {1000 * self.time_to_first_token:.1f} ms after the call",

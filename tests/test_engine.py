@@ -1,6 +1,7 @@
 """The engine: whatever the drafter, the batch, the slots and the way of asking, the tokens are those of plain decoding."""
 
 import functools
+import sys
 import threading
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import SamplingParams, accept, decode
+from jaxspec import SamplingParams, accept, decode, engine, request, runner, schedule, slots
 from jaxspec.drafters.base import NoDraft
 from jaxspec.params import Defaults
 from jaxspec.sampling import PLAIN, seed_words
@@ -262,7 +263,7 @@ def test_what_load_was_told_reaches_every_program(load, parrot, monkeypatch):
 
         return function
 
-    for name, program in (("prefill", ("prefill", 1, 64, PLAIN)), ("decode_loop", ("decode", 1, PLAIN))):
+    for name, program in (("prefill", ("prefill", 1, 64, PLAIN)), ("decode_loop", ("decode", 1, PLAIN, 2))):
         monkeypatch.setattr(decode, name, spy(name))
         with pytest.raises(InterruptedError):
             llm._runner._program(*program)
@@ -314,35 +315,32 @@ def test_chat_generates_from_the_template(speculative):
 
 
 def test_a_conversation_goes_on_from_what_its_earlier_turns_computed(llm, monkeypatch):
-    """Sliding layers hold 64 positions here, 56 more than the window: a turn that differs further back is computed anew."""
     monkeypatch.setattr(llm, "chat_prompt", lambda messages, **_: messages[0]["ids"])
 
     def chat(ids, **changes):
         (found,) = [llm.chat([{"ids": list(ids)}], params(1, **{"max_tokens": 12, **changes}))]
+        cached = found.num_cached_tokens
         assert found.token_ids == llm.generate([list(ids)], params(1, **{"max_tokens": 12, **changes}))[0].token_ids
-        return found, [*ids, *found.token_ids]
+        return cached, [*ids, *found.token_ids]
 
-    first, known = chat(range(300, 330))
-    assert first.num_cached_tokens == 0
-    second, known = chat([*known, 400, 401])
-    assert second.num_cached_tokens == 41  # all but the last token, whose K and V did not exist yet
-    other, _ = chat([500, 501, 502])
-    assert other.num_cached_tokens == 0 and llm._runner.free_slots == 3
-    third, _ = chat([*known[:50], 402])
-    assert third.num_cached_tokens == 50 - 8  # a few rows more than what is different, for the drafter's sake
-    fourth, _ = chat([*known[:20], 403])
-    assert fourth.num_cached_tokens == 12
-    chunks = list(llm.stream_chat([{"ids": [*known[:20], 403, *fourth.token_ids, 404]}], params(1, max_tokens=3), steps=1))
-    assert chunks[-1].completion.num_cached_tokens == 32
-    # A sequence of 90: positions before 90 + 3 - 64 are overwritten, so 8 + 29 rows or more can stay.
-    _, long = chat(range(600, 670), max_tokens=20)
-    assert chat([*long[:46], 700])[0].num_cached_tokens == 38
-    _, long = chat(range(700, 770), max_tokens=20)
-    assert chat([*long[:44], 700])[0].num_cached_tokens == 0
-    stopped, known = chat([*range(800, 810)], stop_token_ids=[first.token_ids[-1]], max_tokens=4)
-    assert chat([*known, 3])[0].num_cached_tokens == len(known) - 1
-    assert tokens(generate(llm)) and llm._runner.free_slots == 3  # other requests take the slots as they need them
-    assert chat([*known, 3])[0].num_cached_tokens == 0
+    cached, known = chat(range(300, 330))
+    assert cached == 0
+    cached, known = chat([*known, 400, 401])
+    assert cached == 41  # all but the last token, whose K and V did not exist yet
+    assert chat([*known[:50], 402])[0] == 0
+    chunks = list(llm.stream_chat([{"ids": [*known, 404]}], params(1, max_tokens=3), steps=1))
+    assert chunks[-1].completion.num_cached_tokens == len(known) - 1
+    # A longer prompt is kept at its end too, for a history that leaves parts of an answer out.
+    cached, long = chat(range(600, 670), max_tokens=20)
+    assert cached == 0
+    assert chat([*long[:70], 700, 701])[0] == 69
+    assert chat([*long, 3], max_tokens=3)[0] == 89
+    cached, known = chat(range(800, 810), max_tokens=4)
+    assert chat([*known, 3])[0] == len(known) - 1
+    assert llm._runner.free_slots == 3
+    while llm._runner.evict():  # what is kept goes when its pages or its slot are needed
+        pass
+    assert chat([*known, 3])[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -385,38 +383,65 @@ def test_bad_arguments_of_calls(speculative):
         speculative.chat([])
 
 
-def test_an_interrupt_between_calls_leaves_the_llm_usable(llm, expected, monkeypatch):
-    calls = iter(range(9))
-    real = llm._runner.decode
+def interrupted(function, at):
+    """Calls a function, and raises KeyboardInterrupt before the line that is the at-th to run in the engine's own files. Returns how
+    many lines ran."""
+    ours = {module.__file__ for module in (engine, request, runner, schedule, slots)}
+    count = 0
 
-    def interrupted(*args, **kwargs):
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        real(*args, **kwargs)
+    def trace(frame, event, arg):
+        nonlocal count
+        if frame.f_code.co_filename not in ours:
+            return None
+        if event == "line":
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        return trace
 
-    monkeypatch.setattr(llm._runner, "decode", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        generate(llm)
-    monkeypatch.undo()
-    assert llm._runner.free_slots == 3
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_an_interrupt_anywhere_leaves_the_llm_usable(llm, expected):
+    short = functools.partial(generate, llm, max_tokens=12)
+    short()
+    lines = interrupted(short, -1)
+    stream = llm.stream(PROMPTS[0][0], params(0))
+    begun = next(stream).token_ids
+    for at in np.random.default_rng(0).integers(1, lines, 25).tolist():
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(short, at)
+        assert llm._runner.free_slots >= 2, f"at line {at} of {lines}"  # the stream's may be lost; it is computed again
+    assert tokens(short([1, 2, 5, 7])) == [expected[row][:12] for row in (1, 2, 5, 7)]
+    assert begun + sum((c.token_ids for c in stream), []) == expected[0]
     assert tokens(generate(llm)) == expected
 
 
-def test_a_failed_call_costs_open_streams_but_not_the_llm(llm, expected, monkeypatch):
+def test_a_call_that_fails_costs_neither_the_llm_nor_open_streams(llm, expected, monkeypatch):
     stream = llm.stream(PROMPTS[0][0], params(0))
-    next(stream)
+    begun = next(stream).token_ids
     key = next(key for key in llm._runner._programs if key[0] == "decode" and key[1] == 3)
 
     def failing(*args):
-        raise RuntimeError("out of memory")
+        raise jax.errors.JaxRuntimeError(f"{reason}: 3 bytes more\nand a lot of detail")
 
     monkeypatch.setitem(llm._runner._programs, key, failing)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    reason = "RESOURCE_EXHAUSTED"
+    lower = r"lower max_slots \(3\), max_len \(96\), kv_pages \(6\) or memory_fraction: RESOURCE_EXHAUSTED: 3 bytes more$"
+    with pytest.raises(MemoryError, match=lower):
+        generate(llm, [0, 1])
+    reason = "INTERNAL"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         generate(llm, [0, 1])
     monkeypatch.undo()
     assert tokens(generate(llm, [0, 1])) == expected[:2]
-    with pytest.raises(RuntimeError, match="this sequence was lost when another call failed; ask for it again"):
-        next(stream)
+    assert begun + sum((c.token_ids for c in stream), []) == expected[0]  # it is computed again up to where it was
     assert llm._runner.free_slots == 3
     assert tokens(generate(llm)) == expected
 

@@ -1,0 +1,153 @@
+"""Turn: the requests of one call on their way through the slots. It is host code that decides what the device does next."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jaxspec.request import Request
+from jaxspec.runner import STEPS, Runner
+from jaxspec.sampling import Needs
+from jaxspec.slots import boundary, common
+
+AHEAD = 4  # requests that are read before there is a slot for them
+BESIDE = 4  # rounds between two calls that compute prompts
+SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
+
+
+class Turn:
+    """Requests that share the slots until all have ended.
+
+    requests: read as slots come free. needs_of: what calls that work on some requests are compiled for. kinds: one request of each
+    profile, where all are known; else calls are compiled for what has come so far. waiting: read, without a slot. active: in a slot,
+    oldest first.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        requests: Iterator[Request],
+        needs_of: Callable[[list[Request]], Needs],
+        seen: collections.deque[np.ndarray],
+        kinds: dict[tuple, Request] | None = None,
+    ):
+        self._runner, self._requests, self._needs_of, self._seen = runner, requests, needs_of, seen
+        self._kinds = dict(kinds or {})
+        self.waiting, self.active = collections.deque[Request](), list[Request]()
+
+    def step(self, steps: int = STEPS) -> bool:
+        """Fills free slots, then computes some rows of the prompts, if any wait for it, and up to `steps` rounds of the sequences that
+        decode. False once nothing is left to do. Raises RuntimeError if others hold all slots."""
+        runner = self._runner
+        runner.ready()
+        self._readmit([r for r in self.active if r.slot < 0])
+        self.waiting.extend(itertools.islice(self._requests, max(runner.free_slots + AHEAD - len(self.waiting), 0)))
+        if not (self.waiting or self.active):
+            return False
+        if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
+            self._preempt(runner.held.running[-1])  # one that had a slot and lost it gets one again
+        self._admit()
+        if not self.active:
+            raise RuntimeError(f"all {runner.slots} slots are held by open streams; close some, or load with more max_slots")
+        needs = self._needs_of(list(self._kinds.values()))
+        computing, decoding = [r for r in self.active if not r.ready], [r for r in self.active if r.ready]
+        calls = []
+        if computing:
+            calls.append(runner.prefill(computing, needs))
+        if decoding:
+            steps = min(steps, BESIDE) if computing else steps
+            calls.append(runner.decode(decoding, steps, until_any=bool(computing or self.waiting), needs=needs))
+        starved = runner.read(calls)
+        for request in computing:
+            if request.computed in request.goals:
+                request.goals.remove(request.computed)
+                runner.snapshot(request)
+        if starved:
+            self.make_room()
+        return True
+
+    def end(self) -> list[Request]:
+        """Takes out the requests that have ended."""
+        ended = [r for r in self.active if r.ended]
+        self._runner.end(ended)
+        self.active = [r for r in self.active if not r.ended]
+        return ended
+
+    def close(self) -> None:
+        """Frees all slots."""
+        self._runner.end(self.active)
+        self.active.clear()
+        self.waiting.clear()
+
+    def make_room(self, reader: Request | None = None) -> None:
+        """Frees pages: those of sequences that have ended or are kept for later prompts, else those of this turn's youngest sequence;
+        of another turn's, where only one is left that makes use of the room, be it a `reader`."""
+        runner = self._runner
+        if runner.held.ended:
+            runner.flush()
+        elif runner.evict(needed=False):
+            pass
+        elif len(self.active) > (reader is None):
+            self._preempt(self.active[-1])
+        elif not runner.evict():
+            self._preempt([r for r in runner.held.running if r is not reader and r not in self.active][-1])
+
+    def _preempt(self, request: Request) -> None:
+        self._runner.preempt(request)
+        self._readmit([r for r in self.active if r is request])
+
+    def _readmit(self, lost: list[Request]) -> None:
+        """Puts active requests that have lost their slots at the head of those that wait."""
+        self.active = [r for r in self.active if r not in lost]
+        self.waiting.extendleft(reversed(lost))
+
+    def _admit(self) -> None:
+        """Gives slots to those that wait, in order, as far as there are pages for what they know. Who begins like a prompt that is being
+        computed for others waits for it."""
+        runner, fresh = self._runner, list[Request]()
+        for request in list(self.waiting):
+            if len(fresh) >= runner.free_slots or not self._room(request, fresh):
+                break
+            if self._deferred(request, fresh):
+                continue
+            self.waiting.remove(request)
+            self._plan(request)
+            fresh.append(request)
+        if fresh:
+            self.active += fresh  # first, so that an interrupt finds them here
+            runner.admit(fresh)
+            self._kinds |= {r.profile: r for r in fresh}
+            self.active.sort(key=lambda r: r.order)
+
+    def _room(self, request: Request, fresh: list[Request]) -> bool:
+        """Whether there are pages for it, with one to spare for each sequence that may need one soon. A sequence alone finds room."""
+        runner, others = self._runner, [*self.active, *fresh]
+        promised = sum(runner.pages_for(r.goal) - runner.pages_for(r.computed) for r in others if not r.ready)
+        needed = runner.pages_for(request.length + runner.num_draft_tokens) + promised + len(others)
+        while others and runner.free_pages + runner.held.find(request.tokens)[1] // runner.page_size < needed:
+            if runner.held.ended:
+                runner.flush()
+            elif not runner.evict(needed=False):
+                return False
+        return True
+
+    def _deferred(self, request: Request, fresh: list[Request]) -> bool:
+        """Whether a prompt that is on its way through a slot will be kept where it serves this one, and serves it better than any other."""
+        rows = self._runner.held.find(request.tokens)[1]
+        ahead = [r for r in [*self.active, *fresh] if r.goals]
+        return any(goal >= rows + self._runner.page_size and common(request.tokens, r.prompt) > goal for r in ahead for goal in r.goals)
+
+    def _plan(self, request: Request) -> None:
+        """Decides where its prompt is kept: where it serves others best, and at its end if the conversation may go on otherwise."""
+        if request.output:
+            return
+        runner, prompt = self._runner, request.prompt
+        rows = runner.held.find(prompt)[1]
+        others = [r.prompt for r in self.waiting] + [other for other in self._seen if other is not prompt]
+        goal = boundary(prompt, rows, others, runner.page_size)
+        goals = {goal, len(prompt) - 1 if request.keep else 0}
+        request.goals[:] = sorted(goal for goal in goals if goal >= rows + runner.page_size)
+        self._seen.append(prompt)
