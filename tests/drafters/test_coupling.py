@@ -2,7 +2,8 @@
 
 A target and tiny random drafters with flat distributions. One round of thousands of seeds behind each of five prefixes tells how often
 the first draft is accepted; p and q of these prefixes tell how often it should be: sum_i 1 / sum_j max(p_j / p_i, q_j / q_i). Noise that
-is keyed by something else leaves every text as it is and loses most of the acceptance: nothing but this test would notice.
+is keyed by something else leaves every text as it is and loses most of the acceptance: nothing but this test would notice. The same
+drafters guess for a target whose cache is float8.
 """
 
 import dataclasses
@@ -17,9 +18,12 @@ import tiny
 from flax import struct
 from test_lossless import row_probabilities
 
+from jaxspec import cache as paged
 from jaxspec import decode, gemma4
+from jaxspec.cache import LayerKV
 from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
+from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 from jaxspec.filters import Filters
 from jaxspec.sampling import Needs
@@ -112,22 +116,24 @@ class Keyed:
         return self.inner.draft(state, target, dataclasses.replace(sampling, seed=sampling.seed + self.shift), num_draft_tokens)
 
 
+reserve = rounds.compiled(paged.reserve, static_argnums=3)
 spec_step = rounds.compiled(decode.spec_step, static_argnames=("num_draft_tokens", "needs"))
 
 
 def many(state):
-    """The five sequences, each with many seeds, over the same pages: good for one round, which reads them before it writes."""
+    """The five sequences, each with many seeds, over the same pages. Good for one draft of one round: all seeds write the anchor's K and V
+    alike, and whatever the draft's are, the target's choice after the anchor does not see them."""
+    cache, _ = reserve(state.cache, rounds.SLOT_IDS[:-1], rounds.lengths(state) + 2, 3)
+    state = dataclasses.replace(state, cache=cache)
     slots = np.repeat(rounds.SLOT_IDS[:-1], SEEDS)
 
     def each(x):
         return x[slots] if x.ndim and x.shape[0] == rounds.SLOTS else x
 
     found = jax.tree.map(each, dataclasses.replace(state, logprobs=None))
-    held = jnp.full_like(found.cache.held, found.cache.tables[FULL].shape[1])  # nothing is left to reserve
     filters = Filters(*(jnp.full(len(slots), FILTERS[name]) for name in ("top_k", "top_p", "min_p")))
     return dataclasses.replace(
         found,
-        cache=dataclasses.replace(found.cache, held=held),
         seed=jnp.stack([jnp.arange(len(slots), dtype=jnp.uint32) + 1000, jnp.zeros(len(slots), jnp.uint32)], axis=1),
         temperature=jnp.full(len(slots), FILTERS["temperature"], jnp.float32),
         filters=dataclasses.replace(filters, scope=found.filters.scope),
@@ -155,40 +161,89 @@ def expected(p, q):
     return sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in both)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_draft_is_kept_as_often_as_shared_noise_lets_it(kind):
+@functools.cache
+def prepared(kind):
+    """The drafter, and a state in which the five prompts are computed and their first tokens chosen."""
     made = KINDS[kind]()
     inner = made if kind == "ngram" else flattened(made, 5)
-    state = rounds.started(Keyed(inner, jnp.uint32(0)), target())
-    known, texts = rounds.lengths(state), rounds.tokens(state)
+    return inner, rounds.started(Keyed(inner, jnp.uint32(0)), target())
 
-    drafts = rounds.drafts(target(), inner, state, k=1)
-    chances, apart = [], []
-    for row, n in enumerate(known):
-        p, q = wanted(texts[row, :n].tobytes()), np.zeros(VOCAB)
+
+def guesses(kind, state):
+    """The logits that each sequence's first draft is chosen from, NaN for tokens that it knows nothing of. [5, VOCAB]"""
+    drafts = rounds.drafts(target(), prepared(kind)[0], state, k=1)
+    found = np.full((len(rounds.LENGTHS), VOCAB), np.nan)
+    for row, of_token in enumerate(found):
         if drafts.logits is None:
-            q[drafts.tokens[row, 0]] = drafts.tokens[row, 0] >= 0
+            of_token[np.asarray(drafts.tokens)[row]] = np.where(np.asarray(drafts.tokens)[row] >= 0, 0, np.nan)
         else:
-            q[np.arange(VOCAB) if drafts.ids is None else drafts.ids[row, 0]] = row_probabilities(
-                np.asarray(drafts.logits[row, 0]), **FILTERS
-            )
+            of_token[slice(None) if drafts.ids is None else np.asarray(drafts.ids)[row, 0]] = np.asarray(drafts.logits)[row, 0]
+    return found
+
+
+def accepted(state, drafter):
+    """Accepted drafts of one round of each sequence: [5, SEEDS]."""
+    after = spec_step(target(), drafter, state, np.arange(state.slots, dtype=np.int32), num_draft_tokens=1, needs=Needs("top"))
+    assert not after.starved
+    return np.asarray(after.length - state.length).reshape(-1, SEEDS) - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_draft_is_kept_as_often_as_shared_noise_lets_it(kind):
+    inner, state = prepared(kind)
+    known, texts = rounds.lengths(state), rounds.tokens(state)
+    chances, apart = [], []
+    for row, (n, logits) in enumerate(zip(known, guesses(kind, state), strict=True)):
+        p, q, drafted = wanted(texts[row, :n].tobytes()), np.zeros(VOCAB), ~np.isnan(logits)
+        if drafted.any():
+            q[drafted] = row_probabilities(logits[drafted], **FILTERS)
         chances.append(expected(p, q))
         apart.append(p @ q)  # where each draws by itself
 
-    def kept(shift):
-        first = many(state)
-        slots = jnp.arange(first.slots, dtype=jnp.int32)
-        drafter = Keyed(inner, jnp.uint32(shift))
-        after = spec_step(target(), drafter, first, slots, num_draft_tokens=1, needs=Needs("top"))
-        assert not after.starved
-        return (np.asarray(after.length - first.length) - 1).reshape(len(known), SEEDS)
+    def errors(shift, chances):
+        """How far the accepted share lies from what is expected, in standard errors."""
+        kept = accepted(many(state), Keyed(inner, jnp.uint32(shift)))
+        deviation = np.sqrt(np.sum(kept.mean(1) * (1 - kept.mean(1)) / SEEDS)) / len(known)
+        return abs(kept.mean() - np.mean(chances)) / deviation
 
-    def errors(found, chances):
-        """How far the mean lies from what is expected, in standard errors."""
-        deviation = np.sqrt(np.sum(found.mean(1) * (1 - found.mean(1)) / SEEDS)) / len(known)
-        return abs(found.mean() - np.mean(chances)) / deviation
-
-    assert errors(kept(0), chances) < 4
+    assert errors(0, chances) < 4
     if kind != "ngram":  # which draws nothing
-        apart_found = kept(1)
-        assert errors(apart_found, chances) > 15 and errors(apart_found, apart) < 4
+        assert errors(1, chances) > 15 and errors(1, apart) < 4
+
+
+def quantised(state, told=2.0):
+    """The same with the target's K and V in float8, stored as a half and a quarter of themselves."""
+    scales = jnp.asarray([told, 4.0], jnp.float32)
+    pools = (
+        LayerKV(*(x.astype(jnp.float8_e4m3fn) for x in (layer.k / 2, layer.v / 4)), scales) if layer is not None else None
+        for layer in state.cache.layers
+    )
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=tuple(pools)))
+
+
+def texts(state, drafter, k):
+    """The five sequences to their ends."""
+    return rounds.tokens(rounds.decode_loop(target(), drafter, state, rounds.SLOT_IDS, rounds.MAX_LEN, num_draft_tokens=k))
+
+
+@functools.cache
+def without_drafts():
+    return texts(quantised(dataclasses.replace(prepared("ngram")[1], drafter=())), NoDraft(), 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_with_a_float8_cache(kind):
+    """Texts are those without drafts. A drafter with a cache of its own keeps that cache's dtype and guesses the same as ever; one that
+    reads the target's reads it with its scales, and guesses nearly the same."""
+    inner, state = prepared(kind)
+    made = jax.eval_shape(lambda: decode.init_state(target(), inner, slots=2, max_len=32, num_draft_tokens=1, kv_dtype=jnp.float8_e4m3fn))
+    assert {leaf.dtype for leaf in jax.tree.leaves(made.drafter)} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+    assert made.cache.layers[0].k.dtype == jnp.float8_e4m3fn
+
+    before, after, mistaken = (guesses(kind, x) for x in (state, quantised(state), quantised(state, told=1.0)))
+    if kind == "assistant":
+        spread = before[~np.isnan(before)].std()
+        assert 0 < np.nanmax(np.abs(after - before)) < 0.7 * spread < spread < np.nanmax(np.abs(mistaken - before))
+    else:
+        np.testing.assert_array_equal(after, before)
+    np.testing.assert_array_equal(texts(quantised(state), Keyed(inner, jnp.uint32(0)), 3), without_drafts())
