@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -16,7 +16,12 @@ def accepted_by_round(from_draft: np.ndarray) -> np.ndarray:
     no round. Then each round is a run of drafts, maybe empty, and the target's own choice; the last may have been cut by a stop or a
     limit before that choice.
     """
-    flags = np.asarray(from_draft, bool)[1:]
+    return accepted_by_call(np.asarray(from_draft, bool)[1:])
+
+
+def accepted_by_call(from_draft: np.ndarray) -> np.ndarray:
+    """The same of the tokens that some rounds gave, from the first of one to the last of one."""
+    flags = np.asarray(from_draft, bool)
     own = np.flatnonzero(~flags)
     starts = np.concatenate([[0], own + 1])
     ends = np.concatenate([own, [flags.size]])
@@ -30,32 +35,51 @@ def histogram_of(accepted: np.ndarray, num_draft_tokens: int) -> tuple[int, ...]
     return tuple(int(n) for n in np.bincount(accepted, minlength=num_draft_tokens + 1))
 
 
-def rates_of(histogram: Iterable[int]) -> tuple[float, ...]:
-    """Unconditional acceptance of each draft position: the share of rounds that accepted draft i and all before it, i = 1 .. K."""
+def rates_of(histogram: Iterable[int], tried: Iterable[int] | None = None) -> tuple[float, ...]:
+    """Unconditional acceptance of each draft position: the share of rounds that accepted draft i and all before it, i = 1 .. K. tried:
+    rounds that made draft i; by default all did."""
     counts = np.asarray(tuple(histogram), np.int64)
-    rounds = counts.sum()
     at_least = counts[::-1].cumsum()[::-1][1:]
-    return tuple(float(n) / float(rounds) if rounds else 0.0 for n in at_least)
+    rounds = [int(counts.sum())] * len(at_least) if tried is None else tried
+    return tuple(float(n) / float(of) if of else 0.0 for n, of in zip(at_least, rounds, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundStats:
     """The rounds of one sequence. drafted: tokens that the drafter guessed. histogram: rounds by accepted drafts, 0 .. K.
-    from_draft: for each new token, whether it was an accepted draft. first_token_seconds: from the call until the first token was
+    from_draft: for each new token, whether it was an accepted draft. tried: rounds that guessed at least i tokens, i = 1 .. K, None
+    where all guessed K. first_token_seconds: from the call until the first token was
     known, waiting for a slot included, compiling not."""
 
     drafted: int
     histogram: tuple[int, ...]
     from_draft: tuple[bool, ...] = dataclasses.field(repr=False)
     first_token_seconds: float = dataclasses.field(default=0.0, compare=False)
+    tried: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, from_draft: np.ndarray, drafted: int, num_draft_tokens: int, first_token_seconds: float = 0.0) -> RoundStats:
+    def of(
+        cls,
+        from_draft: np.ndarray,
+        drafted: int,
+        num_draft_tokens: int,
+        first_token_seconds: float = 0.0,
+        by_round: Sequence[int] | None = None,
+    ) -> RoundStats:
         """From the flags of a sequence's new tokens [N] and the state's count of drafted tokens, of which those of rounds that left no
-        token are not counted."""
-        histogram = histogram_of(accepted_by_round(from_draft), num_draft_tokens)
-        drafted = min(int(drafted), sum(histogram) * num_draft_tokens)
-        return cls(drafted, histogram, tuple(bool(flag) for flag in from_draft), first_token_seconds)
+        token are not counted. by_round: how many tokens each round guessed, where it was not always num_draft_tokens."""
+        accepted, tried = accepted_by_round(from_draft), None
+        drafted = min(int(drafted), len(accepted) * num_draft_tokens)
+        if by_round is not None:
+            counts = np.asarray(by_round, np.int64)[: len(accepted)]
+            drafted, tried = int(counts.sum()), tuple(int((counts > i).sum()) for i in range(num_draft_tokens))
+        flags = tuple(bool(flag) for flag in from_draft)
+        return cls(drafted, histogram_of(accepted, num_draft_tokens), flags, first_token_seconds, tried)
+
+    @property
+    def rounds_by_draft(self) -> tuple[int, ...]:
+        """Rounds that made draft i, i = 1 .. K."""
+        return (self.steps,) * (len(self.histogram) - 1) if self.tried is None else self.tried
 
     @property
     def steps(self) -> int:
@@ -74,8 +98,8 @@ class RoundStats:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """The share of steps that accepted draft i and all before it, for i = 1 .. K."""
-        return rates_of(self.histogram)
+        """Of the steps that made draft i the share that accepted it and all before it, for i = 1 .. K."""
+        return rates_of(self.histogram, self.rounds_by_draft)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +107,13 @@ class Stats:
     """Totals of an engine since it was loaded, or of a part of its life: a later one less an earlier one.
 
     requests, prompt_tokens, tokens: what was served; a stream that was closed early counts what it gave. steps, drafted, accepted,
-    histogram: sums over requests. stepped_tokens: tokens less the first of each request, which no step gives. seconds: time spent
-    generating, compiling excluded; busy_seconds: of these, those in which the device had a call to work on. cached_tokens: of the prompt
-    tokens, those that had been computed for other requests. preemptions: sequences that made room for others and were computed again.
-    first_token_seconds: sum over requests of the time until the first token was known. compilations,
-    compile_seconds: programs made ready, and how long that took, be it by compiling or from the persistent cache. weight_bytes,
-    state_bytes: memory of the target's and drafter's weights, and of the cache and all slots. peak_bytes: the most that a device has
-    had in use, None where it does not say.
+    histogram, rounds_by_draft: sums over requests; an empty rounds_by_draft says that all rounds made every draft. stepped_tokens: tokens
+    less the first of each request, which no step gives. seconds: time spent generating, compiling excluded; busy_seconds: of these, those
+    in which the device had a call to work on. cached_tokens: of the prompt tokens, those that had been computed for other requests.
+    preemptions: sequences that made room for others and were computed again. first_token_seconds: sum over requests of the time until the
+    first token was known. compilations, compile_seconds: programs made ready, and how long that took, be it by compiling or from the
+    persistent cache. weight_bytes, state_bytes: memory of the target's and drafter's weights, and of the cache and all slots. peak_bytes:
+    the most that a device has had in use, None where it does not say.
     """
 
     requests: int = 0
@@ -100,6 +124,7 @@ class Stats:
     accepted: int = 0
     stepped_tokens: int = 0
     histogram: tuple[int, ...] = ()
+    rounds_by_draft: tuple[int, ...] = ()
     cached_tokens: int = 0
     preemptions: int = 0
     seconds: float = 0.0
@@ -124,15 +149,17 @@ class Stats:
             accepted=self.accepted + rounds.accepted,
             stepped_tokens=self.stepped_tokens + max(len(rounds.from_draft) - 1, 0),
             histogram=_added(self.histogram, rounds.histogram),
+            rounds_by_draft=_added(self.rounds_by_draft, rounds.rounds_by_draft),
             first_token_seconds=self.first_token_seconds + rounds.first_token_seconds,
         )
 
     def __sub__(self, earlier: Stats) -> Stats:
         """What happened since. Memory is what it is now."""
-        memory = ("weight_bytes", "state_bytes", "peak_bytes", "histogram")
-        names = [field.name for field in dataclasses.fields(self) if field.name not in memory]
+        memory, lists = ("weight_bytes", "state_bytes", "peak_bytes"), ("histogram", "rounds_by_draft")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in memory + lists]
         less = {name: getattr(self, name) - getattr(earlier, name) for name in names}
-        return dataclasses.replace(self, **less, histogram=_added(self.histogram, tuple(-n for n in earlier.histogram)))
+        less |= {name: _added(getattr(self, name), tuple(-n for n in getattr(earlier, name))) for name in lists}
+        return dataclasses.replace(self, **less)
 
     @property
     def acceptance_length(self) -> float:
@@ -141,8 +168,8 @@ class Stats:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """The share of steps that accepted draft i and all before it, for i = 1 .. K."""
-        return rates_of(self.histogram)
+        """Of the steps that made draft i the share that accepted it and all before it, for i = 1 .. K."""
+        return rates_of(self.histogram, self.rounds_by_draft or None)
 
     @property
     def tokens_per_second(self) -> float:

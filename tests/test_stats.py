@@ -76,3 +76,20 @@ def test_rounds_that_left_no_token_drafted_nothing_that_counts():
     """A stop string is found after the loop has gone on: what it drafted behind it is not part of the text."""
     assert RoundStats.of(np.array([c == "1" for c in "0110"], bool), drafted=12, num_draft_tokens=2).drafted == 2
     assert RoundStats.of(np.zeros(1, bool), drafted=12, num_draft_tokens=2).drafted == 0
+
+
+def test_rounds_of_differing_numbers_of_drafts():
+    """Rounds of 4, 2, 0 and 4 drafts, and one that left no token: a position's rate is that of the rounds which tried it."""
+    flags = np.array([c == "1" for c in "0" + "1110" + "110" + "0" + "10"], bool)
+    mixed = RoundStats.of(flags, 99, 4, by_round=[4, 2, 0, 4, 4])
+    assert (mixed.steps, mixed.drafted, mixed.accepted, mixed.histogram) == (4, 10, 6, (1, 1, 1, 1, 0))
+    assert mixed.acceptance_rates == (3 / 3, 2 / 3, 1 / 2, 0.0) and mixed.rounds_by_draft == (3, 3, 2, 2)
+    plain = RoundStats.of(np.array([c == "1" for c in "01110"], bool), 4, 4)
+    total = Stats().plus(1, mixed).plus(1, plain)
+    assert total.acceptance_rates == (4 / 4, 3 / 4, 2 / 3, 0.0) and (total - Stats().plus(1, mixed)).acceptance_rates == (
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+    )
+    assert RoundStats.of(flags[:1], 0, 2, by_round=[]).acceptance_rates == (0.0, 0.0)
