@@ -21,7 +21,7 @@ KINDS = {
     ("kind", "implementation", "dtype", "shared"),
     [
         ("CPU", "xla", jnp.float32, None),
-        ("T4", "xla", jnp.float32, None),
+        ("T4", "xla", jnp.bfloat16, None),
         ("A100", "triton", jnp.bfloat16, 166_912),
         ("L4", "triton", jnp.bfloat16, 101_376),
         ("H200", "triton", jnp.bfloat16, 166_912),
