@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
 from tqdm.auto import tqdm
 
 from jaxspec.params import MAX_SEED, Completion, SamplingParams, integer
@@ -68,14 +70,18 @@ def run_batch(
     Raises FileNotFoundError; ValueError or TypeError for arguments that make no sense, results of another run, another input, or a
     run that is still going on. Results that were written stay, whatever is raised.
     """
-    with Batch(in_path, out_path, errors=errors, shard=shard) as job:
+    with Batch(in_path, out_path, errors=errors, shard=shard, together=_spans_processes(llm)) as job:
         job.begin(llm, params, seed=seed, token_ids=token_ids, enable_thinking=enable_thinking)
         return job.run()
 
 
 class Batch:
     """The files of one run, which is its only writer until it is closed. The rest as in `run_batch`: what it checks and raises about
-    files comes from here, what concerns the model from `begin`."""
+    files comes from here, what concerns the model from `begin`.
+
+    together: whether all processes of `jax.distributed` serve the same requests, with a model that lies on all of them. They must see
+    the same files; the first one writes.
+    """
 
     def __init__(
         self,
@@ -84,7 +90,9 @@ class Batch:
         *,
         errors: str | os.PathLike[str] | None = None,
         shard: str = "1/1",
+        together: bool = False,
     ):
+        self._together, self._writes = together, not together or jax.process_index() == 0
         self._shard, self._shards = _shard(shard)
         self.input, self.out = Path(in_path), self._part(Path(out_path))
         self.errors = self.out.with_suffix(f".errors{self.out.suffix}") if errors is None else self._part(Path(errors))
@@ -95,16 +103,20 @@ class Batch:
             raise FileNotFoundError(f"{self.input} is no file; expected one of JSON lines")
         if not self.out.parent.is_dir():
             raise FileNotFoundError(f"{self.out.parent}, the folder of the output, is not there")
-        with contextlib.ExitStack() as files:
-            self._settings = files.enter_context(open(self._settings_file, "a+b"))
-            self._lock()
-            self._out = files.enter_context(open(self.out, "ab"))
-            self._known = _Known()
+        self._known, self._errors, self._bad = _Known(), None, 0
+        self._files = contextlib.ExitStack()
+        if self._writes:
+            with contextlib.ExitStack() as files:
+                self._settings = files.enter_context(open(self._settings_file, "a+b"))
+                self._lock()
+                self._out = files.enter_context(open(self.out, "ab"))
+                self._repair()
+                _remove_errors(self.errors)
+                self._files = files.pop_all()
+        self._wait()  # until the results are repaired
+        if not self._writes:
             self._repair()
-            _remove_errors(self.errors)
-            self._files = files.pop_all()
-        self._errors: Any = None
-        self._bad = 0
+        self._wait()  # until all know what is there
 
     def __enter__(self) -> Batch:
         return self
@@ -138,6 +150,8 @@ class Batch:
             **dataclasses.asdict(self._params),
         }
         text = json.dumps(settings, indent=2) + "\n"
+        if not self._writes:
+            return
         if self._known.count:
             self._settings.seek(0)
             before, after = json.loads(self._settings.read()), json.loads(text)
@@ -155,7 +169,7 @@ class Batch:
         """Serves all lines that have no result yet."""
         written, failed, tokens, stepped, steps, began = 0, self._known.failed, 0, 0, 0, time.perf_counter()
         synced, pending = began, dict[int, tuple[_Line, int]]()
-        show = self._llm._progress
+        show = self._llm._progress and self._writes
         with (
             open(self.input, "rb") as file,
             tqdm(total=self._total() if show else None, desc=self.out.name, unit="line", smoothing=0, disable=not show) as bar,
@@ -164,8 +178,9 @@ class Batch:
             try:
                 for done in completions:
                     line, sample = pending.pop(done.prompt_index)
-                    _write(self._out, self._record(line, sample, done))
-                    if time.perf_counter() - synced > SYNC_SECONDS:
+                    if self._writes:
+                        _write(self._out, self._record(line, sample, done))
+                    if self._writes and time.perf_counter() - synced > SYNC_SECONDS:
                         _sync(self._out)
                         synced = time.perf_counter()
                     written, failed = written + 1, failed + (done.finish_reason == "error")
@@ -176,7 +191,8 @@ class Batch:
                     bar.set_postfix_str(f"{rate:.1f} tokens/s, acceptance length {length:.2f}", refresh=False)
                     bar.update(int(not line.left))
             finally:
-                _sync(self._out)
+                if self._writes:
+                    _sync(self._out)
         return BatchResult(written, self._known.count, failed, self._bad, self.out, self.errors)
 
     def _requests(self, file: Any, pending: dict[int, tuple[_Line, int]], bar: Any) -> Iterator[tuple[list[int], SamplingParams]]:
@@ -213,15 +229,19 @@ class Batch:
             name = values.get("id", number)
             line = self._checked(number, values)
         except (ValueError, TypeError) as error:
-            if self._errors is None:
-                self._errors = self._files.enter_context(open(self.errors, "wb"))
             # The only prompt of its check, which to a reader is that of the line.
-            reason = str(error).replace("prompt 0", "the prompt", 1)
-            _write(self._errors, {"line": number, "id": name if isinstance(name, str | int) else None, "error": reason})
-            self._bad += 1
+            self._put_aside(number, name, str(error).replace("prompt 0", "the prompt", 1))
             return None
         self._known.check(line, self.out)
         return line
+
+    def _put_aside(self, number: int, name: Any, reason: str) -> None:
+        self._bad += 1
+        if not self._writes:
+            return
+        if self._errors is None:
+            self._errors = self._files.enter_context(open(self.errors, "wb"))
+        _write(self._errors, {"line": number, "id": name if isinstance(name, str | int) else None, "error": reason})
 
     def _checked(self, number: int, values: Mapping[str, Any]) -> _Line:
         unknown = [key for key in values if key not in KEYS]
@@ -281,10 +301,15 @@ class Batch:
         except BlockingIOError as error:
             raise ValueError(f"{self.out} is being written by another process; wait for it, or name another output") from error
 
+    def _wait(self) -> None:
+        """For all processes to come here."""
+        if self._together:
+            multihost_utils.sync_global_devices(f"batch {self.out}")
+
     def _repair(self) -> None:
         """Reads the results that are there, and cuts off what a killed run or a power cut left at the end."""
-        size, end = os.fstat(self._out.fileno()).st_size, 0
-        if size and not os.fstat(self._settings.fileno()).st_size:
+        size, end = self.out.stat().st_size, 0
+        if size and not self._settings_file.stat().st_size:
             raise ValueError(
                 f"{self.out} is there but {self._settings_file.name}, which a run leaves beside its results, is not; name another output"
             )
@@ -295,7 +320,8 @@ class Batch:
                     # A file system may lose blocks before the last: they are zeros then. What follows them is made again.
                     if end + len(text) < size and b"\0" not in text:
                         raise ValueError(f"line {number} of {self.out} is not a result; remove it, and its request is served again")
-                    self._out.truncate(end)
+                    if self._writes:
+                        self._out.truncate(end)
                     break
                 self._known.add(record)
                 end += len(text)
@@ -357,6 +383,10 @@ class _Known:
 
 class ChangedInput(ValueError):
     """Results are there for lines that the input has no more."""
+
+
+def _spans_processes(llm: Any) -> bool:
+    return any(not weight.is_fully_addressable for weight in jax.tree.leaves(llm.target))
 
 
 def _shard(text: str) -> tuple[int, int]:

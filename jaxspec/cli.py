@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -88,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("output", metavar="OUT.jsonl", help="where results are appended, one a line, as they come")
     batch.add_argument("--errors", metavar="FILE", help="lines that cannot be served, and why (default: OUT.errors.jsonl)")
     batch.add_argument("--shard", default="1/1", metavar="I/N", help="serve every N-th line from line I on, into OUT-I-of-N.jsonl")
+    batch.add_argument("--mesh", metavar="AXIS=N,...", help="spread the model over devices, such as tensor=4 (default: one device)")
+    batch.add_argument("--process", metavar="I/N", help="one of N processes that the mesh spans; each has the same command, but for I")
+    batch.add_argument("--coordinator", metavar="HOST:PORT", help="where the first of them listens for the others")
     batch.add_argument("--max-slots", type=int, metavar="N", help="sequences in flight")
     batch.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="of the device's memory (default: 0.9)")
     batch.add_argument("--token-ids", action="store_true", help="write token ids too")
@@ -97,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="what a checkpoint is and needs", description="Prints what a checkpoint is and needs.")
     info.add_argument("target", metavar="MODEL", help="hub id, folder or bundled name")
     info.add_argument("--drafter", help="also say whether this drafter fits")
+    info.add_argument("--mesh", metavar="AXIS=N,...", help="what lies where on a mesh, such as tensor=4 or data=2,tensor=4")
     info.add_argument("--plan", action="store_true", help="what load would make of a device's memory")
     info.add_argument("--memory", metavar="M", help="with --plan: of a device, such as 80GB; by default that of the device here")
     info.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="with --plan: of what JAX takes (default: 0.9)")
@@ -221,20 +227,37 @@ def _chat(args: argparse.Namespace) -> None:
 
 
 def _batch(args: argparse.Namespace) -> int:
+    import jax
+
     from jaxspec.batch import Batch, ChangedInput
+    from jaxspec.sharding import mesh_of
 
     seed, args.seed = args.seed or 0, None  # of the run, of which each line has its own
     with contextlib.ExitStack() as stack:
         with _door():
-            job = stack.enter_context(Batch(args.input, args.output, errors=args.errors, shard=args.shard))
-            llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
+            together = _join(args.process, args.coordinator)
+            mesh = None if args.mesh is None else mesh_of(args.mesh)
+            if together and (mesh is None or mesh.size < jax.device_count()):
+                raise ValueError(f"the processes have {jax.device_count()} devices; expected a mesh of all; --shard shares none")
+            job = stack.enter_context(Batch(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
+            llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction, mesh=mesh)
             job.begin(llm, params, seed=seed, token_ids=args.token_ids, enable_thinking=args.thinking)
         try:
             result = job.run()
         except ChangedInput as error:
             raise _UserError(error) from error
+        except Exception as error:
+            if not together:
+                raise
+            if not isinstance(error, jax.errors.JaxRuntimeError):
+                traceback.print_exc()
+            reason = str(error).partition("\n")[0]
+            print(f"jaxspec: a process of this run failed or is gone ({reason}); the same command goes on", file=sys.stderr, flush=True)
+            os._exit(1)  # leaving in order waits for those that are gone
     kept = f", {result.kept} were there" if result.kept else ""
     failed = f"; {result.failed} requests failed, see their error" if result.failed else ""
+    if together and jax.process_index():
+        return 0  # the first process says it
     print(f"{result.out}: {result.written} results written{kept}{failed}", file=sys.stderr)
     if result.bad:
         print(f"{result.errors}: {result.bad} lines cannot be served", file=sys.stderr)
@@ -246,15 +269,31 @@ def _batch(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> None:
     with _door():
         from jaxspec import checkpoint
-        from jaxspec.info import describe, describe_plan
+        from jaxspec.info import describe, describe_mesh, describe_plan
 
         folder = checkpoint.resolve(args.target)
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
         lines = list(describe(folder, drafter))
+        if args.mesh is not None:
+            lines += describe_mesh(folder, drafter, args.mesh)
         if args.plan:
             asked = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots}
             lines += describe_plan(folder, drafter, **_memory(args), **asked)
     print("\n".join(lines))
+
+
+def _join(process: str | None, coordinator: str | None) -> bool:
+    """Makes this process one of several that share a mesh, if it is to be. A process that is gone for half a minute ends the others."""
+    if process is None and coordinator is None:
+        return False
+    found = re.fullmatch(r"(\d+)/(\d+)", process or "")
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= index <= count or coordinator is None:
+        raise ValueError(f"process is {process!r} and coordinator {coordinator!r}, expected i/n with i from 1 to n, and host:port")
+    import jax
+
+    jax.distributed.initialize(coordinator, count, index - 1, heartbeat_timeout_seconds=30)
+    return True
 
 
 def _convert(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, drafters, gemma4, plan
+from jaxspec import checkpoint, drafters, gemma4, plan, sharding
 from jaxspec.config import FULL, SLIDING, Gemma4Config
 from jaxspec.drafters.base import NoDraft
 from jaxspec.loading import DTYPES, MAX_SLOTS, max_len_of, num_draft_tokens_for, read_target
@@ -102,6 +102,36 @@ def describe_plan(
     for length in LENGTHS:
         if length <= config.max_position_embeddings:
             yield f"            {length:>7} {plan.most_slots(sizes_at(length), room, 10**6):>6}"
+
+
+def describe_mesh(folder: Path, drafter: Path | None, text: str) -> Iterator[str]:
+    """Lines about where the weights of a target and a drafter lie on a mesh such as "data=2,tensor=4", in the checkpoint's dtype.
+
+    Of weights that differ in their layer alone, how many there are, the PartitionSpec, and what a device holds of them. Raises what
+    `sharding.mesh_of` raises.
+    """
+    mesh: Any = sharding.abstract_mesh_of(text)
+    config, _ = read_target(folder)
+    dtype = DTYPES.get(config.dtype, jnp.float32)
+    trees: dict[str, Any] = {"target": gemma4.abstract(config, dtype)}
+    if drafter is not None:
+        trees["drafter"] = drafters.abstract_drafter(drafter, config, dtype)
+    axes = ", ".join(f"{axis}={count}" for axis, count in mesh.shape.items())
+    yield f"mesh        {axes}: {mesh.size} devices"
+    for name, tree in trees.items():
+        placed = sharding.spread(sharding.shard_tree(tree, mesh), mesh)
+        groups: dict[tuple[str, Any], list[Any]] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(placed):
+            group = re.sub(r"\.\d+\.", ".*.", jax.tree_util.keystr(path, simple=True, separator="."))
+            groups.setdefault((group, leaf.sharding.spec), []).append(leaf)
+        whole = [group for group in groups if all(axis is None for axis in group[1])]
+        replicated, repeated = (nbytes([groups[group] for group in whole]), nbytes(placed) - nbytes(tree))
+        more = f"; {size(repeated)} more than on one device, for repeated KV heads" if repeated else ""
+        yield f"{name:<11} {size(sharding.bytes_per_device(placed))} a device, {size(replicated)} of it replicated{more}"
+        for group in [*(group for group in groups if group not in whole), *whole]:
+            leaves = groups[group]
+            spec = "replicated" if group in whole else f"P({', '.join(map(repr, group[1]))})"
+            yield f"            {size(sharding.bytes_per_device(leaves)):>12}  {len(leaves):>3} x {group[0]}  {spec}"
 
 
 def bytes_of(text: str) -> int:

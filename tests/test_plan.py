@@ -129,3 +129,34 @@ def test_load_takes_the_slots_that_the_device_has_memory_for(tmp_path, monkeypat
     assert loading.load(target, max_slots=3, **settings) == 3
     monkeypatch.setattr(loading, "memory_limit", lambda device: None)
     assert loading.load(target, **settings) == 8
+
+
+def test_what_lies_where_on_a_mesh_is_shown(folders, capsys):
+    assert cli.main(["info", str(folders[0]), "--drafter", str(folders[1]), "--mesh", "tensor=4,data=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("mesh        data=2, tensor=4: 8 devices")
+    target, drafter = (next(i for i, line in enumerate(lines) if i > at and line.startswith(name)) for name in ("target", "drafter"))
+    rows = [line.split(maxsplit=5) for line in lines[target + 1 : drafter]]
+    shown = {path: (amount, unit, count, spec) for amount, unit, count, _, path, spec in rows}
+    # By hand, of bfloat16: 262,144 x 5,376 and, in each of 60 layers, 2 x 21,504 x 5,376, over 4 devices.
+    assert shown["embed_tokens.weight"] == ("672.00", "MiB", "1", "P('tensor', None)")
+    assert shown["layers.*.mlp.gate_up_proj.weight"] == ("6.46", "GiB", "60", "P(None, 'tensor', None)")
+    assert shown["layers.*.self_attn.q_norm.weight"][2:] == ("60", "replicated")
+    replicated = 2 * (60 * (4 * 5376 + 1) + 5376 + 50 * 2 * 256 + 10 * 2 * 512)
+    assert lines[target] == f"target      14.30 GiB a device, {plan.size(replicated)} of it replicated"
+    specs = [row[-1] for row in rows]
+    assert specs == sorted(specs, key="replicated".__eq__)
+
+
+def test_kv_heads_that_the_mesh_does_not_divide_are_shown_as_repeated(folders):
+    lines = list(info.describe_mesh(folders[0], None, "tensor=8"))
+    # Full layers have 4 KV heads, each with a key of 512 x 5,376 that is stored once more for each of 10 layers.
+    assert lines[1].endswith(f"; {plan.size(10 * 4 * 512 * 5376 * 2)} more than on one device, for repeated KV heads")
+
+
+def test_meshes_that_make_no_sense_are_refused(folders, capsys):
+    for text in ("tensor", "tensor=x", "rows=2", "tensor=0", "tensor=2,tensor=4"):
+        assert cli.main(["info", str(folders[0]), "--mesh", text]) == 2
+        assert (
+            capsys.readouterr().err == f"jaxspec: the mesh is {text!r}; expected 'data=N', 'tensor=N' or both with a comma between them\n"
+        )
