@@ -1,0 +1,231 @@
+"""On a mesh of fake devices every sequence has the tokens that it has on one device, and nothing whole travels between devices."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from lowering import for_cuda
+
+from jaxspec import decode, gemma4, shapes, sharding
+from jaxspec.config import FULL, SLIDING, Gemma4Config
+from jaxspec.edits import defaults, tables
+from jaxspec.filters import Filters, top_candidates
+from jaxspec.parallel import Shard, whole, without
+from jaxspec.sampling import Sampling, choose, probabilities
+
+MESHES = [(1, 2), (1, 4), (2, 2), (2, 4), (8, 1)]
+# Each mesh, member of the family and kind of drafter once; the others are marked slow.
+FEW = [
+    (1, 2, "31B", "mtp"),
+    (1, 4, "E2B", "mtp centroids"),
+    (2, 2, "26B", "dflash d2t"),
+    (2, 4, "12B", "eagle3"),
+    (8, 1, "31B", "ngram"),
+    (1, 4, "odd", "modules"),
+    (2, 2, "E2B", "draft model"),
+]
+DRAFTERS = ("none", "ngram", "mtp", "mtp centroids", "dflash", "dflash d2t", "eagle3", "modules", "draft model")
+ALL = [(*mesh, member, kind) for mesh in MESHES for member in meshes.MEMBERS for kind in DRAFTERS]
+
+
+def check(data, tensor, member, kind, k=meshes.MAX_K):
+    placed = meshes.Placed(member, kind, sharding.mesh(data=data, tensor=tensor))
+    tokens, state = placed.texts(0 if kind == "none" else k)
+    np.testing.assert_array_equal(tokens, meshes.texts(member))
+    same = jax.tree.map(lambda x, to: x.sharding.is_equivalent_to(to, x.ndim), state, placed.shardings)
+    assert jax.tree.all(same), [sharding._name(path) for path, ok in jax.tree_util.tree_leaves_with_path(same) if not ok]
+    return placed, state
+
+
+@pytest.mark.parametrize(("data", "tensor", "member", "kind"), FEW)
+def test_tokens_are_those_of_one_device(data, tensor, member, kind):
+    """Every data shard has pages, a free list and an end of its own; every KV head lies beside its query heads, be it in copies."""
+    placed, state = check(data, tensor, member, kind)
+    spec = placed.target.layers[-1].self_attn.spec
+    pool = next(layer for layer in reversed(state.cache.layers) if layer is not None).k
+    assert pool.sharding.spec == PartitionSpec("data", None, "tensor", None)
+    assert spec.num_kv_heads % tensor == 0 and pool.sharding.shard_shape(pool.shape)[2] == spec.num_kv_heads // tensor
+    if kind == "draft model":  # so small a one lies on every device, and its cache too
+        assert placed.drafter.model.shard is None and state.drafter.cache.layers[0].k.sharding.spec == PartitionSpec("data")
+    # What a shard's sequences hold and what is free are all its pages.
+    free, held = np.asarray(state.cache.free_count), np.asarray(state.cache.held).reshape(data, -1).sum(axis=1)
+    assert free.shape == (data,) and (free + held == len(state.cache.free) // data).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "tensor", "member", "kind"), [case for case in ALL if case not in FEW])
+def test_tokens_are_those_of_one_device_everywhere(data, tensor, member, kind):
+    check(data, tensor, member, kind)
+
+
+def test_a_large_draft_model_is_spread(monkeypatch):
+    monkeypatch.setattr(sharding, "SMALL_LAYER", 0)
+    placed, state = check(1, 2, "31B", "draft model")
+    assert placed.drafter.model.embed_tokens.axis == "tensor"
+    assert state.drafter.cache.layers[0].k.sharding.spec == PartitionSpec("data", None, "tensor", None)
+
+
+VOCAB, ROWS, STEPS, DEVICES = 64, 4, 3, 4
+
+
+def shown(function, *args):
+    """What each of four devices that have a quarter of the last axis of the first argument each makes of it: [4, ...]."""
+    mesh = sharding.mesh(tensor=DEVICES)
+    first = PartitionSpec(*[None] * (np.ndim(args[0]) - 1), "tensor")
+
+    def local(*args):
+        return jax.tree.map(lambda x: x[None], function(*args))
+
+    in_specs = (first, *[PartitionSpec()] * (len(args) - 1))
+    return meshes.compiled(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec("tensor"), check_vma=False))(*args)
+
+
+@functools.cache
+def logits():
+    """Rounded, so that some tokens are equal, of different devices too."""
+    return np.round(np.random.default_rng(0).normal(0, 2, (ROWS, STEPS, VOCAB)) * 4).astype(np.float32) / 4
+
+
+def sampling(scope, shard=None, edited=False):
+    seed = np.stack([np.arange(ROWS), np.zeros(ROWS)], axis=1).astype(np.uint32)
+    values = np.array([[0, 3, 5, 4], [1, 0.9, 1, 0.8], [0, 0, 0.05, 0]], np.float32)
+    filters = Filters(jnp.asarray(values[0], jnp.int32), *map(jnp.asarray, values[1:]), scope=scope) if scope != "plain" else None
+    changed = None
+    if edited:
+        asked = defaults(ROWS)
+        asked = asked.replace(bias_ids=asked.bias_ids.at[:, 0].set(50), bias=asked.bias.at[:, 0].set(3.0))
+        known = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (ROWS, 9)), jnp.int32)
+        changed = tables(asked, known, jnp.full(ROWS, 4), jnp.full(ROWS, 9), jnp.full((ROWS, 1), -1), VOCAB)
+    return Sampling(jnp.asarray(seed), jnp.asarray([0, 1, 0.7, 0], jnp.float32), filters, changed, shard)
+
+
+POSITIONS = np.arange(ROWS * STEPS, dtype=np.int32).reshape(ROWS, STEPS)
+
+
+@pytest.mark.parametrize(("scope", "edited"), [("plain", False), ("top", False), ("whole", False), ("search", False), ("plain", True)])
+def test_a_vocabulary_on_several_devices_chooses_what_a_whole_one_does(scope, edited):
+    shard = Shard("tensor", VOCAB // DEVICES)
+    wanted = choose(jnp.asarray(logits()), jnp.asarray(POSITIONS), sampling(scope, None, edited))
+    expected, ids = probabilities(jnp.asarray(logits()), sampling(scope, None, edited))
+
+    def both(x, positions):
+        how = sampling(scope, shard, edited)
+        return choose(x, positions, how), probabilities(x, how)
+
+    found, (chances, found_ids) = shown(both, logits(), POSITIONS)
+    for device in range(DEVICES):
+        np.testing.assert_array_equal(found[device], wanted)
+        np.testing.assert_allclose(chances[device], expected, rtol=1e-5)
+        if ids is not None:
+            np.testing.assert_array_equal(found_ids[device], ids)
+
+
+def test_candidates_suppressed_tokens_and_logits_of_a_shard():
+    shard = Shard("tensor", VOCAB // DEVICES)
+    tied = np.zeros((1, 1, VOCAB), np.float32)  # the lowest of equals wins, wherever it lies
+    out = shown(
+        lambda x, tied: (
+            top_candidates(x, 20, shard),
+            whole(without(x, (0, 17, 63), shard), shard),
+            whole(x[..., :3], shard),
+        ),
+        logits(),
+        tied,
+    )
+    (values, ids), suppressed, narrow = jax.tree.map(lambda x: np.asarray(x)[2], out)
+    expected = top_candidates(jnp.asarray(logits()), 20)
+    np.testing.assert_array_equal(values, expected[0])
+    np.testing.assert_array_equal(ids, expected[1])
+    wanted = logits().copy()
+    wanted[..., [0, 17, 63]] = -np.inf
+    np.testing.assert_array_equal(suppressed, wanted)
+    assert narrow.shape[-1] == 3  # logits of another width are no shard's
+    greedy = Sampling(jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.float32), shard=shard)
+    assert (shown(lambda x: choose(x, jnp.zeros((1, 1), jnp.int32), greedy), tied) == 0).all()
+
+
+LAYERS = 2  # of the target's 60; its other fields, and the assistant, are those of the released models
+
+
+@functools.cache
+def released(data, tensor):
+    """The loop of a 31B of few layers with its assistant on a mesh, and its arguments as shapes that lie where they should."""
+    mesh = sharding.mesh(data=data, tensor=tensor)
+    text = {**shapes.TARGETS["31b"]["text_config"], "num_hidden_layers": LAYERS, "layer_types": [SLIDING, FULL]}
+    config = Gemma4Config.from_hf(text)
+    trees = gemma4.abstract(config), shapes.abstract_drafter("mtp", "31b", config, jnp.bfloat16)
+    trees = [sharding.spread(sharding.shard_tree(tree, mesh), mesh) for tree in trees]
+    init = functools.partial(decode.init_state, *trees, slots=2, max_len=1024, num_draft_tokens=4)
+    layout = sharding.Layout.of(mesh, trees[1], init)
+    slots = jax.ShapeDtypeStruct((2 * data,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    return layout, (*trees, layout.shapes, slots, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_))
+
+
+def loop(layout, attention):
+    return layout.on(functools.partial(decode.decode_loop, num_draft_tokens=4, attention=attention))
+
+
+def collectives(text):
+    """(kind, bytes of the largest result) of every operation of a compiled program that communicates."""
+    sizes = {"pred": 1, "s32": 4, "u32": 4, "f32": 4, "bf16": 2}
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
+        yield kind, max(sizes[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays)
+
+
+def test_nothing_whole_travels():
+    """Of the released 31B's sizes, where a weight is megabytes and a row's hidden state is kilobytes, on both axes of a mesh."""
+    layout, arguments = released(2, 2)
+    program = meshes.compiled(loop(layout, "xla"), donate_argnums=2).lower(*arguments).compile()
+    found = list(collectives(program.as_text()))
+    hidden = 10 * 5376 * 4  # of all rows of a data shard; XLA adds up bfloat16 in float32 on a CPU
+    assert {kind for kind, _ in found} == {"all-reduce", "all-gather"} and max(size for _, size in found) <= hidden
+    # The target's embedding, and two sums a layer; of each of four drafts the embedding, and a sum in each layer's attention.
+    assert sum(kind == "all-reduce" for kind, size in found if size >= 2 * 1024 * 2) >= 1 + 2 * LAYERS + 4 * 5
+    assert {x.sharding.spec for x in jax.tree.leaves(arguments[2].cache.layers)} == {PartitionSpec("data", None, "tensor", None)}
+
+
+def test_kernels_serve_on_a_mesh():
+    """They see a device's part: 2 of 4 KV heads of a full layer, and half of the vocabulary."""
+    layout, arguments = released(1, 2)
+    text = for_cuda(jax.jit(loop(layout, "triton")), *arguments)
+    found = set(re.findall(r'name = "(\w+)"', text))
+    assert {"qkv", "add_norm", "gated", "paged_attention", "lm_head"} <= found
+    assert "tensor<131072x1024xbf16>" in text and "stablehlo.all_reduce" in text
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+def test_what_lies_on_every_device(tensor):
+    """Of every released target and every drafter for it: norms, routers and scalars; and what is read sooner than it is added up."""
+    mesh, replicated = sharding.mesh(tensor=tensor), set()
+    for name in shapes.TARGETS:
+        config = shapes.target_config(name)
+        trees = [gemma4.abstract(config)]
+        for kind in ("mtp", "eagle3", "modules", "e4b", *(["dflash"] if name in shapes.DFLASH else [])):
+            trees.append(shapes.abstract_drafter(kind, name, config, jnp.bfloat16))
+        for tree in trees:
+            placed = sharding.spread(sharding.shard_tree(tree, mesh), mesh)
+            kind = type(tree).__name__
+            for path, leaf in jax.tree_util.tree_leaves_with_path(placed):
+                if "tensor" not in leaf.sharding.spec and leaf.size > 2**19:
+                    replicated.add(f"{kind} {re.sub(r'[.]?[0-9]+[.]?', '.', sharding._name(path))}")
+            if kind != "Gemma4MTP":
+                share = sharding.bytes_per_device(tree) / sharding.bytes_per_device(placed)
+                assert share > 0.9 * tensor, (kind, name)
+    assistant = ("layers.mlp.gate_up_proj", "layers.mlp.down_proj", "embed_tokens")
+    ple = ("per_layer_model_projection", "layers.per_layer_input_gate", "layers.per_layer_projection")
+    assert replicated == {
+        *(f"Gemma4MTP model.{part}.weight" for part in assistant),
+        "Gemma4MTP pre_projection.weight",
+        "Gemma4MTP post_projection.weight",
+        "Gemma4 per_layer_model_projection.weight",
+        *(f"Gemma4 {part}.weight" for part in ple),
+        *(f"DraftModel model.{part}.weight" for part in ple),
+    }
