@@ -102,7 +102,7 @@ def load(
         kv_dtype=KV_DTYPES[kv_dtype],
         kernels=attention != "xla" and dialect.obstacle() is None,
     )
-    slots = plan.fit(sizes, _room(memory_fraction, mesh), max_slots, default_slots=MAX_SLOTS).slots
+    chosen = plan.fit(sizes, _room(memory_fraction, mesh), max_slots, default_slots=MAX_SLOTS)
 
     tokenizer = load_tokenizer(folder)
     _enable_compilation_cache()
@@ -114,7 +114,7 @@ def load(
         drafter,  # pyright: ignore[reportArgumentType]
         tokenizer,
         num_draft_tokens=count,
-        max_slots=slots,
+        max_slots=chosen.slots,
         max_len=max_len,
         eos_token_ids=eos_token_ids(config, generation),
         defaults=defaults,
@@ -122,6 +122,7 @@ def load(
         attention=attention,
         draft_attention=draft_attention,
         kv_dtype=KV_DTYPES[kv_dtype],
+        kv_pages=chosen.pages,
         shardings=shardings,
         seed=seed,
         progress=progress,

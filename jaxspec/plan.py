@@ -17,12 +17,12 @@ import jax
 from jaxspec.config import FULL, SLIDING, Gemma4Config, LayerSpec
 from jaxspec.drafters.base import NoDraft
 from jaxspec.params import integer
-from jaxspec.runner import PREFILL_CHUNK, PREFILL_ROWS, Runner, nbytes
+from jaxspec.runner import PAGE, PREFILL_CHUNK, PREFILL_ROWS, Runner, nbytes
 
-PAGE = 64  # positions
 # Slots that are taken without being asked for: with 4 drafts each, what they verify is about what keeps a GPU's arithmetic as busy as its
 # memory, and more of them gain little.
 AUTO_SLOTS = 64
+SHARE = 2  # of max_len, one in so many positions is counted on for a slot; where that is too few, sequences give way and are computed again
 # Bytes of temporaries for each logit of a decode call, of [B, K + 1, V]. XLA's programs for an H200 have 4, the float32 itself, where
 # nothing is filtered, and 16 to 21 with every filter, penalty and log-probability (31B and 26B-A4B, B = 8 and 64).
 LOGIT = 21
@@ -132,19 +132,25 @@ class Plan:
     pages: int
 
 
-def fit(sizes: Sizes, room: int | None, slots: int | None = None, *, default_slots: int = 8) -> Plan:
+def fit(sizes: Sizes, room: int | None, slots: int | None = None, pages: int | None = None, *, default_slots: int = 8) -> Plan:
     """What to make of so much room. room: bytes of a device that may be taken, None where it does not say, which gives `default_slots`.
 
-    slots: what was asked for; None for as many as can all grow to max_len beside the calls' temporaries, at most 64. Raises
-    ValueError with the numbers if weights and slots do not fit.
+    slots: what was asked for; None for as many as fit beside the calls' temporaries when sequences are half as long as max_len on
+    average, at most 64. pages: what was asked for; None for what all slots can fill, or as many as fit. Raises ValueError with the
+    numbers if weights, slots and the pages of one sequence of max_len do not fit.
     """
     if slots is None:
-        slots = default_slots if room is None else most_slots(sizes, room, AUTO_SLOTS) or 1
-    pages = slots * sizes.width
+        slots = default_slots if room is None else most_slots(sizes, room, AUTO_SLOTS, pages, SHARE) or 1
+    if pages is None:
+        pages = slots * sizes.width
+        if room is not None:
+            left = room - sizes.kept(slots, 0) - sizes.work(slots)
+            pages = min(pages, max(left // sizes.page, sizes.width))
     if room is not None and sizes.kept(slots, pages) > room:
         raise ValueError(
-            f"the weights take {size(sizes.weights)} and {slots} slots {size(sizes.kept(slots, pages) - sizes.weights)} of a device; "
-            f"there is {size(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction allows more"
+            f"the weights take {size(sizes.weights)} and {slots} slots with {pages} pages {size(sizes.kept(slots, pages) - sizes.weights)} "
+            f"of a device; there is {size(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction "
+            "allows more"
         )
     return Plan(slots, pages)
 
@@ -157,11 +163,13 @@ def check(memory_fraction: float, slots: int | None) -> None:
         integer("max_slots", slots, 1)
 
 
-def most_slots(sizes: Sizes, room: int, limit: int) -> int:
-    """How many slots, up to a limit, can all grow to max_len."""
+def most_slots(sizes: Sizes, room: int, limit: int, pages: int | None = None, share: int = 1) -> int:
+    """How many slots, up to a limit, fit with so many pages in all; None for as many as they fill when
+    each is max_len / share long."""
 
     def exceeds(slots: int) -> bool:
-        return sizes.kept(slots, slots * sizes.width) + sizes.work(slots) > room
+        count = max(-(-slots * sizes.width // share), sizes.width) if pages is None else pages
+        return sizes.kept(slots, count) + sizes.work(slots) > room
 
     return bisect.bisect_left(range(1, limit + 1), True, key=exceeds)
 

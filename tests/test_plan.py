@@ -61,22 +61,34 @@ def test_sizes_of_the_31b_by_hand():
     assert 8 * (xla.decode - found.decode) / 2**20 == pytest.approx(360, rel=0.35)
 
 
-def test_as_many_slots_are_chosen_as_fit():
-    found = sizes()
-    for room in (60 * GIB, 70 * GIB, 100 * GIB, 125 * GIB):
+def test_as_many_slots_are_chosen_as_fit_at_half_their_length():
+    found = sizes(16384)
+    for room in (62 * GIB, 80 * GIB, 100 * GIB, 125 * GIB):
         chosen = plan.fit(found, room)
-        assert chosen.pages == 64 * chosen.slots
-        assert found.kept(chosen.slots, chosen.pages) + found.work(chosen.slots) <= room
+        assert 256 <= chosen.pages <= 256 * chosen.slots and chosen.pages >= 128 * chosen.slots
+        assert room - found.page < found.kept(chosen.slots, chosen.pages) + found.work(chosen.slots) <= room
         more = chosen.slots + 1
-        assert more > plan.AUTO_SLOTS or found.kept(more, 64 * more) + found.work(more) > room
-    assert plan.fit(found, 125 * GIB).slots == 63 and plan.fit(found, 400 * GIB).slots == 64
-    assert plan.fit(found, None).slots == 8 and plan.fit(found, None, 100).slots == 100
+        assert more > plan.AUTO_SLOTS or found.kept(more, 128 * more) + found.work(more) > room
+    # More than can all grow to max_len.
+    assert plan.fit(found, 125 * GIB).slots == 53 and plan.most_slots(found, 125 * GIB, 64) == 40
+    assert plan.fit(found, 400 * GIB) == plan.Plan(64, 64 * 256)
     assert plan.most_slots(found, 50 * GIB, 64) == 0
+
+
+def test_what_is_asked_for_is_taken_if_it_fits():
+    found = sizes()
+    assert plan.fit(found, None) == plan.Plan(8, 512) and plan.fit(found, None, 100) == plan.Plan(100, 6400)
+    assert plan.fit(found, 100 * GIB, 20) == plan.Plan(20, 20 * 64)
+    fewer = plan.fit(found, 80 * GIB, 23)
+    assert fewer.slots == 23 and 64 < fewer.pages < 23 * 64
+    assert plan.fit(found, 100 * GIB, 20, 70) == plan.Plan(20, 70)
+    alone = plan.fit(found, 100 * GIB, pages=64).slots
+    assert found.kept(alone, 64) + found.work(alone) <= 100 * GIB < found.kept(alone + 1, 64) + found.work(alone + 1)
     with pytest.raises(
-        ValueError, match=r"the weights take 58\.05 GiB and 40 slots 41\.02 GiB of a device; there is 80\.00 GiB of it\. Fewer"
+        ValueError, match=r"the weights take 58\.05 GiB and 40 slots with 64 pages 33\.\d\d GiB of a device; there is 80\.00 GiB"
     ):
         plan.fit(found, 80 * GIB, 40)
-    with pytest.raises(ValueError, match=r"and 1 slots .* of a device; there is 0\.00 MiB of it"):
+    with pytest.raises(ValueError, match=r"and 1 slots with 64 pages .* of a device; there is 0\.00 MiB of it"):
         plan.fit(found, -5)
 
 
@@ -87,14 +99,15 @@ def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("memory"))
     found, size = sizes(16384), plan.size
-    kept = found.kept(33, 33 * 256)
+    chosen = plan.fit(found, int(0.9 * 0.95 * 141e9))
+    kept, work = found.kept(chosen.slots, chosen.pages), found.work(chosen.slots)
     assert lines[at : at + 7] == [
         "memory      131.32 GiB, of which JAX takes 0.95 (XLA_CLIENT_MEM_FRACTION); memory_fraction 0.9 of it is 112.28 GiB",
         "weights     57.18 GiB target, 895.54 MiB drafter",
         f"slot        {size(found.slot)}: sliding rings 850.00 MiB; tokens, log-probabilities and drafter {size(found.slot - 850 * 2**20)}",
         "page        3.13 MiB: 64 positions of full layers; 256 pages for max_len 16384",
-        "calls       about 866.25 MiB for activations and logits, K = 4",
-        f"plan        33 slots, 8448 pages: {size(kept)} kept, {size(kept + found.work(33))} with calls",
+        f"calls       about {size(work)} for activations and logits, K = 4",
+        f"plan        43 slots, {chosen.pages} pages: {size(kept)} kept, {size(kept + work)} with calls",
         "lengths     slots that can all grow to a max_len",
     ]
     table = dict(map(int, line.split()) for line in lines[at + 7 :])
@@ -116,19 +129,19 @@ def test_plans_that_make_no_sense_are_refused(folders, capsys):
     assert info.bytes_of("1.5 GiB") == 3 * 2**29
 
 
-def test_load_takes_the_slots_that_the_device_has_memory_for(tmp_path, monkeypatch):
+def test_load_takes_the_slots_and_pages_that_the_device_has_memory_for(tmp_path, monkeypatch):
     target = tiny.tiny_target(tmp_path / "target")
     abstract = gemma4.abstract(Gemma4Config.from_hf(tiny.TARGET), jnp.float32)
-    found = plan.sizes_of(abstract, NoDraft(), max_len=64, num_draft_tokens=0, kernels=False)
-    room = found.kept(5, 5) + found.work(5)
-    monkeypatch.setattr(loading, "LLM", lambda *_, max_slots, **__: max_slots)
+    found = plan.sizes_of(abstract, NoDraft(), max_len=256, num_draft_tokens=0, kernels=False)
+    room = found.kept(5, 17) + found.work(5)
+    monkeypatch.setattr(loading, "LLM", lambda *_, max_slots, kv_pages, **__: (max_slots, kv_pages))
     monkeypatch.setattr(loading, "load_target", lambda *_, **__: None)
-    settings = {"max_len": 64, "progress": False, "memory_fraction": 0.5}
+    settings = {"max_len": 256, "progress": False, "memory_fraction": 0.5}
     monkeypatch.setattr(loading, "memory_limit", lambda device: 2 * room)
-    assert loading.load(target, **settings) == 5
-    assert loading.load(target, max_slots=3, **settings) == 3
+    assert loading.load(target, **settings) == (5, 17)
+    assert loading.load(target, max_slots=3, **settings) == (3, 12)
     monkeypatch.setattr(loading, "memory_limit", lambda device: None)
-    assert loading.load(target, **settings) == 8
+    assert loading.load(target, **settings) == (8, 32)
 
 
 def test_what_lies_where_on_a_mesh_is_shown(folders, capsys):

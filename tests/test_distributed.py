@@ -1,0 +1,100 @@
+"""A mesh that spans processes, as it does hosts: here two, of two fake CPU devices each."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+import tiny
+
+import jaxspec
+from jaxspec import batch, cli
+from jaxspec.params import SamplingParams
+
+LINES = 120
+
+
+def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(tmp_path):
+    target, path, out = tiny.tiny_target(tmp_path / "target"), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"id": f"r{i}", "prompt": "def f():"[: i % 7 + 1], "params": {"max_tokens": 20 + i % 13}} for i in range(LINES)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [
+        "batch",
+        "--target",
+        str(target),
+        "--max-len",
+        "64",
+        "--max-slots",
+        "1",
+        "--temperature",
+        "0.8",
+        "--ignore-eos",
+        str(path),
+        str(out),
+    ]
+    settings = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+    }
+
+    def start(process: str) -> subprocess.Popen:
+        mesh = ["--mesh", "tensor=4", "--process", process, "--coordinator", address]
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxspec", *command, *mesh], env=os.environ | settings, stderr=subprocess.PIPE, text=True
+        )
+
+    first, second = start("1/2"), start("2/2")
+    deadline = time.monotonic() + 300
+    while first.poll() is None and second.poll() is None and time.monotonic() < deadline and not (out.exists() and out.stat().st_size):
+        time.sleep(0.002)
+    second.send_signal(signal.SIGKILL)
+    second.communicate()
+    _, said = first.communicate(timeout=120)
+    # Either a call failed, or the processes' heartbeat did.
+    assert first.returncode in (1, -signal.SIGABRT), said
+    assert first.returncode != 1 or ("jaxspec: a process of this run failed or is gone (" in said and "; the same command goes on" in said)
+    found = out.read_bytes().count(b"\n")
+    assert 0 < found < LINES
+
+    llm = jaxspec.load(target, max_len=64, max_slots=1, progress=False)
+    params = SamplingParams(temperature=0.8, ignore_eos=True)
+    result = batch.run_batch(llm, path, out, params)
+    assert (result.written, result.kept) == (LINES - found, found)
+    batch.run_batch(llm, path, tmp_path / "whole.jsonl", params)
+    assert sorted(out.read_text().splitlines()) == sorted((tmp_path / "whole.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--process", "3/2", "--coordinator", "x:1"],
+            "process is '3/2' and coordinator 'x:1', expected i/n with i from 1 to n, and host:port",
+        ),
+        (["--process", "1/2"], "process is '1/2' and coordinator None, expected i/n"),
+        (["--coordinator", "x:1"], "process is None and coordinator 'x:1', expected i/n"),
+        (["--mesh", "tensor=0"], "the mesh is 'tensor=0'; expected 'data=N', 'tensor=N' or both"),
+        (["--mesh", "tensor=99"], "a mesh of data=1 times tensor=99 devices was asked for; found 8 devices"),
+    ],
+)
+def test_processes_that_make_no_sense_are_refused(options, message, tmp_path, capsys):
+    assert cli.main(["batch", "in.jsonl", str(tmp_path / "out.jsonl"), *options]) == 2
+    assert capsys.readouterr().err.startswith(f"jaxspec: {message}")
+
+
+def test_processes_that_share_nothing_need_no_mesh(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    one = ["batch", "in.jsonl", str(tmp_path / "out.jsonl"), "--process", "1/1", "--coordinator", "x:1"]
+    for mesh in ([], ["--mesh", "tensor=2"]):
+        assert cli.main([*one, *mesh]) == 2
+        assert capsys.readouterr().err == "jaxspec: the processes have 8 devices; expected a mesh of all; --shard shares none\n"
