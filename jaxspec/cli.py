@@ -278,7 +278,7 @@ def _info(args: argparse.Namespace) -> None:
             lines += describe_mesh(folder, drafter, args.mesh)
         if args.plan:
             asked = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots}
-            lines += describe_plan(folder, drafter, **_memory(args), **asked)
+            lines += describe_plan(folder, drafter, **_memory(args), **asked, mesh=args.mesh)
     print("\n".join(lines))
 
 

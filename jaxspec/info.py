@@ -65,11 +65,12 @@ def describe_plan(
     num_draft_tokens: int | None = None,
     max_len: int | None = None,
     max_slots: int | None = None,
+    mesh: str | None = None,
 ) -> Iterator[str]:
     """Lines about what `jaxspec.load` would make of a device's memory, in the checkpoint's dtype, with kernels.
 
-    memory: bytes of a device, of which JAX takes jax_fraction; None for what each part takes alone. The rest as in `jaxspec.load`, and
-    so is what is raised.
+    memory: bytes of a device, of which JAX takes jax_fraction; None for what each part takes alone. mesh: such as "data=2,tensor=4", of
+    which a device's part is shown. The rest as in `jaxspec.load`, and so is what is raised.
     """
     plan.check(memory_fraction, max_slots)
     config, _ = read_target(folder)
@@ -77,13 +78,12 @@ def describe_plan(
     draft: Any = NoDraft() if drafter is None else drafters.abstract_drafter(drafter, config, dtype)
     max_len = max_len_of(config, max_len)
     count = num_draft_tokens_for(draft, drafter, num_draft_tokens, max_len)
-    target = gemma4.abstract(config, dtype)
+    target, over = gemma4.abstract(config, dtype), None if mesh is None else sharding.abstract_mesh_of(mesh)
 
     def sizes_at(length: int) -> plan.Sizes:
-        return plan.sizes_of(target, draft, max_len=length, num_draft_tokens=count)
+        return plan.sizes_of(target, draft, max_len=length, num_draft_tokens=count, mesh=over)
 
     sizes = sizes_at(max_len)
-    rings = plan.ring_bytes(target, max_len, count)
     room = None if memory is None else int(memory_fraction * jax_fraction * memory)
     chosen = plan.fit(sizes, room, max_slots, default_slots=MAX_SLOTS)
     slots, pages = chosen.slots, chosen.pages
@@ -92,10 +92,11 @@ def describe_plan(
         taken = f", of which JAX takes {jax_fraction} (XLA_CLIENT_MEM_FRACTION)" if jax_fraction < 1 else ""
         yield f"memory      {size(memory)}{taken}; memory_fraction {memory_fraction} of it is {size(room)}"
     yield f"weights     {size(sizes.target)} target, {size(sizes.drafter)} drafter"
-    yield f"slot        {size(sizes.slot)}: sliding rings {size(rings)}; tokens, log-probabilities and drafter {size(sizes.slot - rings)}"
+    yield f"slot        {size(sizes.slot)}: sliding rings {size(sizes.rings)}; all else {size(sizes.slot - sizes.rings)}"
     yield f"page        {size(sizes.page)}: {plan.PAGE} positions of full layers; {sizes.width} pages for max_len {max_len}"
     yield f"calls       about {size(sizes.work(slots))} for activations and logits, K = {count}"
-    yield f"plan        {slots} slots, {pages} pages: {size(kept)} kept, {size(kept + sizes.work(slots))} with calls"
+    each = "" if over is None or over.shape["data"] == 1 else f" for each of {over.shape['data']} data shards"
+    yield f"plan        {slots} slots, {pages} pages{each}: {size(kept)} kept, {size(kept + sizes.work(slots))} with calls"
     if room is None:
         return
     yield "lengths     slots that can all grow to a max_len"

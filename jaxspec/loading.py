@@ -101,8 +101,9 @@ def load(
         num_draft_tokens=count,
         kv_dtype=KV_DTYPES[kv_dtype],
         kernels=attention != "xla" and dialect.obstacle() is None,
+        mesh=mesh,
     )
-    chosen = plan.fit(sizes, _room(memory_fraction, mesh), max_slots, default_slots=MAX_SLOTS)
+    chosen = plan.fit(sizes, _room(memory_fraction), max_slots, default_slots=MAX_SLOTS)
 
     tokenizer = load_tokenizer(folder)
     _enable_compilation_cache()
@@ -227,11 +228,11 @@ def _placement(mesh: jax.sharding.Mesh | None) -> tuple[Callable[[Any], Any], Ca
     return lambda tree: sharding.shard_tree(tree, mesh), lambda state: sharding.state_shardings(state, mesh)
 
 
-def _room(fraction: float, mesh: jax.sharding.Mesh | None) -> int | None:
-    """Bytes that may be taken, None where devices do not say. Of a mesh, all devices together are counted."""
+def _room(fraction: float) -> int | None:
+    """Bytes of a device that may be taken, None where it does not say."""
     device = jax.local_devices()[0]
     limit, used = memory_limit(device), (device.memory_stats() or {}).get("bytes_in_use", 0)
-    return None if limit is None else (int(fraction * limit) - used) * (1 if mesh is None else mesh.size)
+    return None if limit is None else int(fraction * limit) - used
 
 
 def memory_limit(device: Any) -> int | None:

@@ -9,15 +9,14 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jaxspec import sharding
 from jaxspec.config import FULL, SLIDING, Gemma4Config, LayerSpec
-from jaxspec.drafters.base import NoDraft
 from jaxspec.params import integer
-from jaxspec.runner import PAGE, PREFILL_CHUNK, PREFILL_ROWS, Runner, nbytes
+from jaxspec.runner import PAGE, PREFILL_CHUNK, PREFILL_ROWS, Runner
 
 # Slots that are taken without being asked for: with 4 drafts each, what they verify is about what keeps a GPU's arithmetic as busy as its
 # memory, and more of them gain little.
@@ -32,15 +31,16 @@ LOGIT = 21
 class Sizes:
     """Bytes on each device.
 
-    target, drafter: weights. fixed: of the state, what all slots share. slot: what a slot takes beside its pages. page: one page of
-    64 positions in all full layers. width: pages of a sequence of max_len. decode: temporaries of a decode call for each slot.
-    prefill: those of a prefill call.
+    target, drafter: weights. fixed: of the state, what all slots share. slot: what a slot takes beside its pages; rings: those of
+    sliding layers, of which it is most. page: one page of 64 positions in all full layers. width: pages of a sequence of max_len.
+    decode: temporaries of a decode call for each slot. prefill: those of a prefill call.
     """
 
     target: int
     drafter: int
     fixed: int
     slot: int
+    rings: int
     page: int
     width: int
     decode: int
@@ -67,18 +67,27 @@ def sizes_of(
     num_draft_tokens: int,
     kv_dtype: Any = None,
     kernels: bool = True,
-    weight_bytes: Callable[[Any], int] = nbytes,
-    state_bytes: Callable[[Any], int] = nbytes,
+    mesh: Any = None,
 ) -> Sizes:
     """target, drafter: abstract weights, or real ones. kernels: whether attention runs in kernels, which keep scores to themselves;
-    XLA's attention gathers keys and values of max_len. weight_bytes, state_bytes: what a device holds of weights and of a state, both
-    given as shapes."""
+    XLA's attention gathers keys and values of max_len. mesh: a Mesh or an AbstractMesh, over whose "tensor" axis a device's part is
+    counted; slots and pages are then those of one entry of its "data" axis."""
+    if mesh is not None:
+        target, drafter = (sharding.spread(sharding.shard_tree(tree, mesh), mesh) for tree in (target, drafter))
     init = functools.partial(
         Runner.init_state, target, drafter, max_len=max_len, num_draft_tokens=num_draft_tokens, kv_dtype=kv_dtype, page_size=PAGE
     )
 
+    def shapes(slots: int, pages: int) -> Any:
+        made = functools.partial(init, slots=slots, full_pages=pages)
+        return jax.eval_shape(made) if mesh is None else sharding.Layout.of(mesh, drafter, made).shapes
+
     def state(slots: int, pages: int) -> int:
-        return state_bytes(jax.eval_shape(functools.partial(init, slots=slots, full_pages=pages)))
+        return sharding.bytes_per_device(shapes(slots, pages))
+
+    def rings(slots: int) -> int:
+        layers = zip(shapes(slots, 1).cache.layers, target.config.layers, strict=True)
+        return sharding.bytes_per_device([layer for layer, spec in layers if spec.kind == SLIDING])
 
     one = state(1, 1)
     slot, page = state(2, 1) - one, state(1, 2) - one
@@ -89,22 +98,16 @@ def sizes_of(
         decode += _attention(config, 1, rows, max_len, itemsize)
         prefill += _attention(config, PREFILL_ROWS // PREFILL_CHUNK, PREFILL_CHUNK, max_len, itemsize)
     return Sizes(
-        target=weight_bytes(target),
-        drafter=weight_bytes(drafter),
+        target=sharding.bytes_per_device(target),
+        drafter=sharding.bytes_per_device(drafter),
         fixed=one - slot - page,
         slot=slot,
+        rings=rings(2) - rings(1),
         page=page,
         width=math.ceil(max_len / PAGE),
         decode=decode,
         prefill=prefill,
     )
-
-
-def ring_bytes(target: Any, max_len: int, num_draft_tokens: int, kv_dtype: Any = None) -> int:
-    """Of a slot, the rings of sliding layers."""
-    sizes = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": kv_dtype, "page_size": PAGE, "full_pages": 1}
-    state = jax.eval_shape(functools.partial(Runner.init_state, target, NoDraft(), slots=1, **sizes))
-    return nbytes([layer for layer, kind in zip(state.cache.layers, target.config.layers, strict=True) if kind.kind == SLIDING])
 
 
 def _activations(config: Gemma4Config, rows: int) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxspec import cli, gemma4, info, loading, plan, shapes
+from jaxspec import cli, gemma4, info, loading, plan, shapes, sharding
 from jaxspec.config import Gemma4Config
 from jaxspec.drafters.base import NoDraft
 from jaxspec.runner import Runner, nbytes
@@ -49,8 +49,7 @@ def test_sizes_of_the_31b_by_hand():
     # 10 full layers of 4 KV heads: 128 rotary numbers of a key and 512 of a value; a page's place in the free list and its holders.
     assert found.page == 64 * 10 * 4 * (128 + 512) * 2 + 8
     # 50 sliding layers of 16 KV heads of 256, in a ring of 1,024 + 4 positions, which 17 pages hold.
-    assert plan.ring_bytes(gemma4.abstract(shapes.target_config("31b"), jnp.bfloat16), 4096, 4) == 17 * 64 * 50 * 16 * 2 * 256 * 2
-    assert found.slot - 17 * 64 * 50 * 16 * 2 * 256 * 2 < 2**20
+    assert found.rings == 17 * 64 * 50 * 16 * 2 * 256 * 2 and found.slot - found.rings < 2**20
     assert found.width == 64
     # Of one logit of 5 rows; and 512 rows of two times 21,504 and four times 5,376 numbers, which a compiled prefill takes 69.8 MiB for.
     assert found.decode == 21 * 5 * 262_144
@@ -104,7 +103,7 @@ def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
     assert lines[at : at + 7] == [
         "memory      131.32 GiB, of which JAX takes 0.95 (XLA_CLIENT_MEM_FRACTION); memory_fraction 0.9 of it is 112.28 GiB",
         "weights     57.18 GiB target, 895.54 MiB drafter",
-        f"slot        {size(found.slot)}: sliding rings 850.00 MiB; tokens, log-probabilities and drafter {size(found.slot - 850 * 2**20)}",
+        f"slot        {size(found.slot)}: sliding rings 850.00 MiB; all else {size(found.slot - 850 * 2**20)}",
         "page        3.13 MiB: 64 positions of full layers; 256 pages for max_len 16384",
         f"calls       about {size(work)} for activations and logits, K = 4",
         f"plan        43 slots, {chosen.pages} pages: {size(kept)} kept, {size(kept + work)} with calls",
@@ -173,3 +172,18 @@ def test_meshes_that_make_no_sense_are_refused(folders, capsys):
         assert (
             capsys.readouterr().err == f"jaxspec: the mesh is {text!r}; expected 'data=N', 'tensor=N' or both with a comma between them\n"
         )
+
+
+def test_sizes_of_a_device_of_a_mesh(folders, capsys):
+    mesh = sharding.abstract_mesh_of("data=2,tensor=4")
+    alone, found = sizes(), sizes(mesh=mesh)
+    # 16 and 4 KV heads lie over 4 devices, and so does all of the target but norms; of the drafter's, attention and the embedding.
+    assert 4 * found.rings == alone.rings and 4 * (found.page - 8) == alone.page - 8
+    assert 0 < 4 * found.target - alone.target < 10 * 2**20
+    assert alone.drafter / 4 < found.drafter < alone.drafter / 2
+    assert (found.width, found.decode) == (alone.width, alone.decode)
+    options = ["--drafter", str(folders[1]), "--plan", "--memory", "80GB", "--mesh", "data=2,tensor=4"]
+    assert cli.main(["info", str(folders[0]), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"weights     {plan.size(found.target)} target, {plan.size(found.drafter)} drafter" in lines
+    assert any(line.startswith("plan        64 slots, 4096 pages for each of 2 data shards: ") for line in lines)
