@@ -11,13 +11,21 @@ taken only if it promises a margin more. Where acceptance decides the text, as w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxspec.request import Request
+    from jaxspec.runner import Runner
+    from jaxspec.sampling import Needs
 
 HALF_LIFE = 2000.0  # rounds, each sequence's counted, after which a count is half forgotten
 HOPED, HOPED_ROUNDS = 0.8, 10.0  # what a draft is taken to be accepted by where nothing is known, and how many rounds that weighs
 MARGIN = 1.05
+WARM, TIMED = 3, 8  # rounds at warm-up: a CUDA graph is recorded in the second run of a loop's body
 
 
 def choices(num_draft_tokens: int) -> tuple[int, ...]:
@@ -65,10 +73,45 @@ class Adaptive:
         """Expected tokens a second of each sequence. size: one of `sizes`."""
         return (1 + sum(self.rates[:num_draft_tokens])) / self.costs[size, num_draft_tokens]
 
-    def choose(self, size: int) -> int:
-        """K of the next call. size: one of `sizes`."""
-        now = self._using[size]
-        best = max(self.choices, key=lambda k: self.speed(size, k))
+    def choose(self, size: int, among: Collection[int] | None = None) -> int:
+        """K of the next call. size: one of `sizes`. among: those of the choices that may be taken, all by default; if it is none of them
+        that was in use, or there are none, it is the largest choice."""
+        among = self.choices if among is None else among
+        now = self._using[size] if self._using[size] in among else self.choices[-1]
+        best = max(among, key=lambda k: self.speed(size, k), default=now)
         if self.speed(size, best) > MARGIN * self.speed(size, now):
-            self._using[size] = best
-        return self._using[size]
+            now = best
+        self._using[size] = now
+        return now
+
+
+def measured(
+    runner: Runner, choices: Iterable[int], needs: Needs, requests: Callable[[int], list[Request]]
+) -> dict[tuple[int, int], float] | None:
+    """Seconds of a round for each batch size and number of drafts, from a few rounds of short sequences; None if they find no room.
+
+    Everything is compiled. requests: gives that many, of short prompts, which nothing ends early.
+    """
+    counts, costs, busy = sorted(choices), {}, runner.busy_seconds
+    rounds = min(TIMED, (runner.max_len - 2) // sum(k + 1 for k in counts) - WARM)
+    if rounds < 1 or runner.free_slots < runner.slots:
+        return None
+    for size in runner.decode_buckets:
+        active = requests(size)
+        try:
+            runner.admit(active)
+            while waiting := [r for r in active if not r.ready]:
+                if runner.read([runner.prefill(waiting, needs)]):
+                    return None
+            for k in counts:
+                runner.read([runner.decode(active, WARM, needs=needs, num_draft_tokens=k)])
+                before, begun = active[0].rounds, time.perf_counter()
+                runner.read([runner.decode(active, rounds, needs=needs, num_draft_tokens=k)])
+                seconds, ran = time.perf_counter() - begun, active[0].rounds - before
+                if ran < rounds:
+                    return None
+                costs[size, k] = seconds / ran
+        finally:
+            runner.end(active)
+    runner.busy_seconds = busy
+    return costs

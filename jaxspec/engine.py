@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
+from jaxspec import adaptive as adaptive_k
 from jaxspec.accept import COUPLED, Rule
 from jaxspec.decode import FAILED
 from jaxspec.drafters.base import Drafter
@@ -41,7 +42,9 @@ class LLM:
     Several threads may use one LLM; their calls take turns. A stream holds a slot until it is read to its end or closed.
 
     target, drafter: weights on their devices. eos_token_ids: what ends a sequence by default. defaults: of requests that say nothing.
-    The other settings are those of `jaxspec.load`; kv_pages, page_size, prefix_bytes and shardings are as in `Runner`.
+    adaptive: whether `warmup` measures what rounds cost, and calls then choose how many tokens, up to num_draft_tokens, rounds guess;
+    with the rule "coupled" and in one process only. The other settings are those of `jaxspec.load`; kv_pages, page_size, prefix_bytes and
+    shardings are as in `Runner`.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class LLM:
         max_len: int,
         eos_token_ids: Sequence[int] = (),
         defaults: Defaults | None = None,
+        adaptive: bool = False,
         accept: Rule = COUPLED,
         attention: str = "auto",
         draft_attention: str = "auto",
@@ -86,6 +90,9 @@ class LLM:
             shardings=shardings,
         )
         self._seen: collections.deque[np.ndarray] = collections.deque(maxlen=SEEN)
+        # Processes that compute together must choose alike, and each measures other times.
+        adaptive = adaptive and num_draft_tokens > 0 and accept.name == "coupled" and jax.process_count() == 1
+        self._choices = adaptive_k.choices(num_draft_tokens) if adaptive else ()
         self._watch = Watch(drafter, accept)
         self._seeds = random.Random(seed)
         self._progress, self._name = progress, name
@@ -133,13 +140,20 @@ class LLM:
     def warmup(self, *params: SamplingParams) -> None:
         """Compiles everything that a run with requests of these params can use, with a progress bar; with none, requests that say
         nothing. Requests that need more of what SamplingParams offers (filters; penalties and the like; logprobs) compile it when
-        they come."""
+        they come.
+
+        Where load was left to choose num_draft_tokens, rounds of fewer drafts and of none are compiled and timed too, and from then on
+        calls guess as many tokens as acceptance and these times make fastest. The tokens are the same."""
         needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
-        total = len(self._runner.programs(needs))
+        total = len(self._runner.programs(needs, self._choices))
         with self._lock, tqdm(total=total, desc="Compiling", disable=not self._progress) as bar:
-            for line in self._runner.warmup(needs):
+            for line in self._runner.warmup(needs, self._choices):
                 bar.set_postfix_str(line)
                 bar.update()
+            if self._choices and self._runner.adaptive is None:
+                endless = SamplingParams(max_tokens=self.max_len, ignore_eos=True, seed=0)
+                costs = adaptive_k.measured(self._runner, self._choices, needs, lambda n: self._requests([[0]] * n, endless))
+                self._runner.adaptive = adaptive_k.Adaptive(self._choices, costs) if costs else None
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -384,10 +398,11 @@ class LLM:
     def _account(self, request: Request) -> RoundStats:
         """The request's rounds, once they are added to the totals."""
         request.accounted = True
-        rounds = RoundStats.of(np.asarray(request.from_draft, bool), request.drafted, self.num_draft_tokens, request.first_token_seconds)
+        flags, first = np.asarray(request.from_draft, bool), request.first_token_seconds
+        rounds = RoundStats.of(flags, request.drafted, self.num_draft_tokens, first, request.guessed)
         self._totals = self._totals.plus(len(request.prompt), rounds, request.shared)
         if self.num_draft_tokens:
-            self._watch.see(rounds.steps, rounds.steps - rounds.histogram[0], request.temperature)
+            self._watch.see(rounds.rounds_by_draft[0], rounds.steps - rounds.histogram[0], request.temperature)
         return rounds
 
     def _clock(self) -> float:

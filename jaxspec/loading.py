@@ -115,6 +115,7 @@ def load(
         drafter,  # pyright: ignore[reportArgumentType]
         tokenizer,
         num_draft_tokens=count,
+        adaptive=num_draft_tokens is None,
         max_slots=chosen.slots,
         max_len=max_len,
         eos_token_ids=eos_token_ids(config, generation),

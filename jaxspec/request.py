@@ -26,12 +26,12 @@ class Request:
     params: what was asked for; temperature .. repetition_penalty are params' or the checkpoint's. bad_words: by their token ids. index:
     which of the prompt's samples. prompt_index: which of the call's prompts.
 
-    status, computed, rounds, drafted: as of the last call, see DecodeState. output, from_draft: the new tokens so far, without what
-    follows a stop string, and whether each was an accepted draft. text: the output's. logprobs: of each new token that was looked at, if
-    the loop gives them; scored: those of tokens that were not. slot: -1 while it has none. order: requests that were begun before.
-    goals: rows at which its prompt is to be kept for others. shared: rows of its prompt that others had computed. keep: whether its slot
-    may go on from an earlier turn, and be kept for the next. asked: when it was asked for; first_token_seconds: until its first token.
-    accounted: whether the totals have it.
+    status, computed, rounds, drafted: as of the last call, see DecodeState. guessed: how many tokens each round guessed. output,
+    from_draft: the new tokens so far, without what follows a stop string, and whether each was an accepted draft. text: the output's.
+    logprobs: of each new token that was looked at, if the loop gives them; scored: those of tokens that were not. slot: -1 while it has
+    none. order: requests that were begun before. goals: rows at which its prompt is to be kept for others. shared: rows of its prompt
+    that others had computed. keep: whether its slot may go on from an earlier turn, and be kept for the next. asked: when it was asked
+    for; first_token_seconds: until its first token. accounted: whether the totals have it.
     """
 
     prompt: np.ndarray
@@ -56,6 +56,7 @@ class Request:
     computed: int = 0
     rounds: int = 0
     drafted: int = 0
+    guessed: list[int] = dataclasses.field(default_factory=list)
     output: list[int] = dataclasses.field(default_factory=list)
     from_draft: list[bool] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
@@ -117,8 +118,9 @@ class Request:
         self.slot, self.computed = -1, 0
         self.goals.clear()
 
-    def advance(self, report: decode.Report, row: int) -> None:
-        """Takes in what a call reports about it in this row."""
+    def advance(self, report: decode.Report, row: int, num_draft_tokens: int) -> None:
+        """Takes in what a call whose rounds guessed so many tokens reports about it in this row."""
+        self.guessed += [num_draft_tokens] * (int(report.rounds[row]) - self.rounds)
         new = int(report.length[row]) - self.length
         self.output += report.tokens[row, :new].tolist()
         self.from_draft += report.from_draft[row, :new].tolist()

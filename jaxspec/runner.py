@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec.accept import COUPLED, Rule
+from jaxspec.adaptive import Adaptive
 from jaxspec.drafters.base import Drafter
 from jaxspec.gemma4 import Gemma4
 from jaxspec.logprobs import ROWS, Logprobs
@@ -29,6 +30,7 @@ from jaxspec.packing import packed
 from jaxspec.request import MAX_STOP_IDS, Request
 from jaxspec.sampling import PLAIN, Needs
 from jaxspec.slots import Slots
+from jaxspec.stats import accepted_by_call, histogram_of
 
 BUCKET_RATIO = 8
 PREFILL_ROWS = 512  # rows of the largest prefill call; enough that reading the weights is not what it waits for
@@ -38,8 +40,8 @@ STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt w
 PAGE = 64  # positions in a page
 PREFIX_BYTES = 2**30  # snapshots of prompts, on each device
 
-# A call that is under way: the requests it works on, and what it will report of them.
-Call = tuple[Sequence[Request], decode.Report]
+# A call that is under way: the requests it works on, how many tokens its rounds guess, and what it will report.
+Call = tuple[Sequence[Request], int, decode.Report]
 
 
 class Runner:
@@ -51,7 +53,8 @@ class Runner:
     may take, in idle slots beside those that run; they hold shared pages until sequences need these. shardings: from the shapes of a
     state to its shardings, or None for one device.
 
-    compilations, compile_seconds: programs made ready so far, and the time that took. busy_seconds: time in which a call was under way.
+    adaptive: chooses how many tokens rounds guess, None where all guess num_draft_tokens. compilations, compile_seconds: programs made
+    ready so far, and the time that took. busy_seconds: time in which a call was under way.
     preemptions: sequences that made room and were computed again.
     Raises ValueError for fewer pages than one sequence can need.
     """
@@ -78,6 +81,7 @@ class Runner:
         self.compilations, self.compile_seconds, self.busy_seconds, self.preemptions = 0, 0.0, 0.0, 0
         accept.check(num_draft_tokens)
         self.accept = accept
+        self.adaptive: Adaptive | None = None
         self.kv_pages = slots * self.pages_for(max_len) if kv_pages is None else kv_pages
         if self.kv_pages < self.pages_for(max_len):
             raise ValueError(
@@ -146,20 +150,21 @@ class Runner:
         """Full-attention pages of a sequence with so many rows, the drafts of its next round among them."""
         return math.ceil(min(rows, self.max_len) / self.page_size)
 
-    def programs(self, needs: Needs) -> list[tuple[Any, ...]]:
-        """Keys of all programs that requests with these needs use."""
+    def programs(self, needs: Needs, choices: Sequence[int] = ()) -> list[tuple[Any, ...]]:
+        """Keys of all programs that requests with these needs use. choices: numbers of drafts beside the runner's own."""
+        counts = sorted({self.num_draft_tokens, *choices})
         return [
-            *(("decode", size, needs, self.num_draft_tokens) for size in self.decode_buckets),
+            *(("decode", size, needs, count) for size in self.decode_buckets for count in counts),
             *(("prefill", size, chunk, needs) for size, chunk in self.prefill_buckets),
             *(("admit", size) for size in self.admit_buckets),
             ("fork",),
         ]
 
-    def warmup(self, needs: Needs) -> Iterator[str]:
+    def warmup(self, needs: Needs, choices: Sequence[int] = ()) -> Iterator[str]:
         """Compiles every program that requests with these needs use, as many at a time as there are cores, and gives a line about each
         that is ready. XLA compiles without Python's lock; what leads to it does not."""
         self.ready()
-        begun, missing = time.perf_counter(), [key for key in self.programs(needs) if key not in self._programs]
+        begun, missing = time.perf_counter(), [key for key in self.programs(needs, choices) if key not in self._programs]
         with self._explained(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             pending = {pool.submit(getattr(self, f"_lower_{name}")(*key).compile): (name, *key) for name, *key in missing}
             for done in concurrent.futures.as_completed(pending):
@@ -235,27 +240,34 @@ class Runner:
         size, chunk = max(self.prefill_buckets, key=functools.partial(_worth, left))
         some = requests[:size]
         until, known = (np.asarray([*values, *[0] * (size - len(some))], np.int32) for values in (goals[:size], [r.length for r in some]))
-        return some, self._run(self._program("prefill", size, chunk, needs), self._ids(some, size), until, known)
+        return some, 0, self._run(self._program("prefill", size, chunk, needs), self._ids(some, size), until, known)
 
     def decode(
         self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, num_draft_tokens: int | None = None
     ) -> Call:
         """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. num_draft_tokens: of each round, at
-        most the runner's own, which it is by default."""
+        most the runner's own; by default what `adaptive` chooses among those that are compiled, else the runner's own."""
         size = next(size for size in self.decode_buckets if size >= len(requests))
         count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        if num_draft_tokens is None and self.adaptive is not None:
+            count = self.adaptive.choose(size, [k for k in self.adaptive.choices if ("decode", size, needs, k) in self._programs])
         known = np.asarray([*(r.length for r in requests), *[0] * (size - len(requests))], np.int32)
         steps = self.steps_for(needs, steps)
         program = self._program("decode", size, needs, count)
-        return requests, self._run(program, self._ids(requests, size), known, np.int32(steps), np.bool_(until_any))
+        return requests, count, self._run(program, self._ids(requests, size), known, np.int32(steps), np.bool_(until_any))
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests. Whether one of them lacked pages, and left its requests as they were."""
-        reports = self._get([report for _, report in calls])
-        for (requests, _), report in zip(calls, reports, strict=True):
+        reports = self._get([report for *_, report in calls])
+        for (requests, count, _), report in zip(calls, reports, strict=True):
             self._free = report.free
             for row, request in enumerate(requests):
-                request.advance(report, row)
+                known = len(request.output)
+                request.advance(report, row, count)
+                if self.adaptive is not None and 0 < known < len(request.output):
+                    accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
+                    # Where the sequence ended it cut its last round.
+                    self.adaptive.see(histogram_of(accepted[:-1] if request.ended else accepted, count), count)
         return any(bool(report.starved) for report in reports)
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:

@@ -1,8 +1,12 @@
-"""The choice of K on made-up costs and acceptance."""
+"""The choice of K on made-up costs and acceptance, and of an LLM."""
+
+import itertools
 
 import numpy as np
 import pytest
+import tiny
 
+import jaxspec
 from jaxspec import adaptive
 from jaxspec.adaptive import Adaptive
 
@@ -106,3 +110,46 @@ def test_what_there_is_to_choose_among(k, chosen):
 def test_costs_must_be_known(table, message):
     with pytest.raises(ValueError, match=message):
         Adaptive((0, 2), table)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "drafter")
+
+
+def params(seed):
+    return jaxspec.SamplingParams(max_tokens=40, temperature=float(seed % 2), seed=seed, ignore_eos=True, top_k=0, top_p=1.0)
+
+
+def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
+    """Its tokens are those of a fixed K, its counts those of the rounds as they were, and nothing is compiled on the way."""
+    llm = jaxspec.load(*folders, max_slots=1, max_len=64, progress=False)
+    prompts, each = [[5, 6, 7], [8, 9], [10]], [params(0), params(1), params(2)]
+    fixed = llm.generate(prompts, each)  # K = 3, as the drafter says: nothing is known of costs yet
+    assert {out.stats.drafted for out in fixed} == {3 * out.stats.steps for out in fixed} and llm._runner.adaptive is None
+    llm.warmup(each[1])
+    runner, made = llm._runner, llm.stats.compilations
+    assert set(runner.adaptive.costs) == {(1, 0), (1, 2), (1, 3)} and all(c > 0 for c in runner.adaptive.costs.values())
+    assert llm.stats.steps == sum(out.stats.steps for out in fixed)  # what was timed counts nowhere
+
+    turns, begun = itertools.cycle([3, 0, 2]), llm.stats
+    monkeypatch.setattr(runner.adaptive, "choose", lambda size, among: next(turns))
+    monkeypatch.setattr(runner, "steps_for", lambda needs, steps: min(steps, 3))
+    outs = llm.generate(prompts, each)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in fixed] and llm.stats.compilations == made
+    part = llm.stats - begun
+    assert part.rounds_by_draft[0] < part.steps and part.rounds_by_draft[2] < part.rounds_by_draft[0]
+    assert part.drafted == sum(part.rounds_by_draft) == sum(out.stats.drafted for out in outs)
+    assert part.stepped_tokens == part.steps + part.accepted == 3 * 39
+    monkeypatch.undo()
+
+    for _ in range(3):  # of a drafter that guesses nothing right
+        assert [out.token_ids for out in llm.generate(prompts, each)] == [out.token_ids for out in fixed]
+    assert runner.adaptive.rates[0] < 0.5
+
+
+@pytest.mark.parametrize("settings", [{"num_draft_tokens": 3}, {"accept": "standard"}])
+def test_a_number_that_was_asked_for_stays(folders, settings):
+    llm = jaxspec.load(*folders, max_slots=1, max_len=64, progress=False, **settings)
+    assert llm._choices == () and len(llm._runner.programs(llm._needs([]), llm._choices)) == len(llm._runner.programs(llm._needs([])))
