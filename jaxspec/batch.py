@@ -10,7 +10,6 @@ Beside the results lies a file `.run.json`: what the run was started with, locke
 
 from __future__ import annotations
 
-import array
 import contextlib
 import dataclasses
 import fcntl
@@ -28,6 +27,7 @@ from jax.experimental import multihost_utils
 from tqdm.auto import tqdm
 
 from jaxspec.params import MAX_SEED, Completion, SamplingParams, integer
+from jaxspec.results import Known, parsed, remove_errors, sync, write
 
 SYNC_SECONDS = 1.0  # what a power cut may undo
 KEYS = ("id", "prompt", "messages", "params")
@@ -103,7 +103,7 @@ class Batch:
             raise FileNotFoundError(f"{self.input} is no file; expected one of JSON lines")
         if not self.out.parent.is_dir():
             raise FileNotFoundError(f"{self.out.parent}, the folder of the output, is not there")
-        self._known, self._errors, self._bad = _Known(), None, 0
+        self._known, self._errors, self._bad = Known(), None, 0
         self._files = contextlib.ExitStack()
         if self._writes:
             with contextlib.ExitStack() as files:
@@ -111,7 +111,7 @@ class Batch:
                 self._lock()
                 self._out = files.enter_context(open(self.out, "ab"))
                 self._repair()
-                _remove_errors(self.errors)
+                remove_errors(self.errors)
                 self._files = files.pop_all()
         self._wait()  # until the results are repaired
         if not self._writes:
@@ -163,7 +163,7 @@ class Batch:
             return
         self._settings.truncate(0)
         self._settings.write(text.encode())
-        _sync(self._settings)
+        sync(self._settings)
 
     def run(self) -> BatchResult:
         """Serves all lines that have no result yet."""
@@ -179,9 +179,9 @@ class Batch:
                 for done in completions:
                     line, sample = pending.pop(done.prompt_index)
                     if self._writes:
-                        _write(self._out, self._record(line, sample, done))
+                        write(self._out, self._record(line, sample, done))
                     if self._writes and time.perf_counter() - synced > SYNC_SECONDS:
-                        _sync(self._out)
+                        sync(self._out)
                         synced = time.perf_counter()
                     written, failed = written + 1, failed + (done.finish_reason == "error")
                     tokens, steps = tokens + len(done.token_ids), steps + done.stats.steps
@@ -192,7 +192,7 @@ class Batch:
                     bar.update(int(not line.left))
             finally:
                 if self._writes:
-                    _sync(self._out)
+                    sync(self._out)
         return BatchResult(written, self._known.count, failed, self._bad, self.out, self.errors)
 
     def _requests(self, file: Any, pending: dict[int, tuple[_Line, int]], bar: Any) -> Iterator[tuple[list[int], SamplingParams]]:
@@ -202,7 +202,7 @@ class Batch:
             if (number - 1) % self._shards != self._shard - 1:
                 continue
             line = self._line(number, text) if text.strip() else None
-            samples = [] if line is None else self._known.missing(line)
+            samples = [] if line is None else self._known.missing(line.number, line.params.n)
             if line is None or not samples:
                 # It took no time, and the bar's rate is to be that of those that do.
                 bar.initial = getattr(bar, "initial", 0) + 1
@@ -232,7 +232,7 @@ class Batch:
             # The only prompt of its check, which to a reader is that of the line.
             self._put_aside(number, name, str(error).replace("prompt 0", "the prompt", 1))
             return None
-        self._known.check(line, self.out)
+        self._known.check(line.number, line.name, self.out)
         return line
 
     def _put_aside(self, number: int, name: Any, reason: str) -> None:
@@ -241,7 +241,7 @@ class Batch:
             return
         if self._errors is None:
             self._errors = self._files.enter_context(open(self.errors, "wb"))
-        _write(self._errors, {"line": number, "id": name if isinstance(name, str | int) else None, "error": reason})
+        write(self._errors, {"line": number, "id": name if isinstance(name, str | int) else None, "error": reason})
 
     def _checked(self, number: int, values: Mapping[str, Any]) -> _Line:
         unknown = [key for key in values if key not in KEYS]
@@ -315,7 +315,7 @@ class Batch:
             )
         with open(self.out, "rb") as file:
             for number, text in enumerate(file, start=1):
-                record = _result(text)
+                record = parsed(text)
                 if record is None:
                     # A file system may lose blocks before the last: they are zeros then. What follows them is made again.
                     if end + len(text) < size and b"\0" not in text:
@@ -348,43 +348,6 @@ class _Line:
     left: int = 0
 
 
-class _Known:
-    """Which requests have results: 8 bytes for each line, and some more for those of several samples."""
-
-    def __init__(self) -> None:
-        self.count = self.failed = 0
-        self._names = array.array("Q")  # by line number, the hash of its id; 0 where there is no result
-        self._samples: dict[int, int] = {}  # line number -> bits of the samples that are there, where a request has several
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        line = record["line"]
-        if line >= len(self._names):
-            self._names.extend(bytes(max(line + 1 - len(self._names), len(self._names))))
-        self._names[line] = _hash(record["id"])
-        if "index" in record:
-            self._samples[line] = self._samples.get(line, 0) | 1 << record["index"]
-        self.count += 1
-        self.failed += "error" in record
-
-    def check(self, line: _Line, out: Path) -> None:
-        known = self._names[line.number] if line.number < len(self._names) else 0
-        if known and known != _hash(line.name):
-            raise ChangedInput(
-                f"{out} has line {line.number} under another id than {line.name!r}: it is of another input; name another output"
-            )
-
-    def missing(self, line: _Line) -> list[int]:
-        """The samples of a line that are still to be made."""
-        if line.number >= len(self._names) or not self._names[line.number]:
-            return list(range(line.params.n))
-        found = self._samples.get(line.number)
-        return [] if found is None else [i for i in range(line.params.n) if not found >> i & 1]
-
-
-class ChangedInput(ValueError):
-    """Results are there for lines that the input has no more."""
-
-
 def _spans_processes(llm: Any) -> bool:
     return any(not weight.is_fully_addressable for weight in jax.tree.leaves(llm.target))
 
@@ -397,46 +360,6 @@ def _shard(text: str) -> tuple[int, int]:
     return shard, shards
 
 
-def _result(text: bytes) -> dict[str, Any] | None:
-    """A line of results, None if it is damaged."""
-    try:
-        record = json.loads(text) if text.endswith(b"\n") else None
-    except ValueError:
-        return None
-    whole = isinstance(record, dict) and isinstance(record.get("line"), int) and record["line"] > 0 and "id" in record
-    return record if whole else None
-
-
-def _remove_errors(path: Path) -> None:
-    """Those of an earlier run: each run finds the bad lines again."""
-    if path.exists():
-        with open(path, "rb") as file:
-            first = file.readline()
-        if first and not (_result(first) or {}).get("error"):
-            raise ValueError(f"{path} is there, and is no file of errors; name another")
-        path.unlink()
-
-
 def _derived(seed: int, number: int) -> int:
     """The seed of a line, which does not depend on what else a run serves."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") % MAX_SEED
-
-
-def _hash(name: str | int) -> int:
-    return int.from_bytes(hashlib.blake2b(json.dumps(name).encode(), digest_size=8).digest(), "little") | 1
-
-
-def _write(file: Any, record: Mapping[str, Any]) -> None:
-    """Appends a line and hands it to the system. Text stays readable, unless it has half of a surrogate pair, which only an escape
-    can hold."""
-    try:
-        line = json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        line = json.dumps(record).encode()
-    file.write(line + b"\n")
-    file.flush()
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

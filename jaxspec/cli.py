@@ -229,7 +229,8 @@ def _chat(args: argparse.Namespace) -> None:
 def _batch(args: argparse.Namespace) -> int:
     import jax
 
-    from jaxspec.batch import Batch, ChangedInput
+    from jaxspec.batch import Batch
+    from jaxspec.results import ChangedInput
     from jaxspec.sharding import mesh_of
 
     seed, args.seed = args.seed or 0, None  # of the run, of which each line has its own

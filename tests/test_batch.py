@@ -14,7 +14,7 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import batch, cli
+from jaxspec import batch, cli, results
 from jaxspec.params import SamplingParams
 from jaxspec.stats import RoundStats
 
@@ -246,7 +246,7 @@ def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
     line = read_lines(out)[0]["line"]
     lines = requests.read_text().splitlines()
     changed = write_lines(tmp_path / "changed.jsonl", [*lines[: line - 1], '{"id": "other", "prompt": "x"}', *lines[line:]])
-    with pytest.raises(batch.ChangedInput, match=f"has line {line} under another id than 'other': it is of another input"):
+    with pytest.raises(results.ChangedInput, match=f"has line {line} under another id than 'other': it is of another input"):
         batch.run_batch(FakeLLM(), changed, out, seed=1)
     text = out.read_text().splitlines()
     write_lines(out, [text[0], "something", *text[1:]])
