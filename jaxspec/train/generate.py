@@ -1,48 +1,66 @@
-"""Text that a target writes itself, by the loop that serves: what its drafters will meet."""
+"""Text that a target writes itself, which is what its drafters will meet, and how much of it a drafter guesses."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decode
-from jaxspec.drafters.base import NoDraft
+from jaxspec.drafters.base import Drafter, NoDraft
 from jaxspec.gemma4 import Gemma4
-from jaxspec.train.loop import windows
+from jaxspec.state import DecodeState
+from jaxspec.train.data import packed
+from jaxspec.train.guesses import XLA
+from jaxspec.train.losses import Batch
 
 
-def generate(model: Gemma4, prompts: jax.Array, new_tokens: int) -> jax.Array:
-    """Greedy continuations. prompts: [B, P] int32 -> [B, P + new_tokens] int32."""
-    batch, length = prompts.shape
+def written(llm: Any, texts: Batch, count: int, *, temperature: float, seed: int) -> Batch:
+    """`count` texts that an LLM writes behind beginnings of these: the given part of a text where it has one, else an eighth to a half
+    of its row. They end where the LLM ends them, or with the row."""
+    from jaxspec.params import SamplingParams
+
+    rng, width = np.random.default_rng(seed), texts.ids.shape[1]
+    prompts = []
+    for row in rng.choice(len(texts.ids), count, replace=count > len(texts.ids)):
+        given = int(texts.first[row]) or int(rng.integers(width // 8, width // 2 + 1))
+        prompts.append(texts.ids[row, : min(given, int(texts.length[row]), width - 2)].tolist())
+    params = [SamplingParams(max_tokens=width - len(p), temperature=temperature, seed=seed + i) for i, p in enumerate(prompts)]
+    done = llm.generate(prompts, params)
+    return packed([np.asarray([*p, *c.token_ids], np.int32) for p, c in zip(prompts, done, strict=True)], [len(p) for p in prompts], width)
+
+
+def continued(model: Gemma4, drafter: Drafter, ids: jax.Array, given: jax.Array, num_draft_tokens: int) -> DecodeState:
+    """Greedy continuations to the end of the rows, by the loop that serves, without stopping at any token.
+
+    ids: [B, T] int32, of which the first `given` [B] are the prompts.
+    """
+    batch, length = ids.shape
     slots = jnp.arange(batch, dtype=jnp.int32)
-    zero = jnp.zeros_like(slots)
-    state = decode.init_state(model, NoDraft(), slots=batch, max_len=length + new_tokens, num_draft_tokens=0)
+    state = decode.init_state(model, drafter, slots=batch, max_len=length, num_draft_tokens=num_draft_tokens)
     requests = decode.Requests(
-        tokens=prompts,
-        length=zero + length,
-        prompt=zero + length,
-        limit=zero + length + new_tokens,
+        tokens=ids,
+        length=given,
+        prompt=given,
+        limit=jnp.full_like(given, length),
         stop_ids=jnp.broadcast_to(state.stop_ids[:1], state.stop_ids.shape),
         seed=state.seed,
         temperature=state.temperature,
     )
-    state = decode.prefill(model, NoDraft(), decode.admit(state, slots, requests), slots, chunk=length)
-    return decode.decode_loop(model, NoDraft(), state, slots, new_tokens, num_draft_tokens=0).tokens
+    state = decode.admit(state, slots, requests)
+    state = decode.prefill(model, drafter, state, slots, chunk=length, attention=XLA, draft_attention=XLA)
+    return decode.decode_loop(model, drafter, state, slots, length, num_draft_tokens=num_draft_tokens, attention=XLA, draft_attention=XLA)
 
 
-def corpus(
-    model: Gemma4, stream: np.ndarray, *, sequences: int, prompt_length: int, new_tokens: int, seed: int, batch: int = 512
-) -> jax.Array:
-    """Greedy continuations of prompts from random places of a stream: [sequences, prompt_length + new_tokens] int32.
+def generate(model: Gemma4, prompts: jax.Array, new_tokens: int) -> jax.Array:
+    """Greedy continuations. prompts: [B, P] int32 -> [B, P + new_tokens] int32."""
+    given = jnp.full((prompts.shape[0],), prompts.shape[1], jnp.int32)
+    return continued(model, NoDraft(), jnp.pad(prompts, ((0, 0), (0, new_tokens))), given, 0).tokens
 
-    sequences: rounded up to whole batches.
-    """
-    starts = jnp.asarray(stream)
 
-    @jax.jit
-    def write(model: Gemma4, key: jax.Array) -> jax.Array:
-        return generate(model, windows(starts, key, batch, prompt_length), new_tokens)
-
-    keys = jax.random.split(jax.random.key(seed), -(-sequences // batch))
-    return jnp.concatenate([write(model, key) for key in keys])
+def acceptance_length(state: DecodeState) -> jax.Array:
+    """Tokens a round of a state of `continued`, the target's own choice counted."""
+    # The first token of each text comes from the prefill.
+    return jnp.sum(state.length - state.prompt - 1) / jnp.maximum(jnp.sum(state.rounds), 1)

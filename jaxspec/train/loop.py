@@ -1,8 +1,15 @@
-"""The training loop: AdamW over float32 masters, bf16 compute, windows of a token stream drawn on the device from a fixed seed."""
+"""The training loop: AdamW over float32 masters, compute in bfloat16, checkpoints from which a killed run goes on exactly.
+
+A step is a pure function of (seed, step, weights, moments): batches and random numbers are drawn anew from seed and step, so that
+nothing but weights, moments and the step need be kept.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +19,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm.auto import tqdm
 
-# loss(weights in compute dtype, batch) -> (scalar, metrics by name); a batch is ids [B, T] int32 unless `draw` makes another.
-Loss = Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]
-# draw(weights in compute dtype, stream, key) -> batch
-Draw = Callable[[Any, jax.Array, jax.Array], Any]
+from jaxspec.loading import DTYPES
+from jaxspec.train.curves import draw_curves
+
+# loss(weights in compute dtype, fixed, batch, key) -> (scalar, metrics by name)
+Loss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+METRICS, CURVES, CHECKPOINTS, SETTINGS = "metrics.jsonl", "curves.png", "checkpoints", "settings.json"
+KEPT = 2  # checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How to train. steps: updates. batch, length: texts in a batch, tokens in a text. peak: the learning rate after warm-up, which is
+    the first 2 % of the steps; from there it falls as a cosine to a fiftieth. accumulate: parts of a batch, whose gradients are averaged.
+    every: steps between rows of metrics.jsonl. save_every: steps between checkpoints, a multiple of `every`; None for `every`, 0 for
+    no checkpoints. seed: of everything drawn. dtype: of computing; weights and moments are float32."""
+
+    steps: int = 1000
+    batch: int = 16
+    length: int = 512
+    peak: float = 5e-4
+    accumulate: int = 1
+    every: int = 100
+    save_every: int | None = None
+    seed: int = 0
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate", "every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.length < 4:
+            raise ValueError(f"length is {self.length}, expected at least 4")
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch is {self.batch}, expected a multiple of accumulate, which is {self.accumulate}")
+        if self.save_every is not None and (self.save_every < 0 or self.save_every % self.every):
+            raise ValueError(f"save_every is {self.save_every}, expected a multiple of every, which is {self.every}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; available: {', '.join(map(repr, DTYPES))}")
 
 
 def optimizer(peak: float, steps: int, weight_decay: float = 0.1) -> optax.GradientTransformation:
@@ -28,77 +71,188 @@ def optimizer(peak: float, steps: int, weight_decay: float = 0.1) -> optax.Gradi
     )
 
 
-def windows(stream: jax.Array, key: jax.Array, batch: int, length: int) -> jax.Array:
-    """Windows at random places of a token stream: [batch, length] int32."""
-    start = jax.random.randint(key, (batch, 1), 0, stream.shape[0] - length)
-    return jnp.take(stream, start + jnp.arange(length)[None, :], axis=0).astype(jnp.int32)
-
-
-def train(
+def fit(
     loss: Loss,
     weights: Any,
-    stream: np.ndarray,
-    held_out: np.ndarray,
+    fixed: Any,
+    draw: Callable[[int], Any],
+    run: Run,
     *,
-    steps: int,
-    batch: int,
-    length: int,
-    peak: float,
-    seed: int,
-    log: Path,
-    draw: Draw | None = None,
-    score: Loss | None = None,
-    every: int = 500,
-    dtype: Any = jnp.bfloat16,
+    out: Path,
+    evaluate: Callable[[Any], dict[str, float]] | None = None,
+    save: Callable[[Any], None] | None = None,
+    resume: bool = False,
+    settings: dict[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    progress: bool = True,
 ) -> Any:
     """Minimises `loss` and returns the float32 weights.
 
-    weights: float32 pytree, donated. stream, held_out: [N] token ids. draw: makes a batch (default: windows of `length` tokens). score: the
-    loss of held-out windows (default: `loss`). Metrics of both streams are appended to `log` as JSON lines every `every` steps.
-    Raises ValueError for a stream without one window, and FloatingPointError naming the step if the logged loss is not finite.
+    weights: a pytree; float leaves are trained as float32 masters, others stay as they are. fixed: handed to `loss` as it is, such as
+    the target. draw: the batch of a step, a pytree of arrays with the batch first, always the same for a step. A row of metrics.jsonl in
+    `out` has the means since the row before and what `evaluate`, of the weights in compute dtype, measured. save: gets the weights with
+    every checkpoint and at the end. resume: go on from the newest checkpoint in `out`. settings: whatever else must be the same in a
+    resumed run. mesh: batches are spread over its axis "data", weights are on all its devices.
+
+    Raises ValueError if `mesh` does not divide the batch, or if a resumed run differs from what it goes on; FileExistsError where `out`
+    has checkpoints and resume is not set, FileNotFoundError where it has none and it is; and FloatingPointError, naming the step and
+    the last good checkpoint, if a loss or gradient is not finite.
     """
-    for name, ids in (("stream", stream), ("held_out", held_out)):
-        if len(ids) <= length:
-            raise ValueError(f"{name} has {len(ids)} tokens; expected more than the {length} of a window")
-    tx = optimizer(peak, steps)
+    steps, every, seed, accumulate, dtype = run.steps, run.every, run.seed, run.accumulate, DTYPES[run.dtype]
+    save_every = every if run.save_every is None else run.save_every
+    settings = dataclasses.asdict(run) | (settings or {})
+    shards = 1 if mesh is None else mesh.shape["data"]
+    if run.batch // accumulate % shards:
+        raise ValueError(f"{shards} devices along the mesh's axis 'data' do not divide a batch of {run.batch // accumulate} texts")
+    out.mkdir(parents=True, exist_ok=True)
+    trained, kept = _split(weights)
+    masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)  # copies, since they are given away
+    tx = optimizer(run.peak, steps)
+    moments = tx.init(masters)
+    copies, parts = (
+        (None, None) if mesh is None else (NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, "data")))
+    )
+    if copies is not None:
+        masters, moments, kept = jax.device_put((masters, moments, kept), copies)
 
-    def rounded(weights: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(dtype), weights)
+    def rounded(masters: Any) -> Any:
+        return _join(jax.tree.map(lambda x: x.astype(dtype), masters), kept)
 
-    @jax.jit(donate_argnums=(0, 1))
-    def update(weights: Any, moments: Any, tokens: jax.Array, step: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
+    @jax.jit(donate_argnums=(0, 1), out_shardings=copies)
+    def update(masters: Any, moments: Any, fixed: Any, batch: Any, step: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(seed), step)
-        drawn = windows(tokens, key, batch, length) if draw is None else draw(rounded(weights), tokens, key)
-        (value, metrics), grads = jax.value_and_grad(lambda w: loss(rounded(w), drawn), has_aux=True)(weights)
+        gradient = jax.value_and_grad(lambda m, part, key: loss(rounded(m), fixed, part, key), has_aux=True)
+
+        def one(part: Any, i: Any) -> Any:
+            (value, metrics), grads = gradient(masters, part, jax.random.fold_in(key, i))
+            return grads, {"loss": value, **metrics}
+
+        if accumulate == 1:
+            grads, metrics = one(jax.tree.map(lambda x: x[0], batch), 0)
+        else:
+            shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], batch), jnp.zeros((), jnp.int32))
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+            def add(total: Any, part: Any) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, one(*part)), None
+
+            total, _ = jax.lax.scan(add, zeros, (batch, jnp.arange(accumulate, dtype=jnp.int32)))
+            grads, metrics = jax.tree.map(lambda x: x / accumulate, total)
+        metrics["gradient"] = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            changes, moments = tx.update(grads, moments, weights)
-        return optax.apply_updates(weights, changes), moments, {"loss": value, **metrics}
+            changes, moments = tx.update(grads, moments, masters)
+        return optax.apply_updates(masters, changes), moments, metrics
 
-    @jax.jit
-    def evaluate(weights: Any, ids: jax.Array) -> dict[str, jax.Array]:
-        value, metrics = (score or loss)(rounded(weights), ids)
-        return {"loss": value, **metrics}
-
-    tokens = jnp.asarray(stream)
-    usable = len(held_out) // length * length
-    held = jnp.asarray(held_out[:usable].astype(np.int32).reshape(-1, length))
-    # A whole number of equal batches, so that one program serves them all; the mean over windows is over almost all of the stream.
-    held = held[: max(1, len(held) // batch) * batch].reshape(-1, min(batch, len(held)), length)
-    moments = tx.init(weights)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as out:
-        began, metrics = time.perf_counter(), {}
-        for step in range(steps):
-            weights, moments, metrics = update(weights, moments, tokens, jnp.asarray(step))
+    start, rows, good = 0, [], None
+    if resume:
+        start, masters, moments, good = _restore(out, masters, moments, settings)
+        rows = [row for row in read_metrics(out) if row["step"] <= start]
+    elif (out / CHECKPOINTS).exists():
+        raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
+    (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (out / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    spent = rows[-1]["seconds"] if rows else 0.0
+    in_compute = jax.jit(rounded)
+    pending: list[dict[str, jax.Array]] = []
+    began = time.perf_counter()
+    with tqdm(total=steps, initial=start, desc="Training", unit="step", disable=not progress) as bar:
+        for step in range(start, steps):
+            batch = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), draw(step))
+            batch = jax.tree.map(jnp.asarray, batch) if parts is None else jax.device_put(batch, parts)
+            masters, moments, metrics = update(masters, moments, fixed, batch, jnp.asarray(step))
+            pending.append(metrics)
+            bar.update()
             if (step + 1) % every and step + 1 != steps:
                 continue
-            seconds = time.perf_counter() - began
-            scores = [evaluate(weights, part) for part in held]
-            row = {name: float(value) for name, value in metrics.items()}
-            row |= {f"held_out_{name}": float(np.mean([s[name] for s in scores])) for name in scores[0]}
-            row = {"step": step + 1, "seconds": round(seconds, 1)} | {k: round(v, 4) for k, v in row.items()}
-            print(json.dumps(row), file=out, flush=True)
-            print(json.dumps(row), flush=True)
-            if not np.isfinite(row["loss"]):
-                raise FloatingPointError(f"the loss at step {step + 1} is {row['loss']}")
-    return weights
+            found = jax.device_get(pending)
+            _check_finite(found, step + 2 - len(found), good)
+            pending.clear()
+            row = {"step": step + 1, "seconds": round(spent + time.perf_counter() - began, 1)}
+            row |= {name: round(float(np.mean([f[name] for f in found])), 6) for name in found[0]}
+            if evaluate is not None:
+                row |= {name: round(float(value), 4) for name, value in evaluate(in_compute(masters)).items()}
+            rows.append(row)
+            with (out / METRICS).open("a", encoding="utf-8") as log:
+                print(json.dumps(row), file=log, flush=True)
+            bar.set_postfix({name: f"{row[name]:.3f}" for name in ("loss", "measured_acceptance_length") if name in row})
+            draw_curves(rows, out / CURVES)
+            if save_every and ((step + 1) % save_every == 0 or step + 1 == steps):
+                good = _save(out, step + 1, masters, moments)
+                if save is not None and step + 1 < steps:
+                    save(_join(masters, kept))
+    result = _join(masters, kept)
+    if save is not None:
+        save(result)
+    return result
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl; a last line that was cut off is left out."""
+    path, rows = out / METRICS, []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def _split(weights: Any) -> tuple[Any, Any]:
+    """(float leaves, others), each with None in the other's place."""
+    is_float = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.floating)), weights)
+    trained, kept = (jax.tree.map(lambda x, f, w=wanted: x if f is w else None, weights, is_float) for wanted in (True, False))
+    return trained, kept
+
+
+def _join(trained: Any, kept: Any) -> Any:
+    return jax.tree.map(lambda t, k: k if t is None else t, trained, kept, is_leaf=lambda x: x is None)
+
+
+def _check_finite(found: list[dict[str, Any]], first: int, good: Path | None) -> None:
+    for step, metrics in enumerate(found, start=first):
+        for name in ("loss", "gradient"):
+            if not math.isfinite(metrics[name]):
+                last = "no checkpoint was written before" if good is None else f"the last good checkpoint is {good}"
+                raise FloatingPointError(f"the {name} at step {step} is {metrics[name]}; {last}")
+
+
+def _flat(*trees: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trees)}
+
+
+def _save(out: Path, step: int, masters: Any, moments: Any) -> Path:
+    """Writes a checkpoint, and removes all but the newest few."""
+    import orbax.checkpoint as ocp
+
+    folder = (out / CHECKPOINTS).resolve()
+    folder.mkdir(exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:  # in place only when whole
+        checkpointer.save(folder / str(step), _flat(masters, moments), force=True)
+    for old in _steps(folder)[:-KEPT]:
+        shutil.rmtree(folder / str(old))
+    return folder / str(step)
+
+
+def _restore(out: Path, masters: Any, moments: Any, settings: dict[str, Any]) -> tuple[int, Any, Any, Path]:
+    import orbax.checkpoint as ocp
+
+    folder = (out / CHECKPOINTS).resolve()
+    found = _steps(folder)
+    if not found:
+        raise FileNotFoundError(f"{out} has no checkpoint to resume from")
+    before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
+    for name in sorted({*before, *settings}):
+        if before.get(name) != settings.get(name):
+            raise ValueError(
+                f"{name} is {settings.get(name)!r}; the run in {out} has {before.get(name)!r}, and a resumed run must have the same"
+            )
+    flat = _flat(masters, moments)
+    with ocp.StandardCheckpointer() as checkpointer:
+        state = checkpointer.restore(folder / str(found[-1]), jax.tree.map(ocp.utils.to_shape_dtype_struct, flat))
+    leaves = [state[name] for name in flat]
+    masters, moments = jax.tree.unflatten(jax.tree.structure((masters, moments)), leaves)
+    return found[-1], masters, moments, folder / str(found[-1])
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []

@@ -1,80 +1,139 @@
-"""Losses of the target and of its drafters, computed by the very modules that run at inference.
-
-What is differentiated runs in plain XLA: the kernels have no derivative.
-"""
+"""Losses of a target and of its drafters: how far a drafter's guesses are from what the target chooses."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxspec.drafters.gemma4_mtp import Gemma4MTP
-from jaxspec.gemma4 import Gemma4, Rows
-from jaxspec.layers import Linear, softcap
+from jaxspec.gemma4 import Gemma4
+from jaxspec.train.guesses import XLA, Guess, guesses, pick, whole_rows
 
 
-def whole_rows(ids: jax.Array) -> Rows:
-    """Every row of a batch of whole sequences. ids: [B, T] int32."""
-    batch, length = ids.shape
-    zero = jnp.zeros((batch,), jnp.int32)
-    return Rows(ids, zero, zero + length, jnp.arange(batch, dtype=jnp.int32))
+@struct.dataclass
+class Batch:
+    """Texts, padded at their ends. ids: [B, T] int32. first: [B] int32, the first token that a drafter may have to guess after: those
+    before it were given, not written. length: [B] int32."""
+
+    ids: Any
+    first: Any
+    length: Any
 
 
-def target_loss(model: Gemma4, ids: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Mean cross-entropy of the next token, in nats. ids: [B, T]."""
-    out, _ = model(whole_rows(ids), None, attention="xla")
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a drafter is trained towards. steps: draft steps in a row. anchors: places of each text that draft, drawn anew in every step.
+    decay: weight of a draft step, against that of the step before it.
+
+    Weights of the distances of a guess's distribution q from the target's p. soft: cross-entropy to p, which is KL up to a constant.
+    hard: cross-entropy to p's most likely token. tv: total variation, half of the L1 distance: 1 - tv is how often speculative sampling
+    accepts (Leviathan et al. 2023, section 3.2).
+    """
+
+    steps: int = 4
+    anchors: int = 64
+    decay: float = 0.8
+    soft: float = 1.0
+    hard: float = 0.0
+    tv: float = 0.0
+
+
+def target_loss(model: Gemma4, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean cross-entropy of the next token, in nats, of tokens from `first` on."""
+    ids, place = batch.ids, jnp.arange(1, batch.ids.shape[1], dtype=jnp.int32)[None, :]
+    counted = (place >= batch.first[:, None]) & (place < batch.length[:, None])
+    out, _ = model(whole_rows(ids), None, attention=XLA)
     logits = model.unembed(out.hidden[:, :-1])
     gold = jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
-    loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - gold)
-    return loss, {"accuracy": jnp.mean((jnp.argmax(logits, axis=-1) == ids[:, 1:]).astype(jnp.float32))}
+    right = jnp.argmax(logits, axis=-1) == ids[:, 1:]
+    loss = mean(jax.nn.logsumexp(logits, axis=-1) - gold, counted)
+    return loss, {"accuracy": mean(right.astype(jnp.float32), counted)}
 
 
-def mtp_loss(
-    assistant: Gemma4MTP, target: Gemma4, ids: jax.Array, steps: int, ordering: jax.Array, hard: float = 1.0
+def distil_loss(
+    drafter: Any, target: Gemma4, batch: Batch, key: jax.Array | None, objective: Objective
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The assistant's distance from the target's next-token distributions, unrolled over `steps` draft steps with its own feedback.
+    """The mean distance of a drafter's guesses from the target's choices, by `objective`. key: of the places; None takes every one.
 
-    Every row P of a sequence drafts at once: step k takes token P + k and predicts what the target chooses after it. The loss of a
-    step is the cross-entropy to the target's distribution, plus `hard` times that to its argmax, plus, for a centroid head, the
-    cross-entropy to the target's mass in each centroid's tokens. ids: [B, T]. ordering: [V] int32, `token_ordering`.
-    Metrics: acceptance length, greedy, had every row drafted along this text; recall of the target's argmax by the centroids.
+    With a draft vocabulary the target's distribution is compared on that, and places whose best token it lacks do not count.
+    Metrics: acceptance length, greedy, had every place drafted along this text; the recall of the target's best token by the draft
+    vocabulary's or the centroids' choice.
     """
-    rows = whole_rows(ids)
-    out, _ = target(rows, None)
-    logits = jax.lax.stop_gradient(target.unembed(out.hidden))
-    layers = assistant.config.text.layers
-    keys = {spec.kind: out.keys[spec.kv_source] for spec in layers if spec.kv_source is not None}
-    keys = jax.lax.stop_gradient(keys)
-    hidden, config = jax.lax.stop_gradient(out.hidden), assistant.config
-    length = ids.shape[1]
+    out, _ = target(whole_rows(batch.ids), None, taps=drafter.taps, attention=XLA)
+    at, valid = places(batch, key, objective.anchors)
+    whole = valid & (at + objective.steps < batch.length[:, None])
+    agree, accepted = whole, jnp.ones((), jnp.float32)
     total, weight = jnp.zeros((), jnp.float32), 0.0
-    agree = jnp.ones((ids.shape[0], length - steps), bool)
     metrics: dict[str, jax.Array] = {}
-    accepted = jnp.ones((), jnp.float32)
-    for k in range(1, steps + 1):
-        embedded = jax.lax.stop_gradient(target.embed(jnp.roll(ids, -k, axis=1)))
-        y, hidden = assistant.step(embedded, hidden, rows.positions, keys, "xla")
-        y, truth = y[:, : length - steps], jnp.roll(logits, -k, axis=1)[:, : length - steps]
-        drafted = Linear(assistant.model.embed_tokens.weight)(y, dtype=jnp.float32)
-        if assistant.masked_embedding is None:
-            drafted = softcap(drafted, config.text.final_logit_softcapping)
-        best = jnp.argmax(truth, axis=-1)
-        log_q = jax.nn.log_softmax(drafted, axis=-1)
-        p = jax.nn.softmax(truth, axis=-1)
-        loss = -jnp.sum(p * log_q, axis=-1) - hard * jnp.take_along_axis(log_q, best[..., None], axis=-1)[..., 0]
-        offered = jnp.ones_like(drafted, bool)
-        if assistant.masked_embedding is not None:
-            scores = assistant.masked_embedding.centroids(y).astype(jnp.float32)
-            mass = jnp.take(p, ordering, axis=-1).reshape(*p.shape[:2], config.num_centroids, -1).sum(-1)
-            loss -= jnp.sum(mass * jax.nn.log_softmax(scores, axis=-1), axis=-1)
-            chosen = jax.lax.top_k(scores, config.centroid_intermediate_top_k)[1]
-            centroid_of = jnp.argsort(ordering) // (ordering.shape[0] // config.num_centroids)
-            among = jnp.any(jax.nn.one_hot(chosen, config.num_centroids, dtype=bool), axis=-2)
-            offered = jnp.take(among, centroid_of, axis=-1)
-            found = jnp.take_along_axis(offered, best[..., None], axis=-1)
-            metrics[f"recall_{k}"] = jnp.mean(found.astype(jnp.float32))
-        # What inference drafts: the best of the tokens that the centroids offer.
-        agree &= jnp.argmax(jnp.where(offered, drafted, -jnp.inf), axis=-1) == best
-        accepted += jnp.mean(agree.astype(jnp.float32))
-        total, weight = total + 0.9 ** (k - 1) * jnp.mean(loss), weight + 0.9 ** (k - 1)
+    for k, guess in enumerate(guesses(drafter, target, out, batch.ids, at, objective.steps), start=1):
+        truth = target.unembed(pick(out.hidden, at + k))
+        best = jnp.argmax(truth, axis=-1).astype(jnp.int32)
+        distance, chosen, offered = _distance(drafter, guess, truth, best, objective)
+        counted = valid & (at + k < batch.length[:, None])
+        if guess.centroids is not None or guess.ids is not None:
+            metrics[f"recall_{k}"] = mean(offered.astype(jnp.float32), counted)
+        if guess.ids is not None:
+            counted &= offered
+        agree &= chosen == best
+        accepted += mean(agree.astype(jnp.float32), whole)
+        importance = objective.decay ** (k - 1)
+        total, weight = total + importance * mean(distance, counted), weight + importance
     return total / weight, {"acceptance_length": accepted, **metrics}
+
+
+def places(batch: Batch, key: jax.Array | None, count: int) -> tuple[jax.Array, jax.Array]:
+    """`count` places of each text at most, none twice, from which a drafter guesses: [B, A] int32, and whether each is one."""
+    rows = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)[None, :]
+    # The first guess follows the anchor, which is at the earliest the first token that was written, and at the latest the last.
+    valid = (rows >= batch.first[:, None] - 1) & (rows < batch.length[:, None] - 1)
+    if key is None:
+        return jnp.broadcast_to(rows, valid.shape), valid
+    scores = jnp.where(valid, jax.random.uniform(key, valid.shape), -1.0)
+    scores, at = jax.lax.top_k(scores, min(count, valid.shape[1]))
+    return at.astype(jnp.int32), scores >= 0
+
+
+def mean(values: jax.Array, counted: jax.Array) -> jax.Array:
+    """The mean of those that count, 0 of none. values: float32, counted: bool, of one shape."""
+    return jnp.sum(jnp.where(counted, values, 0.0)) / jnp.maximum(jnp.sum(counted.astype(jnp.float32)), 1.0)
+
+
+def _distance(
+    drafter: Any, guess: Guess, truth: jax.Array, best: jax.Array, objective: Objective
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of every place the distance, the token that is drafted, and whether the target's best token could have been. truth: [B, A, V],
+    best: [B, A]."""
+    log_q, p = jax.nn.log_softmax(guess.logits, axis=-1), jax.nn.softmax(truth, axis=-1)
+    if guess.ids is None:
+        index, drawable, offered = best, guess.logits, jnp.ones(best.shape, bool)
+        shared, soft = p, p
+    else:
+        shared, soft = jnp.take(p, guess.ids, axis=-1), jax.nn.softmax(jnp.take(truth, guess.ids, axis=-1), axis=-1)
+        candidate = jnp.full((p.shape[-1],), -1, jnp.int32).at[guess.ids].set(jnp.arange(guess.ids.shape[0], dtype=jnp.int32))
+        index, drawable = jnp.take(candidate, best), guess.logits
+        index, offered = jnp.maximum(index, 0), index >= 0
+    distance = jnp.zeros(best.shape, jnp.float32)
+    if objective.soft:
+        distance -= objective.soft * jnp.sum(soft * log_q, axis=-1)
+    if objective.hard:
+        distance -= objective.hard * jnp.take_along_axis(log_q, index[..., None], axis=-1)[..., 0]
+    if objective.tv:
+        distance += objective.tv * (1.0 - jnp.sum(jnp.minimum(shared, jnp.exp(log_q)), axis=-1))
+    if guess.centroids is not None:
+        assert isinstance(drafter, Gemma4MTP) and drafter.masked_embedding is not None
+        ordering, config = drafter.masked_embedding.token_ordering, drafter.config
+        # Centroids are to be chosen by how much of p their tokens have.
+        mass = jnp.take(p, ordering, axis=-1).reshape(*best.shape, config.num_centroids, -1).sum(-1)
+        distance -= jnp.sum(mass * jax.nn.log_softmax(guess.centroids, axis=-1), axis=-1)
+        among = jax.lax.top_k(guess.centroids, config.centroid_intermediate_top_k)[1]
+        centroid_of = jnp.argsort(ordering) // (ordering.shape[0] // config.num_centroids)
+        allowed = jnp.take(jnp.any(jax.nn.one_hot(among, config.num_centroids, dtype=bool), axis=-2), centroid_of, axis=-1)
+        offered = jnp.take_along_axis(allowed, best[..., None], axis=-1)[..., 0]
+        # What inference drafts: the best of the tokens that the centroids offer.
+        drawable = jnp.where(allowed, guess.logits, -jnp.inf)
+    chosen = jnp.argmax(drawable, axis=-1).astype(jnp.int32)
+    return distance, chosen if guess.ids is None else jnp.take(guess.ids, chosen), offered

@@ -1,11 +1,11 @@
-"""Trains the bundled pocket models. One command a model:
+"""The bundled pocket models: their configs and recipes, all run by `jaxspec.train`. One command a model:
 
     python -m jaxspec.train.pocket target --data DIR --out DIR
-    python -m jaxspec.train.pocket mtp --target DIR --data DIR --out DIR
+    python -m jaxspec.train.pocket mtp --data DIR --out DIR    # or dflash, eagle3, modules, draft
 
 and the figures of the card, on the held-out modules:
 
-    python -m jaxspec.train.pocket measure
+    python -m jaxspec.train.pocket measure [--drafter pocket-mtp]
 
 --data is what `python -m jaxspec.train.corpus` wrote. Training takes at most 8 minutes a model on one H200.
 """
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import checkpoint, gemma4
-from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
-from jaxspec.layers import init_weights
-from jaxspec.train.generate import corpus
-from jaxspec.train.loop import train, windows
-from jaxspec.train.losses import mtp_loss, target_loss
+from jaxspec import gemma4
+from jaxspec.config import FULL, SLIDING, Gemma4Config
+from jaxspec.train import distil
+from jaxspec.train.data import drawn, packed
+from jaxspec.train.kinds import initial
+from jaxspec.train.loop import Run, fit
+from jaxspec.train.losses import Batch, target_loss
+from jaxspec.train.tuning import save_target
 from jaxspec.train.unlikelihood import break_loops
 
 ROPE = {
@@ -99,81 +98,143 @@ MTP = {
         "hidden_size_per_layer_input": 0,
     },
 }
+# A decoder of Llama's or Qwen3's kind, as wide as the target.
+PLAIN = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+    "num_target_layers": 8,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+DFLASH = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    **PLAIN,
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+    "sliding_window": 128,
+    "use_sliding_window": True,
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 3, 5, 7], "final_logit_softcapping": 30.0},
+}
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    **PLAIN,
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 3072,
+    "eagle_aux_hidden_state_layer_ids": [2, 5, 8],
+}
+MODULES = {
+    "architectures": ["Gemma4MTPModules"],
+    "model_type": "gemma4_mtp_modules",
+    "num_nextn_predict_layers": 2,
+    "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma4_text",
+        **COMMON,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "layer_types": [*TARGET["layer_types"], SLIDING, FULL],
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "final_logit_softcapping": 30.0,
+        "vocab_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 0,
+    },
+}
+DRAFT = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    **COMMON,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, SLIDING, FULL] * 2,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": 0,
+    "hidden_size_per_layer_input": 0,
+}
 
 
-def initial(abstract: Any, key: jax.Array) -> Any:
-    """Random float32 weights. Gemma's attention has no 1 / sqrt(D), so the query norm starts there."""
-    weights = init_weights(abstract, key, std=0.05)
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A drafter's kind, config and objective, and how long it is trained with batches of so many texts."""
 
-    def scale(path: Any, leaf: jax.Array) -> jax.Array:
-        return leaf * leaf.shape[0] ** -0.5 if re.search(r"q_norm", jax.tree_util.keystr(path)) else leaf
-
-    return jax.tree_util.tree_map_with_path(scale, weights)
-
-
-def balanced_clusters(rows: np.ndarray, count: int, seed: int, rounds: int = 10) -> np.ndarray:
-    """k-means with clusters of equal size: the row ids of each cluster in turn, [N] int32. rows: [N, D]; count divides N."""
-    rng = np.random.default_rng(seed)
-    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-6)
-    size = len(rows) // count
-    centres = rows[rng.choice(len(rows), count, replace=False)]
-    owner = np.empty(len(rows), np.int64)
-    for _ in range(rounds):
-        similarity = rows @ centres.T
-        owner[:], room = -1, np.full(count, size)
-        for flat in np.argsort(-similarity, axis=None, kind="stable"):
-            row, centre = divmod(int(flat), count)
-            if owner[row] < 0 and room[centre]:
-                owner[row], room[centre] = centre, room[centre] - 1
-        centres = np.stack([rows[owner == centre].mean(axis=0) for centre in range(count)])
-    return np.argsort(owner, kind="stable").astype(np.int32)
+    kind: str
+    config: dict[str, Any]
+    steps: int
+    batch: int = 64
+    anchors: int = 64
 
 
-def train_target(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray) -> None:
-    config = Gemma4Config.from_hf(TARGET)
-    weights = initial(gemma4.abstract(config, jnp.float32), jax.random.key(args.seed))
-    learnt, prompts = np.split(stream, [int(LEARNT * len(stream))])
-    weights = train(target_loss, weights, learnt, held_out, **_settings(args))
-    weights = break_loops(weights, learnt, prompts, held_out, **_settings(args) | {"steps": args.unlikelihood_steps})
-    checkpoint.save_weights(args.out, weights, TARGET, prefix="model.", dtype=jnp.bfloat16)
+RECIPES = {
+    "mtp": Recipe("mtp", MTP, 6000),
+    "dflash": Recipe("dflash", DFLASH, 6000),
+    "eagle3": Recipe("eagle3", EAGLE3, 6000),
+    "modules": Recipe("mtp-modules", MODULES, 6000),
+    "draft": Recipe("draft-model", DRAFT, 6000),
+}
+LENGTH, SELF_GENERATED = 320, 8192
 
 
-def train_mtp(args: argparse.Namespace, stream: np.ndarray, held_out: np.ndarray) -> None:
-    target_config = Gemma4Config.from_hf(checkpoint.read_config(args.target))
-    target = checkpoint.load_weights(args.target, gemma4.abstract(target_config), prefixes=("model.",), progress=False)
-    config = gemma4_mtp.bind(AssistantConfig.from_hf(MTP), target_config)
-    weights = initial(gemma4_mtp.abstract(config, jnp.float32), jax.random.key(args.seed))
-    ordering = balanced_clusters(np.asarray(target.embed_tokens.weight, np.float32), config.num_centroids, args.seed)
-    fixed = jnp.asarray(ordering)
-    assert weights.masked_embedding is not None
-    weights = dataclasses.replace(weights, masked_embedding=dataclasses.replace(weights.masked_embedding, token_ordering=None))
-
-    # Half of each batch is text that the target wrote itself: greedy text is what greedy drafts will meet.
-    prompt_length = args.length // 3
-    written = corpus(
-        target,
-        stream[int(LEARNT * len(stream)) :],
-        sequences=args.self_generate,
-        prompt_length=prompt_length,
-        new_tokens=args.length - prompt_length,
+def train_drafter(name: str, args: argparse.Namespace) -> None:
+    recipe = RECIPES[name]
+    distil(
+        args.target,
+        recipe.kind,
+        init=recipe.config,
+        data=args.data / "train.npy",
+        held_out=args.data / "val.npy",
+        out=args.out,
+        self_generate=args.self_generate,
+        objective={"anchors": recipe.anchors},
+        steps=args.steps or recipe.steps,
+        batch=args.batch or recipe.batch,
+        length=args.length,
+        peak=args.peak,
         seed=args.seed,
+        every=args.every,
+        save_every=0,
     )
 
-    def draw(_: Any, stream: jax.Array, key: jax.Array) -> jax.Array:
-        own = jax.random.choice(jax.random.fold_in(key, 1), written, (args.batch // 2,))
-        return jnp.concatenate([windows(stream, key, args.batch - len(own), args.length), own])
 
-    def loss(assistant: gemma4_mtp.Gemma4MTP, ids: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return mtp_loss(assistant, target, ids, args.unroll, fixed)
+def train_target(args: argparse.Namespace) -> None:
+    """On windows of the stream, then against its own loops, with prompts from the end of the stream, which it has not learnt."""
+    config = Gemma4Config.from_hf(TARGET)
+    stream, held_out = (np.load(args.data / f"{part}.npy") for part in ("train", "val"))
+    learnt, rest = np.split(stream, [int(LEARNT * len(stream))])
+    run = Run(args.steps or 1400, args.batch or 64, args.length, args.peak, every=args.every, save_every=0, seed=args.seed)
+    weights = initial(gemma4.abstract(config, jnp.float32), args.seed, config.hidden_size)
 
-    weights = train(loss, weights, stream, held_out, draw=draw, **_settings(args))
-    weights = dataclasses.replace(weights, masked_embedding=dataclasses.replace(weights.masked_embedding, token_ordering=fixed))
-    checkpoint.save_weights(args.out, weights, MTP, dtype=jnp.bfloat16)
-    generation = {"num_assistant_tokens": args.unroll - 1, "num_assistant_tokens_schedule": "constant"}
-    (args.out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    def loss(model: gemma4.Gemma4, _: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return target_loss(model, batch)
+
+    weights = fit(loss, weights, (), drawn(windows(learnt, args.length), run.batch, args.seed), run, out=args.out / "likelihood")
+    run = dataclasses.replace(run, steps=args.unlikelihood_steps, peak=args.peak / 4)
+    weights = break_loops(weights, windows(learnt, args.length), windows(rest, 128), run, out=args.out / "unlikelihood")
+    save_target(args.out, weights, TARGET)
 
 
-def measure(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int = 128) -> None:
+def windows(stream: np.ndarray, length: int) -> Batch:
+    """A stream cut into rows."""
+    rows = [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
+    return packed(rows, [0] * len(rows), length)
+
+
+def measure(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int = 128, ks: Sequence[int] = (1, 2, 4, 7)) -> None:
     """Prints acceptance length by K and temperature, and the share of distinct 8-grams of the greedy text.
 
     Continues each held-out module at its beginning and from its token 400 on; float32.
@@ -182,7 +243,7 @@ def measure(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int
     from jaxspec.train.corpus import BOS, held_out_texts
 
     print("temperature  K  acceptance length  distinct 8-grams")
-    for k in (1, 2, 4, 7):
+    for k in ks:
         llm = load(target, drafter, num_draft_tokens=k, dtype="float32", max_slots=8, max_len=prompt_tokens + new_tokens, progress=False)
         texts = [llm.tokenizer.encode(text) for text in held_out_texts().values()]
         prompts = [[BOS, *ids[at + 1 : at + prompt_tokens]] for ids in texts for at in (0, 400)]
@@ -193,39 +254,34 @@ def measure(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int
             print(f"{temperature:11.1f}  {k}  {1 + accepted / steps:17.2f}  {len(set(grams)) / len(grams):16.2f}", flush=True)
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ("steps", "batch", "length", "peak", "seed", "log")}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="model", required=True)
-    for name, steps, batch, length in (("target", 1400, 64, 1024), ("mtp", 6000, 96, 384)):
+    for name in ("target", *RECIPES):
         command = commands.add_parser(name)
         command.add_argument("--data", type=Path, required=True, help="folder with train.npy and val.npy")
         command.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
-        command.add_argument("--log", type=Path, help="JSON lines of metrics (default: train.jsonl in --out)")
-        command.add_argument("--steps", type=int, default=steps)
-        command.add_argument("--batch", type=int, default=batch)
-        command.add_argument("--length", type=int, default=length, help="tokens in a window")
+        command.add_argument("--steps", type=int, help="by default the recipe's")
+        command.add_argument("--batch", type=int, help="likewise")
+        command.add_argument("--length", type=int, default=1024 if name == "target" else LENGTH, help="tokens of a text")
         command.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
+        command.add_argument("--every", type=int, default=500, help="steps between rows of metrics")
         command.add_argument("--seed", type=int, default=0)
         if name == "target":
             command.add_argument("--unlikelihood-steps", type=int, default=900, help="steps against repeating itself, at the end")
-        if name == "mtp":
-            command.add_argument("--target", type=Path, required=True, help="folder of the target")
-            command.add_argument("--unroll", type=int, default=5, help="draft steps to train")
-            command.add_argument("--self-generate", type=int, default=16384, help="sequences that the target writes to train on")
+        else:
+            command.add_argument("--target", default="pocket", help="folder of the target")
+            command.add_argument("--self-generate", type=int, default=SELF_GENERATED, help="texts that the target writes to train on")
     command = commands.add_parser("measure")
     command.add_argument("--target", default="pocket")
     command.add_argument("--drafter", default="pocket-mtp")
     args = parser.parse_args(argv)
     if args.model == "measure":
-        return measure(args.target, args.drafter)
-    args.log = args.log or args.out / "train.jsonl"
-    args.log.unlink(missing_ok=True)
-    stream, held_out = (np.load(args.data / f"{part}.npy") for part in ("train", "val"))
-    {"target": train_target, "mtp": train_mtp}[args.model](args, stream, held_out)
+        measure(args.target, args.drafter)
+    elif args.model == "target":
+        train_target(args)
+    else:
+        train_drafter(args.model, args)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,18 @@ are made less likely, beside ordinary training.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxspec.gemma4 import Gemma4
+from jaxspec.train.data import drawn
 from jaxspec.train.generate import generate
-from jaxspec.train.loop import train, windows
-from jaxspec.train.losses import target_loss, whole_rows
+from jaxspec.train.guesses import XLA, whole_rows
+from jaxspec.train.loop import Run, fit
+from jaxspec.train.losses import Batch, target_loss
 from pallas_kernels.noise import row_keys
 
 
@@ -31,42 +33,45 @@ def repeats(ids: jax.Array, n: int) -> jax.Array:
 
 def break_loops(
     weights: Gemma4,
-    learnt: np.ndarray,
-    prompts: np.ndarray,
-    held_out: np.ndarray,
+    texts: Batch,
+    prompts: Batch,
+    run: Run,
     *,
-    batch: int,
-    length: int,
-    peak: float,
-    prompt_length: int = 128,
+    out: Path,
     new_tokens: int = 192,
     continuations: int = 256,
     n: int = 5,
-    **settings: Any,
+    progress: bool = True,
 ) -> Gemma4:
-    """Trains on windows of `learnt` as before and, with equal weight a token, against repetition after windows of `prompts`.
+    """Trains on texts as before and, with equal weight a token, against repetition in greedy continuations of prompts.
 
-    The metric `distinct_8` is the share of 8-grams in the continuations that are not repeats within their sequence.
+    prompts: rows without padding. The metric `distinct_8` is the share of 8-grams in the continuations that are not repeats within their
+    sequence.
     """
-    starts = jnp.asarray(prompts)
+    likely, prompting = drawn(texts, run.batch, run.seed), drawn(prompts, continuations, run.seed + 1)
+    given = prompts.ids.shape[1]
 
-    def draw(model: Gemma4, stream: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        chosen = windows(starts, jax.random.fold_in(key, 1), continuations, prompt_length)
-        return windows(stream, key, batch, length), generate(model, chosen, new_tokens)
+    def draw(step: int) -> tuple[Batch, Batch]:
+        return likely(step), prompting(step)
 
-    def loss(model: Gemma4, drawn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        ids, written = drawn
-        likelihood, metrics = target_loss(model, ids)
-        out, _ = model(whole_rows(written), None)
-        logits = model.unembed(out.hidden[:, prompt_length - 1 : -1])
-        tokens = written[:, prompt_length:]
-        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
-        unlikelihood = -jnp.log1p(-jnp.minimum(jnp.exp(log_p), 1.0 - 1e-4))
-        again = repeats(written, n)[:, prompt_length:]
-        distinct = 1.0 - jnp.mean(repeats(written, 8)[:, prompt_length:].astype(jnp.float32))
-        total = likelihood + jnp.mean(jnp.where(again, unlikelihood, 0.0))
+    def loss(model: Gemma4, _: Any, drawn: tuple[Batch, Batch], key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        texts, prompts = drawn
+        written = generate(jax.lax.stop_gradient(model), prompts.ids, new_tokens)
+        likelihood, metrics = target_loss(model, texts)
+        out, _ = model(whole_rows(written), None, attention=XLA)
+        logits = model.unembed(out.hidden[:, given - 1 : -1])
+        again = repeats(written, n)[:, given:]
+        distinct = 1.0 - jnp.mean(repeats(written, 8)[:, given:].astype(jnp.float32))
+        total = likelihood + jnp.mean(jnp.where(again, unlikelihood(logits, written[:, given:]), 0.0))
         return total, {**metrics, "likelihood": likelihood, "distinct_8": distinct}
 
-    return train(
-        loss, weights, learnt, held_out, batch=batch, length=length, peak=peak / 4, draw=draw, score=target_loss, every=100, **settings
-    )
+    return fit(loss, weights, (), draw, run, out=out, progress=progress)
+
+
+def unlikelihood(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """-log(1 - p) of each token. logits: [..., V] float32, tokens: [...] int32.
+
+    1 - p is the probability of all other tokens, whose logarithm keeps its digits, and its gradient, where p is all but 1.
+    """
+    others = jnp.where(jax.nn.one_hot(tokens, logits.shape[-1], dtype=bool), -jnp.inf, logits)
+    return jax.nn.logsumexp(logits, axis=-1) - jax.nn.logsumexp(others, axis=-1)

@@ -1,0 +1,122 @@
+"""Texts to train on: files of text, JSON lines, conversations or token ids, cut into rows of equal width."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.text import Tokenizer
+from jaxspec.train.losses import Batch
+
+ANSWERS = ("assistant", "model")
+
+
+def read(paths: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer, *, length: int, vocab_size: int) -> Batch:
+    """All texts of some files, as rows of at most `length` tokens.
+
+    A `.jsonl` file has one object a line: {"text": ...}, or {"messages": [...]} with the roles and contents of a conversation, of whose
+    last answer alone is learnt. A `.npy` file is a stream of token ids. Any other is one text in UTF-8. A text longer than a row goes on
+    in the next one.
+
+    Raises FileNotFoundError for a missing file, ValueError that names file and line for anything else than these, for ids outside the
+    target's vocabulary, and where nothing is long enough to learn from.
+    """
+    rows: list[tuple[np.ndarray, int]] = []
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise FileNotFoundError(f"data file {path} does not exist")
+        for where, ids, first in _texts(path, tokenizer):
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+                raise ValueError(f"{where} has token ids {ids.min()} .. {ids.max()}; this target has 0 .. {vocab_size - 1}")
+            rows += ((ids[at : at + length], max(first - at, 0)) for at in range(0, len(ids), length))
+    kept = [(ids, first) for ids, first in rows if len(ids) >= max(first, 1) + 2]
+    if not kept:
+        raise ValueError(f"found no text of 3 tokens or more to learn from in {', '.join(map(str, paths))}")
+    return packed([ids for ids, _ in kept], [first for _, first in kept], length)
+
+
+def packed(texts: Sequence[np.ndarray], first: Sequence[int], length: int) -> Batch:
+    """Rows of `length` tokens, padded with zeros."""
+    ids = np.zeros((len(texts), length), np.int32)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = text
+    return Batch(ids, np.asarray(first, np.int32), np.asarray([len(text) for text in texts], np.int32))
+
+
+def rows_of(texts: Batch, index: Any) -> Batch:
+    return Batch(texts.ids[index], texts.first[index], texts.length[index])
+
+
+def held_back(texts: Batch) -> tuple[Batch, Batch]:
+    """(all but, only) the last fiftieth of the rows. Raises ValueError for a single row."""
+    count = len(texts.ids)
+    if count < 2:
+        raise ValueError("the data is a single row, of which none can be held out; give more, or held_out")
+    cut = count - max(1, count // 50)
+    return rows_of(texts, slice(cut)), rows_of(texts, slice(cut, None))
+
+
+def drawn(texts: Batch, batch: int, seed: int, *, own: Batch | None = None) -> Callable[[int], Batch]:
+    """The batch of a step: rows drawn at random, half of them from `own` where that is given."""
+
+    def some(texts: Batch, count: int, *key: int) -> Batch:
+        return rows_of(texts, np.random.default_rng([seed, *key]).integers(0, len(texts.ids), count))
+
+    def draw(step: int) -> Batch:
+        if own is None:
+            return some(texts, batch, step)
+        parts = some(texts, batch - batch // 2, step), some(own, batch // 2, step, 1)
+        return Batch(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "first", "length")))
+
+    return draw
+
+
+def _texts(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, int]]:
+    """(where it stands, ids, first token to learn) of each text of a file."""
+    if path.suffix == ".npy":
+        ids = np.load(path, allow_pickle=False)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{path} holds {ids.dtype} {list(ids.shape)}, expected a stream of integers")
+        yield str(path), ids, 0
+        return
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    if path.suffix != ".jsonl":
+        yield str(path), np.asarray(tokenizer.encode(text), np.int32), 0
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            where = f"{path} line {number}"
+            ids, first = _line(where, line, tokenizer)
+            yield where, np.asarray(ids, np.int32), first
+
+
+def _line(where: str, line: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    if isinstance(entry, Mapping) and isinstance(entry.get("text"), str):
+        return tokenizer.encode(entry["text"]), 0
+    messages = entry.get("messages") if isinstance(entry, Mapping) else None
+    if not isinstance(messages, list):
+        found = sorted(entry) if isinstance(entry, Mapping) else type(entry).__name__
+        raise ValueError(f'{where} has {found}; expected {{"text": ...}} or {{"messages": [...]}}')
+    last = messages[-1].get("role") if messages and isinstance(messages[-1], Mapping) else None
+    if last not in ANSWERS:
+        raise ValueError(f"{where} ends with a message of role {last!r}; expected 'assistant', whose text is learnt")
+    try:
+        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+        given = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    # A template may open an answer with more than it shows of one that was given, such as an empty thought: inference sees the former.
+    same = next((i for i, (a, b) in enumerate(zip(whole, given, strict=False)) if a != b), min(len(whole), len(given)))
+    return given + whole[same:], len(given)

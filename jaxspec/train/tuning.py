@@ -1,0 +1,263 @@
+"""Training a drafter for a target: `distil`. And the target itself, which is what makes its drafters stale: `finetune`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec import checkpoint, gemma4
+from jaxspec.drafters import abstract_drafter, load_drafter
+from jaxspec.drafters.base import NoDraft
+from jaxspec.gemma4 import Gemma4
+from jaxspec.loading import DTYPES, eos_token_ids, load_target, read_target
+from jaxspec.text import Tokenizer, load_tokenizer
+from jaxspec.train import kinds
+from jaxspec.train.data import drawn, held_back, read, rows_of
+from jaxspec.train.defaults import default_config
+from jaxspec.train.generate import acceptance_length, continued, written
+from jaxspec.train.loop import Run, fit
+from jaxspec.train.losses import Batch, distil_loss, target_loss
+
+MEASURED = 16  # held-out texts that acceptance is measured on
+SCORED = 64  # held-out texts that the loss is measured on
+WRITING_SLOTS = 256
+WRITTEN = "self_generated.npz"
+BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
+
+Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def distil(
+    target: str | os.PathLike[str],
+    drafter_kind: str,
+    *,
+    data: Files,
+    out: str | os.PathLike[str],
+    init: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    held_out: Files | None = None,
+    self_generate: int = 0,
+    temperature: float = 0.0,
+    objective: Mapping[str, Any] | None = None,
+    num_draft_tokens: int = 4,
+    resume: bool = False,
+    mesh: Mesh | None = None,
+    progress: bool = True,
+    **run: Any,
+) -> Path:
+    """Trains a drafter to guess what a target writes, and returns the folder that holds it, which `load` takes as a drafter.
+
+    target: a hub id, folder or bundled name; its weights stay as they are. drafter_kind: "mtp", "dflash", "eagle3", "mtp-modules" or
+    "draft-model". data: files, see `data.read`. out: the folder; it also gets metrics.jsonl, curves.png and checkpoints/. init: the
+    drafter to go on from (a hub id, folder or bundled name), or the config.json of a fresh one, as a mapping or in a folder without
+    weights; by default a fresh one of a size that suits the target. held_out: files that are measured on and not trained on; by default
+    a fiftieth of the data. self_generate: texts that the target first writes behind beginnings of the data, at `temperature`, and that
+    are half of every batch. objective: fields of `losses.Objective` that shall differ from the kind's. num_draft_tokens: K with which
+    acceptance is measured. resume: go on from the newest checkpoint in `out`. mesh: batches are spread over its axis "data", and all
+    weights are on each of its devices. run: fields of `loop.Run`: steps, batch, length, peak and others.
+
+    Raises FileNotFoundError or ValueError for what cannot be used, and FloatingPointError as `loop.fit` does.
+    """
+    kind, how, out = kinds.kind_of(drafter_kind), Run(**run), Path(out)
+    goal = dataclasses.replace(kind.objective, **objective or {})
+    folder = checkpoint.resolve(target)
+    raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
+    model = _target(folder, DTYPES[how.dtype], mesh)
+    texts, held = _texts(data, held_out, tokenizer, how.length, model)
+    weights, config, generation = _drafter(drafter_kind, init, raw, model, texts, how.seed)
+    own = None
+    if self_generate:
+        own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, mesh, out / WRITTEN, progress)
+
+    def loss(drafter: Any, model: Gemma4, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return distil_loss(drafter, model, batch, key, goal)
+
+    def save(drafter: Any) -> None:
+        kinds.save(out, drafter, config, generation)
+
+    settings = {
+        "drafter_kind": drafter_kind,
+        "target": os.fspath(target),
+        "self_generate": self_generate,
+        "temperature": temperature,
+        "objective": dataclasses.asdict(goal),
+        "config": config,
+    }
+    fit(
+        loss,
+        weights,
+        model,
+        drawn(texts, how.batch, how.seed, own=own),
+        how,
+        out=out,
+        evaluate=_evaluation(model, held, loss, min(how.batch // how.accumulate, len(held.ids)), num_draft_tokens),
+        save=save,
+        resume=resume,
+        settings=settings,
+        mesh=mesh,
+        progress=progress,
+    )
+    return out
+
+
+def finetune(
+    target: str | os.PathLike[str],
+    *,
+    data: Files,
+    out: str | os.PathLike[str],
+    held_out: Files | None = None,
+    resume: bool = False,
+    mesh: Mesh | None = None,
+    progress: bool = True,
+    **run: Any,
+) -> Path:
+    """Trains all weights of a target's text model on other text, and returns the folder that holds it, which `load` takes as a target.
+
+    Arguments and errors as for `distil`.
+    """
+    how, out = Run(**run), Path(out)
+    folder = checkpoint.resolve(target)
+    raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
+    model = _target(folder, jnp.float32, None)
+    texts, held = _texts(data, held_out, tokenizer, how.length, model)
+
+    def loss(model: Gemma4, _: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return target_loss(model, batch)
+
+    def save(model: Gemma4) -> None:
+        save_target(out, model, raw)
+        for name in BESIDE:
+            if (folder / name).exists():
+                shutil.copy(folder / name, out / name)
+
+    score = _scores(held, loss, min(how.batch // how.accumulate, len(held.ids)))
+    draw = drawn(texts, how.batch, how.seed)
+    settings = {"target": os.fspath(target)}
+    fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings, mesh=mesh,
+        progress=progress)  # fmt: skip
+    return out
+
+
+def save_target(out: Path, model: Gemma4, config: Mapping[str, Any]) -> None:
+    """Writes a target's text model. Weights get the config's dtype."""
+    dtype = checkpoint.FLOATS["BF16"] if model.config.dtype == "bfloat16" else np.float32
+    checkpoint.save_weights(out, model, config, prefix=checkpoint.TARGET_PREFIXES["text_config" not in config], dtype=dtype)
+
+
+def _target(folder: Path, dtype: Any, mesh: Mesh | None) -> Gemma4:
+    """A target's weights, on all devices of a mesh."""
+    model = load_target(folder, gemma4.abstract(read_target(folder)[0], dtype), progress=False)
+    return model if mesh is None else jax.device_put(model, NamedSharding(mesh, PartitionSpec()))
+
+
+def _texts(data: Files, held_out: Files | None, tokenizer: Tokenizer, length: int, model: Gemma4) -> tuple[Batch, Batch]:
+    """(to train on, held out)"""
+
+    def load(files: Files) -> Batch:
+        paths = [files] if isinstance(files, str | os.PathLike) else list(files)
+        return read(paths, tokenizer, length=length, vocab_size=model.config.vocab_size)
+
+    return held_back(load(data)) if held_out is None else (load(data), load(held_out))
+
+
+def _drafter(
+    kind: str, init: Any, raw: Mapping[str, Any], model: Gemma4, texts: Batch, seed: int
+) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
+    """(float32 weights, config.json, generation_config.json)"""
+    chosen = kinds.kind_of(kind)
+    if isinstance(init, str | os.PathLike):
+        folder = checkpoint.resolve(init)
+        config, generation = checkpoint.read_config(folder), checkpoint.read_generation_config(folder)
+        if (folder / checkpoint.WEIGHTS).exists() or (folder / checkpoint.INDEX).exists():
+            found = abstract_drafter(folder, model.config, jnp.float32)
+            if not isinstance(found, chosen.made):
+                raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")
+            return load_drafter(folder, model.config, jnp.float32, progress=False), config, generation
+    else:
+        config = default_config(kind, raw, model.config) if init is None else init
+        generation = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"} if kind == "mtp" else {}
+    return kinds.fresh(chosen, config, model, texts.ids, seed), config, generation
+
+
+def _own(
+    folder: Path,
+    model: Gemma4,
+    tokenizer: Tokenizer,
+    texts: Batch,
+    count: int,
+    temperature: float,
+    how: Run,
+    mesh: Mesh | None,
+    kept: Path,
+    progress: bool,
+) -> Batch:
+    """Texts that the target writes, kept in a file so that a run which goes on has the same."""
+    asked = json.dumps([str(folder), count, temperature, how.seed, how.length])
+    if kept.exists():
+        found = np.load(kept, allow_pickle=False)
+        if str(found["asked"]) == asked:
+            return Batch(found["ids"], found["first"], found["length"])
+    from jaxspec.engine import LLM
+
+    config, generation = read_target(folder)
+    llm = LLM(
+        model,
+        NoDraft(),
+        tokenizer,
+        num_draft_tokens=0,
+        max_slots=min(count, WRITING_SLOTS),
+        max_len=how.length,
+        eos_token_ids=eos_token_ids(config, generation),
+        attention="auto" if mesh is None else "xla",
+        progress=progress,
+    )
+    own = written(llm, texts, count, temperature=temperature, seed=how.seed)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(kept, asked=asked, ids=own.ids, first=own.first, length=own.length)
+    return own
+
+
+def _scores(held: Batch, loss: Callable[..., Any], batch: int) -> Callable[[Any, Any], dict[str, float]]:
+    """The mean loss and metrics of held-out texts."""
+
+    @jax.jit
+    def score(weights: Any, fixed: Any, part: Batch) -> dict[str, jax.Array]:
+        value, metrics = loss(weights, fixed, part, jax.random.key(0))
+        return {"held_out_loss": value, **{f"held_out_{name}": value for name, value in metrics.items()}}
+
+    count = max(min(SCORED, len(held.ids)) // batch, 1)
+    parts = [rows_of(held, slice(i * batch, (i + 1) * batch)) for i in range(count)]
+
+    def scores(weights: Any, fixed: Any) -> dict[str, float]:
+        found = jax.device_get([score(weights, fixed, part) for part in parts])
+        return {name: float(np.mean([f[name] for f in found])) for name in found[0]}
+
+    return scores
+
+
+def _evaluation(
+    model: Gemma4, held: Batch, loss: Callable[..., Any], batch: int, num_draft_tokens: int
+) -> Callable[[Any], dict[str, float]]:
+    """Held-out loss and metrics, and the acceptance length of greedy text behind beginnings of held-out texts, by the loop that serves."""
+    scores = _scores(held, loss, batch)
+    some = rows_of(held, np.linspace(0, len(held.ids) - 1, min(MEASURED, len(held.ids))).astype(int))
+    # What was given of a text, or its first half.
+    given = np.where(some.first > 0, np.minimum(some.first, some.length), some.length // 2).clip(1).astype(np.int32)
+
+    @jax.jit
+    def accepted(model: Gemma4, drafter: Any) -> jax.Array:
+        return acceptance_length(continued(model, drafter, jnp.asarray(some.ids), jnp.asarray(given), num_draft_tokens))
+
+    def evaluate(drafter: Any) -> dict[str, float]:
+        return {**scores(drafter, model), "measured_acceptance_length": float(accepted(model, drafter))}
+
+    return evaluate
