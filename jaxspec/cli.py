@@ -1,4 +1,4 @@
-"""The command line: jaxspec generate | chat | batch | info | convert | bench."""
+"""The command line: jaxspec generate | chat | batch | info | convert | train | bench."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from jaxspec.train import command as train_command
 
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # either, and not both
 
@@ -118,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--drafter", help="hub id, folder or bundled name of a drafter to write with it")
     convert.add_argument("--dtype", default="auto", help="auto (the target's own), float32 or bfloat16")
     convert.set_defaults(command=_convert)
+    train_command.add_parser(commands).set_defaults(command=_train)
     _bench_parser(commands)
     return parser
 
@@ -317,6 +320,15 @@ def _memory(args: argparse.Namespace) -> dict[str, Any]:
     from jaxspec.loading import memory_limit
 
     return {"memory": memory_limit(jax.devices()[0]), "memory_fraction": args.memory_fraction}
+
+
+def _train(args: argparse.Namespace) -> None:
+    with _door():
+        try:
+            folder = train_command.run(args, sys.stderr.isatty())
+        except FloatingPointError as error:
+            raise _UserError(error) from error
+    print(folder)
 
 
 def _bench(args: argparse.Namespace) -> None:
