@@ -410,33 +410,52 @@ def _place(value: np.ndarray, leaf: Any) -> jax.Array:
     return jax.block_until_ready(jax.make_array_from_callback(value.shape, leaf.sharding, value.__getitem__))
 
 
+class Rows:
+    """A leaf on its devices, filled by rows of its first axis, so that the host never holds it whole."""
+
+    def __init__(self, leaf: Any):
+        self.leaf = leaf
+        # A CPU writes rows of 16-bit floats by going through the whole array, rows of integers in place.
+        self.bits = np.dtype(np.uint16) if leaf.dtype.itemsize == 2 else leaf.dtype
+        indices: Any = {None: ()} if leaf.sharding is None else leaf.sharding.addressable_devices_indices_map(leaf.shape)
+        self.held: dict[Any, tuple[slice, ...]] = {}
+        for device, index in indices.items():
+            cuts = (*index, *[slice(None)] * (len(leaf.shape) - len(index)))
+            self.held[device] = tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(cuts, leaf.shape, strict=True))
+        shapes = {device: [cut.stop - cut.start for cut in index] for device, index in self.held.items()}
+        self.arrays = {device: jnp.zeros(shape, self.bits, device=device) for device, shape in shapes.items()}
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The rows that devices hold: disjoint ranges, each held by one device or more."""
+        return sorted({(index[0].start, index[0].stop) for index in self.held.values()})
+
+    def put(self, start: int, value: np.ndarray) -> None:
+        """Writes rows from `start` on where they are held. Waits, so that the host's copy can go."""
+        value = value.astype(self.leaf.dtype, copy=False).view(self.bits)
+        for device, (rows, *others) in self.held.items():
+            first, last = max(start, rows.start), min(start + len(value), rows.stop)
+            if first < last:
+                piece = jax.device_put(value[first - start : last - start, *others], device)
+                self.arrays[device] = jax.block_until_ready(_put_rows(self.arrays[device], piece, np.int32(first - rows.start)))
+
+    def array(self) -> jax.Array:
+        """The leaf, once all its rows are there; the object is of no use after that."""
+        arrays = [_as_dtype(self.arrays.pop(device), self.leaf.dtype) for device in self.held]
+        if self.leaf.sharding is None:
+            return arrays[0]
+        return jax.make_array_from_single_device_arrays(self.leaf.shape, self.leaf.sharding, arrays)
+
+
 def _stream(leaf: Any, part: Part, tensor: Stored, update: Any) -> jax.Array:
     """A leaf that is one tensor, on its devices, by way of a chunk in host memory at a time."""
-    shape, whole = leaf.shape, tuple(slice(0, size) for size in leaf.shape)
-    held: dict[Any, tuple[slice, ...]] = {None: whole}
-    if leaf.sharding is not None:
-        indices = leaf.sharding.addressable_devices_indices_map(shape)
-        held = {
-            device: tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
-            for device, index in indices.items()
-        }
-    # A CPU writes rows of 16-bit floats by going through the whole array, rows of integers in place.
-    bits = np.dtype(np.uint16) if leaf.dtype.itemsize == 2 else leaf.dtype
-    arrays = {device: jnp.zeros([cut.stop - cut.start for cut in index], bits, device=device) for device, index in held.items()}
-    for first, last in sorted({(index[0].start, index[0].stop) for index in held.values()}):
-        rows = min(last - first, max(1, CHUNK * shape[0] // tensor.nbytes))
+    out, row = Rows(leaf), tensor.nbytes // leaf.shape[0]
+    for first, last in out.ranges():
+        rows = min(last - first, max(1, CHUNK // row))
         for done in range(first, last, rows):
             start = min(done, last - rows)  # the last chunk is as long as the others, so that one program writes them all
-            value = _read(leaf, part, tensor.part(shape, start, start + rows)).astype(leaf.dtype, copy=False).view(bits)
-            for device, index in held.items():
-                if index[0] == slice(first, last):
-                    piece = jax.device_put(value[:, *index[1:]], device)
-                    arrays[device] = jax.block_until_ready(_put_rows(arrays[device], piece, np.int32(start - first)))
-            update((start + rows - done) * (tensor.nbytes // shape[0]))
-    arrays = {device: _as_dtype(array, leaf.dtype) for device, array in arrays.items()}
-    if leaf.sharding is None:
-        return arrays[None]
-    return jax.make_array_from_single_device_arrays(shape, leaf.sharding, list(arrays.values()))
+            out.put(start, _read(leaf, part, tensor.part(leaf.shape, start, start + rows)))
+            update((start + rows - done) * row)
+    return out.array()
 
 
 @functools.partial(jax.jit, donate_argnums=0)

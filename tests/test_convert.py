@@ -1,6 +1,5 @@
 """Converted checkpoints: the same weights to the bit on any mesh, nothing finished before its time, and what does not fit is said."""
 
-import gc
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 import pytest
 import tiny
 
@@ -157,14 +157,57 @@ def test_chunks_fit_meshes():
     assert converting._few_parts("layers.0.self_attn.o_proj.weight", (3840, 8, 2, 256)) == (1,)
     assert converting._few_parts("layers.0.experts.down_proj", (128, 2816, 704)) == (0,)
     assert converting._few_parts("layers.0.mlp.gate_up_proj.weight", (2, 15360, 3840)) == ()
-    assert converting._few_parts("embed_tokens.weight", (128, 64)) == ()
+    assert converting._few_parts("embed_tokens.weight[64]", (128, 64)) == ()
+    assert converting._few_parts("layers.0.experts.gate_up_proj[8]", (8, 2, 704, 2816)) == (0,)
 
 
-def test_the_host_holds_no_more_than_the_largest_array(monkeypatch):
-    monkeypatch.setattr(converting, "LEAST_GROUP", 100)
-    leaves = {str(i): jax.ShapeDtypeStruct((size,), jnp.int32) for i, size in enumerate((10, 14, 2, 50, 1, 30, 20, 1))}
-    groups = [list(group) for group in converting._groups(leaves)]
-    assert groups == [["0", "1", "2"], ["3"], ["4", "5"], ["6", "7"]]
+@pytest.fixture
+def cut(monkeypatch):
+    """Arrays of more than 60,000 bytes lie in pieces of at most 20,000, read three or so at a time. Returns what sizes were."""
+    for name, size in (("GROUP", 60_000), ("PIECE", 20_000)):
+        monkeypatch.setattr(converting, name, size)
+    sizes, groups = [], converting._groups
+
+    def counted(pieces):
+        for group in groups(pieces):
+            sizes.append(sum(converting._nbytes(array) for *_, array in group))
+            yield group
+
+    monkeypatch.setattr(converting, "_groups", counted)
+    return sizes
+
+
+def test_large_arrays_lie_in_pieces(folders, tmp_path, cut, capsys):
+    """Whatever the mesh, the host holds a few pieces at a time, and whole arrays of no more bytes than they have."""
+    target = folders[0]
+    converted = jaxspec.convert(target, tmp_path / "out", mesh=sharding.mesh(tensor=4), progress=False)
+    wanted = loading.load_target(target, abstract())
+    pieces = converting._pieces(converted)
+    assert list(pieces["embed_tokens.weight"])[:3] == [f"embed_tokens.weight[{row}]" for row in (0, 256, 512)]
+    assert sum(len(arrays) for arrays in pieces.values()) > len(pieces) + 15 and converting.describe(converted) == checkpoint._leaves(
+        abstract()
+    )
+    assert_same(loading.load_target(converted, abstract()), wanted)
+    shown = capsys.readouterr().err
+    assert "Loading out: 100%" in shown and max(cut) <= 60_000 and sum(cut) == sum(leaf.nbytes for leaf in jax.tree.leaves(wanted))
+    tree = sharding.shard_tree(abstract(jnp.float32), sharding.mesh(data=2, tensor=4))
+    weights = loading.load_target(converted, tree, progress=False)
+    assert_same(weights, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), wanted))
+    assert jax.tree.all(jax.tree.map(lambda x, leaf: x.sharding == leaf.sharding, weights, tree))
+
+
+def test_rows_of_a_piece():
+    """A divisor of all rows, unless the only ones are small."""
+    found = {rows: converting._piece_rows(rows, 1 << 22) for rows in (1024, 1000, 1009, 3)}
+    assert found == {1024: 16, 1000: 10, 1009: 16, 3: 3} and converting._piece_rows(5, 1 << 27) == 1
+
+
+def test_a_piece_that_is_missing(folders, tmp_path, cut, monkeypatch):
+    converted = jaxspec.convert(folders[0], tmp_path / "out", progress=False)
+    pieces = converting._pieces(converted)
+    del pieces["embed_tokens.weight"]["embed_tokens.weight[256]"]
+    monkeypatch.setattr(converting, "_pieces", lambda folder: pieces)
+    refuse(converted, r"embed_tokens\.weight: found \[3840, 32\], expected \[4096, 32\]")
 
 
 def test_the_command_line(folders, tmp_path, capsys):
@@ -273,17 +316,23 @@ def test_another_version(copy):
     refuse(copy, r"jaxspec\.json is not JSON")
 
 
-# Orbax reads side by side, and nobody waits for the reads that fail after the first.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_missing_pieces(copy):
-    for data in (copy / "weights" / "ocdbt.process_0" / "d").iterdir():
-        data.unlink()
-    refuse(copy, "weights cannot be read: ")
-    gc.collect()
-    (copy / "weights" / "_METADATA").unlink()
-    refuse(copy, "weights cannot be read: ")
+    [data, *_] = sorted((copy / "weights" / "ocdbt.process_0" / "d").iterdir(), key=lambda path: -path.stat().st_size)
+    size = data.stat().st_size
+    data.write_bytes(data.read_bytes()[:-1])
+    refuse(copy, rf"{data}: found {size - 1} bytes, expected the {size} bytes of jaxspec\.json: convert the checkpoint again")
+    data.unlink()
+    refuse(copy, rf"{data}: found none, expected the {size} bytes of jaxspec\.json")
     shutil.rmtree(copy / "weights")
-    refuse(copy, r"has no folder weights, which belongs to its jaxspec\.json: convert the checkpoint again", FileNotFoundError)
+    refuse(copy, "found none, expected the")
+
+
+def test_weights_that_cannot_be_read(copy, monkeypatch):
+    def fail(*args, **settings):
+        raise Exception("the disk is gone")
+
+    monkeypatch.setattr(orbax.checkpoint.Checkpointer, "restore", fail)
+    refuse(copy, "copy/weights cannot be read: the disk is gone")
 
 
 def test_a_checkpoint_of_another_config(copy, monkeypatch):
