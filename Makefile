@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-gpu | docs. Needs git, make, Python 3.11 or newer and a package index; nothing else.
+# make demo | test | smoke | test-all | test-gpu | docs. Needs git, make, Python 3.11 or newer and a package index; nothing else.
 # Settings: VENV (the virtual environment's folder), PYTHON (the interpreter that makes it), CUDA (cuda12 or cuda13), PROMPT,
 # JOBS (processes that run tests).
 
@@ -8,6 +8,9 @@ PROMPT ?= def read_lines(path):
 JOBS ?= 2
 # A file's tests share what they compile, so each file is one process's.
 PARALLEL = --numprocesses $(JOBS) --dist loadfile
+# A few minutes of tests that need no torch, for other versions of Python and JAX: make smoke VENV=.venv312 PYTHON=python3.12
+SMOKE = $(addprefix tests/,test_accept.py test_cache.py test_cli.py test_compile_check.py test_convert.py test_device.py \
+	test_filters.py test_loading.py test_lowering.py test_sampling.py test_wheel.py kernels/test_add_norm.py kernels/test_qkv.py)
 export PROMPT
 NEW_ENOUGH = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 # python3 if it will do, else the first versioned one that runs and will do.
@@ -18,7 +21,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Keeps pyright from asking the network whether a newer pyright exists.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: demo test test-all test-gpu lint docs
+.PHONY: demo test smoke test-all test-gpu lint docs
 .DELETE_ON_ERROR:  # half a virtual environment is no virtual environment
 
 demo: $(VENV)/.installed
@@ -26,6 +29,9 @@ demo: $(VENV)/.installed
 
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL)
+
+smoke: $(VENV)/.installed-smoke
+	$(BIN)/python -m pytest $(SMOKE)
 
 test-all: lint
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu'
@@ -44,9 +50,10 @@ lint: $(VENV)/.installed-test
 # Each set-up runs again only when pyproject.toml changes: the package itself is installed in place.
 $(VENV)/.installed: EXTRAS =
 $(VENV)/.installed-test: EXTRAS = [test]
+$(VENV)/.installed-smoke: EXTRAS = [smoke]
 $(VENV)/.installed-gpu: EXTRAS = [test,$(CUDA)]
 $(VENV)/.installed-docs: EXTRAS = [docs]
-$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-gpu $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-smoke $(VENV)/.installed-gpu $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	@echo 'Installing jaxspec$(EXTRAS) into $(VENV); the first time takes a minute or more.'
 	$(PIP_INSTALL) --editable '.$(EXTRAS)'
 	@touch $@
