@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 HALF_LIFE = 2000.0  # rounds, each sequence's counted, after which a count is half forgotten
 HOPED, HOPED_ROUNDS = 0.8, 10.0  # what a draft is taken to be accepted by where nothing is known, and how many rounds that weighs
 MARGIN = 1.05
-WARM, TIMED = 3, 8  # rounds at warm-up: a CUDA graph is recorded in the second run of a loop's body
+# Rounds at warm-up, of which the fastest call counts. A CUDA graph is recorded in the second run of a loop's body.
+WARM, TIMED, CALLS = 3, 4, 3
 
 
 def choices(num_draft_tokens: int) -> tuple[int, ...]:
@@ -93,7 +94,7 @@ def measured(
     Everything is compiled. requests: gives that many, of short prompts, which nothing ends early.
     """
     counts, costs, busy = sorted(choices), {}, runner.busy_seconds
-    rounds = min(TIMED, (runner.max_len - 2) // sum(k + 1 for k in counts) - WARM)
+    rounds = min(TIMED, ((runner.max_len - 2) // sum(k + 1 for k in counts) - WARM) // CALLS)
     if rounds < 1 or runner.free_slots < runner.slots:
         return None
     for size in runner.decode_buckets:
@@ -104,13 +105,14 @@ def measured(
                 if runner.read([runner.prefill(waiting, needs)]):
                     return None
             for k in counts:
-                runner.read([runner.decode(active, WARM, needs=needs, num_draft_tokens=k)])
-                before, begun = active[0].rounds, time.perf_counter()
-                runner.read([runner.decode(active, rounds, needs=needs, num_draft_tokens=k)])
-                seconds, ran = time.perf_counter() - begun, active[0].rounds - before
-                if ran < rounds:
-                    return None
-                costs[size, k] = seconds / ran
+                calls = []
+                for count in (WARM, *[rounds] * CALLS):
+                    before, begun = active[0].rounds, time.perf_counter()
+                    runner.read([runner.decode(active, count, needs=needs, num_draft_tokens=k)])
+                    calls.append((time.perf_counter() - begun) / count)
+                    if active[0].rounds - before < count:
+                        return None
+                costs[size, k] = min(calls[1:])
         finally:
             runner.end(active)
     runner.busy_seconds = busy
