@@ -18,7 +18,8 @@ from jaxspec import display
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIGURES = {"01": 1, "02": 3, "03": 3, "05": 1, "06": 1}  # how many pictures each draws
+FIGURES = {"01": 1, "02": 3, "03": 3, "04": 1, "05": 1, "06": 1}  # how many pictures each draws
+SLOW = {"04"}  # it compiles two training steps
 REPOSITORY = "https://github.com/YOUR_ORGANISATION/jaxspec"
 
 
@@ -48,7 +49,7 @@ def kernel_environment(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("number", FIGURES)
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FIGURES])
 def test_notebook_runs_without_a_warning_and_draws(number, kernel_environment):
     notebook = nbformat.read(numbered(number), 4)
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(kernel_environment)}}).execute()
@@ -56,7 +57,7 @@ def test_notebook_runs_without_a_warning_and_draws(number, kernel_environment):
     assert [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"] == []
     assert sum("image/png" in output.get("data", {}) for output in outputs) == FIGURES[number]
     pages = "".join(output.get("data", {}).get("text/html", "") for output in outputs)
-    if number in ("01", "02", "06"):  # they show completions
+    if number in ("01", "02", "04", "06"):  # they show completions
         assert display.TINTS["draft"] in pages and display.TITLES["target"] in pages
     if number == "01":
         assert "6.8 million parameters" in pages

@@ -1,25 +1,93 @@
-"""Every Python block of the README runs as it stands."""
+"""The README runs: its Python and its commands as they stand, but for those that are marked as needing weights, a GPU or a set-up.
 
+A block of commands says so behind its language: `sh` runs here, of `sh weights` the options are parsed, of `sh setup` the make targets and
+extras are looked up. The commands in docs and notebooks are parsed too.
+"""
+
+import json
 import re
+import shlex
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+from jaxspec import cli
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```([^\n]*)\n(.*?)```", README, re.DOTALL)
+PYTHON = [block for kind, block in BLOCKS if kind == "python"]
+COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
 
 
-def test_there_are_blocks():
-    assert len(BLOCKS) >= 2
+def cells_of(path):
+    return "\n".join("".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
 
 
-@pytest.mark.parametrize("block", range(len(BLOCKS)))
+TEXTS = {
+    "README.md": README,
+    **{path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))},
+    **{path.name: cells_of(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))},
+}
+
+
+def test_every_block_says_what_it_is():
+    assert {kind for kind, _ in BLOCKS} == {"python", "sh", "sh weights", "sh setup"}
+    assert len(PYTHON) >= 2 and len(COMMANDS) >= 4
+
+
+@pytest.mark.parametrize("block", range(len(PYTHON)))
 def test_block_runs(block, capsys):
-    exec(compile(BLOCKS[block], f"README.md block {block}", "exec"), {"__name__": "__main__"})
+    exec(compile(PYTHON[block], f"README.md block {block}", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip(), "the block printed nothing"
 
 
+def test_commands_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for line in COMMANDS:
+        if line.startswith("jaxspec "):
+            assert cli.main(shlex.split(line)[1:]) == 0, line
+            said = capsys.readouterr()
+            assert said.out.strip() or said.err.strip(), line
+        else:
+            subprocess.run(line, shell=True, check=True)
+    assert json.loads((tmp_path / "results.jsonl").read_text())["text"]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_options_of_every_command_exist(name):
+    text = TEXTS[name]
+    commands = re.findall(r"^ *(?:CUDA_VISIBLE_DEVICES=\d )?(jaxspec [a-z]+ .*?)(?: &)?$", text, re.MULTILINE)
+    commands += re.findall(r"`(jaxspec [a-z]+ [^`]*--[^`]*)`", text)
+    for command in commands:
+        cli._parser().parse_args(shlex.split(command, comments=True)[1:])
+    assert len(commands) >= 8 or name != "README.md"
+
+
+def test_make_targets_extras_and_links_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"\bmake ([a-z-]+)\b", README):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for named in re.findall(r"\.\[([\w,]+)\]", README):
+        assert set(named.split(",")) <= set(extras), named
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_nothing_says_to_install_another_project_s_package():
+    """The name on the public index is not ours."""
+    for name, text in TEXTS.items():
+        assert not re.search(r"pip install (--?\w[\w-]* )*[\"']?jaxspec(?!\[[\w,]+\] @ git)", text), name
+
+
+def test_the_first_screen_has_eight_lines_of_python():
+    assert len([line for line in PYTHON[0].splitlines() if line.strip()]) == 8
+
+
 def test_the_batch_script_stays_short():
-    """The README says about thirty lines: what a batch-generation script needs of the functional layer."""
-    lines = [line for line in BLOCKS[-1].splitlines() if line.strip() and not line.startswith(("import", "from"))]
+    """What a batch-generation script needs of the functional layer is about thirty lines."""
+    lines = [line for line in PYTHON[-1].splitlines() if line.strip() and not line.startswith(("import", "from"))]
     assert len(lines) <= 32
