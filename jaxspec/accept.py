@@ -54,7 +54,7 @@ class Rule:
             sampling = dataclasses.replace(sampling, filters=dataclasses.replace(filters, scope="whole"))
         if self.shares_noise:
             return sampling
-        return dataclasses.replace(sampling, seed=stream_seed(sampling.seed, DRAFT, rounds))
+        return dataclasses.replace(sampling, seed=stream_seed(sampling.seed, DRAFT, rounds), weighed=True)
 
     def __call__(
         self, drafts: Drafts, logits: jax.Array, positions: jax.Array, sampling: Sampling, rounds: jax.Array

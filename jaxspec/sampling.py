@@ -42,13 +42,15 @@ PLAIN = Needs()
 @struct.dataclass
 class Sampling:
     """How B requests choose. seed: [B, 2] uint32 (low and high word); temperature: [B] float32, 0 for greedy. filters, tables: what
-    else applies, or None. shard: the device's part of a vocabulary that lies over several, or None."""
+    else applies, or None. shard: the device's part of a vocabulary that lies over several, or None. weighed: of drafts, whether the
+    acceptance rule uses the logits that each is chosen from."""
 
     seed: jax.Array
     temperature: jax.Array
     filters: Filters | None = None
     tables: Tables | None = None
     shard: Shard | None = struct.field(pytree_node=False, default=None)
+    weighed: bool = struct.field(pytree_node=False, default=False)
 
 
 def seed_words(seed: int) -> tuple[int, int]:

@@ -129,10 +129,10 @@ class Gemma4MTP:
     ) -> jax.Array:
         """The drafts at `positions` [B, T], drawn from the output's `candidates` as the target draws: [B, T] int32.
 
-        Where nothing but a temperature applies they come straight from the output, and XLA drops the candidates unless an acceptance
-        rule needs them.
+        Where nothing but a temperature applies and no acceptance rule needs the candidates, drafts come straight from the output, and
+        XLA drops the candidates: the head is read once either way.
         """
-        if sampling.filters is not None or sampling.tables is not None:
+        if sampling.weighed or sampling.filters is not None or sampling.tables is not None:
             logits, ids = candidates
             return choose(logits, positions, sampling, ids)
         rows = out.reshape(-1, out.shape[-1])

@@ -21,7 +21,7 @@ import torch
 from flax import struct
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import decode, drafters, gemma4, loading, sampling
+from jaxspec import accept, decode, drafters, gemma4, loading, sampling
 from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import Drafts, Observed, Target
@@ -444,3 +444,28 @@ def test_an_assistant_of_another_target(inner: dict, outer: dict, target: dict, 
 def test_layers_read_the_last_owner_of_their_type() -> None:
     bound = gemma4_mtp.bind(AssistantConfig.from_hf(oracle.assistant_config(TARGET)), Gemma4Config.from_hf(TARGET))
     assert [spec.kv_source for spec in bound.text.layers] == [4, 4, 4, 5]
+
+
+@pytest.mark.parametrize(("name", "fused"), [("E2B", "choose"), ("31B", "lm_head")])
+def test_the_head_is_read_once_whatever_the_rule(name: str, fused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that weighs drafts needs their logits, and chooses from them; any other reads the head in a kernel that chooses too."""
+    drafter = gemma4_mtp.abstract(AssistantConfig.from_hf(real_configs.ASSISTANTS[name]))
+    out = jax.ShapeDtypeStruct((2, 1, drafter.config.text.hidden_size), jnp.bfloat16)
+
+    def fail(*args, **kwargs):
+        raise LookupError("fused")
+
+    monkeypatch.setattr(gemma4_mtp.centroid_head if fused == "choose" else gemma4_mtp, fused, fail)
+
+    def chosen(rule: str) -> Any:
+        def run(drafter: Gemma4MTP, out: jax.Array, at: jax.Array) -> jax.Array:
+            how = accept.Rule(rule).drafting(greedy(2), jnp.zeros(2, jnp.int32))
+            return drafter.choose(out, drafter.candidates(out), at, how)
+
+        return jax.eval_shape(run, drafter, out, jax.ShapeDtypeStruct((2, 1), jnp.int32))
+
+    for rule in ("standard", "block"):
+        assert chosen(rule).shape == (2, 1)
+    for rule in ("coupled", "synthetic"):
+        with pytest.raises(LookupError, match="fused"):
+            chosen(rule)
