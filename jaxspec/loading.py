@@ -17,6 +17,7 @@ from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import LLM
 from jaxspec.params import Defaults, integer
+from jaxspec.runner import PREFIX_BYTES, check_pages
 from jaxspec.text import load_tokenizer
 from pallas_kernels import device, dialect
 
@@ -39,6 +40,7 @@ def load(
     attention: str = "auto",
     draft_attention: str = "auto",
     kv_dtype: str = "auto",
+    kv_pages: int | None = None,
     memory_fraction: float = 0.9,
     seed: int = 0,
     progress: bool = True,
@@ -60,7 +62,9 @@ def load(
     of compute capability 8.0 and newer); "auto" takes the kernels where they run, which over several devices they do not.
     draft_attention: the same for the drafter; where it is "auto", a drafter that reads the target's cache takes `attention` and any
     other chooses for itself. kv_dtype: of the target's cache, "float32", "bfloat16" or "fp8" (e4m3, half the memory of bfloat16, for
-    a little accuracy); "auto" is that of the weights.
+    a little accuracy); "auto" is that of the weights. kv_pages: pages of 64 tokens that full-attention layers of all sequences share, at
+    least what one of max_len takes; by default as many as all can fill, or as fit. With fewer than all can fill, the youngest sequence
+    gives way when they run out, and is computed again later.
     memory_fraction: the share of a device's memory that weights and cache may take. seed: of the seeds drawn for requests that name
     none. progress: show bars.
 
@@ -103,7 +107,15 @@ def load(
         kernels=attention != "xla" and dialect.obstacle() is None,
         mesh=mesh,
     )
-    chosen = plan.fit(sizes, _room(memory_fraction), max_slots, default_slots=MAX_SLOTS)
+    if kv_pages is not None:
+        check_pages(integer("kv_pages", kv_pages, 1), max_len)
+    room = _room(memory_fraction)
+    chosen = plan.fit(sizes, room, max_slots, kv_pages, default_slots=MAX_SLOTS)
+    pages, prefixes = chosen.pages, PREFIX_BYTES
+    if room is not None:
+        if kv_pages is None:
+            pages = max(pages - min(PREFIX_BYTES, pages * sizes.page // 8) // sizes.page, sizes.width)
+        prefixes = min(PREFIX_BYTES, max(room - sizes.kept(chosen.slots, pages) - sizes.work(chosen.slots), 0))
 
     tokenizer = load_tokenizer(folder)
     _enable_compilation_cache()
@@ -124,7 +136,8 @@ def load(
         attention=attention,
         draft_attention=draft_attention,
         kv_dtype=KV_DTYPES[kv_dtype],
-        kv_pages=chosen.pages,
+        kv_pages=pages,
+        prefix_bytes=prefixes,
         shardings=shardings,
         seed=seed,
         progress=progress,

@@ -120,14 +120,13 @@ class Request:
 
     def advance(self, report: decode.Report, row: int, num_draft_tokens: int) -> None:
         """Takes in what a call whose rounds guessed so many tokens reports about it in this row."""
-        self.guessed += [num_draft_tokens] * (int(report.rounds[row]) - self.rounds)
-        new = int(report.length[row]) - self.length
+        self.guessed += [num_draft_tokens] * (int(report.numbers[row, 3]) - self.rounds)
+        length, self.computed, self.status, self.rounds, self.drafted = report.numbers[row].tolist()
+        new = length - self.length
         self.output += report.tokens[row, :new].tolist()
         self.from_draft += report.from_draft[row, :new].tolist()
         if report.logprobs is not None and self.in_loop and new:
             self.scored.append(jax.tree.map(lambda x: x[row, :new], report.logprobs))
-        self.computed, self.status = int(report.computed[row]), int(report.status[row])
-        self.rounds, self.drafted = int(report.rounds[row]), int(report.drafted[row])
 
     def take(self) -> tuple[list[int], str]:
         """(tokens, text) since the last time. A stop string ends the sequence here, and what comes after it is dropped. A stop token

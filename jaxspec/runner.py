@@ -83,11 +83,7 @@ class Runner:
         self.accept = accept
         self.adaptive: Adaptive | None = None
         self.kv_pages = slots * self.pages_for(max_len) if kv_pages is None else kv_pages
-        if self.kv_pages < self.pages_for(max_len):
-            raise ValueError(
-                f"kv_pages is {kv_pages}; one sequence of max_len {max_len} takes {self.pages_for(max_len)} pages of {page_size} tokens: "
-                "expected at least as many, or a smaller max_len"
-            )
+        check_pages(self.kv_pages, max_len, page_size)
         self._attention = {"attention": attention, "draft_attention": draft_attention}
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._orders = itertools.count()
@@ -260,7 +256,7 @@ class Runner:
         """Waits for calls and tells their requests. Whether one of them lacked pages, and left its requests as they were."""
         reports = self._get([report for *_, report in calls])
         for (requests, count, _), report in zip(calls, reports, strict=True):
-            self._free = report.free
+            self._free = report.pages[0]
             for row, request in enumerate(requests):
                 known = len(request.output)
                 request.advance(report, row, count)
@@ -268,7 +264,7 @@ class Runner:
                     accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
                     # Where the sequence ended it cut its last round.
                     self.adaptive.see(histogram_of(accepted[:-1] if request.ended else accepted, count), count)
-        return any(bool(report.starved) for report in reports)
+        return any(bool(report.pages[1]) for report in reports)
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:
         """The log-probabilities of a whole text, by another pass over it in a free slot: of token i + 1 at entry i, with `count` most
@@ -391,6 +387,16 @@ class Runner:
     def _lower_score(self, size: int, chunk: int, count: int) -> Any:
         function = functools.partial(_score, chunk=chunk, count=count, attention=self._attention["attention"])
         return self._lower(function, self._padded([], size))
+
+
+def check_pages(kv_pages: int, max_len: int, page_size: int = PAGE) -> None:
+    """Raises ValueError for fewer pages than one sequence can need."""
+    least = math.ceil(max_len / page_size)
+    if kv_pages < least:
+        raise ValueError(
+            f"kv_pages is {kv_pages}; one sequence of max_len {max_len} takes {least} pages of {page_size} tokens: expected at least as "
+            "many, or a smaller max_len"
+        )
 
 
 def _worth(left: Sequence[int], bucket: tuple[int, int]) -> float:

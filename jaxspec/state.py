@@ -199,20 +199,16 @@ def fork(state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Arr
 
 @struct.dataclass
 class Report:
-    """What the host learns of B slots after a call. length, computed, status, rounds, drafted: [B] int32, as in DecodeState. tokens,
-    from_draft: [B, W], those at the positions from `start` on, of which there are length - start, at most W. logprobs: of the same tokens,
-    or None. free: [] int32, unused full pages. starved: [] bool."""
+    """What the host learns of B slots after a call, in few arrays since each has its cost. numbers: [B, 5] int32, the length, computed,
+    status, rounds and drafted of each, see DecodeState. tokens, from_draft: [B, W], those at the positions that the host did not know,
+    as many as the length grew, at most W. logprobs: of the same tokens, or None. pages: [2] int32, how many full pages are unused, and
+    whether the call was starved."""
 
-    length: jax.Array
-    computed: jax.Array
-    status: jax.Array
-    rounds: jax.Array
-    drafted: jax.Array
+    numbers: jax.Array
     tokens: jax.Array
     from_draft: jax.Array
     logprobs: Logprobs | None
-    free: jax.Array
-    starved: jax.Array
+    pages: jax.Array
 
 
 def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, logprobs: bool = False) -> Report:
@@ -225,12 +221,11 @@ def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, l
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     kept = at[:, :ROWS] % ROWS
     return Report(
-        *map(of, (state.length, state.computed, state.status, state.rounds, state.drafted)),
+        jnp.stack([*map(of, (state.length, state.computed, state.status, state.rounds, state.drafted))], axis=1),
         tokens=state.tokens.at[slots[:, None], at].get(mode="clip"),
         from_draft=state.from_draft.at[slots[:, None], at].get(mode="clip"),
         logprobs=jax.tree.map(lambda x: x.at[slots[:, None], kept].get(mode="clip"), state.logprobs) if logprobs else None,
-        free=state.cache.free_count + 0,  # the state's own arrays are given away with it
-        starved=state.starved | False,
+        pages=jnp.stack([state.cache.free_count, state.starved.astype(jnp.int32)]),
     )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from quick import unoptimised
 
 import jaxspec
 from jaxspec import SamplingParams, accept, decode, engine, request, runner, schedule, slots
@@ -43,6 +44,13 @@ def generate(llm, rows=ALL, **changes):
 
 def tokens(completions):
     return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile():
+    with pytest.MonkeyPatch.context() as patch:
+        unoptimised(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +255,8 @@ def test_nothing_compiles_after_warmup(load, parrot, expected):
     assert tokens(generate(llm)) == expected
     assert sum((c.token_ids for c in llm.stream(PROMPTS[0][0], params(0))), []) == expected[0]
     llm.chat([{"role": "user", "content": "Hi"}], params(1, max_tokens=3))
+    assert llm.generate(list(range(300, 370)), params(1, max_tokens=2, n=2))[1].num_cached_tokens == 69
+    llm._runner.evict()
     assert compiled == []
     assert llm.stats.compilations == made
 
@@ -519,6 +529,10 @@ def test_an_item_that_is_not_valid_is_named_and_costs_only_its_iterator(llm, exp
 
     with pytest.raises(OSError, match="the disk is gone"):
         list(llm.as_completed(failing()))
+    with pytest.raises(ZeroDivisionError):
+        for completion in llm.as_completed([good] * 4):
+            completion.index / 0
+    assert llm._runner.free_slots == 3
     iterator = llm.as_completed([(PROMPTS[row][0], params(row, max_tokens=row + 1)) for row in (0, 1, 5, 6)])
     next(iterator)
     iterator.close()

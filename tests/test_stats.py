@@ -72,6 +72,15 @@ def test_a_part_is_a_later_total_less_an_earlier_one():
     assert "2 of 4 accepted" in str(part) and "peak 1.0 MiB" in str(part) and "peak" not in str(before)
 
 
+def test_totals_tell_of_cached_prompts_and_of_sequences_that_gave_way():
+    rounds = RoundStats.of(np.zeros(3, bool), 0, 0)
+    total = Stats().plus(100, rounds, 64).plus(10, rounds)
+    assert (total.prompt_tokens, total.cached_tokens) == (110, 64)
+    assert "prompts 110, 64 of them cached" in str(total) and "preempt" not in str(total)
+    later = dataclasses.replace(total.plus(100, rounds, 36), preemptions=2, seconds=2.0, busy_seconds=1.5)
+    assert "2 preemptions" in str(later) and ((later - total).cached_tokens, (later - total).busy_seconds) == (36, 1.5)
+
+
 def test_rounds_that_left_no_token_drafted_nothing_that_counts():
     """A stop string is found after the loop has gone on: what it drafted behind it is not part of the text."""
     assert RoundStats.of(np.array([c == "1" for c in "0110"], bool), drafted=12, num_draft_tokens=2).drafted == 2

@@ -1,0 +1,335 @@
+"""Requests through the engine with every kind of drafter: slots that are refilled, pages that run out, prompts that begin alike.
+
+Whatever comes together, every request gets what it gets alone, one token at a time. Models are tiny and random, the vocabulary so small
+that drafts are accepted now and then and stop ids come anywhere, the shapes such that prompts cross pages, chunks and windows.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rounds
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quick import unoptimised
+from test_coupling import CONFIG, KINDS, VOCAB
+
+from jaxspec import SamplingParams, gemma4
+from jaxspec.accept import rule_of
+from jaxspec.config import FULL
+from jaxspec.drafters.base import NoDraft
+from jaxspec.engine import LLM
+from jaxspec.logprobs import MAX_LOGPROBS
+from jaxspec.runner import Runner
+from jaxspec.sampling import Needs
+from jaxspec.slots import Kept, Slots
+
+MAX_LEN, PAGE, CHUNK, SLOTS, K = 72, 8, 16, 3, 3
+NEEDS = Needs("whole", edits=True, logprobs=MAX_LOGPROBS)  # one program for every request here
+
+
+class Words:
+    """A tokenizer whose tokens are letters."""
+
+    byte_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids):
+        return "".join(chr(0x4E00 + i) for i in ids)
+
+    def token_text(self, token_id):
+        return self.decode([token_id])
+
+    def has_text(self, token_id):
+        return True
+
+
+@functools.cache
+def target():
+    return rounds.random_weights(gemma4.abstract(CONFIG, jnp.float32), 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    """Few programs, quick to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        unoptimised(patch)
+        patch.setattr(Runner, "prefill_buckets", [(SLOTS, CHUNK)])
+        patch.setattr(Runner, "decode_buckets", [SLOTS])
+        patch.setattr(Runner, "admit_buckets", [SLOTS])
+        yield
+
+
+@functools.cache
+def llm_of(kind, **changes):
+    drafter = NoDraft() if kind is None else tiny.random_weights(KINDS[kind](), 3)
+    if getattr(drafter, "d2t", None) is not None:
+        size = drafter.d2t.size
+        ids = np.sort(np.random.default_rng(4).permutation(VOCAB)[:size])
+        drafter = dataclasses.replace(drafter, d2t=(ids - np.arange(size)).astype(np.int32))
+    if hasattr(drafter, "page_size"):
+        drafter = dataclasses.replace(drafter, page_size=PAGE - 3)
+    sizes = {"max_slots": SLOTS, "max_len": MAX_LEN, "page_size": PAGE, "num_draft_tokens": 0 if kind is None else K, "progress": False}
+    llm = LLM(target(), jax.tree.map(jnp.asarray, drafter), Words(), **{**sizes, **changes})
+    llm._needs = lambda requests: NEEDS
+    return llm
+
+
+def check(runner):
+    """No page is held twice by a slot or lost, each knows how many slots hold it, and the host knows which slots those are."""
+    state = jax.device_get(runner._state.cache)
+    owned = [state.tables[FULL][slot, : state.held[slot]].tolist() for slot in range(runner.total_slots)]
+    assert all(len(set(pages)) == len(pages) for pages in owned)
+    holders = np.bincount(np.asarray(sum(owned, []), int), minlength=len(state.refs))
+    assert state.refs.tolist() == holders.tolist()
+    free = state.free[: state.free_count].tolist()
+    hidden = len(state.refs) - getattr(runner, "pages", runner.kv_pages)
+    assert len(set(free)) == len(free) and set(free) <= set(np.flatnonzero(holders == 0))
+    assert len(free) == np.sum(holders == 0) - hidden
+    for slot, held in enumerate(runner.held._holds):
+        assert held is not None or not owned[slot]
+        if isinstance(held, Kept):
+            assert state.held[slot] >= (len(held.tokens) - 1) // PAGE
+
+
+@contextlib.contextmanager
+def only(llm, pages=None, prefixes=True):
+    """The engine from its beginning with so many full pages, and with or without keeping prompts; checked after every call."""
+    runner = llm._runner
+    runner._state = None
+    runner.ready()
+    runner.pages = runner.kv_pages if pages is None else pages
+    shrunk = dataclasses.replace(runner._state.cache, free_count=jnp.asarray(runner.pages, jnp.int32))
+    runner._state = dataclasses.replace(runner._state, cache=shrunk)
+    runner._free, read = runner.pages, Runner.read
+    llm._seen.clear()
+
+    def checked(self, calls):
+        starved = read(self, calls)
+        check(self)
+        return starved
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "read", checked)
+        if not prefixes:
+            patch.setattr(Slots, "find", lambda *_: (-1, 0))
+            patch.setattr("jaxspec.schedule.boundary", lambda *_: 0)
+        yield
+    assert runner.free_slots == SLOTS
+    runner.flush()
+    while runner.evict():
+        pass
+    check(runner)
+    assert runner.free_pages == runner.pages
+
+
+def alone(prompt, params):
+    """What a request gets by itself, one token at a time."""
+    llm = llm_of(None, prefix_bytes=0)
+    (found,) = llm.generate([prompt], params)
+    return found
+
+
+def same(found, expected):
+    assert (found.token_ids, found.finish_reason, found.stop_reason) == (expected.token_ids, expected.finish_reason, expected.stop_reason)
+    assert (found.text, found.seed, found.prompt_token_ids) == (expected.text, expected.seed, expected.prompt_token_ids)
+    assert len(found.stats.from_draft) == len(found.token_ids)
+    assert (found.logprobs is None) == (expected.logprobs is None)
+    for row, wanted in zip(found.logprobs or (), expected.logprobs or (), strict=True):
+        assert row.keys() == wanted.keys() and all(abs(row[i].logprob - wanted[i].logprob) < 1e-4 for i in row)
+
+
+def prompts(rng, count, longest):
+    """Some of them begin alike."""
+    stems = [rng.integers(2, VOCAB, longest).tolist() for _ in range(2)]
+    made = []
+    for _ in range(count):
+        own = rng.integers(2, VOCAB, longest).tolist()
+        shared = int(rng.integers(0, longest)) if rng.random() < 0.6 else 0
+        made.append((stems[rng.integers(2)][:shared] + own)[: int(rng.integers(1, longest + 1))])
+    return made
+
+
+def some_params(rng, seed):
+    changes = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "min_p": 0.05, "presence_penalty": 0.5},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "min_tokens": 3},
+    ][rng.integers(4)]
+    stops = {"stop_token_ids": rng.integers(2, VOCAB, 2).tolist()} if rng.random() < 0.5 else {}
+    return SamplingParams(
+        seed=seed, logprobs=[None, 2][rng.integers(2)], max_tokens=int(rng.integers(3, 40)), **{"ignore_eos": True, **changes, **stops}
+    )
+
+
+def run(kind, seed, count=9, longest=45):
+    """One random job, in one of the ways of asking for it."""
+    rng = np.random.default_rng(seed)
+    llm, asked = llm_of(kind), prompts(rng, count, longest)
+    params = [some_params(rng, i) for i in range(count)]
+    least = llm._runner.pages_for(MAX_LEN)
+    pages = int(rng.integers(least, 2 * least))
+    with only(llm, pages=pages, prefixes=rng.random() < 0.7):
+        match rng.integers(3):
+            case 0:
+                found = llm.generate(asked, params)
+            case 1:
+                found = sorted(llm.as_completed(zip(asked, params, strict=True)), key=lambda c: c.prompt_index)
+            case _:
+                streams = [llm.stream(asked[i], params[i], steps=2) for i in (0, 1)]
+                begun = [next(stream) for stream in streams]
+                found = llm.generate(asked[2:], params[2:])
+                chunks = [[first, *stream] for first, stream in zip(begun, streams, strict=True)]
+                assert ["".join(c.text for c in some) for some in chunks] == [some[-1].completion.text for some in chunks]
+                found = [*(some[-1].completion for some in chunks), *found]
+    for prompt, p, completion in zip(asked, params, found, strict=True):
+        same(completion, alone(prompt, p))
+
+
+PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "ignore_eos": True}
+
+
+def fixed(count, length, shared=0):
+    """Prompts of one length, the first `shared` tokens of which are the same."""
+    ids = np.random.default_rng(5).integers(2, VOCAB, (count, length))
+    ids[:, :shared] = ids[0, :shared]
+    return ids.tolist()
+
+
+def test_a_sequence_that_gave_way_goes_on_where_it_was():
+    """With whatever rule, down to the rounds it took: it keeps its tokens and anchor, its flags, log-probabilities and noise."""
+    asked = fixed(5, 17)
+    params = [SamplingParams(seed=i, max_tokens=45, logprobs=1 if i == 4 else None, **PLAIN) for i in range(5)]
+    for accept in ("coupled", "standard"):
+        llm = llm_of("modules", accept=rule_of(accept))
+        with only(llm):
+            before = llm.stats
+            expected = llm.generate(asked, params)
+            assert (llm.stats - before).preemptions == 0
+        with only(llm, pages=llm._runner.pages_for(MAX_LEN)):
+            found = llm.generate(asked, params)
+            assert (llm.stats - before).preemptions >= 2
+        assert found[:4] == expected[:4] and found[4].stats == expected[4].stats and len(found[4].logprobs) == 45
+        same(found[4], expected[4])
+        assert sum(c.stats.accepted for c in found) > 10
+
+
+def test_what_prompts_begin_with_is_computed_once():
+    llm = llm_of("modules")
+    short = SamplingParams(seed=3, max_tokens=9, **PLAIN)
+    with only(llm):
+        samples = llm.generate(fixed(1, 43), dataclasses.replace(short, n=6))
+        assert [c.num_cached_tokens for c in samples] == [0, 42, 42, 42, 42, 42]
+        for i, c in enumerate(samples):
+            same(c, alone(fixed(1, 43)[0], dataclasses.replace(short, seed=3 + i)))
+    with only(llm):
+        before, asked = llm.stats, fixed(7, 50, shared=37)
+        found = llm.generate(asked, short)
+        assert [c.num_cached_tokens for c in found] == [0, 36, 36, 36, 36, 36, 36]
+        assert (llm.stats - before).cached_tokens == 6 * 36
+        for prompt, c in zip(asked, found, strict=True):
+            same(c, alone(prompt, short))
+        # A prompt seen before is found out to be shared when it comes again, and is kept from then on.
+        assert [llm.generate(asked[0], short)[0].num_cached_tokens for _ in range(3)] == [36, 49, 49]
+    with only(llm):
+        assert all(c.num_cached_tokens == 0 for c in llm.generate(fixed(4, 50, shared=6), short))  # less than a page is not kept
+
+
+def test_pages_that_running_sequences_share_are_given_up_last():
+    llm = llm_of("modules")
+    with only(llm, pages=14):
+        found = llm.generate(fixed(6, 50, shared=41), SamplingParams(seed=1, max_tokens=20, **PLAIN))
+        assert [c.num_cached_tokens for c in found] == [0, 40, 40, 40, 40, 40]
+    for prompt, c in zip(fixed(6, 50, shared=41), found, strict=True):
+        same(c, alone(prompt, SamplingParams(seed=1, max_tokens=20, **PLAIN)))
+
+
+def test_a_long_prompt_lets_others_decode_between_its_chunks(monkeypatch):
+    calls = []
+    for name in ("prefill", "decode"):
+        real = getattr(Runner, name)
+
+        def noted(self, requests, *args, name=name, real=real, **kwargs):
+            calls.append((name, len(requests)))
+            return real(self, requests, *args, **kwargs)
+
+        monkeypatch.setattr(Runner, name, noted)
+    llm = llm_of("modules")
+    with only(llm):
+        iterator = llm.as_completed(
+            [(fixed(1, 3)[0], SamplingParams(seed=0, max_tokens=60, **PLAIN)), (fixed(1, 70)[0], SamplingParams(max_tokens=2, **PLAIN))]
+        )
+        assert sum(1 for _ in iterator) == 2
+    first = calls.index(("decode", 1))
+    last = max(i for i, call in enumerate(calls) if call[0] == "prefill")
+    between = [name for name, _ in calls[first : last + 1]]
+    assert between == ["decode", "prefill"] * (len(between) // 2) and len(between) >= 6
+
+
+def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch):
+    """The values of one request become NaN behind its 5th token."""
+    llm, real = llm_of("modules"), Runner.decode
+
+    def poisoning(self, requests, *args, **kwargs):
+        for request in requests:
+            if request.seed == 2 and len(request.output) >= 5:
+                page, layer = int(self._state.cache.tables[FULL][request.slot, 0]), self._state.cache.kinds.index(FULL)
+                layers = list(self._state.cache.layers)
+                layers[layer] = dataclasses.replace(layers[layer], v=layers[layer].v.at[page].set(jnp.nan))
+                self._state = dataclasses.replace(self._state, cache=dataclasses.replace(self._state.cache, layers=tuple(layers)))
+        return real(self, requests, 1, *args[1:], **kwargs)
+
+    monkeypatch.setattr(Runner, "decode", poisoning)
+    asked, params = fixed(5, 20), [SamplingParams(seed=i, max_tokens=30, **PLAIN) for i in range(5)]
+    with only(llm):
+        found = llm.generate(asked, params)
+        monkeypatch.undo()
+        again = llm.generate(asked, params)
+    for i, (prompt, c) in enumerate(zip(asked, found, strict=True)):
+        expected = alone(prompt, params[i])
+        same(again[i], expected)  # in slots and pages that the one that failed had
+        if i != 2:
+            same(c, expected)
+            assert c.error is None
+        else:
+            assert c.finish_reason == "error" and c.stop_reason is None and 5 <= len(c.token_ids) < 30
+            assert c.token_ids == expected.token_ids[: len(c.token_ids)]
+            place = f"position {20 + len(c.token_ids)}, of new token {len(c.token_ids) + 1}, are not finite; it failed in step "
+            assert place in c.error and c.text == expected.text[: len(c.text)]
+
+
+def test_fewer_pages_than_one_sequence_takes_are_refused():
+    with pytest.raises(ValueError, match="kv_pages is 8; one sequence of max_len 72 takes 9 pages of 8 tokens: expected at least as many"):
+        LLM(target(), NoDraft(), Words(), num_draft_tokens=0, max_slots=2, max_len=MAX_LEN, page_size=PAGE, kv_pages=8)
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_every_request_gets_what_it_gets_alone(seed):
+    run("modules", seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(KINDS))
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_every_request_gets_what_it_gets_alone_more(kind, seed):
+    run(kind, seed, count=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["assistant", "draft model"])
+def test_shared_beginnings_over_a_float8_cache(kind):
+    llm = llm_of(kind, kv_dtype=jnp.float8_e4m3fn)
+    params = [SamplingParams(seed=i, max_tokens=15, **PLAIN) for i in range(6)]
+    with only(llm, prefixes=False):
+        expected = llm.generate(fixed(6, 50, shared=37), params)
+    with only(llm, pages=12):
+        found = llm.generate(fixed(6, 50, shared=37), params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert found[1].num_cached_tokens == 36 and expected[1].num_cached_tokens == 0
