@@ -240,8 +240,8 @@ class LLM:
         """Answers a conversation: a Completion; or a list of conversations, or several samples of one: a list of Completions.
 
         messages: dicts with "role" and "content", by the checkpoint's chat template. enable_thinking goes to the template.
-        A conversation that has ended keeps its slot until it is needed; one that begins like it computes only what is different, as
-        long as sliding layers still hold the window before that. Raises what `generate` raises, and ValueError for images and other
+        What was computed of a conversation is kept until its memory is needed: one that goes on from there, or from the end of its
+        last prompt, computes only what is new. Raises what `generate` raises, and ValueError for images and other
         content that is not text.
         """
         several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)

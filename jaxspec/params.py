@@ -26,7 +26,7 @@ class SamplingParams:
     reach this probability. min_p: only tokens at least this share as likely as the most likely one. They apply in the order
     temperature, min_p, top_k, top_p; tokens of equal probability are kept or dropped together.
     seed: 0 .. 2**63 - 1, the same seed gives the same text (with acceptance "coupled" whatever the drafter and the batch); None draws
-    one. n: completions of each prompt; sample i uses seed + i, and computes the prompt for itself.
+    one. n: completions of each prompt, which is computed once; sample i uses seed + i.
     stop: strings that end the text; the text ends before the string, with include_stop_str_in_output behind it (and then shows a
     stop token's text too). stop_token_ids: end after any of these, besides the checkpoint's own end tokens. ignore_eos: do not end
     at the checkpoint's own.
