@@ -17,7 +17,7 @@ from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import LLM
 from jaxspec.params import Defaults, integer
-from jaxspec.runner import PREFIX_BYTES, check_pages
+from jaxspec.runner import check_pages
 from jaxspec.text import load_tokenizer
 from pallas_kernels import device, dialect
 
@@ -111,11 +111,6 @@ def load(
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     room = _room(memory_fraction)
     chosen = plan.fit(sizes, room, max_slots, kv_pages, default_slots=MAX_SLOTS)
-    pages, prefixes = chosen.pages, PREFIX_BYTES
-    if room is not None:
-        if kv_pages is None:
-            pages = max(pages - min(PREFIX_BYTES, pages * sizes.page // 8) // sizes.page, sizes.width)
-        prefixes = min(PREFIX_BYTES, max(room - sizes.kept(chosen.slots, pages) - sizes.work(chosen.slots), 0))
 
     tokenizer = load_tokenizer(folder)
     _enable_compilation_cache()
@@ -136,8 +131,8 @@ def load(
         attention=attention,
         draft_attention=draft_attention,
         kv_dtype=KV_DTYPES[kv_dtype],
-        kv_pages=pages,
-        prefix_bytes=prefixes,
+        kv_pages=chosen.pages,
+        prefix_bytes=chosen.prefix_bytes,
         shardings=shardings,
         seed=seed,
         progress=progress,

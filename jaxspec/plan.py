@@ -16,7 +16,7 @@ import jax
 from jaxspec import sharding
 from jaxspec.config import FULL, SLIDING, Gemma4Config, LayerSpec
 from jaxspec.params import integer
-from jaxspec.runner import PAGE, PREFILL_CHUNK, PREFILL_ROWS, Runner
+from jaxspec.runner import PAGE, PREFILL_CHUNK, PREFILL_ROWS, PREFIX_BYTES, Runner
 
 # Slots that are taken without being asked for: with 4 drafts each, what they verify is about what keeps a GPU's arithmetic as busy as its
 # memory, and more of them gain little.
@@ -129,33 +129,35 @@ def _attention(config: Gemma4Config, batch: int, rows: int, max_len: int, itemsi
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How many slots, and pages for all of them together."""
+    """How many slots, pages for all of them together, and bytes for snapshots of prompts."""
 
     slots: int
     pages: int
+    prefix_bytes: int
 
 
 def fit(sizes: Sizes, room: int | None, slots: int | None = None, pages: int | None = None, *, default_slots: int = 8) -> Plan:
     """What to make of so much room. room: bytes of a device that may be taken, None where it does not say, which gives `default_slots`.
 
     slots: what was asked for; None for as many as fit beside the calls' temporaries when sequences are half as long as max_len on
-    average, at most 64. pages: what was asked for; None for what all slots can fill, or as many as fit. Raises ValueError with the
-    numbers if weights, slots and the pages of one sequence of max_len do not fit.
+    average, at most 64. pages: what was asked for; None for what all slots can fill, or as many as fit beside prompts' snapshots in
+    an eighth of the memory that they share. Raises ValueError with the numbers if weights, slots and the pages of one sequence of
+    max_len do not fit.
     """
     if slots is None:
         slots = default_slots if room is None else most_slots(sizes, room, AUTO_SLOTS, pages, SHARE) or 1
+    left = None if room is None else max(room - sizes.kept(slots, 0) - sizes.work(slots), 0)
     if pages is None:
         pages = slots * sizes.width
-        if room is not None:
-            left = room - sizes.kept(slots, 0) - sizes.work(slots)
-            pages = min(pages, max(left // sizes.page, sizes.width))
+        if left is not None:
+            pages = min(pages, max((left - min(PREFIX_BYTES, left // 8)) // sizes.page, sizes.width))
     if room is not None and sizes.kept(slots, pages) > room:
         raise ValueError(
             f"the weights take {size(sizes.weights)} and {slots} slots with {pages} pages {size(sizes.kept(slots, pages) - sizes.weights)} "
             f"of a device; there is {size(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction "
             "allows more"
         )
-    return Plan(slots, pages)
+    return Plan(slots, pages, PREFIX_BYTES if left is None else min(PREFIX_BYTES, max(left - pages * sizes.page, 0)))
 
 
 def check(memory_fraction: float, slots: int | None) -> None:

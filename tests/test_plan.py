@@ -64,23 +64,25 @@ def test_as_many_slots_are_chosen_as_fit_at_half_their_length():
     found = sizes(16384)
     for room in (62 * GIB, 80 * GIB, 100 * GIB, 125 * GIB):
         chosen = plan.fit(found, room)
-        assert 256 <= chosen.pages <= 256 * chosen.slots and chosen.pages >= 128 * chosen.slots
-        assert room - found.page < found.kept(chosen.slots, chosen.pages) + found.work(chosen.slots) <= room
+        assert 256 <= chosen.pages <= 256 * chosen.slots
+        # An eighth of what pages share with prompts' snapshots, at most 1 GiB, is left to those.
+        used = found.kept(chosen.slots, chosen.pages) + found.work(chosen.slots)
+        assert used + chosen.prefix_bytes <= room < used + 1.1 * GIB and chosen.prefix_bytes > 0.1 * GIB
         more = chosen.slots + 1
         assert more > plan.AUTO_SLOTS or found.kept(more, 128 * more) + found.work(more) > room
     # More than can all grow to max_len.
     assert plan.fit(found, 125 * GIB).slots == 53 and plan.most_slots(found, 125 * GIB, 64) == 40
-    assert plan.fit(found, 400 * GIB) == plan.Plan(64, 64 * 256)
+    assert plan.fit(found, 400 * GIB) == plan.Plan(64, 64 * 256, GIB)
     assert plan.most_slots(found, 50 * GIB, 64) == 0
 
 
 def test_what_is_asked_for_is_taken_if_it_fits():
     found = sizes()
-    assert plan.fit(found, None) == plan.Plan(8, 512) and plan.fit(found, None, 100) == plan.Plan(100, 6400)
-    assert plan.fit(found, 100 * GIB, 20) == plan.Plan(20, 20 * 64)
+    assert plan.fit(found, None) == plan.Plan(8, 512, GIB) and plan.fit(found, None, 100) == plan.Plan(100, 6400, GIB)
+    assert plan.fit(found, 100 * GIB, 20) == plan.Plan(20, 20 * 64, GIB)
     fewer = plan.fit(found, 80 * GIB, 23)
     assert fewer.slots == 23 and 64 < fewer.pages < 23 * 64
-    assert plan.fit(found, 100 * GIB, 20, 70) == plan.Plan(20, 70)
+    assert plan.fit(found, 100 * GIB, 20, 70) == plan.Plan(20, 70, GIB)
     alone = plan.fit(found, 100 * GIB, pages=64).slots
     assert found.kept(alone, 64) + found.work(alone) <= 100 * GIB < found.kept(alone + 1, 64) + found.work(alone + 1)
     with pytest.raises(
@@ -132,12 +134,14 @@ def test_load_takes_the_slots_and_pages_that_the_device_has_memory_for(tmp_path,
     target = tiny.tiny_target(tmp_path / "target")
     abstract = gemma4.abstract(Gemma4Config.from_hf(tiny.TARGET), jnp.float32)
     found = plan.sizes_of(abstract, NoDraft(), max_len=256, num_draft_tokens=0, kernels=False)
-    room = found.kept(5, 17) + found.work(5)
+    room = found.kept(5, 20) + found.work(5)
+    chosen = plan.fit(found, room)
+    assert 4 * chosen.slots > chosen.pages > 2 * chosen.slots > 8
     monkeypatch.setattr(loading, "LLM", lambda *_, max_slots, kv_pages, **__: (max_slots, kv_pages))
     monkeypatch.setattr(loading, "load_target", lambda *_, **__: None)
     settings = {"max_len": 256, "progress": False, "memory_fraction": 0.5}
     monkeypatch.setattr(loading, "memory_limit", lambda device: 2 * room)
-    assert loading.load(target, **settings) == (5, 17)
+    assert loading.load(target, **settings) == (chosen.slots, chosen.pages)
     assert loading.load(target, max_slots=3, **settings) == (3, 12)
     monkeypatch.setattr(loading, "memory_limit", lambda device: None)
     assert loading.load(target, **settings) == (8, 32)
