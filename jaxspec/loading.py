@@ -52,6 +52,7 @@ def load(
 
     num_draft_tokens: tokens guessed in each round; by default what the drafter's generation_config.json says, else what its kind was
     made for (a DFlash block less its anchor, the number in an EAGLE-3 speculator's config, one for each MTP module), else 4.
+    After `LLM.warmup` calls guess fewer where that is faster, unless a number is given.
     dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for
     float16, which Gemma overflows. mesh: a Mesh with axes "data" and "tensor" to spread weights and slots over; one device by default.
     max_slots: sequences in flight; by default as many as memory allows, at most 64, and 8 where a device does not say what it has.
