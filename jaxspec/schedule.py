@@ -65,7 +65,7 @@ class Turn:
             if request.computed in request.goals:
                 request.goals.remove(request.computed)
                 runner.snapshot(request)
-        if starved:
+        if starved and not any(r.ended for r in self.active):  # those that have ended make room, and are no longer to give way
             self.make_room()
         return True
 

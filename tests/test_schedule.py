@@ -1,0 +1,155 @@
+"""What the host makes the device do next, with a runner that only takes notes."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from jaxspec import decode
+from jaxspec.request import Request
+from jaxspec.sampling import PLAIN
+from jaxspec.schedule import AHEAD, Turn
+from jaxspec.slots import Slots
+
+
+class Text:
+    found = None
+
+
+class Notes:
+    """A runner of two slots and pages of 4 tokens. ends: orders of the requests that the next decode call ends. pages: free ones."""
+
+    slots, page_size, num_draft_tokens = 2, 4, 0
+
+    def __init__(self):
+        self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(3), [], 100, False, set()
+        self.count = 0
+
+    @property
+    def free_slots(self):
+        return self.slots - len(self.held.running)
+
+    def ready(self):
+        pass
+
+    def pages_for(self, rows):
+        return -(-rows // self.page_size)
+
+    def admit(self, requests):
+        for request in requests:
+            self.held.put(self.held.idle(), request)
+            request.status = decode.RUNNING
+            if request.order < 0:
+                request.order, self.count = self.count, self.count + 1
+        self.calls.append(("admit", [r.order for r in requests]))
+
+    def prefill(self, requests, needs):
+        self.calls.append(("prefill", [r.order for r in requests]))
+        goal = next((goal for goal in requests[0].goals if goal > requests[0].computed), requests[0].goal)
+        return "prefill", requests[0], min(requests[0].computed + 8, goal)
+
+    def decode(self, requests, steps, until_any=False, needs=PLAIN):
+        self.calls.append(("decode", [r.order for r in requests]))
+        return "decode", requests, 0
+
+    def read(self, calls):
+        starved, self.starved = self.starved, False
+        for name, requests, rows in calls:
+            if name == "prefill":
+                requests.computed = rows
+                if rows == requests.goal and not requests.output:
+                    requests.output.append(7)
+            else:
+                for request in requests:
+                    if request.order in self.ends:
+                        request.status = decode.STOPPED
+        return starved
+
+    def snapshot(self, request):
+        self.calls.append(("snapshot", request.computed))
+        self.held.keep(self.held.idle(), request.tokens[: request.computed + 1], request)
+
+    def preempt(self, request):
+        self.calls.append(("preempt", request.order))
+        self.held.take_from([request])
+        self.flush()
+
+    def flush(self):
+        self.held.released(self.held.ended)
+
+    def evict(self, needed=True):
+        found = next((slot for slot, kept in self.held.kept.items() if needed or not kept.needed), -1)
+        self.held.end([found] if found >= 0 else [])
+        return found >= 0
+
+    def end(self, requests):
+        self.held.take_from(requests)
+
+
+def request(*tokens):
+    found = Request.__new__(Request)
+    found.prompt, found.output, found.goals = np.asarray(tokens, np.int32), [], []
+    found.slot, found.order, found.computed, found.status, found.keep, found.text = -1, -1, 0, decode.EMPTY, False, Text()
+    return found
+
+
+@pytest.fixture
+def turn(monkeypatch):
+    monkeypatch.setattr(Request, "profile", ())
+
+    def made(*requests):
+        runner = Notes()
+        return runner, Turn(runner, iter(requests), lambda _: PLAIN, collections.deque())
+
+    return made
+
+
+def test_the_youngest_gives_way_and_is_the_next_to_get_a_slot(turn):
+    runner, turn = turn(*(request(i, i, i) for i in range(9)))
+    assert turn.step() and turn.step()
+    assert len(turn.active) == 2 and len(turn.waiting) == AHEAD
+    runner.starved = True
+    turn.step()
+    assert runner.calls[-1] == ("preempt", 1) and [r.order for r in turn.active] == [0] and turn.waiting[0].order == 1
+    runner.ends = {0}
+    turn.step()
+    assert ("admit", [1]) in runner.calls and [r.order for r in turn.end()] == [0]
+
+
+def test_none_gives_way_where_another_has_ended(turn):
+    """It would be computed again, past its own end."""
+    runner, turn = turn(request(1, 2), request(3, 4))
+    for _ in range(3):
+        turn.step()
+    runner.starved, runner.ends = True, {1}
+    turn.step()
+    assert [r.order for r in turn.end()] == [1] and not any(name == "preempt" for name, _ in runner.calls)
+
+
+def test_a_sequence_waits_until_there_are_pages_for_what_it_knows(turn):
+    runner, turn = turn(request(1, 2), request(*range(20)))
+    runner.free_pages = 5
+    turn.step()
+    assert [len(r.prompt) for r in turn.active] == [2] and len(turn.waiting) == 1  # 5 pages and one to spare for the other
+    runner.free_pages = 7
+    turn.step()
+    assert len(turn.active) == 2
+
+
+def test_who_begins_alike_waits_for_what_is_being_computed(turn):
+    stem = list(range(50, 70))
+    runner, turn = turn(request(*stem, 1), request(*stem, 2), request(3))
+    turn.step()
+    assert [r.prompt[-1] for r in turn.active] == [1, 3]
+    assert turn.active[0].goals == [19]
+    while ("snapshot", 19) not in runner.calls:
+        assert len(turn.waiting) == 1
+        turn.step()
+    runner.ends = {1}
+    while not (ended := turn.end()):
+        turn.step()
+    assert [r.order for r in ended] == [1]
+    turn.step()
+    assert [int(r.prompt[-1]) for r in turn.active] == [1, 2] and not turn.waiting
+    turn.close()
+    assert not runner.held.running
