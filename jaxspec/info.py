@@ -87,7 +87,8 @@ def describe_plan(
     room = None if memory is None else int(memory_fraction * jax_fraction * memory)
     chosen = plan.fit(sizes, room, max_slots, default_slots=MAX_SLOTS)
     slots, pages = chosen.slots, chosen.pages
-    kept = sizes.kept(slots, pages)
+    snapshots = min(chosen.prefix_bytes // sizes.slot, slots)  # as Runner takes them
+    kept = sizes.kept(slots, pages) + snapshots * sizes.slot
     if memory is not None and room is not None:
         taken = f", of which JAX takes {jax_fraction} (XLA_CLIENT_MEM_FRACTION)" if jax_fraction < 1 else ""
         yield f"memory      {size(memory)}{taken}; memory_fraction {memory_fraction} of it is {size(room)}"
@@ -96,7 +97,8 @@ def describe_plan(
     yield f"page        {size(sizes.page)}: {plan.PAGE} positions of full layers; {sizes.width} pages for max_len {max_len}"
     yield f"calls       about {size(sizes.work(slots))} for activations and logits, K = {count}"
     each = "" if over is None or over.shape["data"] == 1 else f" for each of {over.shape['data']} data shards"
-    yield f"plan        {slots} slots, {pages} pages{each}: {size(kept)} kept, {size(kept + sizes.work(slots))} with calls"
+    yield f"plan        {slots} slots, {pages} pages, snapshots of {snapshots} prompts{each}"
+    yield f"            {size(kept)} kept, {size(kept + sizes.work(slots))} with calls"
     if room is None:
         return
     yield "lengths     slots that can all grow to a max_len"

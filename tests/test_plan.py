@@ -101,17 +101,19 @@ def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
     at = next(i for i, line in enumerate(lines) if line.startswith("memory"))
     found, size = sizes(16384), plan.size
     chosen = plan.fit(found, int(0.9 * 0.95 * 141e9))
-    kept, work = found.kept(chosen.slots, chosen.pages), found.work(chosen.slots)
-    assert lines[at : at + 7] == [
+    kept, work = found.kept(chosen.slots, chosen.pages) + found.slot, found.work(chosen.slots)
+    assert chosen.prefix_bytes > found.slot
+    assert lines[at : at + 8] == [
         "memory      131.32 GiB, of which JAX takes 0.95 (XLA_CLIENT_MEM_FRACTION); memory_fraction 0.9 of it is 112.28 GiB",
         "weights     57.18 GiB target, 895.54 MiB drafter",
         f"slot        {size(found.slot)}: sliding rings 850.00 MiB; all else {size(found.slot - 850 * 2**20)}",
         "page        3.13 MiB: 64 positions of full layers; 256 pages for max_len 16384",
         f"calls       about {size(work)} for activations and logits, K = 4",
-        f"plan        43 slots, {chosen.pages} pages: {size(kept)} kept, {size(kept + work)} with calls",
+        f"plan        43 slots, {chosen.pages} pages, snapshots of 1 prompts",
+        f"            {size(kept)} kept, {size(kept + work)} with calls",
         "lengths     slots that can all grow to a max_len",
     ]
-    table = dict(map(int, line.split()) for line in lines[at + 7 :])
+    table = dict(map(int, line.split()) for line in lines[at + 8 :])
     assert list(table) == [1024, 4096, 16384, 65536, 262144]
     assert table[16384] == 33 and sorted(table.values(), reverse=True) == list(table.values())
 
@@ -190,4 +192,6 @@ def test_sizes_of_a_device_of_a_mesh(folders, capsys):
     assert cli.main(["info", str(folders[0]), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"weights     {plan.size(found.target)} target, {plan.size(found.drafter)} drafter" in lines
-    assert any(line.startswith("plan        64 slots, 4096 pages for each of 2 data shards: ") for line in lines)
+    assert any(
+        line.startswith("plan        64 slots, 4096 pages, snapshots of ") and line.endswith(" for each of 2 data shards") for line in lines
+    )
