@@ -39,6 +39,10 @@ def kernel_environment(tmp_path, monkeypatch):
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(jax.config.jax_compilation_cache_max_size),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        # As in pyproject.toml: other processes may be at the same cache of compiled programs.
+        "PYTHONWARNINGS": ",".join(
+            f"ignore:Error {doing} persistent compilation cache entry:UserWarning" for doing in ("reading", "writing")
+        ),
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
     }
