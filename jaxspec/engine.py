@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import random
@@ -22,10 +21,12 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.gemma4 import Gemma4
 from jaxspec.logprobs import Logprobs
 from jaxspec.params import Chunk, Completion, Defaults, Logprob, SamplingParams, integer
+from jaxspec.replicas import Shards, Turns
 from jaxspec.request import Maker, Request, is_id, needs_of
 from jaxspec.runner import PAGE, PREFIX_BYTES, STEPS, Runner
 from jaxspec.sampling import Needs
-from jaxspec.schedule import SEEN, Turn
+from jaxspec.schedule import Turn
+from jaxspec.sharding import DATA, data_shards
 from jaxspec.stats import RoundStats, Stats
 from jaxspec.text import Tokenizer
 from jaxspec.watch import Watch
@@ -43,8 +44,8 @@ class LLM:
 
     target, drafter: weights on their devices. eos_token_ids: what ends a sequence by default. defaults: of requests that say nothing.
     adaptive: whether `warmup` measures what rounds cost, and calls then choose how many tokens, up to num_draft_tokens, rounds guess;
-    with the rule "coupled" and in one process only. The other settings are those of `jaxspec.load`; kv_pages, page_size, prefix_bytes and
-    shardings are as in `Runner`.
+    with the rule "coupled" and in one process only. The other settings are those of `jaxspec.load`; page_size and prefix_bytes are as in
+    `Runner`. mesh: where the weights lie, as `sharding.spread` gives them; None for one device. kv_pages are those of a data shard.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class LLM:
         kv_pages: int | None = None,
         page_size: int = PAGE,
         prefix_bytes: int = PREFIX_BYTES,
-        shardings: Any = None,
+        mesh: jax.sharding.Mesh | None = None,
         seed: int = 0,
         progress: bool = True,
         name: str = "",
@@ -74,22 +75,21 @@ class LLM:
         self.tokenizer = tokenizer
         self.config = target.config
         self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults or Defaults()
-        self._runner = Runner(
-            target,
-            drafter,
-            slots=max_slots,
-            max_len=max_len,
-            num_draft_tokens=num_draft_tokens,
-            accept=accept,
-            attention=attention,
-            draft_attention=draft_attention,
-            kv_dtype=kv_dtype,
-            kv_pages=kv_pages,
-            page_size=page_size,
-            prefix_bytes=prefix_bytes,
-            shardings=shardings,
-        )
-        self._seen: collections.deque[np.ndarray] = collections.deque(maxlen=SEEN)
+        settings = {
+            "slots": -(-max_slots // (1 if mesh is None else mesh.shape[DATA])),
+            "max_len": max_len,
+            "num_draft_tokens": num_draft_tokens,
+            "accept": accept,
+            "attention": attention,
+            "draft_attention": draft_attention,
+            "kv_dtype": kv_dtype,
+            "kv_pages": kv_pages,
+            "page_size": page_size,
+            "prefix_bytes": prefix_bytes,
+        }
+        parts = [(target, drafter, None)] if mesh is None else data_shards((target, drafter), mesh)
+        self._shards = Shards([Runner(target, drafter, mesh=row, **settings) for target, drafter, row in parts])
+        self._runner = self._shards.runners[0]
         # Processes that compute together must choose alike, and each measures other times.
         adaptive = adaptive and num_draft_tokens > 0 and accept.name == "coupled" and jax.process_count() == 1
         self._choices = adaptive_k.choices(num_draft_tokens) if adaptive else ()
@@ -97,7 +97,7 @@ class LLM:
         self._seeds = random.Random(seed)
         self._progress, self._name = progress, name
         self._lock = threading.RLock()
-        self._totals = Stats(weight_bytes=self._runner.weight_bytes, state_bytes=self._runner.state_bytes)
+        self._totals = Stats(weight_bytes=self._runner.weight_bytes, state_bytes=sum(r.state_bytes for r in self._shards.runners))
 
     @property
     def target(self) -> Gemma4:
@@ -113,7 +113,7 @@ class LLM:
 
     @property
     def max_slots(self) -> int:
-        return self._runner.slots
+        return sum(runner.slots for runner in self._shards.runners)
 
     @property
     def max_len(self) -> int:
@@ -122,9 +122,10 @@ class LLM:
     @property
     def stats(self) -> Stats:
         """Totals since the LLM was loaded. The difference of two is what happened in between."""
-        runner = self._runner
-        names = ("compilations", "compile_seconds", "busy_seconds", "preemptions", "peak_bytes")
-        return dataclasses.replace(self._totals, **{name: getattr(runner, name) for name in names})
+        runners = self._shards.runners
+        counts = {name: sum(getattr(runner, name) for runner in runners) for name in ("compilations", "preemptions")}
+        times = {name: max(getattr(runner, name) for runner in runners) for name in ("compile_seconds", "busy_seconds")}
+        return dataclasses.replace(self._totals, **counts, **times, peak_bytes=self._runner.peak_bytes)
 
     def __repr__(self) -> str:
         return (
@@ -145,15 +146,19 @@ class LLM:
         Where load was left to choose num_draft_tokens, rounds of fewer drafts and of none are compiled and timed too, and from then on
         calls guess as many tokens as acceptance and these times make fastest. The tokens are the same."""
         needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
-        total = len(self._runner.programs(needs, self._choices))
+        runners = self._shards.runners
+        total = len(runners) * len(self._runner.programs(needs, self._choices))
         with self._lock, tqdm(total=total, desc="Compiling", disable=not self._progress) as bar:
-            for line in self._runner.warmup(needs, self._choices):
-                bar.set_postfix_str(line)
-                bar.update()
+            self._shards.take(None)
+            for runner in runners:
+                for line in runner.warmup(needs, self._choices):
+                    bar.set_postfix_str(line)
+                    bar.update()
             if self._choices and self._runner.adaptive is None:
                 endless = SamplingParams(max_tokens=self.max_len, ignore_eos=True, seed=0)
                 costs = adaptive_k.measured(self._runner, self._choices, needs, lambda n: self._requests([[0]] * n, endless))
-                self._runner.adaptive = adaptive_k.Adaptive(self._choices, costs) if costs else None
+                for runner in runners:
+                    runner.adaptive = adaptive_k.Adaptive(self._choices, costs) if costs else None
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -294,19 +299,19 @@ class LLM:
         return needs_of(requests, self.defaults.suppress_tokens)
 
     @contextlib.contextmanager
-    def _turn(self, requests: Iterable[Request]) -> Iterator[Turn]:
+    def _turn(self, requests: Iterable[Request]) -> Iterator[Turn | Turns]:
         """A turn of requests, which ends with the context."""
         known = requests if isinstance(requests, list) else []
         for request in known:
             request.asked = self._clock()
-        turn = Turn(self._runner, iter(requests), self._needs, self._seen, {r.profile: r for r in known})
+        turn = self._shards.turn(iter(requests), self._needs, {r.profile: r for r in known})
         try:
             yield turn
         finally:
             with self._lock:
                 turn.close()
 
-    def _step(self, turn: Turn, steps: int = STEPS) -> bool:
+    def _step(self, turn: Turn | Turns, steps: int = STEPS) -> bool:
         """One step of a turn. False once nothing is left to do."""
         going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]))
         for request in turn.active:
@@ -314,7 +319,7 @@ class LLM:
                 request.first_token_seconds = self._clock() - request.asked
         return going
 
-    def _advance(self, turn: Turn) -> list[Completion]:
+    def _advance(self, turn: Turn | Turns) -> list[Completion]:
         """Runs a turn until requests end; nothing is left of it if it gives none."""
         while self._step(turn):
             for request in turn.active:
@@ -352,7 +357,7 @@ class LLM:
         request.scored.clear()
         return request.take()
 
-    def _completion(self, request: Request, turn: Turn) -> Completion:
+    def _completion(self, request: Request, turn: Turn | Turns) -> Completion:
         found, params, prompt = request.text.found, request.params, len(request.prompt)
         new, logprobs, prompt_logprobs = request.output, request.logprobs if request.in_loop else None, None
         later, failed = params.logprobs if logprobs is None else None, request.status == FAILED
@@ -361,7 +366,7 @@ class LLM:
             of_output, of_prompt = (vocab if n == -1 else n or 0 for n in (later, params.prompt_logprobs))
             # As many as the next power of two, so that few programs serve all.
             count = min(max(32, 1 << (max(of_output, of_prompt) - 1).bit_length()), vocab)
-            scored = self._runner.score(request, count, turn.make_room)
+            scored = turn.score(request, count)
             if params.prompt_logprobs is not None:
                 prompt_logprobs = [None, *self._named(request.prompt[1:].tolist(), scored, of_prompt)]
             if later is not None:
@@ -407,7 +412,7 @@ class LLM:
 
     def _clock(self) -> float:
         """Seconds that stand still while programs are compiled."""
-        return time.perf_counter() - self._runner.compile_seconds
+        return time.perf_counter() - max(runner.compile_seconds for runner in self._shards.runners)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

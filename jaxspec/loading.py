@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, drafters, gemma4, plan
+from jaxspec import checkpoint, drafters, gemma4, plan, sharding
 from jaxspec.accept import Rule, rule_of
 from jaxspec.config import ASSISTANT_TYPES, Gemma4Config
 from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
@@ -34,6 +34,7 @@ def load(
     num_draft_tokens: int | None = None,
     dtype: Any = "auto",
     mesh: jax.sharding.Mesh | None = None,
+    tensor: int | None = None,
     max_slots: int | None = None,
     max_len: int | None = None,
     accept: str | Rule = "coupled",
@@ -54,18 +55,19 @@ def load(
     made for (a DFlash block less its anchor, the number in an EAGLE-3 speculator's config, one for each MTP module), else 4.
     After `LLM.warmup` calls guess fewer where that is faster, unless a number is given.
     dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for
-    float16, which Gemma overflows. mesh: a Mesh with axes "data" and "tensor" to spread weights and slots over; one device by default.
+    float16, which Gemma overflows. mesh: a Mesh with axes "data" and "tensor", as `jaxspec.mesh(data=2, tensor=4)` makes it, to spread
+    weights and slots over; one device by default. tensor: short for a mesh of so many devices along "tensor".
     max_slots: sequences in flight; by default as many as memory allows, at most 64, and 8 where a device does not say what it has.
     max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
     default. accept: the acceptance rule: "coupled", which keeps a draft exactly when it is what the target chooses; "standard"
     or "block", rejection sampling, which keep a little more at temperatures above 0 and make texts depend on the drafter; or, for
     benchmarks, `accept.synthetic(rates)`. attention: implementation of attention and the kernels around it, "xla" or "triton" (GPUs
-    of compute capability 8.0 and newer); "auto" takes the kernels where they run, which over several devices they do not.
+    of compute capability 8.0 and newer); "auto" takes the kernels where they run.
     draft_attention: the same for the drafter; where it is "auto", a drafter that reads the target's cache takes `attention` and any
     other chooses for itself. kv_dtype: of the target's cache, "float32", "bfloat16" or "fp8" (e4m3, half the memory of bfloat16, for
-    a little accuracy); "auto" is that of the weights. kv_pages: pages of 64 tokens that full-attention layers of all sequences share, at
-    least what one of max_len takes; by default as many as all can fill, or as fit. With fewer than all can fill, the youngest sequence
-    gives way when they run out, and is computed again later.
+    a little accuracy); "auto" is that of the weights. kv_pages: pages of 64 tokens that full-attention layers of all sequences share (of
+    a data shard's, on a mesh), at least what one of max_len takes; by default as many as all can fill, or as fit. With fewer than all can
+    fill, the youngest sequence gives way when they run out, and is computed again later.
     memory_fraction: the share of a device's memory that weights and cache may take. seed: of the seeds drawn for requests that name
     none. progress: show bars.
 
@@ -76,9 +78,8 @@ def load(
     _check_choices(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
     plan.check(memory_fraction, max_slots)
     seed = integer("seed", seed, 0)
-    place, shardings = _placement(mesh)
-    if mesh is not None and mesh.size > 1:
-        attention, draft_attention = _over_devices(mesh.size, attention=attention, draft_attention=draft_attention)
+    mesh = _mesh(mesh, tensor)
+    place, spread = _placement(mesh)
 
     folder = checkpoint.resolve(target)
     config, generation = read_target(folder)
@@ -94,7 +95,7 @@ def load(
         planned = place(drafters.abstract_drafter(draft_folder, config, weights_dtype))
     else:
         draft_folder, planned = None, _object(drafter, config)
-        drafter = planned
+        drafter = planned if mesh is None else jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), planned, place(planned))
     count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
     rule.check(count)
 
@@ -111,7 +112,8 @@ def load(
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     room = _room(memory_fraction)
-    chosen = plan.fit(sizes, room, max_slots, kv_pages, default_slots=MAX_SLOTS)
+    shards = 1 if mesh is None else mesh.shape[sharding.DATA]
+    chosen = plan.fit(sizes, room, None if max_slots is None else -(-max_slots // shards), kv_pages, default_slots=MAX_SLOTS)
 
     tokenizer = load_tokenizer(folder)
     _enable_compilation_cache()
@@ -119,12 +121,12 @@ def load(
     if draft_folder is not None:
         drafter = drafters.load_drafter(draft_folder, config, weights_dtype, place=place, progress=progress)
     return LLM(
-        weights,
-        drafter,  # pyright: ignore[reportArgumentType]
+        spread(weights),
+        spread(drafter),
         tokenizer,
         num_draft_tokens=count,
         adaptive=num_draft_tokens is None,
-        max_slots=chosen.slots,
+        max_slots=chosen.slots * shards,
         max_len=max_len,
         eos_token_ids=eos_token_ids(config, generation),
         defaults=defaults,
@@ -134,7 +136,7 @@ def load(
         kv_dtype=KV_DTYPES[kv_dtype],
         kv_pages=chosen.pages,
         prefix_bytes=chosen.prefix_bytes,
-        shardings=shardings,
+        mesh=mesh,
         seed=seed,
         progress=progress,
         name=os.fspath(target),
@@ -193,14 +195,6 @@ def _check_choices(**chosen: str) -> None:
             raise ValueError(f"{name} is 'triton', but {obstacle}")
 
 
-def _over_devices(count: int, **chosen: str) -> list[str]:
-    """The implementations that XLA can spread over several devices. Raises ValueError if a kernel was asked for."""
-    for name, value in chosen.items():
-        if value not in ("auto", "xla"):
-            raise ValueError(f"{name} is {value!r}; over the {count} devices of a mesh only 'xla' is available")
-    return ["xla"] * len(chosen)
-
-
 def _object(drafter: Any, config: Gemma4Config) -> Drafter:
     """A drafter that is no checkpoint, bound to the target."""
     if drafter is None:
@@ -227,15 +221,21 @@ def _dtype(dtype: Any, checkpoint_dtype: str) -> Any:
     return DTYPES[name]
 
 
-def _placement(mesh: jax.sharding.Mesh | None) -> tuple[Callable[[Any], Any], Callable[[Any], Any] | None]:
-    """How an abstract tree of weights gets its shardings, and how the shapes of a state become shardings."""
+def _mesh(mesh: jax.sharding.Mesh | None, tensor: int | None) -> jax.sharding.Mesh | None:
+    if tensor is None:
+        return mesh
+    if mesh is not None:
+        raise ValueError(f"tensor is {tensor} and mesh is given too; expected one of them")
+    return sharding.mesh(tensor=integer("tensor", tensor, 1))
+
+
+def _placement(mesh: jax.sharding.Mesh | None) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """How an abstract tree of weights gets its shardings, and how loaded weights become those that a mesh computes with."""
     if mesh is None:
-        return lambda tree: tree, None
+        return lambda tree: tree, lambda tree: tree
     if set(mesh.axis_names) != {"data", "tensor"}:
         raise ValueError(f"mesh has axes {tuple(mesh.axis_names)}, expected 'data' and 'tensor'")
-    from jaxspec import sharding
-
-    return lambda tree: sharding.shard_tree(tree, mesh), lambda state: sharding.state_shardings(state, mesh)
+    return lambda tree: sharding.shard_tree(tree, mesh), lambda tree: sharding.spread(tree, mesh)
 
 
 def _room(fraction: float) -> int | None:

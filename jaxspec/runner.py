@@ -29,6 +29,7 @@ from jaxspec.logprobs import ROWS, Logprobs
 from jaxspec.packing import packed
 from jaxspec.request import MAX_STOP_IDS, Request
 from jaxspec.sampling import PLAIN, Needs
+from jaxspec.sharding import WHOLE, Layout
 from jaxspec.slots import Slots
 from jaxspec.stats import accepted_by_call, histogram_of
 
@@ -50,8 +51,8 @@ class Runner:
     target, drafter: weights. slots: sequences that run at a time. accept: the acceptance rule. attention, draft_attention:
     implementations for the target's and the drafter's attention. kv_dtype: of the target's cache, None for that of its weights.
     kv_pages: full-attention pages that all sequences share, None for as many as they can fill. prefix_bytes: what snapshots of prompts
-    may take, in idle slots beside those that run; they hold shared pages until sequences need these. shardings: from the shapes of a
-    state to its shardings, or None for one device.
+    may take, in idle slots beside those that run; they hold shared pages until sequences need these. mesh: the devices of one data shard,
+    over which the weights lie as `sharding.spread` gives them, or None for one device.
 
     adaptive: chooses how many tokens rounds guess, None where all guess num_draft_tokens. compilations, compile_seconds: programs made
     ready so far, and the time that took. busy_seconds: time in which a call was under way.
@@ -74,7 +75,7 @@ class Runner:
         kv_pages: int | None = None,
         page_size: int = PAGE,
         prefix_bytes: int = PREFIX_BYTES,
-        shardings: Callable[[Any], Any] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
     ):
         self.target, self.drafter = target, drafter
         self.slots, self.max_len, self.num_draft_tokens, self.page_size = slots, max_len, num_draft_tokens, page_size
@@ -98,8 +99,8 @@ class Runner:
         one, two = (nbytes(jax.eval_shape(functools.partial(init, slots=n))) for n in (1, 2))
         self.total_slots = slots + min(prefix_bytes // (two - one), slots)
         init = functools.partial(init, slots=self.total_slots)
-        self._shardings = None if shardings is None else shardings(jax.eval_shape(init))
-        self._init = jax.jit(init, out_shardings=self._shardings)
+        self._layout = None if mesh is None else Layout.of(mesh, drafter, init)
+        self._init = jax.jit(init) if self._layout is None else self._layout.empty
         self.held = Slots(self.total_slots)
         self._state: Any = None
         self.ready()
@@ -366,8 +367,8 @@ class Runner:
 
     def _lower(self, function: Callable[..., Any], *args: Any) -> Any:
         """(weights, state, *args) -> (state, more). The state is given away."""
-        shardings = None if self._shardings is None else (self._shardings, None)
-        return jax.jit(function, donate_argnums=2, out_shardings=shardings).lower(self.target, self.drafter, self._state, *args)
+        placed = function if self._layout is None else self._layout.on(function, WHOLE)
+        return jax.jit(placed, donate_argnums=2).lower(self.target, self.drafter, self._state, *args)
 
     def _lower_admit(self, size: int) -> Any:
         return self._lower(_admit, self._padded([], self.total_slots), self._padded([], size), packed([], size, self.max_len))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jaxspec.logprobs import Logprobs
 from jaxspec.request import Request
 from jaxspec.runner import STEPS, Runner
 from jaxspec.sampling import Needs
@@ -81,6 +82,10 @@ class Turn:
         self._runner.end(self.active)
         self.active.clear()
         self.waiting.clear()
+
+    def score(self, request: Request, count: int) -> Logprobs:
+        """See `Runner.score`."""
+        return self._runner.score(request, count, self.make_room)
 
     def make_room(self, reader: Request | None = None) -> None:
         """Frees pages: those of sequences that have ended or are kept for later prompts, else those of this turn's youngest sequence;

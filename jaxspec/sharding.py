@@ -99,16 +99,19 @@ def shard_tree(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs)
 
 
-def state_shardings(state: Any, mesh: Mesh) -> Any:
-    """The shardings of a DecodeState, given as shapes. Raises ValueError for a mesh whose data axis is longer than 1."""
-    if mesh.shape[DATA] != 1:
-        raise ValueError(f"the mesh has a data axis of {mesh.shape[DATA]}; slots can be spread over 1 only, use the tensor axis")
+def data_shards(weights: tuple[Any, Any], mesh: Mesh) -> list[tuple[Any, Any, Mesh]]:
+    """(target, drafter, mesh) of each data shard: the devices of one entry of "data", and the arrays that lie on them, which are not
+    copied."""
+    if mesh.shape[DATA] == 1:
+        return [(*weights, mesh)]
 
-    def place(path: Any, x: Any) -> NamedSharding:
-        pool = re.search(r"cache\.layers\.\d+\.[kv]$", _name(path)) and x.shape[2] % mesh.shape[TENSOR] == 0
-        return NamedSharding(mesh, PartitionSpec(None, None, TENSOR, None) if pool else WHOLE)
+    def of_row(row: Mesh, x: jax.Array) -> jax.Array:
+        parts = {shard.device: shard.data for shard in x.addressable_shards}
+        sharding = NamedSharding(row, x.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [parts[device] for device in row.devices.flat])
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    rows = [Mesh(mesh.devices[i : i + 1], mesh.axis_names) for i in range(mesh.shape[DATA])]
+    return [(*jax.tree.map(functools.partial(of_row, row), weights), row) for row in rows]
 
 
 def weight_specs(tree: Any, mesh: Mesh) -> Any:
@@ -143,15 +146,16 @@ def spread(tree: Any, mesh: Mesh) -> Any:
     return tree if is_whole(tree) or mesh.shape[TENSOR] == 1 else _spread(tree, _root(tree), mesh)
 
 
-def _spread(module: Any, path: str, mesh: Mesh) -> Any:
-    if isinstance(module, tuple):
-        return tuple(_spread(x, f"{path}.{i}", mesh) for i, x in enumerate(module))
-    if isinstance(module, dict):
-        return {name: _spread(x, f"{path}.{name}", mesh) for name, x in module.items()}
-    if not dataclasses.is_dataclass(module):
-        return module
-    weights = [field.name for field in dataclasses.fields(module) if field.metadata.get("pytree_node", True)]
-    module: Any = dataclasses.replace(module, **{name: _spread(getattr(module, name), f"{path}.{name}", mesh) for name in weights})
+def _spread(tree: Any, path: str, mesh: Mesh) -> Any:
+    if isinstance(tree, tuple):
+        return tuple(_spread(x, f"{path}.{i}", mesh) for i, x in enumerate(tree))
+    if isinstance(tree, dict):
+        return {name: _spread(x, f"{path}.{name}", mesh) for name, x in tree.items()}
+    if not dataclasses.is_dataclass(tree):
+        return tree
+    weights = [field.name for field in dataclasses.fields(tree) if field.metadata.get("pytree_node", True)]
+    parts = {name: _spread(getattr(tree, name), f"{path}.{name}", mesh) for name in weights}
+    module: Any = dataclasses.replace(tree, **parts)  # pyright: ignore[reportArgumentType]
     changes: dict[str, Any] = {}
 
     def on_tensor(weight: str, leaf: Any) -> bool:
@@ -183,8 +187,8 @@ def _spread(module: Any, path: str, mesh: Mesh) -> Any:
     if isinstance(module, DFlash):
         weight = _dealt(module.kv_proj.weight, f"{path}.kv_proj.weight", 2, 0, module.config.layers[0], mesh)
         changes["kv_proj"] = dataclasses.replace(module.kv_proj, weight=weight)
-    if hasattr(module, "config"):
-        changes["config"] = _repeated_config(module.config, mesh)
+    if (config := getattr(module, "config", None)) is not None:
+        changes["config"] = _repeated_config(config, mesh)
     return dataclasses.replace(module, **changes)
 
 

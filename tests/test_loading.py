@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import accept, loading, sharding
+from jaxspec import accept, loading
 from jaxspec.drafters.gemma4_mtp import Gemma4MTP
 from jaxspec.params import Defaults, SamplingParams
 
@@ -154,13 +154,6 @@ def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, m
     wrong = edited(folders[0], tmp_path / "wrong", "generation_config.json", top_p=7)
     with pytest.raises(ValueError, match="generation_config.json cannot be used: top_p is 7.0, expected"):
         jaxspec.load(wrong, progress=False)
-
-
-@pytest.mark.parametrize("name", ["attention", "draft_attention"])
-def test_kernels_do_not_run_over_several_devices(folders, name):
-    settings = {name: "triton-interpret", "mesh": sharding.mesh(tensor=2)}
-    with pytest.raises(ValueError, match=f"^{name} is 'triton-interpret'; over the 2 devices of a mesh only 'xla' is available"):
-        jaxspec.load(*folders, **settings, progress=False)
 
 
 def test_a_mesh_needs_its_two_axes(folders):

@@ -1,4 +1,4 @@
-"""Weights, cache and results on a mesh of fake devices."""
+"""Meshes, where weights lie on them, and an LLM on a mesh of fake devices."""
 
 import dataclasses
 import functools
@@ -12,50 +12,110 @@ from jax.sharding import PartitionSpec
 import jaxspec
 from jaxspec import decode, gemma4, sharding
 from jaxspec.config import Gemma4Config
-from tests import real_configs
+from tests import real_configs, tiny
 
-GREEDY = jaxspec.SamplingParams(max_tokens=40, temperature=0.0)
-PROMPTS = ["def add(a, b):", "import os\n\n\ndef walk(top):\n    "]
+GREEDY = jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, seed=3)
+PROMPTS = ["def add(a, b):", "import os\n\n\ndef walk(top):\n    ", "for i in", "x = {"]
 
 
-def test_tokens_on_two_devices_equal_those_on_one():
-    one = jaxspec.load("pocket", "pocket-mtp", max_slots=2, max_len=128, progress=False)
-    two = jaxspec.load("pocket", "pocket-mtp", max_slots=2, max_len=128, progress=False, mesh=sharding.mesh(tensor=2))
-    layer = two.target.layers[0]
-    assert layer.self_attn.qkv_proj.weight.sharding.spec == PartitionSpec("tensor", None, None, None)
-    assert layer.mlp.down_proj.weight.sharding.spec == PartitionSpec(None, "tensor")
-    # The one KV head of a full layer cannot be split, and lies on both.
-    assert two.target.layers[3].self_attn.qkv_proj.weight.sharding.spec == PartitionSpec(None, None, None, None)
-    for params in (GREEDY, dataclasses.replace(GREEDY, temperature=0.9, seed=3)):
-        expected = [c.token_ids for c in one.generate(PROMPTS, params)]
-        assert [c.token_ids for c in two.generate(PROMPTS, params)] == expected
+@functools.cache
+def folders(root):
+    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tiny")
+
+    def load(*names, **settings):
+        target, assistant = folders(root)
+        chosen = {"num_draft_tokens": 2, "max_slots": 2, "max_len": 96, "progress": False, "seed": 5}
+        return jaxspec.load(target, assistant, **{**chosen, **settings})
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def texts(load):
+    """Of one device."""
+    return [[c.token_ids for c in load().generate(PROMPTS, params)] for params in (GREEDY, SAMPLED)]
+
+
+def test_data_shards_take_requests_side_by_side(load, texts):
+    """Each has slots, pages and programs of its own; streams, log-probabilities and calls that take turns work across them."""
+    llm = load(mesh=jaxspec.mesh(data=2, tensor=2), max_slots=3)
+    assert llm.max_slots == 4 and [r.slots for r in llm._shards.runners] == [2, 2]
+    attn = llm.target.layers[0].self_attn
+    # The one KV head lies on both devices of a shard, with one of its two query heads each.
+    assert (attn.spec.num_kv_heads, attn.spec.group) == (2, 1) and attn.qkv_proj.weight.sharding.spec[0] == "tensor"
+    assert llm.target.layers[0].mlp.down_proj.weight.sharding.spec == PartitionSpec(None, "tensor")
+    devices = [r.target.norm.weight.sharding.device_set for r in llm._shards.runners]
+    assert len(devices[0] | devices[1]) == 4 and not devices[0] & devices[1]
+    stream = llm.stream(PROMPTS[1], SAMPLED)
+    first = next(stream)
+    assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == texts[0]
+    assert {r.free_slots for r in llm._shards.runners} == {1, 2}  # the stream's slot, and no other
+    assert [*first.token_ids, *(i for chunk in stream for i in chunk.token_ids)] == texts[1][1]
+    done = {c.prompt_index: c for c in llm.as_completed((p, GREEDY) for p in PROMPTS)}
+    assert [done[i].token_ids for i in range(4)] == texts[0]
+    assert all(r.free_slots == 2 for r in llm._shards.runners)
+    (scored,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=3, prompt_logprobs=1))
+    assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
+    with pytest.raises(ValueError, match="prompt"):
+        list(llm.as_completed(["x = {", ""]))
+    assert all(r.free_slots == 2 for r in llm._shards.runners)
 
 
 def test_every_kind_of_weight_is_spread():
     mesh = sharding.mesh(tensor=2)
     config = Gemma4Config.from_hf(real_configs.TARGETS["26B-A4B"])
     tree = sharding.shard_tree(gemma4.abstract(config), mesh)
-    whole = sum(leaf.size for leaf in jax.tree.leaves(tree))
-    local = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in jax.tree.leaves(tree))
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     # What stays whole on each device is norms and routers: far less than a percent.
-    assert local < 0.501 * whole
+    assert sharding.bytes_per_device(tree) < 0.501 * whole
 
 
-def test_state_keeps_its_sharding_through_a_step():
-    mesh = sharding.mesh(tensor=2)
-    config = Gemma4Config.from_hf(real_configs.TARGETS["31B"])
-    state = jax.eval_shape(
-        functools.partial(decode.init_state, gemma4.abstract(config), jaxspec.drafters.NoDraft(), slots=2, max_len=4096, num_draft_tokens=4)
-    )
-    shardings = sharding.state_shardings(state, mesh)
-    pools = shardings.cache.layers[0].k
-    assert pools.spec == PartitionSpec(None, None, "tensor", None)
-    assert pools.shard_shape(state.cache.layers[0].k.shape)[2] == 8
-    assert shardings.tokens.is_fully_replicated
+@pytest.mark.parametrize(("tensor", "sliding", "full"), [(2, 16, 4), (8, 16, 8)])
+def test_kv_heads_that_a_mesh_does_not_divide_are_repeated(tensor, sliding, full):
+    """The 31B's 16 and 4: over 8 devices each of the 4 lies on two, with four of its eight query heads on either."""
+    mesh = sharding.mesh(data=8 // tensor, tensor=tensor)
+    target = sharding.spread(sharding.shard_tree(gemma4.abstract(Gemma4Config.from_hf(real_configs.TARGETS["31B"])), mesh), mesh)
+    init = functools.partial(decode.init_state, target, jaxspec.drafters.NoDraft(), slots=2, max_len=4096, num_draft_tokens=4)
+    layout = sharding.Layout.of(mesh, jaxspec.drafters.NoDraft(), init)
+    for i, heads in ((0, sliding), (5, full)):
+        spec, pools = target.config.layers[i], layout.shapes.cache.layers[i].k
+        assert (spec.num_kv_heads, spec.num_heads) == (heads, 32) and target.layers[i].self_attn.spec == spec
+        assert pools.sharding.spec == PartitionSpec("data", None, "tensor", None)
+        assert pools.sharding.shard_shape(pools.shape)[2] == heads / tensor
+        assert target.layers[i].self_attn.qkv_proj.weight.sharding.spec == PartitionSpec("tensor", None, None, None)
+    assert layout.shapes.tokens.shape == (2 * 8 // tensor, 4096) and layout.shapes.starved.shape == (8 // tensor,)
+
+
+def test_query_heads_are_dealt_out_to_copies():
+    """A KV head of three query heads on two devices: two heads and one, and a head of zeros."""
+    weight = jnp.arange(1, 5, dtype=jnp.float32).reshape(1, 4, 1)  # three queries and a key
+    np.testing.assert_array_equal(sharding._deal(weight, 0, 3, 2, 2)[..., 0], [[1, 2, 4], [3, 0, 4]])
+    outputs = jnp.arange(1, 4, dtype=jnp.float32).reshape(1, 1, 3)
+    np.testing.assert_array_equal(sharding._deal(outputs, 1, 3, 2, 2), [[[1, 2], [3, 0]]])
 
 
 def test_meshes_that_cannot_be_used_are_refused():
     with pytest.raises(ValueError, match="data=1 times tensor=64 devices was asked for; found 8"):
         sharding.mesh(tensor=64)
-    with pytest.raises(ValueError, match="data axis of 2"):
-        jaxspec.load("pocket", mesh=sharding.mesh(data=2, tensor=2), progress=False)
+    with pytest.raises(ValueError, match="^tensor is 2 and mesh is given too; expected one of them"):
+        jaxspec.load("pocket", mesh=sharding.mesh(data=2), tensor=2, progress=False)
+    with pytest.raises(ValueError, match=r"mesh has axes \('x',\), expected 'data' and 'tensor'"):
+        jaxspec.load("pocket", mesh=jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("x",)), progress=False)
+    for text in ("tensor", "tensor=x", "pipeline=2", "tensor=2,", "tensor=2,tensor=4"):
+        with pytest.raises(ValueError, match=f"^the mesh is '{text}'; expected 'data=N', 'tensor=N' or both"):
+            sharding.mesh_of(text)
+    assert dict(sharding.mesh_of("data=2, tensor=4").shape) == {"data": 2, "tensor": 4}
+
+
+def test_a_vocabulary_that_a_mesh_does_not_divide_lies_on_every_device():
+    mesh = sharding.mesh(tensor=2)
+    config = Gemma4Config.from_hf({**tiny.TEXT, "vocab_size": 97, "vocab_size_per_layer_input": 98})
+    target = sharding.spread(sharding.shard_tree(gemma4.abstract(config), mesh), mesh)
+    assert target.embed_tokens.axis is None and target.embed_tokens.weight.sharding.spec == PartitionSpec(None, None)
+    assert target.embed_tokens_per_layer.axis == "tensor"
