@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import dialect
-from pallas_kernels.paged_attention import reference, triton
+from pallas_kernels.paged_attention import mosaic, reference, triton
 
 
 def paged_attention(
@@ -38,10 +38,17 @@ def paged_attention(
     outside a sequence's positions 0 .. lengths + fresh_count - 1, at or before min(positions) - window, or (if causal) after
     max(positions), may be anything, NaN included.
 
-    implementation: see `dialect.select`. Raises ValueError for an unknown or unsupported one.
+    implementation: see `dialect.select`; also "mosaic", a kernel for Hopper and for keys of which only the rotary dims are stored,
+    which "auto" takes where it is faster. Raises ValueError for an unknown or unsupported one.
     """
-    chosen = dialect.select(implementation, triton.unsupported(q, cached))
     arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales)
+    if implementation in ("auto", "mosaic"):
+        unsupported = mosaic.unsupported(q, cached, fresh, key_weight, scales, window)
+        if implementation == "mosaic" and unsupported:
+            raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
+        if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q)):
+            return mosaic.paged_attention(*arguments[:-1], causal=causal, scale=scale)
+    chosen = dialect.select(implementation, triton.unsupported(q, cached), further=("mosaic",))
     if chosen == "xla":
         return reference.paged_attention(*arguments, causal=causal, window=window, scale=scale)
     return triton.paged_attention(*arguments, causal=causal, window=window, scale=scale, interpret=chosen == "triton-interpret")

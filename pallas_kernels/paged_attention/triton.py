@@ -105,7 +105,7 @@ def paged_attention(
         num_stages=tiles.num_stages,
         interpret=interpret,
     )(*inputs.values())
-    return out[0] if tiles.splits == 1 else _merged(out, q, tiles.splits, interpret)
+    return out[0] if tiles.splits == 1 else merged(out, q, tiles.splits, interpret)
 
 
 def _attend(*refs, names, tiles, causal, window, scale):
@@ -233,8 +233,12 @@ def _attend(*refs, names, tiles, causal, window, scale):
         plgpu.store(refs["total"].at[b, head, split, row], total, mask=real)
 
 
-def _merged(parts, q, splits, interpret):
-    """The partial results of all splits as one. Each program merges one query row."""
+def merged(parts, q, splits, interpret):
+    """The partial results of all splits as one. Each program merges one query row.
+
+    parts: sums of V by weights [B, KV, splits, rows, D], the largest score of each row and the sum of its weights [B, KV, splits, rows],
+    where a row is one of T * G, or of more.
+    """
     batch, queries, heads, group, dim = q.shape
 
     def merge(acc_ref, top_ref, total_ref, out_ref):

@@ -132,6 +132,17 @@ def test_paged_attention(name):
     assert_close(exact, reference(*single), "float32")
 
 
+@pytest.mark.parametrize("name", [name for name, shape in attention_shapes.SHAPES.items() if shape.rotary])
+def test_paged_attention_on_hopper(name):
+    if reason := dialect.mosaic_obstacle():
+        pytest.skip(reason)
+    case, kernel = attention_case(attention_shapes.SHAPES[name], "bfloat16"), {"implementation": "mosaic"}
+    cases = [alone(case)] if name.endswith("prefill") else [case, alone(case)]  # of fresh rows, the kernel holds a verify block's
+    wanted = jit(functools.partial(paged_attention.paged_attention, implementation="xla"))(*wide(case))
+    for found in results(*((functools.partial(paged_attention.paged_attention, **kernel), arguments) for arguments in cases)):
+        assert_close(found, wanted[: len(found)], "bfloat16")
+
+
 @pytest.mark.parametrize("name", ["e2b-full", "31b-full", "31b-sliding", "31b-assistant-full"])
 def test_paged_attention_over_float8(name):
     shape = attention_shapes.SHAPES[name]

@@ -1,5 +1,6 @@
 """Attention over pages and fresh rows, against a softmax in float64 over the keys that a query may see, one row at a time."""
 
+import contextlib
 import functools
 
 import jax
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import for_cuda
 
-from pallas_kernels.paged_attention import bench, paged_attention, triton
+from pallas_kernels import device
+from pallas_kernels.paged_attention import bench, mosaic, paged_attention, triton
 from pallas_kernels.paged_attention.reference import ring_positions
 from pallas_kernels.paged_attention.shapes import SHAPES
 
@@ -332,10 +334,82 @@ def test_the_kernel_lowers_for_cuda_at_real_shapes(name):
     assert text.count('name = "paged_attention"') == 1 and text.count("__gpu$xla.gpu.triton") >= 1
 
 
+HOPPER, AMPERE = device.Described("NVIDIA H200", "9.0"), device.Described("NVIDIA A100-SXM4-40GB", "8.0")
+
+
+def described(shape, batch=8, context=4096):
+    """The shapes of a call's arguments."""
+    return list(jax.eval_shape(functools.partial(bench.arguments, shape, batch, context)))
+
+
+@pytest.mark.parametrize(("name", "batch", "merged"), [("31b-full", 32, False), ("12b-full", 1, True)])
+def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, batch, merged):
+    with device.described_as(HOPPER):
+        text = for_cuda(jax.jit(lambda *args: paged_attention(*args)), *described(SHAPES[name], batch))
+    assert text.count("@mosaic_gpu_v2") == 1 and 'name = "paged_attention"' not in text
+    assert text.count('name = "paged_attention_merge"') == merged
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_auto_takes_the_hopper_kernel_for_many_rows_where_rotary_dims_are_stored(name, monkeypatch):
+    for module in (mosaic, triton):
+        monkeypatch.setattr(module, "paged_attention", lambda *args, name=module.__name__, **settings: name.rpartition(".")[2])
+    shape = SHAPES[name]
+    call = functools.partial(paged_attention, *described(shape), causal=shape.causal, window=shape.window)
+    with device.described_as(HOPPER):
+        assert call() == ("mosaic" if shape.rotary and 16 < shape.queries * shape.group <= 192 else "triton")
+        assert call(implementation="triton") == "triton"
+    with device.described_as(AMPERE):
+        assert call() == "triton"
+
+
+def test_the_hopper_kernel_divides_the_keys_where_that_keeps_more_multiprocessors_busy():
+    """All of one sequence's, half of them for 66 programs, none of 128 or of several times as many."""
+    found = {programs: mosaic.splits_for(programs, 256) for programs in (1, 4, 32, 66, 80, 128, 132, 1024)}
+    assert found == {1: 64, 4: 33, 32: 4, 66: 2, 80: 3, 128: 1, 132: 1, 1024: 1}
+    assert mosaic.splits_for(1, 3) == 3  # no more parts than there are blocks
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({2: None}, "it reads pages of keys of which only the rotary dims are stored"),
+        ({7: None}, "it reads pages of keys of which only the rotary dims are stored"),
+        ({0: (8, 5, 4, 8, 256)}, "head_dim is 256 with 128 rotary dims stored, the kernel needs 512 with 128"),
+        ({0: (8, 5, 8, 4, 512)}, "a KV head has 4 query heads, the kernel needs 8, 16, 32 or 64"),
+        ({0: jnp.float32}, "queries and keys are float32 and bfloat16, the kernel needs bfloat16"),
+        ({8: (2,)}, "queries and keys are bfloat16 and bfloat16 with scales, the kernel needs bfloat16"),
+        ({2: 48}, "pages hold 48 positions, the kernel needs a multiple of 64"),
+        ({5: 65}, "there are 65 fresh rows, the kernel holds at most 64"),
+        ({"window": 100}, "the window is 100, the kernel has none"),
+        ({"device": AMPERE}, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
+        ({"device": None}, "the device is a CPU; the kernel needs a Hopper GPU"),
+    ],
+)
+def test_what_the_hopper_kernel_cannot_serve_is_refused(changes, message):
+    args, changes = described(SHAPES["31b-full"]), dict(changes)
+    kind, window = changes.pop("device", HOPPER), changes.pop("window", None)
+    for at, change in changes.items():
+        if change is None:
+            args[at] = None
+        elif isinstance(change, tuple):
+            args[at] = jax.ShapeDtypeStruct(change, jnp.bfloat16)
+        elif isinstance(change, int):
+            args[at] = tuple(jax.ShapeDtypeStruct((x.shape[0], change, *x.shape[2:]), x.dtype) for x in args[at])
+        else:
+            args[at] = jax.ShapeDtypeStruct(args[at].shape, change)
+    with (
+        pytest.raises(ValueError, match=f"^implementation 'mosaic' cannot serve this: {message}$"),
+        contextlib.nullcontext() if kind is None else device.described_as(kind),
+    ):
+        paged_attention(*args, window=window, implementation="mosaic")
+
+
 @pytest.mark.parametrize("name", ["cuda", "XLA", ""])
 def test_an_unknown_implementation_is_refused(name):
     case = Case(14, LENGTHS)
-    with pytest.raises(ValueError, match=f"implementation is '{name}'; expected 'auto' or one of 'xla', 'triton', 'triton-interpret'"):
+    offered = "'auto' or one of 'xla', 'triton', 'triton-interpret', 'mosaic'"
+    with pytest.raises(ValueError, match=f"implementation is '{name}'; expected {offered}"):
         paged_attention(*case.arguments, implementation=name)
 
 
