@@ -243,6 +243,8 @@ def _batch(args: argparse.Namespace) -> int:
             mesh = None if args.mesh is None else mesh_of(args.mesh)
             if together and (mesh is None or mesh.size < jax.device_count()):
                 raise ValueError(f"the processes have {jax.device_count()} devices; expected a mesh of all; --shard shares none")
+            if together and mesh is not None and mesh.shape["data"] > 1:
+                raise ValueError(f"the mesh has data={mesh.shape['data']}; expected tensor alone over processes, and --shard for data")
             job = stack.enter_context(Batch(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
             llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction, mesh=mesh)
             job.begin(llm, params, seed=seed, token_ids=args.token_ids, enable_thinking=args.thinking)

@@ -98,3 +98,5 @@ def test_processes_that_share_nothing_need_no_mesh(tmp_path, capsys, monkeypatch
     for mesh in ([], ["--mesh", "tensor=2"]):
         assert cli.main([*one, *mesh]) == 2
         assert capsys.readouterr().err == "jaxspec: the processes have 8 devices; expected a mesh of all; --shard shares none\n"
+    assert cli.main([*one, "--mesh", "data=2,tensor=4"]) == 2
+    assert capsys.readouterr().err == "jaxspec: the mesh has data=2; expected tensor alone over processes, and --shard for data\n"
