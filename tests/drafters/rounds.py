@@ -32,6 +32,7 @@ SLOT_IDS = np.array([5, 2, 0, 6, 3, SLOTS + 1], np.int32)  # the last is nobody'
 
 # Unoptimised code compiles in half the time, and computes the same.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+init_state = compiled(decode.init_state, static_argnames=("slots", "max_len", "num_draft_tokens", "page_size", "max_stop_ids"))
 prefill = compiled(decode.prefill, static_argnames="chunk")
 spec_step = compiled(decode.spec_step, static_argnames="num_draft_tokens")
 decode_loop = compiled(decode.decode_loop, static_argnames="num_draft_tokens")
@@ -56,8 +57,7 @@ def prompts():
 def started(drafter, model=None, chunk=CHUNK):
     """A state in which every prompt is computed and every first token chosen."""
     model = target() if model is None else model
-    sizes = {"slots": SLOTS, "max_len": MAX_LEN, "num_draft_tokens": MAX_K, "page_size": PAGE, "max_stop_ids": 1}
-    state = jax.jit(functools.partial(decode.init_state, **sizes))(model, drafter)
+    state = init_state(model, drafter, slots=SLOTS, max_len=MAX_LEN, num_draft_tokens=MAX_K, page_size=PAGE, max_stop_ids=1)
     pad = ((0, 1),)
     seed = np.stack([np.arange(len(LENGTHS) + 1), np.zeros(len(LENGTHS) + 1)], axis=1).astype(np.uint32)
     requests = decode.Requests(
