@@ -141,6 +141,24 @@ def test_acceptance_on_unseen_code(written):
     assert new / int(state.rounds.sum()) >= 2.3
 
 
+# By far over their least are the last two: `make test-all` has them.
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("dflash", 2.2), ("eagle3", 2.2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("modules", 2.2), ("draft", 2.0)))],
+)
+def test_every_drafter_guesses_the_same_text(target, written, name, least):
+    """The assistant's tokens, which are those without a drafter, and how many of them a round gives."""
+    sequences, _ = written
+    drafter = load_drafter(resolve(f"pocket-{name}"), target.config, jnp.float32, progress=False)
+    limits = [prompt + NEW_TOKENS for prompt, _ in sequences]
+    prompts = [row[:prompt] for prompt, row in sequences]
+    tokens, state = decoded(target, drafter, prompts, limits, max_len=PROMPT_TOKENS + NEW_TOKENS, num_draft_tokens=4)
+    ties = sum(assert_same(target, found, row, 0.0, 0) for found, (_, row) in zip(tokens, sequences, strict=True))
+    assert ties <= 1
+    new = sum(len(row) - prompt - 1 for prompt, row in sequences)
+    assert new / int(state.rounds.sum()) >= least
+
+
 def test_acceptance_along_the_real_text(target, assistant, texts):
     """One round from each of many places of the real text, so that repetitive output cannot flatter the figure."""
     places = np.random.default_rng(0).integers(60, 240, (len(texts), 8))
@@ -183,6 +201,6 @@ def test_every_feature_of_a_release_but_experts_is_there(target):
 def test_the_bundle_is_small():
     folders = [path.parent for path in Path(jaxspec.__file__).parent.glob("pocket/*/config.json")]
     sizes = {folder.name: sum(f.stat().st_size for f in folder.iterdir()) for folder in folders}
-    assert max(sizes.values()) <= 16 * 2**20 and sum(sizes.values()) < 25e6, sizes
+    assert max(sizes.values()) <= 16 * 2**20 and sum(sizes.values()) < 42e6, sizes
     for folder in folders:
         assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"

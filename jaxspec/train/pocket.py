@@ -182,10 +182,10 @@ class Recipe:
 
 RECIPES = {
     "mtp": Recipe("mtp", MTP, 6000),
-    "dflash": Recipe("dflash", DFLASH, 6000),
-    "eagle3": Recipe("eagle3", EAGLE3, 6000),
-    "modules": Recipe("mtp-modules", MODULES, 6000),
-    "draft": Recipe("draft-model", DRAFT, 6000),
+    "dflash": Recipe("dflash", DFLASH, 4000),
+    "eagle3": Recipe("eagle3", EAGLE3, 3500),
+    "modules": Recipe("mtp-modules", MODULES, 5500),
+    "draft": Recipe("draft-model", DRAFT, 3000),
 }
 LENGTH, SELF_GENERATED = 320, 8192
 
