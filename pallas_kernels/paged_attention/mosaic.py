@@ -3,9 +3,8 @@
 A program serves up to 64 query rows of one KV head over one part of the keys that they can see, as in `triton`. It has three
 warpgroups. One copies pages to shared memory. The other two hold half of V's columns each in their accumulators, and both compute
 all scores: (queries * weight) . V outside the rotary dims plus queries . K in them, so that one copy of V serves both products.
-What half of V and of K's rotary dims is needed no longer makes room for the next page. The two take turns: while one computes
-products, the other computes its softmax. The structure is that of FlashMLA (https://github.com/deepseek-ai/FlashMLA) and of
-FlashAttention-3 (Shah et al., 2024).
+The two take turns: while one computes products, the other computes its softmax. The structure is that of FlashMLA
+(https://github.com/deepseek-ai/FlashMLA) and of FlashAttention-3 (Shah et al., 2024).
 """
 
 from __future__ import annotations
@@ -36,23 +35,21 @@ def unsupported(q, cached, fresh, key_weight, scales, window) -> str | None:
     k, v = cached
     if (q.shape[-1], k.shape[-1]) != (DIM, ROTARY):
         return f"head_dim is {q.shape[-1]} with {k.shape[-1]} rotary dims stored, the kernel needs {DIM} with {ROTARY}"
-    if any(x.dtype != jnp.bfloat16 for x in (q, k, v)) or scales is not None:
+    if any(x.dtype != jnp.bfloat16 for x in (q, k, v, *(fresh or ()))) or scales is not None:
         return f"queries and keys are {q.dtype} and {k.dtype}{' with scales' if scales is not None else ''}, the kernel needs bfloat16"
     if q.shape[3] not in (8, 16, 32, 64):
         return f"a KV head has {q.shape[3]} query heads, the kernel needs 8, 16, 32 or 64"
     if k.shape[1] % KEYS:
         return f"pages hold {k.shape[1]} positions, the kernel needs a multiple of {KEYS}"
-    if fresh is not None and fresh[0].shape[1] > KEYS:
-        return f"there are {fresh[0].shape[1]} fresh rows, the kernel holds at most {KEYS}"
     if window is not None:
         return f"the window is {window}, the kernel has none"
     return None
 
 
 def is_faster(q: jax.Array) -> bool:
-    """Whether the kernel was seen to be at least a tenth faster than `triton` on an H200: with more query rows than one tile of 16, of
-    which the Triton kernel reads keys again for each, and up to the three tiles of 64 that a verify block has."""
-    return 16 < q.shape[1] * q.shape[3] <= 3 * ROWS
+    """Whether the kernel is at least a tenth faster than `triton`, as it was on an H200 wherever that needs more than one tile of 16 query
+    rows, each of which reads the keys again."""
+    return q.shape[1] * q.shape[3] > 16
 
 
 def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, scale, splits=None):
@@ -130,12 +127,13 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
     (values, rotary), (results, *stats) = refs["pages"] if splits > 1 else (refs["pages"], (queries_ref,))
     _, queries, heads, group, _ = q_ref.shape
     page, places = k_ref.shape[1], table_ref.shape[1]
-    warpgroup, tile, split, pair = (jax.lax.axis_index(name) for name in ("warpgroup", "tile", "split", "pair"))
+    warpgroup, split, pair = (jax.lax.axis_index(name) for name in ("warpgroup", "split", "pair"))
+    tile = pl.cdiv(queries, at_once) - 1 - jax.lax.axis_index("tile")  # of a prefill, those that see most come first
     b, head = jax.lax.div(pair, heads), jax.lax.rem(pair, heads)
     first_query = tile * at_once
     at = [jnp.minimum(first_query + t, queries - 1) for t in range(at_once)]
 
-    # Blocks of keys that any row sees: `cached` ones of pages, starting with number `first`, then one of fresh rows.
+    # Blocks of keys that any row sees: `cached` ones of pages, starting with number `first`, then fresh ones.
     position = [positions_ref[b, t] for t in at]
     length = lengths_ref[b]
     horizon = functools.reduce(jnp.maximum, position) + 1
@@ -148,7 +146,7 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
         fresh_end = jnp.minimum(refs["count"][b], refs["fresh_k"].shape[1])
         if causal:
             fresh_end = jnp.minimum(fresh_end, horizon - length)
-    blocks = cached + (fresh_end > 0).astype(jnp.int32)
+    blocks = cached + _blocks(jnp.maximum(fresh_end, 0))
     share = jax.lax.div(blocks + (splits - 1), splits)
     start = jnp.minimum(split * share, blocks)
     stop = jnp.minimum(start + share, blocks)
@@ -176,7 +174,8 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
             from_page = functools.partial(copy, block, k_ref, v_ref, entry, pl.ds(jax.lax.rem(place, page), KEYS))
             if "count" in refs:
                 fresh = refs["fresh_k"], refs["fresh_v"]
-                rows = pl.ds(block - cached, pl.cdiv(fresh[0].shape[1], 8) * 8)  # from 0 on; what is beyond the last reads as zeros
+                most = pl.cdiv(min(fresh[0].shape[1], KEYS), 8) * 8  # what is beyond the last row reads as zeros
+                rows = pl.ds((block - cached) * KEYS, most)
                 pl.when(block < cached)(from_page)
                 pl.when(block >= cached)(functools.partial(copy, block, *fresh, b, rows))
             else:
@@ -225,9 +224,9 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
             slot = jax.lax.rem(block - start, STAGES)
             # Of the block's keys, low .. high - 1 are keys that some row may see.
             is_cached = block < cached
-            base = jnp.where(is_cached, (first + block) * KEYS, length)
-            low = jnp.where(is_cached, jnp.maximum(begin - base, 0), 0)
-            high = jnp.where(is_cached, jnp.minimum(end - base, KEYS), fresh_end)
+            base = jnp.where(is_cached, (first + block) * KEYS, length + (block - cached) * KEYS)
+            low = jnp.maximum(begin - base, 0)
+            high = jnp.minimum(jnp.where(is_cached, end, length + fresh_end) - base, KEYS)
 
             def product(scores):
                 for half in range(2):
