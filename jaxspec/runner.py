@@ -209,10 +209,11 @@ class Runner:
         self._fork(request.slot, slot, request.computed)
         self.held.keep(slot, request.tokens[: request.computed + 1], request)
 
-    def evict(self, needed: bool = True) -> bool:
+    def evict(self, needed: bool = True, but: int = -1) -> bool:
         """Gives up the kept sequence that served longest ago; False if there is none. needed: even one that shares its pages with
-        running sequences."""
-        oldest = next((slot for slot, kept in self.held.kept.items() if needed or not kept.needed), -1)
+        running sequences. but: not the one in this slot."""
+        kept = self.held.kept.items()
+        oldest = next((slot for slot, held in kept if slot != but and (needed or not held.needed)), -1)
         if oldest >= 0:
             self.held.end([oldest])
             self.flush()

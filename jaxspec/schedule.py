@@ -132,10 +132,11 @@ class Turn:
         runner, others = self._runner, [*self.active, *fresh]
         promised = sum(runner.pages_for(r.goal) - runner.pages_for(r.computed) for r in others if not r.ready)
         needed = runner.pages_for(request.length + runner.num_draft_tokens) + promised + len(others)
-        while others and runner.free_pages + runner.held.find(request.tokens)[1] // runner.page_size < needed:
+        source, rows = runner.held.find(request.tokens)
+        while others and runner.free_pages + rows // runner.page_size < needed:
             if runner.held.ended:
                 runner.flush()
-            elif not runner.evict(needed=False):
+            elif not runner.evict(needed=False, but=source):
                 return False
         return True
 

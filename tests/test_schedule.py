@@ -77,8 +77,8 @@ class Notes:
     def flush(self):
         self.held.released(self.held.ended)
 
-    def evict(self, needed=True):
-        found = next((slot for slot, kept in self.held.kept.items() if needed or not kept.needed), -1)
+    def evict(self, needed=True, but=-1):
+        found = next((slot for slot, kept in self.held.kept.items() if slot != but and (needed or not kept.needed)), -1)
         self.held.end([found] if found >= 0 else [])
         return found >= 0
 

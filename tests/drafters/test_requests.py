@@ -106,7 +106,6 @@ def only(llm, pages=None, prefixes=True):
     shrunk = dataclasses.replace(runner._state.cache, free_count=jnp.asarray(runner.pages, jnp.int32))
     runner._state = dataclasses.replace(runner._state, cache=shrunk)
     runner._free, read = runner.pages, Runner.read
-    llm._seen.clear()
 
     def checked(self, calls):
         starved = read(self, calls)
@@ -195,8 +194,8 @@ PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "ignore_eos": True}
 
 
 def fixed(count, length, shared=0):
-    """Prompts of one length, the first `shared` tokens of which are the same."""
-    ids = np.random.default_rng(5).integers(2, VOCAB, (count, length))
+    """Prompts of one length, the first `shared` tokens of which are the same. Those of other sizes are others."""
+    ids = np.random.default_rng([count, length, shared]).integers(2, VOCAB, (count, length))
     ids[:, :shared] = ids[0, :shared]
     return ids.tolist()
 
