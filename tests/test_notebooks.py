@@ -14,7 +14,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from jaxspec import display
+from jaxspec import checkpoint, display
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -96,3 +96,8 @@ def test_files_that_are_named_exist(path):
     text = "\n".join(cell.source for cell in cells(path, "markdown"))
     for name in re.findall(r"`((?:jaxspec|pallas_kernels|notebooks|docs)/[\w./]+)`", text):
         assert (ROOT / name).exists(), name
+
+
+def test_every_bundled_drafter_is_compared():
+    (listed,) = re.findall(r"^DRAFTERS = (\[.*\])$", "\n".join(cell.source for cell in cells(numbered("03"), "code")), re.MULTILINE)
+    assert set(ast.literal_eval(listed)) == set(checkpoint._bundled()) - {"pocket"} | {"ngram"}
