@@ -90,7 +90,8 @@ def fit(
 
     weights: a pytree; float leaves are trained as float32 masters, others stay as they are. fixed: handed to `loss` as it is, such as
     the target. draw: the batch of a step, a pytree of arrays with the batch first, always the same for a step. A row of metrics.jsonl in
-    `out` has the means since the row before and what `evaluate`, of the weights in compute dtype, measured. save: gets the weights with
+    `out` has the means since the row before and what `evaluate`, of the weights in compute dtype, measured, which is also done before
+    the first step. save: gets the weights with
     every checkpoint and at the end. resume: go on from the newest checkpoint in `out`. settings: whatever else must be the same in a
     resumed run. mesh: batches are spread over its axis "data", weights are on all its devices.
 
@@ -144,15 +145,21 @@ def fit(
         return optax.apply_updates(masters, changes), moments, metrics
 
     start, rows, good = 0, [], None
+    in_compute = jax.jit(rounded)
+
+    def measured() -> dict[str, float]:
+        return {} if evaluate is None else {name: round(float(value), 4) for name, value in evaluate(in_compute(masters)).items()}
+
     if resume:
         start, masters, moments, good = _restore(out, masters, moments, settings)
         rows = [row for row in read_metrics(out) if row["step"] <= start]
     elif (out / CHECKPOINTS).exists():
         raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
+    elif evaluate is not None:
+        rows = [{"step": 0, "seconds": 0.0, **measured()}]
     (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (out / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     spent = rows[-1]["seconds"] if rows else 0.0
-    in_compute = jax.jit(rounded)
     pending: list[dict[str, jax.Array]] = []
     began = time.perf_counter()
     with tqdm(total=steps, initial=start, desc="Training", unit="step", disable=not progress) as bar:
@@ -169,8 +176,7 @@ def fit(
             pending.clear()
             row = {"step": step + 1, "seconds": round(spent + time.perf_counter() - began, 1)}
             row |= {name: round(float(np.mean([f[name] for f in found])), 6) for name in found[0]}
-            if evaluate is not None:
-                row |= {name: round(float(value), 4) for name, value in evaluate(in_compute(masters)).items()}
+            row |= measured()
             rows.append(row)
             with (out / METRICS).open("a", encoding="utf-8") as log:
                 print(json.dumps(row), file=log, flush=True)

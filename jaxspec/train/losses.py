@@ -41,6 +41,13 @@ class Objective:
     hard: float = 0.0
     tv: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "anchors"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"the objective's {name} is {getattr(self, name)}, expected at least 1")
+        if not (0 < self.decay <= 1 and min(self.soft, self.hard, self.tv) >= 0 < self.soft + self.hard + self.tv):
+            raise ValueError(f"the objective is {self}; expected a decay above 0 and at most 1, weights of at least 0, and one above")
+
 
 def target_loss(model: Gemma4, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean cross-entropy of the next token, in nats, of tokens from `first` on."""

@@ -182,7 +182,7 @@ class Recipe:
 
 RECIPES = {
     "mtp": Recipe("mtp", MTP, 6000),
-    "dflash": Recipe("dflash", DFLASH, 4000),
+    "dflash": Recipe("dflash", DFLASH, 5500),
     "eagle3": Recipe("eagle3", EAGLE3, 3500),
     "modules": Recipe("mtp-modules", MODULES, 5500),
     "draft": Recipe("draft-model", DRAFT, 3000),

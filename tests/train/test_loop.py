@@ -47,8 +47,9 @@ def unbroken(tmp_path_factory):
 
 def test_weights_learn_and_integers_stay(unbroken):
     found, rows, saved = unbroken
-    assert [row["step"] for row in rows] == [2, 4, 6] and rows[-1]["loss"] < rows[0]["loss"]
-    assert set(rows[0]) == {"step", "seconds", "loss", "luck", "gradient", "largest"}
+    assert [row["step"] for row in rows] == [0, 2, 4, 6] and rows[-1]["loss"] < rows[1]["loss"]
+    assert set(rows[1]) == {"step", "seconds", "loss", "luck", "gradient", "largest"}
+    assert rows[0] == {"step": 0, "seconds": 0.0, "largest": 1.5}  # as it was given
     assert np.array_equal(found["ids"], weights()["ids"]) and found["a"].dtype == jnp.float32
     assert rows[-1]["largest"] == pytest.approx(float(found["a"].max()), abs=1e-4)
     assert len(saved) == 3 and np.array_equal(saved[-1]["a"], found["a"])  # with each checkpoint but the last, and at the end
@@ -158,7 +159,11 @@ def test_numbers_that_do_not_fit_are_refused(changes, message):
 
 
 def test_curves_are_drawn_of_what_was_measured(tmp_path):
-    rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "held_out_loss": 2.5, "measured_acceptance_length": 1.5}]
+    rows = [
+        {"step": 0, "measured_acceptance_length": 1.2},
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": 2.0, "held_out_loss": 2.5, "measured_acceptance_length": 1.5},
+    ]
     curves.draw_curves(rows, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert json.dumps(rows)  # as metrics.jsonl has them

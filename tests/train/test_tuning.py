@@ -1,0 +1,155 @@
+"""Training from files to a folder that `load` takes; a drafter that its target left behind catches up."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+import tiny
+
+import jaxspec
+from jaxspec import cli
+from jaxspec.train import distil, finetune
+from jaxspec.train.loop import read_metrics
+
+SOURCE = Path(jaxspec.__file__)
+LICENSE = SOURCE.parents[1] / "LICENSE"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unoptimised():
+    with small.unoptimised():
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return tiny.tiny_target(tmp_path_factory.mktemp("target"), hidden_size_per_layer_input=0)
+
+
+@pytest.fixture(scope="module")
+def trained(target, tmp_path_factory):
+    """(folder, command) of an assistant that the command line trained for the tiny target"""
+    out = tmp_path_factory.mktemp("mtp") / "drafter"
+    command = ["train", "--target", str(target), "--drafter-kind", "mtp", "--data", str(SOURCE), "--held-out", str(SOURCE)]
+    command += [
+        "--init",
+        str(tiny.tiny_assistant(tmp_path_factory.mktemp("init"), vocab_size_per_layer_input=0)),
+        "--out",
+        str(out),
+        "--self-generate",
+        "3",
+        "--k",
+        "2",
+    ]
+    command += "--steps 4 --every 2 --batch 2 --length 24 --anchors 6 --unroll 2 --tv 0.5 --dtype float32".split()
+    assert cli.main(command) == 0
+    return out, command
+
+
+def test_the_command_writes_a_drafter_that_load_takes(target, trained, capsys):
+    out, command = trained
+    rows = read_metrics(out)
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert {"loss", "acceptance_length", "held_out_loss", "held_out_acceptance_length", "measured_acceptance_length"} <= set(rows[-1])
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["objective"] == {"steps": 2, "anchors": 6, "decay": 0.9, "soft": 1.0, "hard": 1.0, "tv": 0.5}
+    assert (out / "curves.png").exists() and sorted(p.name for p in (out / "checkpoints").iterdir()) == ["2", "4"]
+    own = np.load(out / "self_generated.npz")
+    assert own["ids"].shape == (3, 24) and (own["first"] >= 3).all() and (own["length"] > own["first"]).all()
+
+    changed = (out / "model.safetensors").read_bytes()
+    assert changed != (Path(command[command.index("--init") + 1]) / "model.safetensors").read_bytes()
+    llm = jaxspec.load(target, out, num_draft_tokens=2, max_slots=1, max_len=64, progress=False)
+    assert type(llm.drafter).__name__ == "Gemma4MTP"
+    # A run that has ended is resumed to the same result, with the texts that were written then.
+    assert cli.main([*command, "--resume"]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert (out / "model.safetensors").read_bytes() == changed and read_metrics(out) == rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--drafter-kind": "eagle3"}, "is a Gemma4MTP; drafter_kind 'eagle3' is a Eagle3"),
+        ({"--data": "none.txt"}, "data file none.txt does not exist"),
+        ({"--steps": "0"}, "steps is 0, expected at least 1"),
+        ({"--devices": "99"}, "devices is 99; found 8"),
+        ({"--unroll": "0"}, "the objective's steps is 0, expected at least 1"),
+        ({"--init": "pocket-mtp"}, "cannot be used with this target"),
+        ({}, "has checkpoints of an earlier run; resume it, or take another folder"),
+    ],
+)
+def test_what_cannot_be_used_is_said_at_the_door(trained, capsys, changes, message):
+    command = list(trained[1])
+    for name, value in changes.items():
+        command += [name, value]
+    assert cli.main(command) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_fresh_drafter_over_two_devices(target, tmp_path):
+    """EAGLE-3 with a draft vocabulary of the data's most frequent tokens, from its config alone; the rest of the data is held back."""
+    config = {**small.CONFIGS["eagle3"], "vocab_size": tiny.VOCAB, "draft_vocab_size": 64, "num_hidden_layers": 1}
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    run = {"steps": 2, "every": 2, "batch": 2, "length": 16, "dtype": "float32", "save_every": 0, "progress": False}
+    out = distil(target, "eagle3", data=SOURCE, out=tmp_path / "drafter", init=config, objective={"steps": 2}, mesh=mesh, **run)
+    found = jaxspec.drafters.load_drafter(out, small_config(target), jnp.float32, progress=False)
+    tokens = jaxspec.load(target, max_slots=1, max_len=32, progress=False).tokenizer.encode(SOURCE.read_text())
+    assert set(tokens[:4]) & set(np.asarray(found.d2t) + np.arange(64)) and not (out / "checkpoints").exists()
+
+
+def small_config(folder):
+    return jaxspec.config.Gemma4Config.from_hf(jaxspec.checkpoint.read_config(folder))
+
+
+def story(target, drafter, other, out, *, tune, teach):
+    """Acceptance lengths: of the drafter for the target after that was trained on other text, before and after it was tuned itself."""
+    changed = finetune(target, data=other, out=out / "target", progress=False, **teach)
+    distil(changed, "mtp", data=other, init=drafter, out=out / "drafter", progress=False, **tune)
+    rows = read_metrics(out / "drafter")
+    return rows[0]["measured_acceptance_length"], rows[-1]["measured_acceptance_length"]
+
+
+@pytest.mark.slow
+def test_a_drafter_catches_up_with_its_target(target, tmp_path):
+    """A tiny pair that agreed on one text: trained on another the target leaves the drafter behind, which then learns."""
+    rng = np.random.default_rng(0)
+    first, other = (np.tile(rng.permutation(np.arange(200, 1000))[:20], 40).astype(np.uint16) for _ in range(2))
+    for name, stream in (("first.npy", first), ("other.npy", other)):
+        np.save(tmp_path / name, stream)
+    sizes = {"batch": 4, "length": 24, "dtype": "float32", "save_every": 0, "peak": 1e-2}
+    tuned_by = {"objective": {"steps": 2, "anchors": 8}, "num_draft_tokens": 2}
+    teach, tune = {"steps": 60, "every": 60, **sizes}, {"steps": 50, "every": 50, **tuned_by, **sizes}
+    known = finetune(target, data=tmp_path / "first.npy", out=tmp_path / "known", progress=False, **teach)
+    drafter = distil(known, "mtp", data=tmp_path / "first.npy", out=tmp_path / "drafter", init=ASSISTANT, progress=False, **tune)
+    released = read_metrics(drafter)[-1]["measured_acceptance_length"]
+    stale, tuned = story(known, drafter, tmp_path / "other.npy", tmp_path / "after", teach=teach, tune=tune)
+    assert released > 2.5 and stale < released - 1 and tuned - stale > 0.5 * (released - stale), (released, stale, tuned)
+
+
+ASSISTANT = {**tiny.ASSISTANT, "num_centroids": 8, "centroid_intermediate_top_k": 4}
+
+
+@pytest.mark.slow
+def test_pockets_assistant_catches_up_with_a_fine_tuned_pocket(tmp_path):
+    """On a licence, which is no Python: the loss of acceptance, and that more than half of it comes back."""
+    shutil.copy(LICENSE, tmp_path / "licence.txt")
+    sizes = {"batch": 4, "length": 128, "dtype": "float32", "save_every": 0}
+    teach, tune = {"steps": 60, "every": 60, "peak": 1e-3, **sizes}, {"steps": 120, "every": 60, "peak": 1e-3, "self_generate": 32, **sizes}
+    prompts = [LICENSE.read_text()[at : at + 300] for at in range(500, 9000, 1000)]
+
+    def acceptance(target, drafter):
+        llm = jaxspec.load(target, drafter, num_draft_tokens=4, max_slots=9, max_len=256, progress=False)
+        llm.generate(prompts, jaxspec.SamplingParams(max_tokens=96, temperature=0, ignore_eos=True))
+        return llm.stats.acceptance_length
+
+    released = acceptance("pocket", "pocket-mtp")
+    story("pocket", "pocket-mtp", tmp_path / "licence.txt", tmp_path, teach=teach, tune=tune)
+    stale, tuned = acceptance(tmp_path / "target", "pocket-mtp"), acceptance(tmp_path / "target", tmp_path / "drafter")
+    print(f"released {released:.2f}, stale {stale:.2f}, tuned {tuned:.2f}")
+    assert stale < released and tuned - stale > 0.5 * (released - stale)
