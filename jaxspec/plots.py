@@ -53,7 +53,7 @@ def plot_sweep(runs: Mapping[str, Mapping[int, Stats]], axes: Any = None) -> Any
         axis.set(xlabel="drafts a step, K", title=label)
         axis.set_xticks(sorted({k for by_k in runs.values() for k in by_k if k}))
         axis.set_ylim(bottom=0)
-    lengths.legend()
+    speeds.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the lines, however many there are
     return lengths.figure
 
 

@@ -58,7 +58,7 @@ def test_a_sweep_has_a_line_for_each_drafter_and_one_across_for_the_baseline():
     baseline, line = speeds.lines
     assert set(baseline.get_ydata()) == {5.0} and line.get_xydata().tolist() == [[1, 10], [2, 20], [4, 40]]
     assert lengths.get_xticks().tolist() == [1, 2, 4]
-    assert [text.get_text() for text in lengths.get_legend().get_texts()] == ["none", "mtp"]
+    assert [text.get_text() for text in speeds.get_legend().get_texts()] == ["none", "mtp"]
 
 
 def test_frequencies_are_drawn_beside_the_probabilities():
