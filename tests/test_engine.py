@@ -50,6 +50,7 @@ def tokens(completions):
 def quick_to_compile():
     with pytest.MonkeyPatch.context() as patch:
         unoptimised(patch)
+        patch.setattr(runner, "PREFILL_ROWS", runner.PREFILL_CHUNK)  # one program for prompts of every length
         yield
 
 
@@ -131,7 +132,7 @@ def test_a_batch_in_few_slots_equals_decoding_by_hand(llm, expected):
     assert completions[3].token_ids == expected[3] and len(expected[3]) == 1
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 4, 7])
+@pytest.mark.parametrize("k", [0, 1, 4, 7])
 def test_any_number_of_drafts_and_any_batch_gives_the_same_tokens(load, parrot, expected, speculative, k):
     llm = speculative if k == K else load(parrot if k else None, num_draft_tokens=k, max_slots=8)
     completions = generate(llm)
