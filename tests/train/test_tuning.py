@@ -72,6 +72,13 @@ def test_the_command_writes_a_drafter_that_load_takes(target, trained, capsys):
     assert (out / "model.safetensors").read_bytes() == changed and read_metrics(out) == rows
 
 
+def test_transformers_loads_what_is_written(trained):
+    from oracle import Gemma4AssistantForCausalLM
+
+    _, info = Gemma4AssistantForCausalLM.from_pretrained(trained[0], output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
