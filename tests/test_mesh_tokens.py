@@ -28,7 +28,6 @@ FEW = [
     (2, 4, "12B", "eagle3"),
     (8, 1, "31B", "ngram"),
     (1, 4, "odd", "modules"),
-    (2, 2, "E2B", "draft model"),
 ]
 DRAFTERS = ("none", "ngram", "mtp", "mtp centroids", "dflash", "dflash d2t", "eagle3", "modules", "draft model")
 ALL = [(*mesh, member, kind) for mesh in MESHES for member in meshes.MEMBERS for kind in DRAFTERS]
@@ -51,8 +50,6 @@ def test_tokens_are_those_of_one_device(data, tensor, member, kind):
     pool = next(layer for layer in reversed(state.cache.layers) if layer is not None).k
     assert pool.sharding.spec == PartitionSpec("data", None, "tensor", None)
     assert spec.num_kv_heads % tensor == 0 and pool.sharding.shard_shape(pool.shape)[2] == spec.num_kv_heads // tensor
-    if kind == "draft model":  # so small a one lies on every device, and its cache too
-        assert placed.drafter.model.shard is None and state.drafter.cache.layers[0].k.sharding.spec == PartitionSpec("data")
     # What a shard's sequences hold and what is free are all its pages.
     free, held = np.asarray(state.cache.free_count), np.asarray(state.cache.held).reshape(data, -1).sum(axis=1)
     assert free.shape == (data,) and (free + held == len(state.cache.free) // data).all()

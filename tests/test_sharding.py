@@ -30,7 +30,7 @@ def load(tmp_path_factory):
 
     def load(*names, **settings):
         target, assistant = folders(root)
-        chosen = {"num_draft_tokens": 2, "max_slots": 2, "max_len": 96, "progress": False, "seed": 5}
+        chosen = {"num_draft_tokens": 2, "max_slots": 2, "max_len": 60, "progress": False, "seed": 5}
         return jaxspec.load(target, assistant, **{**chosen, **settings})
 
     return load
