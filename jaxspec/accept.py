@@ -57,20 +57,29 @@ class Rule:
         return dataclasses.replace(sampling, seed=stream_seed(sampling.seed, DRAFT, rounds), weighed=True)
 
     def __call__(
-        self, drafts: Drafts, logits: jax.Array, positions: jax.Array, sampling: Sampling, rounds: jax.Array
+        self,
+        drafts: Drafts,
+        logits: jax.Array | None,
+        positions: jax.Array,
+        sampling: Sampling,
+        rounds: jax.Array,
+        choices: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """(tokens [B, K + 1] int32, accepted [B] int32): the first accepted + 1 tokens are what the round adds.
 
         drafts: of K tokens. logits: [B, K + 1, V] float32, the target's after the anchor and after each draft, edited. positions:
         [B, K + 1] int32, of the tokens that they choose. sampling: the target's. rounds: [B] int32, the sequence's rounds before this
-        one.
+        one. choices: [B, K + 1] int32, what the target chooses, where that is known: a rule that shares noise needs no logits then.
         """
         self.check(drafts.tokens.shape[1])
         drafting, sampling = self.drafting(sampling, rounds), dataclasses.replace(sampling, tables=None)  # logits are edited already
         if not self.shares_noise:
+            assert logits is not None
             keep = keep_block if self.name == "block" else keep_prefix
             return _rejection(drafts, logits, positions, sampling, drafting, rounds, keep)
-        choices = choose(logits, positions, sampling)
+        if choices is None:
+            assert logits is not None
+            choices = choose(logits, positions, sampling)
         if self.name == "coupled":
             return choices, coupled(drafts.tokens, choices)
         accepted = _synthetic(drafts.tokens, uniform(sampling.seed, ACCEPTANCE, rounds, drafts.tokens.shape[1]), self.rates)

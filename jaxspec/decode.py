@@ -91,9 +91,14 @@ def prefill(
     out, cache = target(block, cache, taps=drafter.taps, last_only=True, attention=attention)
     assert cache is not None
     computed = rows.computed + count
-    raw = target.unembed(out.hidden)
-    edited = rows.edited(raw, needs)
-    first = choose(edited, computed[:, None], dataclasses.replace(rows.sampling, tables=None))
+    if needs.choice_alone:
+        raw, (first, most) = None, target.choose(out.hidden, computed[:, None], rows.sampling, needs.suppress_tokens, attention)
+        sound = _sound(most, rows.sampling.shard, out.hidden)
+    else:
+        raw = target.unembed(out.hidden)
+        edited = rows.edited(raw, needs)
+        first = choose(edited, computed[:, None], dataclasses.replace(rows.sampling, tables=None))
+        sound = _sound(jnp.max(edited, axis=-1), part(edited, None, rows.sampling.shard))
     chosen = (count > 0) & (computed == known)
     next_known = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), computed[:, None], axis=1, mode="clip")
     anchor = jnp.where(chosen[:, None], first, next_known)[:, 0]
@@ -105,9 +110,7 @@ def prefill(
         computed=state.computed.at[slots].set(computed, mode="drop"),
         starved=~ok,
     )
-    return _append(
-        state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count), _sound(edited, rows.sampling.shard), raw, needs
-    )
+    return _append(state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count), sound, raw, needs)
 
 
 def score(
@@ -164,13 +167,20 @@ def spec_step(
         block = Rows(jnp.concatenate([anchor[:, None], drafts.tokens], axis=1), start, count, slots)
         out, cache = target(block, cache, taps=drafter.taps, attention=attention)
         assert cache is not None
-        raw = target.unembed(out.hidden)
+        positions, raw, edited, choices = block.positions + 1, None, None, None
+        if needs.choice_alone and accept.shares_noise:
+            choices, most = target.choose(out.hidden, positions, rows.sampling, needs.suppress_tokens, attention)
+            sound = _sound(most, rows.sampling.shard, out.hidden)
+        else:
+            raw = target.unembed(out.hidden)
     with jax.named_scope("accept"):
-        edited = rows.edited(raw, needs, drafts)
-        tokens, accepted = accept(drafts, edited, block.positions + 1, rows.sampling, rows.rounds)
+        if raw is not None:
+            edited = rows.edited(raw, needs, drafts)
+            sound = _sound(jnp.max(edited, axis=-1), part(edited, None, rows.sampling.shard))
+        tokens, accepted = accept(drafts, edited, positions, rows.sampling, rows.rounds, choices)
 
     state = dataclasses.replace(state, cache=cache, drafter=drafter_state, starved=~ok)
-    state = _append(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, _sound(edited, rows.sampling.shard), raw, needs)
+    state = _append(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, sound, raw, needs)
     committed = jnp.where(live, state.length.at[slots].get(mode="clip") - known, 0)
     last = jnp.maximum(committed - 1, 0)
     hidden = take_row(out.hidden, last)[:, 0]
@@ -278,14 +288,14 @@ def _append(
     count: jax.Array,
     accepted: jax.Array,
     sound: jax.Array,
-    raw: jax.Array,
+    raw: jax.Array | None,
     needs: Needs,
 ) -> DecodeState:
     """Appends the first `count` choices of each slot, cut after a stop id and at the limit. A slot of which a choice that is not
     `sound` is left has failed, and is cut before it.
 
     choices: [B, T] int32; count: [B] int32, 0 appends nothing; the first `accepted` of them were drafts. sound: [B, T] bool. raw:
-    [B, T, V], the logits that log-probabilities are reported of.
+    [B, T, V], the logits that log-probabilities are reported of, or None where none are.
     """
     row = jnp.arange(choices.shape[1], dtype=jnp.int32)[None, :]
     stops = jnp.any(choices[:, :, None] == rows.stop_ids[:, None, :], axis=-1)
@@ -299,6 +309,7 @@ def _append(
     changed = jnp.where(failed | (count > 0), slots, state.slots)
     at = jnp.where(row < count[:, None], rows.length[:, None] + row, state.tokens.shape[1])
     if needs.logprobs is not None:
+        assert raw is not None
         slot = jnp.where(row < count[:, None], slots[:, None], state.slots)
         ring = jax.tree.map(
             lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % ROWS].set(new, mode="drop"),
@@ -315,11 +326,13 @@ def _append(
     )
 
 
-def _sound(logits: jax.Array, shard: Shard | None) -> jax.Array:
-    """Whether tokens can be chosen by logits [B, T, C]: [B, T] bool. A NaN anywhere makes the largest one a NaN; single tokens may be
-    at -inf, not all."""
-    most, shard = jnp.max(logits, axis=-1), part(logits, None, shard)
+def _sound(most: jax.Array, shard: Shard | None, hidden: jax.Array | None = None) -> jax.Array:
+    """Whether tokens can be chosen by logits of which these are the largest: [B, T] bool. A NaN anywhere makes the largest one a NaN
+    (a kernel may miss it: then the hidden states [B, T, H] tell); single tokens may be at -inf, not all. shard: of the logits, if they
+    are of one."""
     bad, some = jnp.isnan(most) | jnp.isposinf(most), most > -jnp.inf
+    if hidden is not None:
+        bad |= ~jnp.all(jnp.isfinite(hidden), axis=-1)
     if shard is not None:
         bad, some = jax.lax.psum(jnp.stack([bad, some]).astype(jnp.int32), shard.axis) > 0
     return some & ~bad

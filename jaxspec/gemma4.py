@@ -21,6 +21,7 @@ from jaxspec.config import Gemma4Config, LayerSpec
 from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap
 from jaxspec.moe import Experts, Router
 from jaxspec.parallel import Shard
+from jaxspec.sampling import Sampling, choose_by_head
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.linear import gated_by
 from pallas_kernels.paged_attention import paged_attention
@@ -203,6 +204,13 @@ class Gemma4:
         [..., H] -> [..., V]."""
         logits = Linear(self.embed_tokens.weight)(hidden, dtype=jnp.float32)
         return softcap(logits, self.config.final_logit_softcapping)
+
+    def choose(
+        self, hidden: jax.Array, positions: jax.Array, sampling: Sampling, suppressed: tuple[int, ...] = (), implementation: str = "auto"
+    ) -> tuple[jax.Array, jax.Array]:
+        """The tokens that `unembed`'s logits choose by a temperature alone, and their values: see `choose_by_head`."""
+        settings = {"softcap": self.config.final_logit_softcapping, "suppressed": suppressed, "implementation": implementation}
+        return choose_by_head(hidden, self.embed_tokens.weight, positions, sampling, **settings)
 
     def per_layer_inputs(self, ids: jax.Array, embedded: jax.Array) -> jax.Array | None:
         """Per-layer embeddings of every row: [B, T, layers, P], or None where the model has none."""

@@ -16,6 +16,7 @@ from flax import struct
 from jaxspec.edits import Tables
 from jaxspec.filters import Filters, filtered
 from jaxspec.parallel import Shard, part, whole
+from pallas_kernels import lm_head
 from pallas_kernels.noise import gumbel, row_keys
 
 # Kinds of noise beside that of the positions themselves.
@@ -34,6 +35,11 @@ class Needs:
     edits: bool = False
     logprobs: int | None = None
     suppress_tokens: tuple[int, ...] = ()
+
+    @property
+    def choice_alone(self) -> bool:
+        """Whether nothing of the logits is needed but which token they choose."""
+        return self.scope == "plain" and not self.edits and self.logprobs is None
 
 
 PLAIN = Needs()
@@ -77,6 +83,31 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     if shard is not None:
         return shard.best(jnp.max(values, axis=-1), first + best)
     return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
+
+
+def choose_by_head(
+    hidden: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    sampling: Sampling,
+    *,
+    softcap: float | None,
+    suppressed: tuple[int, ...] = (),
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """What `choose` gives for the logits of a head, by a temperature alone, without these where a kernel serves so few rows.
+
+    hidden: [B, T, H]. table: [V, H], or the device's `sampling.shard` of it. positions: [B, T] int32. suppressed: ids that are never
+    chosen. Returns the ids [B, T] int32 and the largest values of the device's part [B, T] float32, noise included.
+    """
+    shard, rows = sampling.shard, hidden.reshape(-1, hidden.shape[-1])
+    keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
+    temperature = jnp.broadcast_to(sampling.temperature[:, None], positions.shape).reshape(-1)
+    settings = {"softcap": softcap, "suppressed": suppressed, "first_id": None if shard is None else shard.first}
+    implementation = implementation if rows.shape[0] <= lm_head.MOST_ROWS else "xla"
+    chosen, maxima = lm_head.lm_head(rows, table, keys, temperature, **settings, implementation=implementation)
+    chosen = chosen if shard is None else shard.best(maxima, chosen)
+    return chosen.reshape(positions.shape), maxima.reshape(positions.shape)
 
 
 def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

@@ -544,6 +544,13 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone():
     assert_same(numbers(loop(after, [row], parrot(), 4), "tokens", [row]), rows=[4])
 
 
+def test_hidden_states_tell_where_a_fused_head_misses_a_nan():
+    most = jnp.asarray([[1.0, 2.0, jnp.nan, jnp.inf, -jnp.inf]], jnp.float32)
+    hidden = jnp.zeros((1, 5, 3), jnp.float32).at[0, 1, 2].set(jnp.nan)
+    assert decode._sound(most, None).tolist() == [[True, True, False, False, False]]
+    assert decode._sound(most, None, hidden).tolist() == [[True, False, False, False, False]]
+
+
 def test_a_fork_goes_on_as_if_it_had_computed_what_it_shares():
     """A slot at row 18 of a prompt of 33 gives what it has to two others: the same prompt, and one that is different from there on."""
     state = admit(empty(), [2], [4])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec.sampling import Sampling, choose, seed_words
+from jaxspec.layers import softcap
+from jaxspec.sampling import Sampling, choose, choose_by_head, seed_words
 from pallas_kernels.noise import gumbel, row_keys
 
 SEEDS = 200_000
@@ -161,3 +162,18 @@ def test_a_seed_is_split_into_low_and_high_words():
     assert seed_words(0) == (0, 0)
     assert seed_words(5 + (9 << 32)) == (5, 9)
     assert seed_words(2**64 - 1) == (2**32 - 1, 2**32 - 1)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+def test_a_head_chooses_as_its_logits_do(implementation):
+    """Greedy and sampled rows of two sequences, with a suppressed token that would have been chosen."""
+    rng = np.random.default_rng(7)
+    hidden, table = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 3, 32), (101, 32)))
+    positions, sampling = jnp.asarray([[5, 6, 7], [0, 1, 2]], jnp.int32), sampling_of([1, 2**40], jnp.asarray([0.0, 0.7], jnp.float32))
+    logits = softcap(jnp.einsum("bth,vh->btv", hidden, table), 30.0)
+    unwanted = int(choose(logits, positions, sampling)[1, 2])
+    want = choose(logits.at[..., unwanted].set(-jnp.inf), positions, sampling)
+    settings = {"softcap": 30.0, "suppressed": (unwanted,), "implementation": implementation}
+    found, most = choose_by_head(hidden, table, positions, sampling, **settings)
+    np.testing.assert_array_equal(found, want)
+    np.testing.assert_allclose(most[0], jnp.take_along_axis(logits[0], want[0, :, None], axis=-1)[:, 0], rtol=1e-5)

@@ -20,9 +20,8 @@ from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.gemma4 import DecoderLayer, Keys, abstract_layer, decoder_layer, next_weights
 from jaxspec.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.parallel import without
-from jaxspec.sampling import Sampling, choose
+from jaxspec.sampling import Sampling, choose, choose_by_head
 from pallas_kernels import centroid_head
-from pallas_kernels.lm_head import lm_head
 from pallas_kernels.noise import row_keys
 
 
@@ -135,18 +134,16 @@ class Gemma4MTP:
         if sampling.weighed or sampling.filters is not None or sampling.tables is not None:
             logits, ids = candidates
             return choose(logits, positions, sampling, ids)
+        if self.masked_embedding is None:
+            settings = {"softcap": self.config.text.final_logit_softcapping, "suppressed": self.suppress_tokens}
+            embedding = self.model.embed_tokens
+            sampling = dataclasses.replace(sampling, shard=embedding.shard)
+            return choose_by_head(out, embedding.weight, positions, sampling, **settings, implementation=implementation)[0]
         rows = out.reshape(-1, out.shape[-1])
         keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
         temperature = jnp.broadcast_to(sampling.temperature[:, None], positions.shape).reshape(-1)
-        if self.masked_embedding is None:
-            settings = {"softcap": self.config.text.final_logit_softcapping, "suppressed": self.suppress_tokens}
-            table, shard = self.model.embed_tokens.weight, self.model.embed_tokens.shard
-            first = None if shard is None else shard.first
-            chosen, maxima = lm_head(rows, table, keys, temperature, **settings, first_id=first, implementation=implementation)
-            chosen = chosen if shard is None else shard.best(maxima, chosen)
-        else:
-            arrays = (*self._centroid_head, keys, temperature)
-            chosen = centroid_head.choose(rows, *arrays, **self._centroid_settings, implementation=implementation)
+        arrays = (*self._centroid_head, keys, temperature)
+        chosen = centroid_head.choose(rows, *arrays, **self._centroid_settings, implementation=implementation)
         return chosen.reshape(positions.shape)
 
     @property

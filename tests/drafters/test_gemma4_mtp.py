@@ -446,7 +446,7 @@ def test_layers_read_the_last_owner_of_their_type() -> None:
     assert [spec.kv_source for spec in bound.text.layers] == [4, 4, 4, 5]
 
 
-@pytest.mark.parametrize(("name", "fused"), [("E2B", "choose"), ("31B", "lm_head")])
+@pytest.mark.parametrize(("name", "fused"), [("E2B", "choose"), ("31B", "choose_by_head")])
 def test_the_head_is_read_once_whatever_the_rule(name: str, fused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that weighs drafts needs their logits, and chooses from them; any other reads the head in a kernel that chooses too."""
     drafter = gemma4_mtp.abstract(AssistantConfig.from_hf(real_configs.ASSISTANTS[name]))
