@@ -17,7 +17,7 @@ from jaxspec.schedule import AHEAD, SEEN, Turn
 
 
 class Shards:
-    """The runners of all data shards, each on a thread of its own while it steps. steps of one call alone are under way at a time."""
+    """The runners of all data shards, each on a thread of its own while it steps. Steps of one call alone are under way at a time."""
 
     def __init__(self, runners: Sequence[Runner]):
         self.runners = list(runners)
@@ -97,11 +97,8 @@ class Turns:
         return [request for i in self._resting for request in self._turns[i].end()]
 
     def score(self, request: Request, count: int) -> Logprobs:
-        """As `Turn.score`, on a shard that is not stepping."""
+        """As `Turn.score`, on a shard that is not stepping, as there is after every step."""
         self._shards.take(self)
-        if not self._resting:
-            self.wait()
-            self._stepping.clear()
         return self._turns[self._resting[0]].score(request, count)
 
     def wait(self) -> None:
