@@ -59,7 +59,8 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
     if wide_numbers:
         keys = 16
     elif dim > 256:
-        tile, keys = (32, 32) if rows > 64 else (16, 64 if rotary and dialect.shared_memory() > 104_448 else 32)
+        small, narrow = dialect.shared_memory() <= 104_448, stored[0].dtype.itemsize == 1  # narrow numbers are held widened too
+        tile, keys = (32, 32) if rows > 64 and not (small and narrow) else (16, 64 if rotary and not small else 32)
     elif rows > 16:
         tile, keys = (64 if rows > 64 else 32), 32
     keys = min(keys, page & -page if page else keys, max(16, pl.next_power_of_2(visible)))

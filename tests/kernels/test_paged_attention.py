@@ -427,3 +427,15 @@ def test_the_named_implementation_serves(name):
     case.check()
     jaxpr = str(jax.make_jaxpr(functools.partial(paged_attention, **case.settings))(*case.arguments))
     assert ("pallas_call" in jaxpr) == (name != "xla")
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows"), [("8.9", {"bfloat16": 32, "float8_e4m3fn": 16}), ("9.0", {"bfloat16": 32, "float8_e4m3fn": 32})]
+)
+def test_tiles_leave_room_for_float8_that_is_widened(capability, rows):
+    """On an L4, 32 query rows and 32 float8 keys of head_dim 512 take 118,784 bytes of the 101,376 that a program may have."""
+    q, table = jax.ShapeDtypeStruct((1, 17, 4, 8, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    with device.described_as(device.Described("some GPU", capability)):
+        for dtype, wanted in rows.items():
+            pools = tuple(jax.ShapeDtypeStruct((32, 64, 4, size), jnp.dtype(dtype)) for size in (128, 512))
+            assert triton.tiles_for(q, pools, table, None, jax.ShapeDtypeStruct((512,), jnp.bfloat16), None).rows == wanted
