@@ -101,7 +101,7 @@ def fit(
     """
     steps, every, seed, accumulate, dtype = run.steps, run.every, run.seed, run.accumulate, DTYPES[run.dtype]
     save_every = every if run.save_every is None else run.save_every
-    settings = dataclasses.asdict(run) | (settings or {})
+    wanted: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run) | (settings or {})))  # as they are read back
     shards = 1 if mesh is None else mesh.shape["data"]
     if run.batch // accumulate % shards:
         raise ValueError(f"{shards} devices along the mesh's axis 'data' do not divide a batch of {run.batch // accumulate} texts")
@@ -151,13 +151,13 @@ def fit(
         return {} if evaluate is None else {name: round(float(value), 4) for name, value in evaluate(in_compute(masters)).items()}
 
     if resume:
-        start, masters, moments, good = _restore(out, masters, moments, settings)
+        start, masters, moments, good = _restore(out, masters, moments, wanted)
         rows = [row for row in read_metrics(out) if row["step"] <= start]
     elif (out / CHECKPOINTS).exists():
         raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
     elif evaluate is not None:
         rows = [{"step": 0, "seconds": 0.0, **measured()}]
-    (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (out / SETTINGS).write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
     (out / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     spent = rows[-1]["seconds"] if rows else 0.0
     pending: list[dict[str, jax.Array]] = []

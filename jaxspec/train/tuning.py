@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec import checkpoint, gemma4
 from jaxspec.drafters import abstract_drafter, load_drafter
 from jaxspec.drafters.base import NoDraft
+from jaxspec.drafters.dflash import DFlash
 from jaxspec.gemma4 import Gemma4
 from jaxspec.loading import DTYPES, eos_token_ids, load_target, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
@@ -74,6 +75,8 @@ def distil(
     model = _target(folder, DTYPES[how.dtype], mesh)
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
     weights, config, generation = _drafter(drafter_kind, init, raw, model, texts, how.seed)
+    if isinstance(weights, DFlash) and goal.steps >= weights.config.block_size:
+        raise ValueError(f"the objective has {goal.steps} draft steps; the drafter's block_size of {weights.config.block_size} holds fewer")
     own = None
     if self_generate:
         own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, mesh, out / WRITTEN, progress)
@@ -87,6 +90,7 @@ def distil(
     settings = {
         "drafter_kind": drafter_kind,
         "target": os.fspath(target),
+        "data": [len(texts.ids), int(np.sum(texts.ids, dtype=np.int64))],  # what tells other data most likely
         "self_generate": self_generate,
         "temperature": temperature,
         "objective": dataclasses.asdict(goal),

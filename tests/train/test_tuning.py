@@ -110,6 +110,12 @@ def test_a_fresh_drafter_over_two_devices(target, tmp_path):
     assert set(tokens[:4]) & set(np.asarray(found.d2t) + np.arange(64)) and not (out / "checkpoints").exists()
 
 
+def test_more_draft_steps_than_a_block_holds_are_refused(target, tmp_path):
+    config = {**small.CONFIGS["dflash"], "vocab_size": tiny.VOCAB}
+    with pytest.raises(ValueError, match="the objective has 7 draft steps; the drafter's block_size of 5 holds fewer"):
+        distil(target, "dflash", data=SOURCE, out=tmp_path / "drafter", init=config, length=32)
+
+
 def small_config(folder):
     return jaxspec.config.Gemma4Config.from_hf(jaxspec.checkpoint.read_config(folder))
 
