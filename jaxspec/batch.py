@@ -141,7 +141,7 @@ class Batch:
         if self._params.seed is not None:
             raise ValueError(f"params.seed is {self._params.seed}, which all lines would share; expected None, and the run's own seed")
         settings = {
-            "model": llm._name,
+            "model": llm.name,
             "max_len": llm.max_len,
             "run_seed": self._seed,
             "shard": f"{self._shard}/{self._shards}",
@@ -169,7 +169,7 @@ class Batch:
         """Serves all lines that have no result yet."""
         written, failed, tokens, stepped, steps, began = 0, self._known.failed, 0, 0, 0, time.perf_counter()
         synced, pending = began, dict[int, tuple[_Line, int]]()
-        show = self._llm._progress and self._writes
+        show = self._llm.progress and self._writes
         with (
             open(self.input, "rb") as file,
             tqdm(total=self._total() if show else None, desc=self.out.name, unit="line", smoothing=0, disable=not show) as bar,

@@ -95,7 +95,7 @@ class LLM:
         self._choices = adaptive_k.choices(num_draft_tokens) if adaptive else ()
         self._watch = Watch(drafter, accept)
         self._seeds = random.Random(seed)
-        self._progress, self._name = progress, name
+        self.progress, self.name = progress, name
         self._lock = threading.RLock()
         self._totals = Stats(weight_bytes=self._runner.weight_bytes, state_bytes=sum(r.state_bytes for r in self._shards.runners))
 
@@ -129,14 +129,14 @@ class LLM:
 
     def __repr__(self) -> str:
         return (
-            f"LLM({self._name!r}, drafter={type(self.drafter).__name__}, num_draft_tokens={self.num_draft_tokens}, "
+            f"LLM({self.name!r}, drafter={type(self.drafter).__name__}, num_draft_tokens={self.num_draft_tokens}, "
             f"max_slots={self.max_slots}, max_len={self.max_len}, dtype={self.target.dtype}, on {jax.default_backend()})"
         )
 
     def _repr_html_(self) -> str:
         from jaxspec.display import llm_html
 
-        return llm_html(self, self._name)
+        return llm_html(self, self.name)
 
     def warmup(self, *params: SamplingParams) -> None:
         """Compiles everything that a run with requests of these params can use, with a progress bar; with none, requests that say
@@ -148,7 +148,7 @@ class LLM:
         needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
         runners = self._shards.runners
         total = len(runners) * len(self._runner.programs(needs, self._choices))
-        with self._lock, tqdm(total=total, desc="Compiling", disable=not self._progress) as bar:
+        with self._lock, tqdm(total=total, desc="Compiling", disable=not self.progress) as bar:
             self._shards.take(None)
             for runner in runners:
                 for line in runner.warmup(needs, self._choices):
@@ -213,7 +213,7 @@ class LLM:
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         done: dict[tuple[int, int], Completion] = {}
-        show = self._progress and len(requests) > 1
+        show = self.progress and len(requests) > 1
         with self._lock, self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
             with self._turn(requests) as turn:
                 while some := self._advance(turn):
@@ -353,7 +353,7 @@ class LLM:
         """Takes in what came since the last time: the new tokens and text. Stop strings end a request here."""
         for some in request.scored:
             known = len(request.logprobs)
-            request.logprobs += self._named(request.output[known:], some, request.params.logprobs or 0)
+            request.logprobs += self.named(request.output[known:], some, request.params.logprobs or 0)
         request.scored.clear()
         return request.take()
 
@@ -368,9 +368,9 @@ class LLM:
             count = min(max(32, 1 << (max(of_output, of_prompt) - 1).bit_length()), vocab)
             scored = turn.score(request, count)
             if params.prompt_logprobs is not None:
-                prompt_logprobs = [None, *self._named(request.prompt[1:].tolist(), scored, of_prompt)]
+                prompt_logprobs = [None, *self.named(request.prompt[1:].tolist(), scored, of_prompt)]
             if later is not None:
-                logprobs = self._named(new, jax.tree.map(lambda x: x[prompt - 1 :], scored), of_output)
+                logprobs = self.named(new, jax.tree.map(lambda x: x[prompt - 1 :], scored), of_output)
         by_id = request.stopped and found is None
         completion = Completion(
             text=request.text.text,

@@ -156,22 +156,3 @@ def rope_angles(positions: jax.Array, head_dim: int, theta: float, rotary_angles
 def rope(x: jax.Array, positions: jax.Array, theta: float, rotary_angles: int) -> jax.Array:
     """Rotates pairs (d, d + D/2) of the last axis by position. x: [B, T, ..., D], positions: [B, T] int32. Angles in float32."""
     return rotate(x, *rope_angles(positions, x.shape[-1], theta, rotary_angles))
-
-
-def init_weights(abstract: Any, key: jax.Array, std: float = 0.02) -> Any:
-    """Random weights for an abstract tree: norms and scalars one, everything else normal with deviation `std`.
-
-    `token_ordering` of a centroid head becomes the identity.
-    """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
-    keys = jax.random.split(key, len(leaves))
-
-    def draw(path: Any, leaf: Any, key: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path)
-        if name.endswith("token_ordering"):
-            return jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
-        if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
-            return jnp.ones(leaf.shape, leaf.dtype)
-        return (std * jax.random.normal(key, leaf.shape, jnp.float32)).astype(leaf.dtype)
-
-    return jax.tree_util.tree_unflatten(tree, [draw(p, x, k) for (p, x), k in zip(leaves, keys, strict=True)])

@@ -135,8 +135,8 @@ class Runner:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most memory that was in use on the first device, or None where it does not say (a CPU)."""
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        """The most memory that was in use on the first device of this process, or None where it does not say (a CPU)."""
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
     @property
     def free_pages(self) -> int:

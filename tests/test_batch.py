@@ -22,7 +22,7 @@ from jaxspec.stats import RoundStats
 class FakeLLM:
     """Answers with the prompt's ids, its temperature and its seed, a few requests at a time, in any order. dies: after how many."""
 
-    _name, _progress, max_len, target = "fake", False, 32, ()
+    name, progress, max_len, target = "fake", False, 32, ()
     tokenizer = SimpleNamespace(encode=lambda text: [ord(c) % 100 for c in text])
 
     def __init__(self, dies=None, fails=()):
