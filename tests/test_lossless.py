@@ -1,7 +1,7 @@
 """Every acceptance rule leaves the target's distribution as it is, whatever the drafter and the filters.
 
-A target and its drafters are tables of five tokens: logits that depend on the token before. 60,000 seeds run side by side until each
-has three tokens, whose joint distribution is compared with the enumerated one.
+A target and its drafters are tables of five tokens: logits that depend on the token before. 60,000 seeds, 300,000 in the long runs, go
+side by side until each has three tokens, whose joint distribution is compared with the enumerated one.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jaxspec.filters import Filters
 from jaxspec.sampling import Sampling, choose
 
 TOKENS, LENGTH = 5, 3
-SEEDS, MANY = 60_000, 300_000  # the second where a fault is to be found
+SEEDS, MANY = 60_000, 300_000  # the second where a fault is to be found, and in the long runs
 RULES = ("coupled", "standard", "block")
 RNG = np.random.default_rng(7)
 TARGET = RNG.normal(0, 1.5, (TOKENS, TOKENS)).astype(np.float32)
@@ -115,6 +115,15 @@ def texts(rule, k=3, drafter="GOOD", kind="full", fault=None, **filters):
     run = program(rule, k, kind, "top" if values["top_k"] else "plain", fault)
     tokens, accepted = map(np.asarray, run(TARGET, globals()[drafter], *arguments))
     return tokens @ np.array([TOKENS**2, TOKENS, 1]), accepted
+
+
+@pytest.fixture(autouse=True, scope="module", params=[SEEDS, pytest.param(MANY, marks=pytest.mark.slow)])
+def seeds(request):
+    """How many seeds every test runs."""
+    global SEEDS
+    SEEDS = request.param
+    program.cache_clear()
+    texts.cache_clear()
 
 
 def counted(found, expected):

@@ -115,7 +115,7 @@ def test_the_same_tokens_for_any_k_and_batch(target, assistant, texts, temperatu
     assert (np.asarray(state.length)[ends == decode.FULL_LENGTH] == max_len).all()
     assert (ends == decode.FULL_LENGTH).any()
     compared, ties = 0, 0
-    for k in (1, 2, 4, 7):
+    for k in (1, 4, 7):
         found, _ = decoded(target, assistant, sequences, limits, max_len=max_len, num_draft_tokens=k, temperature=temperature)
         for seed, (f, e) in enumerate(zip(found, expected, strict=True)):
             ties += assert_same(target, f, e, temperature, seed)

@@ -10,7 +10,7 @@ from lowering import for_cuda
 
 from pallas_kernels import linear
 from pallas_kernels.linear import bench, triton
-from pallas_kernels.linear.shapes import SHAPES
+from pallas_kernels.linear.shapes import SHAPES, Shape
 from pallas_kernels.linear.triton import Tiles
 
 # Unoptimised code compiles in half the time, and computes the same.
@@ -168,7 +168,7 @@ def test_auto_leaves_narrow_products_of_many_rows_to_xla(monkeypatch):
     monkeypatch.setattr("pallas_kernels.dialect.obstacle", lambda: None)
 
     def chosen(kind, rows, columns, width):
-        arguments = jax.eval_shape(lambda: problem(kind, rows, columns, width, "bfloat16"))
+        arguments = Shape(kind, columns, width).arguments(rows, jnp.bfloat16)
         return "triton" if "pallas_call" in str(jax.make_jaxpr(getattr(linear, kind))(*arguments)) else "xla"
 
     assert [chosen("gated", rows, 2112, 2816) for rows in (5, 40)] == ["triton", "xla"]
