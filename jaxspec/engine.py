@@ -353,7 +353,7 @@ class LLM:
         """Takes in what came since the last time: the new tokens and text. Stop strings end a request here."""
         for some in request.scored:
             known = len(request.logprobs)
-            request.logprobs += self.named(request.output[known:], some, request.params.logprobs or 0)
+            request.logprobs += self._named(request.output[known:], some, request.params.logprobs or 0)
         request.scored.clear()
         return request.take()
 
@@ -368,9 +368,9 @@ class LLM:
             count = min(max(32, 1 << (max(of_output, of_prompt) - 1).bit_length()), vocab)
             scored = turn.score(request, count)
             if params.prompt_logprobs is not None:
-                prompt_logprobs = [None, *self.named(request.prompt[1:].tolist(), scored, of_prompt)]
+                prompt_logprobs = [None, *self._named(request.prompt[1:].tolist(), scored, of_prompt)]
             if later is not None:
-                logprobs = self.named(new, jax.tree.map(lambda x: x[prompt - 1 :], scored), of_output)
+                logprobs = self._named(new, jax.tree.map(lambda x: x[prompt - 1 :], scored), of_output)
         by_id = request.stopped and found is None
         completion = Completion(
             text=request.text.text,
