@@ -22,7 +22,7 @@ from pallas_kernels.device import capability, current, obstacle, shared_memory
 # "triton-interpret" runs the same kernel step by step on any device: slow, for tests.
 IMPLEMENTATIONS = ("xla", "triton", "triton-interpret")
 HOPPER = 9.0
-MULTIPROCESSORS = 132  # of an H100 or H200
+MULTIPROCESSORS = 132  # of an H100 or H200; for programs that are lowered where no GPU is, too
 
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 

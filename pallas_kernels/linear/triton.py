@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
-from pallas_kernels.dialect import pl, plgpu
+from pallas_kernels.dialect import MULTIPROCESSORS, pl, plgpu
 from pallas_kernels.linear.reference import activation
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
@@ -30,7 +30,6 @@ SLICES = (128, 64)  # numbers of a row or column that a part has in a step: the 
 LEAST_STAGES = 3
 SHARED_MEMORY = 98_304  # bytes that a program may use: an L4 has 101,376 for one, an H200 room for two
 IN_FLIGHT = 65_536  # bytes of weights under way for each multiprocessor
-MULTIPROCESSORS = 132  # of an H200; for programs that are lowered where no GPU is
 
 
 @dataclasses.dataclass(frozen=True)
