@@ -111,11 +111,10 @@ def drafts(model, drafter, state, k) -> Drafts:
 
 
 @struct.dataclass
-class Told:
-    """A drafter whose guesses are replaced by others once it has made them."""
+class Wrapped:
+    """A drafter that another one stands in for, but for how it drafts."""
 
     inner: object
-    guesses: jax.Array
 
     @property
     def taps(self):
@@ -126,6 +125,13 @@ class Told:
 
     def observe(self, state, rows):
         return self.inner.observe(state, rows)
+
+
+@struct.dataclass
+class Told(Wrapped):
+    """A drafter whose guesses are replaced by others once it has made them."""
+
+    guesses: jax.Array
 
     def draft(self, state, target, sampling, num_draft_tokens):
         _, state = self.inner.draft(state, target, sampling, num_draft_tokens)

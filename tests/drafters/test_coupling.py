@@ -96,21 +96,10 @@ def target():
 
 
 @struct.dataclass
-class Keyed:
+class Keyed(rounds.Wrapped):
     """A drafter whose noise is keyed by another seed: the request's and `shift`."""
 
-    inner: object
     shift: jax.Array
-
-    @property
-    def taps(self):
-        return self.inner.taps
-
-    def init(self, slots, max_len, num_draft_tokens):
-        return self.inner.init(slots, max_len, num_draft_tokens)
-
-    def observe(self, state, rows):
-        return self.inner.observe(state, rows)
 
     def draft(self, state, target, sampling, num_draft_tokens):
         return self.inner.draft(state, target, dataclasses.replace(sampling, seed=sampling.seed + self.shift), num_draft_tokens)
