@@ -293,7 +293,8 @@ def _decode(
         folder = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}"
         with jax.profiler.trace(str(folder)):
             call(work.steps)
-        found = tuple(kernel_times.kernel_times(folder, loop.as_text(), work.steps))
+        # A trace holds the kernels of all devices, which do the same: the mean of one is wanted.
+        found = tuple(kernel_times.kernel_times(folder, loop.as_text(), work.steps * (1 if plan.mesh is None else plan.mesh.size)))
     step, context = Spread.of(times), statistics.mean(contexts)
     accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
     trees = plan.target_tree, plan.drafter_tree
