@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.parallel import Shard, gathered, own, summed
-from pallas_kernels.linear import MOST_ROWS, gated, partials
+from pallas_kernels.linear import MOST_ROWS, gated, linear, partials
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
 # A weight: an array, a ShapeDtypeStruct in an abstract tree, or a sharding in a tree of shardings.
@@ -44,14 +44,17 @@ class Linear:
 
     def parts(self, x: jax.Array, implementation: str, over: int = 1) -> jax.Array:
         """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
-        [S, ..., *out] whose sum it is, else the product. x: [..., *in]; over: how many axes `in` are, 3 for heads."""
+        [S, ..., *out] whose sum it is, else the product, as where devices sum it up. x: [..., *in]; over: how many axes `in` are, 3 for
+        heads."""
         leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
         rows = x.reshape(math.prod(leading), -1)
         chosen = for_rows(implementation, rows)
         if chosen == "xla" or self.gather_over is not None:
             return self(x) if over == 1 else self.of_heads(x)
-        parts = partials(rows, self.weight.reshape(math.prod(out), -1), implementation=chosen).reshape(-1, *leading, *out)
-        return parts if self.sum_over is None else summed(jnp.sum(parts, axis=0).astype(x.dtype), self.sum_over)
+        weight = self.weight.reshape(math.prod(out), -1)
+        if self.sum_over is not None:
+            return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
+        return partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)
 
 
 @struct.dataclass

@@ -16,6 +16,7 @@ from jaxspec import decode, gemma4, shapes, sharding
 from jaxspec.config import FULL, SLIDING, Gemma4Config
 from jaxspec.edits import defaults, tables
 from jaxspec.filters import Filters, top_candidates
+from jaxspec.layers import Linear
 from jaxspec.parallel import Shard, whole, without
 from jaxspec.sampling import Sampling, choose, probabilities
 
@@ -145,6 +146,22 @@ def test_candidates_suppressed_tokens_and_logits_of_a_shard():
     assert narrow.shape[-1] == 3  # logits of another width are no shard's
     greedy = Sampling(jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.float32), shard=shard)
     assert (shown(lambda x: choose(x, jnp.zeros((1, 1), jnp.int32), greedy), tied) == 0).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+def test_a_product_whose_sum_lies_on_several_devices(implementation):
+    """Of heads, as attention's output: the same on every device, and the one that a device with all of the weight computes."""
+    rng, specs = np.random.default_rng(2), (PartitionSpec(None, None, "tensor"), PartitionSpec(None, "tensor"))
+    heads, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 5, DEVICES, 2, 8), (24, DEVICES, 2, 8)))
+
+    def local(heads, weight):
+        return Linear(weight, sum_over="tensor").parts(heads, implementation, over=3)[None]
+
+    mesh = sharding.mesh(tensor=DEVICES)
+    summed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("tensor"), check_vma=False)
+    expected = np.einsum("btkgd,hkgd->bth", heads, weight)
+    for found in meshes.compiled(summed)(heads, weight):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 LAYERS = 2  # of the target's 60; its other fields, and the assistant, are those of the released models

@@ -13,12 +13,12 @@ from pallas_kernels.linear import reference, triton
 from pallas_kernels.linear.triton import MOST_ROWS
 
 
-def linear(x: jax.Array, w: jax.Array, *, splits: int = 1, implementation: str = "auto") -> jax.Array:
+def linear(x: jax.Array, w: jax.Array, *, splits: int | None = 1, implementation: str = "auto") -> jax.Array:
     """x w^T, summed in float32 and rounded once. x: [N, H], w: [O, H] -> [N, O] in x's dtype.
 
-    splits: in how many parts the kernel computes the sums at most; more than one cost a second kernel, which adds them up. "auto" is XLA
-    above `triton.MOST_ROWS` rows and where the matrix has few columns for them (`triton.pays`); otherwise see
-    `dialect.select`. Raises ValueError for an unknown or unsupported implementation, or if splits is not positive.
+    splits: in how many parts the kernel computes the sums at most, None for as many as fill the GPU; more than one cost a second kernel,
+    which adds them up. "auto" is XLA above `triton.MOST_ROWS` rows and where the matrix has few columns for them (`triton.pays`);
+    otherwise see `dialect.select`. Raises ValueError for an unknown or unsupported implementation, or if splits is not positive.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
