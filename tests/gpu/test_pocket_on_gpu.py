@@ -1,11 +1,13 @@
 """The pocket models on an NVIDIA GPU: the same tokens by XLA and by kernels for any K; a loop that copies neither cache nor weights."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from test_pocket import assert_same, assistant, put, target, texts  # noqa: F401
 
 from jaxspec import decode
@@ -89,12 +91,39 @@ def test_how_often_bfloat16_diverges(target, assistant, sequences, record_proper
             record_property(f"{name}, temperature {temperature}", text)
 
 
-def test_nothing_large_is_copied_in_the_loop(target, assistant):  # noqa: F811
-    """XLA reports the bytes of temporaries: a copied pool or weight matrix would be among them."""
+@pytest.fixture(scope="module")
+def loop(target, assistant):  # noqa: F811
+    """`decode_loop` with pools that are large beside all else, and what the largest of them takes."""
     half, draft = halved(target), halved(assistant)
     state = jax.eval_shape(lambda: decode.init_state(half, draft, slots=64, max_len=4096, num_draft_tokens=4, full_pages=20_000))
-    slots = jnp.zeros(1, jnp.int32)
-    compiled = decode_loop.lower(half, draft, state, slots, 100, num_draft_tokens=4).compile()
     pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return decode_loop.lower(half, draft, state, jnp.zeros(1, jnp.int32), 100, num_draft_tokens=4), pool
+
+
+def test_nothing_large_is_copied_in_the_loop(loop):
+    """XLA reports the bytes of temporaries: a copied pool or weight matrix would be among them."""
+    lowered, pool = loop
     assert pool > 300e6
-    assert compiled.memory_analysis().temp_size_in_bytes < pool / 4
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < pool / 4
+
+
+@pytest.fixture
+def uncached():
+    """What was compiled before is compiled again: only then does XLA dump anything."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("uncached")
+def test_a_round_is_one_cuda_graph(loop, tmp_path):
+    """XLA tells, among what it dumps, what it runs one after another: the loop's body has to be one command buffer."""
+    lowered, _ = loop
+    lowered.compile({"xla_dump_to": str(tmp_path)})
+    (dumped,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    _, _, body = dumped.read_text().partition("body:\n")
+    depth = min(len(indent) for indent in re.findall(r"^( *)\d+: k\w+", body, re.MULTILINE))
+    assert re.findall(rf"^ {{{depth}}}\d+: (\w+)", body, re.MULTILINE) == ["kCommandBuffer"]
