@@ -93,7 +93,7 @@ def measured(
 
     Everything is compiled. requests: gives that many, of short prompts, which nothing ends early.
     """
-    counts, costs, busy = sorted(choices), {}, runner.busy_seconds
+    counts, costs = sorted(choices), {}
     rounds = min(TIMED, ((runner.max_len - 2) // sum(k + 1 for k in counts) - WARM) // CALLS)
     if rounds < 1 or runner.free_slots < runner.slots:
         return None
@@ -115,5 +115,4 @@ def measured(
                 costs[size, k] = min(calls[1:])
         finally:
             runner.end(active)
-    runner.busy_seconds = busy
     return costs

@@ -88,7 +88,8 @@ class LLM:
             "prefix_bytes": prefix_bytes,
         }
         parts = [(target, drafter, None)] if mesh is None else data_shards((target, drafter), mesh)
-        self._shards = Shards([Runner(target, drafter, mesh=row, **settings) for target, drafter, row in parts])
+        self._totals, self._begun = Stats(), None
+        self._shards = Shards([Runner(target, drafter, mesh=row, clock=self._worked, **settings) for target, drafter, row in parts])
         self._runner = self._shards.runners[0]
         # Processes that compute together must choose alike, and each measures other times.
         adaptive = adaptive and num_draft_tokens > 0 and accept.name == "coupled" and jax.process_count() == 1
@@ -97,7 +98,6 @@ class LLM:
         self._seeds = random.Random(seed)
         self.progress, self.name = progress, name
         self._lock = threading.RLock()
-        self._totals = Stats(weight_bytes=self._runner.weight_bytes, state_bytes=sum(r.state_bytes for r in self._shards.runners))
 
     @property
     def target(self) -> Gemma4:
@@ -123,9 +123,18 @@ class LLM:
     def stats(self) -> Stats:
         """Totals since the LLM was loaded. The difference of two is what happened in between."""
         runners = self._shards.runners
-        counts = {name: sum(getattr(runner, name) for runner in runners) for name in ("compilations", "preemptions")}
-        times = {name: max(getattr(runner, name) for runner in runners) for name in ("compile_seconds", "busy_seconds")}
-        return dataclasses.replace(self._totals, **counts, **times, peak_bytes=self._runner.peak_bytes)
+        times = max((runner.times for runner in runners), key=lambda times: times.busy_seconds)
+        return dataclasses.replace(
+            self._totals,
+            **{name: sum(getattr(runner, name) for runner in runners) for name in ("compilations", "preemptions", "state_bytes")},
+            busy_seconds=times.busy_seconds,
+            prefill_seconds=times.prefill_seconds,
+            decode_seconds=times.decode_seconds,
+            host_times=tuple(times.host_times),
+            compile_seconds=max(runner.compile_seconds for runner in runners),
+            weight_bytes=self._runner.weight_bytes,
+            peak_bytes=self._runner.peak_bytes,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -414,13 +423,17 @@ class LLM:
         """Seconds that stand still while programs are compiled."""
         return time.perf_counter() - max(runner.compile_seconds for runner in self._shards.runners)
 
+    def _worked(self) -> float:
+        """What `stats.seconds` is at this moment."""
+        return self._totals.seconds + (0.0 if self._begun is None else self._clock() - self._begun)
+
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        begun = self._clock()
+        self._begun = self._clock()
         try:
             yield
         finally:
-            self._totals = dataclasses.replace(self._totals, seconds=self._totals.seconds + self._clock() - begun)
+            self._totals, self._begun = dataclasses.replace(self._totals, seconds=self._worked()), None
 
 
 def _failure(request: Request) -> str:

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from jaxspec.request import MAX_STOP_IDS, Request
 from jaxspec.sampling import PLAIN, Needs
 from jaxspec.sharding import WHOLE, Layout
 from jaxspec.slots import Slots
-from jaxspec.stats import accepted_by_call, histogram_of
+from jaxspec.stats import Times, accepted_by_call, histogram_of
 
 BUCKET_RATIO = 8
 PREFILL_ROWS = 512  # rows of the largest prefill call; enough that reading the weights is not what it waits for
@@ -41,8 +41,13 @@ STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt w
 PAGE = 64  # positions in a page
 PREFIX_BYTES = 2**30  # snapshots of prompts, on each device
 
-# A call that is under way: the requests it works on, how many tokens its rounds guess, and what it will report.
-Call = tuple[Sequence[Request], int, decode.Report]
+
+class Call(NamedTuple):
+    """A call that is under way. requests: those it works on. num_draft_tokens: that its rounds guess, None where it computes prompts."""
+
+    requests: Sequence[Request]
+    num_draft_tokens: int | None
+    report: decode.Report
 
 
 class Runner:
@@ -52,11 +57,11 @@ class Runner:
     implementations for the target's and the drafter's attention. kv_dtype: of the target's cache, None for that of its weights.
     kv_pages: full-attention pages that all sequences share, None for as many as they can fill. prefix_bytes: what snapshots of prompts
     may take, in idle slots beside those that run; they hold shared pages until sequences need these. mesh: the devices of one data shard,
-    over which the weights lie as `sharding.spread` gives them, or None for one device.
+    over which the weights lie as `sharding.spread` gives them, or None for one device. clock: what `times` go by.
 
     adaptive: chooses how many tokens rounds guess, None where all guess num_draft_tokens. compilations, compile_seconds: programs made
-    ready so far, and the time that took. busy_seconds: time in which a call was under way.
-    preemptions: sequences that made room and were computed again.
+    ready so far, and the time that took. times: where the device's time went. preemptions: sequences that made room and were computed
+    again.
     Raises ValueError for fewer pages than one sequence can need.
     """
 
@@ -76,10 +81,11 @@ class Runner:
         page_size: int = PAGE,
         prefix_bytes: int = PREFIX_BYTES,
         mesh: jax.sharding.Mesh | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self.target, self.drafter = target, drafter
         self.slots, self.max_len, self.num_draft_tokens, self.page_size = slots, max_len, num_draft_tokens, page_size
-        self.compilations, self.compile_seconds, self.busy_seconds, self.preemptions = 0, 0.0, 0.0, 0
+        self.compilations, self.compile_seconds, self.preemptions, self.times = 0, 0.0, 0, Times(clock)
         accept.check(num_draft_tokens)
         self.accept = accept
         self.adaptive: Adaptive | None = None
@@ -238,7 +244,7 @@ class Runner:
         size, chunk = max(self.prefill_buckets, key=functools.partial(_worth, left))
         some = requests[:size]
         until, known = (np.asarray([*values, *[0] * (size - len(some))], np.int32) for values in (goals[:size], [r.length for r in some]))
-        return some, 0, self._run(self._program("prefill", size, chunk, needs), self._ids(some, size), until, known)
+        return Call(some, None, self._run(self._program("prefill", size, chunk, needs), self._ids(some, size), until, known))
 
     def decode(
         self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, num_draft_tokens: int | None = None
@@ -252,14 +258,23 @@ class Runner:
         known = np.asarray([*(r.length for r in requests), *[0] * (size - len(requests))], np.int32)
         steps = self.steps_for(needs, steps)
         program = self._program("decode", size, needs, count)
-        return requests, count, self._run(program, self._ids(requests, size), known, np.int32(steps), np.bool_(until_any))
+        return Call(requests, count, self._run(program, self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)))
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests. Whether one of them lacked pages, and left its requests as they were."""
-        reports = self._get([report for *_, report in calls])
-        for (requests, count, _), report in zip(calls, reports, strict=True):
+        reports, times = list[decode.Report](), self.times
+        for call in calls:
+            before = times.busy_seconds
+            reports.append(self._get(call.report, more=call is not calls[-1]))
+            if call.num_draft_tokens is None:
+                times.prefill_seconds += times.busy_seconds - before
+            else:
+                times.decode_seconds += times.busy_seconds - before
+        times.turn()
+        for call, report in zip(calls, reports, strict=True):
+            count = call.num_draft_tokens or 0
             self._free = report.pages[0]
-            for row, request in enumerate(requests):
+            for row, request in enumerate(call.requests):
                 known = len(request.output)
                 request.advance(report, row, count)
                 if self.adaptive is not None and 0 < known < len(request.output):
@@ -325,14 +340,13 @@ class Runner:
     def _run(self, program: Callable[..., Any], *args: Any) -> Any:
         """Replaces the state by what a program makes of it, and gives what else it gives. A program that fails takes the state along."""
         state, self._state = self._state, None
-        begun = time.perf_counter()
         with self._explained():
             self._state, found = program(self.target, self.drafter, state, *args)
-        self.busy_seconds += time.perf_counter() - begun
+        self.times.handed()
         return found
 
-    def _get(self, tree: Any) -> Any:
-        begun = time.perf_counter()
+    def _get(self, tree: Any, more: bool = False) -> Any:
+        """On the host. more: the device has another call to work on."""
         try:
             with self._explained():
                 return jax.device_get(tree)
@@ -340,7 +354,7 @@ class Runner:
             self._state = None  # what a failed program gives can never be read
             raise
         finally:
-            self.busy_seconds += time.perf_counter() - begun
+            self.times.waited(more)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -1,12 +1,17 @@
-"""What speculation achieved: rounds, drafts and acceptance, from the flags that a sequence's tokens carry. NumPy and plain Python."""
+"""What speculation achieved: rounds, drafts and acceptance, from the flags that a sequence's tokens carry; and where the time went. NumPy
+and plain Python."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+
+HOST_TIMES = 61  # entries of a histogram of times, the last from a third of a second on
+SHORTEST, OCTAVE = 1e-5, 4  # in seconds, the end of its first entry; entries for each doubling
 
 
 def accepted_by_round(from_draft: np.ndarray) -> np.ndarray:
@@ -109,7 +114,10 @@ class Stats:
     requests, prompt_tokens, tokens: what was served; a stream that was closed early counts what it gave. steps, drafted, accepted,
     histogram, rounds_by_draft: sums over requests; an empty rounds_by_draft says that all rounds made every draft. stepped_tokens: tokens
     less the first of each request, which no step gives. seconds: time spent generating, compiling excluded; busy_seconds: of these, those
-    in which the device had a call to work on. cached_tokens: of the prompt tokens, those that had been computed for other requests.
+    in which the device had a call to work on, from when it was handed over until its results were there; prefill_seconds, decode_seconds:
+    of those, the ones that the host waited for prompts and for steps. host_times: how long the host took between two such calls with
+    nothing for the device to do, entry i counting times up to 10 us * 2^(i/4); see `host_seconds`. Where there are several data shards,
+    times are those of the busiest. cached_tokens: of the prompt tokens, those that had been computed for other requests.
     preemptions: sequences that made room for others and were computed again. first_token_seconds: sum over requests of the time until the
     first token was known. compilations, compile_seconds: programs made ready, and how long that took, be it by compiling or from the
     persistent cache. weight_bytes, state_bytes: memory of the target's and drafter's weights, and of the cache and all slots. peak_bytes:
@@ -129,6 +137,9 @@ class Stats:
     preemptions: int = 0
     seconds: float = 0.0
     busy_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    host_times: tuple[int, ...] = ()
     first_token_seconds: float = 0.0
     compilations: int = 0
     compile_seconds: float = 0.0
@@ -155,7 +166,7 @@ class Stats:
 
     def __sub__(self, earlier: Stats) -> Stats:
         """What happened since. Memory is what it is now."""
-        memory, lists = ("weight_bytes", "state_bytes", "peak_bytes"), ("histogram", "rounds_by_draft")
+        memory, lists = ("weight_bytes", "state_bytes", "peak_bytes"), ("histogram", "rounds_by_draft", "host_times")
         names = [field.name for field in dataclasses.fields(self) if field.name not in memory + lists]
         less = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         less |= {name: _added(getattr(self, name), tuple(-n for n in getattr(earlier, name))) for name in lists}
@@ -186,6 +197,15 @@ class Stats:
         """Seconds from a call until a request's first token was known, on average; waiting for a slot included, compiling not."""
         return self.first_token_seconds / self.requests if self.requests else 0.0
 
+    def host_seconds(self, share: float = 0.5) -> float:
+        """What the host took at most in this share of the times between two calls, to about a tenth; 0.0 before the first."""
+        seen, wanted = 0, share * sum(self.host_times)
+        for i, count in enumerate(self.host_times):
+            if count and seen + count >= wanted:
+                return SHORTEST * 2.0 ** ((i - 1 + (wanted - seen) / count) / OCTAVE)
+            seen += count
+        return 0.0
+
     def __str__(self) -> str:
         most = max(len(self.histogram) - 1, 0)
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rates)
@@ -197,6 +217,8 @@ class Stats:
                 + (f", {self.preemptions} preemptions" if self.preemptions else ""),
                 f"speed              {self.tokens_per_second:.1f} tokens/s ({self.seconds:.2f} s), "
                 f"{self.tokens_per_second_with_compiling:.1f} with compiling",
+                f"device             busy {self.busy_seconds / self.seconds if self.seconds else 0.0:.1%} of the time; between two calls "
+                f"the host took {1000 * self.host_seconds():.2f} ms (median)",
                 f"first token        {1000 * self.time_to_first_token:.1f} ms after the call",
                 f"acceptance length  {self.acceptance_length:.2f} tokens a step ({self.steps} steps)",
                 f"drafts             {self.accepted} of {self.drafted} accepted",
@@ -211,3 +233,33 @@ class Stats:
 def _added(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     """Histograms entry by entry; the shorter one has nothing beyond its end."""
     return tuple(a + b for a, b in itertools.zip_longest(first, second, fillvalue=0))
+
+
+class Times:
+    """Where the time of one device goes, of a runner's calls. clock: seconds, of which only those count that it says pass.
+
+    busy_seconds: the device had something to do; prefill_seconds, decode_seconds: as of `Stats`. host_times: a histogram, as of `Stats`.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock, self._since, self._idle = clock, None, 0.0
+        self.busy_seconds = self.prefill_seconds = self.decode_seconds = 0.0
+        self.host_times = [0] * HOST_TIMES
+
+    def handed(self) -> None:
+        """The device has been given something to do."""
+        if self._since is None:
+            self._since = self._clock()
+
+    def waited(self, more: bool = False) -> None:
+        """What was waited for is done. more: something else is under way."""
+        now = self._clock()
+        self.busy_seconds += 0.0 if self._since is None else now - self._since
+        self._since = now if more else None
+
+    def turn(self) -> None:
+        """All that a turn of the requests gave the device is done."""
+        idle = self._clock() - self.busy_seconds
+        taken, self._idle = idle - self._idle, idle
+        if taken > 0:  # a clock that stood still was not to count
+            self.host_times[min(max(math.ceil(OCTAVE * math.log2(taken / SHORTEST)), 0), HOST_TIMES - 1)] += 1

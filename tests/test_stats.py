@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.stats import RoundStats, Stats, accepted_by_round, rates_of
+from jaxspec.stats import RoundStats, Stats, Times, accepted_by_round, rates_of
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,37 @@ def test_rounds_of_differing_numbers_of_drafts():
         0.0,
     )
     assert RoundStats.of(flags[:1], 0, 2, by_round=[]).acceptance_rates == (0.0, 0.0)
+
+
+def test_where_the_time_of_a_device_goes():
+    now = 0.0
+    times = Times(lambda: now)
+    for host, prefill, decode in [(0.002, 0.5, 1.5), (0.003, 0.0, 1.0), (0.0, 0.25, 0.25)]:
+        now += host
+        times.handed()
+        if prefill:
+            times.handed()  # the second of two calls is handed over while the first one runs
+            now += prefill
+            times.waited(more=True)
+        now += decode
+        times.waited()
+        times.turn()
+    assert times.busy_seconds == pytest.approx(3.5) and now == pytest.approx(3.505)
+    found = Stats(host_times=tuple(times.host_times))
+    assert sum(found.host_times) == 2  # the third turn took no time
+    assert found.host_seconds(0.5) == pytest.approx(0.002, rel=0.2) and found.host_seconds(1.0) == pytest.approx(0.003, rel=0.2)
+    assert (found - found).host_seconds() == 0.0 == Stats().host_seconds()
+
+
+def test_the_hosts_times_are_told_to_about_a_tenth():
+    every = np.random.default_rng(0).lognormal(np.log(1e-3), 1.0, 2000)
+    moments, shares = iter([*np.cumsum(every), 1e4, 1e4 + 1e-9]), (0.05, 0.5, 0.95)
+    times = Times(lambda: next(moments))
+    for _ in every:
+        times.turn()
+    found = Stats(host_times=tuple(times.host_times))
+    assert np.allclose([found.host_seconds(share) for share in shares], np.quantile(every, shares), rtol=0.1)
+    for entry in (-1, 0):  # the last entry has no end, and the first no beginning
+        before = times.host_times[entry]
+        times.turn()
+        assert times.host_times[entry] == before + 1

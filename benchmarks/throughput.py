@@ -1,0 +1,138 @@
+"""Times a whole job through the public LLM: `python benchmarks/throughput.py 31b mtp`, or `pocket pocket-mtp --slots 8` on a CPU.
+
+Weights are random and of a released model's shape, or of a folder's; prompts are random tokens of random lengths, nothing ends a
+sequence before its last token, and drafts are accepted at given rates. Everything is compiled and has run before the clock starts.
+Prints a row of a Markdown table for each number of slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec import SamplingParams, checkpoint, gemma4, plan, shapes
+from jaxspec.accept import synthetic
+from jaxspec.engine import LLM
+from jaxspec.loading import DTYPES, MAX_SLOTS, memory_limit
+from jaxspec.text import load_tokenizer
+from jaxspec.workload import RATES
+from pallas_kernels import dialect
+
+COLUMNS = (
+    "slots",
+    "s",
+    "prompts/s",
+    "tokens/s",
+    "accepted",
+    "device busy",
+    "prefill",
+    "decode",
+    "host ms, median",
+    "host ms, 95 %",
+    "compiled",
+    "preempted",
+    "peak GiB",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="e2b, e4b, 12b, 26b, 31b, a bundled target, or a folder with a config.json")
+    parser.add_argument("drafter", help="as for `jaxspec bench`")
+    parser.add_argument("--k", type=int, default=4, help="tokens drafted in each round (default: 4)")
+    parser.add_argument(
+        "--slots", default="32,auto", help="sequences in flight; auto: as many as memory holds at full length (default: 32,auto)"
+    )
+    parser.add_argument("--prompts", type=int, default=256, help="(default: 256)")
+    parser.add_argument(
+        "--lengths", type=int, nargs=2, default=(64, 1024), help="tokens of the shortest and longest prompt (default: 64 1024)"
+    )
+    parser.add_argument("--tokens", type=int, default=256, help="new tokens of each prompt (default: 256)")
+    parser.add_argument("--acceptance", default=",".join(map(str, RATES)), help="share of rounds that accept draft i and all before it")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
+    parser.add_argument("--memory-fraction", type=float, default=0.9, help="as for jaxspec.load (default: 0.9)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: 0)")
+    args = parser.parse_args()
+
+    config, device = shapes.target_config(args.config), jax.devices()[0]
+    dtype, limit = DTYPES[args.dtype], memory_limit(device)
+    room = None if limit is None else int(args.memory_fraction * limit)
+    trees = gemma4.abstract(config, dtype), shapes.abstract_drafter(args.drafter, args.config, config, dtype)
+    max_len = args.lengths[1] + args.tokens
+    sizes = plan.sizes_of(*trees, max_len=max_len, num_draft_tokens=args.k, kernels=dialect.obstacle() is None)
+    begun = time.perf_counter()
+    target, drafter = jax.block_until_ready(shapes.random_weights(trees, args.seed))
+    print(f"{device.device_kind}, jax {jax.__version__}: {args.config} with {args.drafter}, {args.dtype}, K = {args.k}")
+    print(
+        f"random weights {time.perf_counter() - begun:.1f} s; {args.prompts} prompts of {args.lengths[0]} to {args.lengths[1]} tokens,",
+        end="",
+    )
+    print(
+        f" {args.tokens} new tokens each; acceptance {args.acceptance}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True
+    )
+
+    rng = np.random.default_rng(args.seed)
+    lengths = rng.integers(args.lengths[0], args.lengths[1] + 1, args.prompts)
+    prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
+    rates = tuple(map(float, args.acceptance.split(",")))[: args.k]
+    for asked in args.slots.split(","):
+        most = MAX_SLOTS if room is None else plan.most_slots(sizes, room, args.prompts)
+        chosen = plan.fit(sizes, room, min(most, args.prompts) if asked == "auto" else int(asked))
+        llm = LLM(
+            target,
+            drafter,
+            load_tokenizer(checkpoint.resolve("pocket")),
+            num_draft_tokens=args.k,
+            max_slots=chosen.slots,
+            max_len=max_len,
+            accept=synthetic(rates),
+            kv_pages=chosen.pages,
+            prefix_bytes=chosen.prefix_bytes,
+            progress=False,
+        )
+        print(row(llm, prompts, args.tokens), flush=True)
+        del llm
+        gc.collect()  # what it held is to be free for the next
+
+
+def row(llm: LLM, prompts: list[list[int]], tokens: int) -> str:
+    """A line of the table: one job, after everything that it uses has run."""
+    params = SamplingParams(max_tokens=tokens, temperature=0)
+    llm.warmup(params)
+    # A CUDA graph is recorded in the second run of a program, so each batch size runs thrice.
+    few = SamplingParams(max_tokens=min(3 * (llm.num_draft_tokens + 1), tokens), temperature=0)
+    for count in (1, 1, 1, 8, 8, 8, llm.max_slots, llm.max_slots, llm.max_slots):
+        llm.generate([prompt[:16] for prompt in prompts[:count]], few)
+    longest = max(prompts, key=len)
+    llm.generate([longest], few)
+
+    before, begun = llm.stats, time.perf_counter()
+    completions = llm.generate(prompts, params)
+    seconds, stats = time.perf_counter() - begun, llm.stats - before
+    if any(len(completion.token_ids) != tokens for completion in completions):
+        raise RuntimeError("a sequence ended before its last token")
+    cells: list[Any] = [
+        llm.max_slots,
+        f"{seconds:.1f}",
+        f"{len(prompts) / seconds:.2f}",
+        f"{stats.tokens / seconds:.0f}",
+        f"{stats.acceptance_length:.2f}",
+        f"{(stats.prefill_seconds + stats.decode_seconds) / seconds:.1%}",
+        f"{stats.prefill_seconds / seconds:.1%}",
+        f"{stats.decode_seconds / seconds:.1%}",
+        f"{1e3 * stats.host_seconds():.2f}",
+        f"{1e3 * stats.host_seconds(0.95):.2f}",
+        stats.compilations,
+        stats.preemptions,
+        "-" if stats.peak_bytes is None else f"{stats.peak_bytes / 2**30:.1f}",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    main()
