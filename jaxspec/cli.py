@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--repetition-penalty", type=float, metavar="R", help="1 for none; likewise")
     model.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     model.add_argument("--accept", default="coupled", help="coupled, standard or block: how drafts are accepted (default: coupled)")
+    model.add_argument("--mesh", metavar="AXIS=N,...", help="spread the model over devices, such as tensor=4 (default: one device)")
     model.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     model.add_argument("--ignore-eos", action="store_true", help="do not end at the checkpoint's end tokens")
     model.add_argument("--stats", action="store_true", help="print speed and acceptance at the end")
@@ -92,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("output", metavar="OUT.jsonl", help="where results are appended, one a line, as they come")
     batch.add_argument("--errors", metavar="FILE", help="lines that cannot be served, and why (default: OUT.errors.jsonl)")
     batch.add_argument("--shard", default="1/1", metavar="I/N", help="serve every N-th line from line I on, into OUT-I-of-N.jsonl")
-    batch.add_argument("--mesh", metavar="AXIS=N,...", help="spread the model over devices, such as tensor=4 (default: one device)")
     batch.add_argument("--process", metavar="I/N", help="one of N processes that the mesh spans; each has the same command, but for I")
     batch.add_argument("--coordinator", metavar="HOST:PORT", help="where the first of them listens for the others")
     batch.add_argument("--max-slots", type=int, metavar="N", help="sequences in flight")
@@ -119,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("destination", metavar="DST", help="folder to write, which must be empty or not exist")
     convert.add_argument("--drafter", help="hub id, folder or bundled name of a drafter to write with it")
     convert.add_argument("--dtype", default="auto", help="auto (the target's own), float32 or bfloat16")
+    convert.add_argument(
+        "--mesh", metavar="AXIS=N,...", help="devices to hold the weights meanwhile, such as tensor=4 (default: one device)"
+    )
     convert.set_defaults(command=_convert)
     train_command.add_parser(commands).set_defaults(command=_train)
     _bench_parser(commands)
@@ -183,10 +186,20 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
         dtype=args.dtype,
         max_len=args.max_len,
         accept=args.accept,
+        mesh=_mesh(args),
         progress=progress,
         **settings,
     )
     return llm, params
+
+
+def _mesh(args: argparse.Namespace) -> Any:
+    """The mesh that was asked for, or None."""
+    if args.mesh is None:
+        return None
+    from jaxspec.sharding import mesh_of
+
+    return mesh_of(args.mesh)
 
 
 def _show(chunks: Any) -> str:
@@ -234,19 +247,16 @@ def _batch(args: argparse.Namespace) -> int:
 
     from jaxspec.batch import Batch
     from jaxspec.results import ChangedInput
-    from jaxspec.sharding import mesh_of
 
     seed, args.seed = args.seed or 0, None  # of the run, of which each line has its own
     with contextlib.ExitStack() as stack:
         with _door():
             together = _join(args.process, args.coordinator)
-            mesh = None if args.mesh is None else mesh_of(args.mesh)
+            mesh = _mesh(args)  # refused before any file is touched
             if together and (mesh is None or mesh.size < jax.device_count()):
                 raise ValueError(f"the processes have {jax.device_count()} devices; expected a mesh of all; --shard shares none")
-            if together and mesh is not None and mesh.shape["data"] > 1:
-                raise ValueError(f"the mesh has data={mesh.shape['data']}; expected tensor alone over processes, and --shard for data")
             job = stack.enter_context(Batch(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
-            llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction, mesh=mesh)
+            llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
             job.begin(llm, params, seed=seed, token_ids=args.token_ids, enable_thinking=args.thinking)
         try:
             result = job.run()
@@ -306,8 +316,8 @@ def _convert(args: argparse.Namespace) -> None:
     with _door():
         from jaxspec.converting import convert
 
-        progress = sys.stderr.isatty()
-        print(convert(args.source, args.destination, drafter=args.drafter, dtype=args.dtype, progress=progress))
+        settings = {"dtype": args.dtype, "mesh": _mesh(args), "progress": sys.stderr.isatty()}
+        print(convert(args.source, args.destination, drafter=args.drafter, **settings))
 
 
 def _memory(args: argparse.Namespace) -> dict[str, Any]:
@@ -339,9 +349,7 @@ def _bench(args: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
     with _door():
         if "mesh" in given:
-            from jaxspec.sharding import mesh_of
-
-            given["mesh"] = mesh_of(given["mesh"])
+            given["mesh"] = _mesh(args)
         plan = bench.plan(**given)
     report = bench.measure(plan, progress=sys.stderr.isatty())
     print("\n".join(bench.lines(report)))

@@ -56,7 +56,8 @@ def load(
     After `LLM.warmup` calls guess fewer where that is faster, unless a number is given.
     dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for
     float16, which Gemma overflows. mesh: a Mesh with axes "data" and "tensor", as `jaxspec.mesh(data=2, tensor=4)` makes it, to spread
-    weights and slots over; one device by default. tensor: short for a mesh of so many devices along "tensor".
+    weights and slots over, where processes are several along "tensor" alone; one device by default. tensor: short for a mesh of so many
+    devices along "tensor".
     max_slots: sequences in flight; by default as many as memory allows, at most 64, and 8 where a device does not say what it has.
     max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
     default. accept: the acceptance rule: "coupled", which keeps a draft exactly when it is what the target chooses; "standard"
@@ -233,8 +234,7 @@ def _placement(mesh: jax.sharding.Mesh | None) -> tuple[Callable[[Any], Any], Ca
     """How an abstract tree of weights gets its shardings, and how loaded weights become those that a mesh computes with."""
     if mesh is None:
         return lambda tree: tree, lambda tree: tree
-    if set(mesh.axis_names) != {"data", "tensor"}:
-        raise ValueError(f"mesh has axes {tuple(mesh.axis_names)}, expected 'data' and 'tensor'")
+    sharding.check(mesh)
     return lambda tree: sharding.shard_tree(tree, mesh), lambda tree: sharding.spread(tree, mesh)
 
 

@@ -66,11 +66,30 @@ WHOLE_DRAFTER = ((r"^drafter\..*\.[kv]$", PartitionSpec(DATA)),)
 
 
 def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh of the first data * tensor devices. Raises ValueError if there are fewer."""
+    """A mesh of the first data * tensor devices. Raises ValueError if there are fewer, and as `check` does."""
     devices = jax.devices()
     if data < 1 or tensor < 1 or data * tensor > len(devices):
         raise ValueError(f"a mesh of data={data} times tensor={tensor} devices was asked for; found {len(devices)} devices")
-    return Mesh(np.asarray(devices[: data * tensor]).reshape(data, tensor), (DATA, TENSOR))
+    made = Mesh(np.asarray(devices[: data * tensor]).reshape(data, tensor), (DATA, TENSOR))
+    check(made)
+    return made
+
+
+def check(mesh: Mesh) -> None:
+    """Raises ValueError for a mesh of other axes, and for one that spreads data over processes."""
+    if set(mesh.axis_names) != {DATA, TENSOR}:
+        raise ValueError(f"mesh has axes {tuple(mesh.axis_names)}, expected 'data' and 'tensor'")
+    data, processes = mesh.shape[DATA], _processes(mesh)
+    if data > 1 and processes > 1:
+        raise ValueError(
+            f"the mesh has data={data} and lies in {processes} processes; expected tensor alone over processes, and for data processes "
+            f"that know nothing of each other, each with its share of the requests: jaxspec batch --shard i/{data}"
+        )
+
+
+def _processes(mesh: Mesh) -> int:
+    """How many processes a mesh spans."""
+    return len({device.process_index for device in mesh.devices.flat})
 
 
 def mesh_of(text: str) -> Mesh:

@@ -65,6 +65,35 @@ def test_chat_answers_line_by_line_and_remembers(models, llm, capsys, monkeypatc
     assert capsys.readouterr().out == f"{first}\n{second}\n"
 
 
+@pytest.mark.parametrize(
+    "command", [["generate", "--prompt", "x"], ["chat"], ["batch", "in.jsonl", "out.jsonl"], ["convert", "pocket", "out"]]
+)
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("tensor=0", "the mesh is 'tensor=0'; expected 'data=N', 'tensor=N' or both with a comma between them"),
+        ("tensor=99", "a mesh of data=1 times tensor=99 devices was asked for; found 8 devices"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_by_every_command(command, mesh, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*command, "--mesh", mesh]) == 2
+    assert capsys.readouterr().err == f"jaxspec: {message}\n" and not list(tmp_path.iterdir())
+
+
+def test_generate_and_chat_spread_the_model(models, llm, capsys, monkeypatch):
+    """Over two devices, with the text of one."""
+    loaded, spread = [], jaxspec.load
+    monkeypatch.setattr("jaxspec.loading.load", lambda *names, **settings: loaded.append(spread(*names, **settings)) or loaded[-1])
+    greedy, over = ["--max-tokens", "4", "--temperature", "0"], ["--mesh", "tensor=2"]
+    assert cli.main(["generate", *models, *over, "--prompt", "import os", *greedy]) == 0
+    wanted = llm.generate("import os", SamplingParams(max_tokens=4, temperature=0))[0].text
+    assert capsys.readouterr().out == f"import os{wanted}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert cli.main(["chat", *models, *over, *greedy]) == 0
+    assert [len(llm.target.embed_tokens.weight.sharding.device_set) for llm in loaded] == [2, 2]
+
+
 def test_info_says_what_a_checkpoint_is_and_needs(models, capsys):
     assert cli.main(["info", models[1], "--drafter", models[3]]) == 0
     lines = dict((line[:11].strip(), line[11:].strip()) for line in capsys.readouterr().out.splitlines() if line[:11].strip())

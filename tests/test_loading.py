@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import accept, loading
+from jaxspec import accept, loading, sharding
 from jaxspec.drafters.gemma4_mtp import Gemma4MTP
 from jaxspec.params import Defaults, SamplingParams
 
@@ -155,6 +155,18 @@ def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, m
     wrong = edited(folders[0], tmp_path / "wrong", "generation_config.json", top_p=7)
     with pytest.raises(ValueError, match="generation_config.json cannot be used: top_p is 7.0, expected"):
         jaxspec.load(wrong, progress=False)
+
+
+def test_data_shards_of_several_processes_are_refused(folders, monkeypatch):
+    """Whoever made the mesh: each process would serve requests that the others do not know of."""
+    mesh = sharding.mesh(data=2, tensor=2)
+    monkeypatch.setattr(sharding, "_processes", lambda mesh: 2)
+    message = "^the mesh has data=2 and lies in 2 processes; expected tensor alone over processes, .*: jaxspec batch --shard i/2$"
+    with pytest.raises(ValueError, match=message):
+        jaxspec.load(*folders, mesh=mesh, progress=False)
+    with pytest.raises(ValueError, match=message):
+        sharding.mesh(data=2)
+    assert sharding.mesh(tensor=2).size == 2
 
 
 def test_a_mesh_needs_its_two_axes(folders):

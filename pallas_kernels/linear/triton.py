@@ -117,7 +117,7 @@ def pays(x: jax.Array, w: jax.Array, splits: int | None = 1) -> bool:
     return rows <= RIGHT or 5 * matrices * tiles.columns >= 3 * tiles.height(rows)
 
 
-def linear(x, w, splits=1, *, interpret=False, tiles=None):
+def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.linear`."""
     tiles = tiles or _tiles(x, w, splits)
     if tiles.splits > 1:
