@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import checkpoint, drafters, gemma4, loading, sharding
+from jaxspec import checkpoint, drafters, gemma4, loading, placing, sharding
 from jaxspec.drafters.draft_model import DraftModel
 
 VERSION = 1
@@ -164,7 +164,7 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     checkpoint._raise_all(folder, problems)
 
     default = jax.device_put(np.zeros((), np.int32)).sharding
-    rows = {path: checkpoint.Rows(leaf) for path, leaf in leaves.items() if path not in pieces[path]}
+    rows = {path: placing.Rows(leaf) for path, leaf in leaves.items() if path not in pieces[path]}
     loaded: dict[str, jax.Array] = {}
 
     def how(path: str, key: str) -> Any:

@@ -16,7 +16,7 @@ import transformers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import checkpoint, gemma4
+from jaxspec import checkpoint, gemma4, placing
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 
@@ -185,9 +185,9 @@ def test_goes_to_the_sharding_of_the_tree() -> None:
 def test_the_host_holds_one_leaf_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leaf is on its device before the next one is read: at most q, k and v are read in between."""
     events = []
-    read, place = checkpoint.Stored.read, checkpoint._place
+    read, place = checkpoint.Stored.read, placing._place
     monkeypatch.setattr(checkpoint.Stored, "read", lambda self: events.append("r") or read(self))
-    monkeypatch.setattr(checkpoint, "_place", lambda *args: events.append("p") or place(*args))
+    monkeypatch.setattr(placing, "_place", lambda *args: events.append("p") or place(*args))
     plain("E2B")
     assert set("".join(events).split("p")) == {"r", "rr", "rrr", ""}
 
@@ -212,8 +212,8 @@ def test_a_large_tensor_goes_to_its_devices_by_chunks(
     tree = {"small": jax.ShapeDtypeStruct((3,), jnp.float32), "self_attn": {"q_proj": {"weight": leaf}}}
     put(tmp_path, {"small": np.ones(3, np.float32), "self_attn.q_proj.weight": value})
     sizes, read = [], checkpoint.Stored.read
-    monkeypatch.setattr(checkpoint, "LARGE", 100)
-    monkeypatch.setattr(checkpoint, "CHUNK", 5 * 96)
+    monkeypatch.setattr(placing, "LARGE", 100)
+    monkeypatch.setattr(placing, "CHUNK", 5 * 96)
     monkeypatch.setattr(checkpoint.Stored, "read", lambda self: sizes.append(self.nbytes) or read(self))
     found = checkpoint.load_weights(tmp_path, tree)["self_attn"]["q_proj"]["weight"]
     np.testing.assert_array_equal(np.asarray(found), value.astype(dtype).reshape(leaf.shape))
@@ -227,7 +227,7 @@ def test_a_large_tensor_goes_to_its_devices_by_chunks(
 
 
 def test_integers_of_a_large_tensor_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "LARGE", 10)
+    monkeypatch.setattr(placing, "LARGE", 10)
     put(tmp_path, {"ids": np.asarray([0, 7, -1])})
     with pytest.raises(ValueError, match=r"ids of .* has values -1 \.\. 7, which do not fit int32"):
         checkpoint.load_weights(tmp_path, {"ids": jax.ShapeDtypeStruct((3,), jnp.int32)}, progress=False)
