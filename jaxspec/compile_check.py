@@ -4,15 +4,22 @@ Where JAX's CUDA plug-in and its compiler are installed (`pip install jax-cuda13
 the first two with --no-deps and of jaxlib's version), programs are compiled to the end for a device that is described in numbers.
 Printed are the shared memory, registers and spilled bytes of each kernel, the most of all its shapes, and the memory of a step.
 Without the plug-in programs are lowered for CUDA, which finds what the Triton dialect refuses. Nothing runs, and nothing is timed.
+
+What "auto" takes on a GPU is what is compiled for it. Where that is Mosaic, the Triton kernel that also serves is compiled too.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import glob
+import itertools
+import multiprocessing
 import os
 import pkgutil
 import re
@@ -20,11 +27,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxspec.compile_cases import Case
 
 STEPS = ("pocket", "e2b", "26b", "31b")
+MOSAIC = "mosaic"  # the name under which kernels in that dialect are counted
+SAID = "stdout"  # a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,125 +97,28 @@ GPUS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One program. args: trees of ShapeDtypeStructs. donate: which of them it may overwrite."""
-
-    kernel: str
-    name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
-
-
-def kernel_cases() -> Iterator[Case]:
-    """Every kernel at the named shapes of its package, through its public function, in bfloat16."""
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels import add_norm, centroid_head, linear, lm_head, moe, paged_attention, qkv, top_candidates
-    from pallas_kernels.add_norm import bench as add_norm_bench
-    from pallas_kernels.add_norm import shapes as add_norm_shapes
-    from pallas_kernels.centroid_head import shapes as centroid_head_shapes
-    from pallas_kernels.linear import shapes as linear_shapes
-    from pallas_kernels.lm_head import shapes as lm_head_shapes
-    from pallas_kernels.moe import shapes as moe_shapes
-    from pallas_kernels.paged_attention import bench as attention_bench
-    from pallas_kernels.paged_attention import shapes as attention_shapes
-    from pallas_kernels.top_candidates import shapes as top_candidates_shapes
-
-    dtype, kernel = jnp.bfloat16, {"implementation": "triton"}
-
-    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    for name, shape in attention_shapes.SHAPES.items():
-        function = functools.partial(paged_attention.paged_attention, causal=shape.causal, window=shape.window, **kernel)
-        for batch in (1,) if shape.queries > 64 else (1, 32):
-            args: Any = jax.eval_shape(functools.partial(attention_bench.arguments, shape, batch, 4096))
-            yield Case("paged_attention", f"{name} x {batch}", function, args)
-            q, positions, pools, *others, _ = args
-            pools = jax.tree.map(lambda pool: array(*pool.shape, dtype=jnp.float8_e4m3fn), pools)
-            yield Case("paged_attention", f"{name} x {batch}, fp8", function, (q, positions, pools, *others, array(2, dtype=jnp.float32)))
-    heads = {(s.kv_heads, s.group, s.head_dim, s.rotary, s.fresh * (1 if s.rotary else 2)) for s in attention_shapes.SHAPES.values()}
-    for kv_heads, group, width, rotary, owned in sorted(heads):
-        pools = [array(8, attention_shapes.PAGE, kv_heads, dims) for dims in (rotary or width, width)]
-        one = array(1, dtype=jnp.int32)
-        pages: Any = (*pools, array(1, 8, dtype=jnp.int32), one, one)
-        turns = [array(1, 5, width // 2, dtype=jnp.float32)] * 2
-        weights = array(width), array(width) if owned else None
-        function = functools.partial(qkv.qkv, group=group, key_dims=rotary or width, eps=1e-6, **kernel)
-        args = (array(1, 5, kv_heads, group + owned, width), *turns, *weights, qkv.Pages(*pages) if owned else None)
-        yield Case("qkv", f"{kv_heads} x {group} + {owned} of {width}", function, args)
-    for name, shape in add_norm_shapes.SHAPES.items():
-        x, y, weight, scalar, after = jax.eval_shape(functools.partial(add_norm_bench.inputs, shape, dtype))
-        function = functools.partial(_add_norm, add_norm.add_norm)
-        yield Case("add_norm", name, function, (x, y, weight, scalar, after))
-    for name, shape in linear_shapes.SHAPES.items():
-        for rows in (5, 40):
-            function = functools.partial(getattr(linear, shape.kind), **kernel)
-            yield Case("linear", f"{name} x {rows}", function, shape.arguments(rows, dtype))
-    for name, shape in lm_head_shapes.SHAPES.items():
-        sampling = array(shape.rows, 2, dtype=jnp.uint32), array(shape.rows, dtype=jnp.float32)
-        function = functools.partial(lm_head.lm_head, softcap=shape.softcap, **kernel)
-        yield Case("lm_head", name, function, (array(shape.rows, shape.hidden), array(shape.vocab, shape.hidden), *sampling))
-    for name, shape in centroid_head_shapes.SHAPES.items():
-        ordering = array(shape.vocab, dtype=jnp.int32)
-        args = array(shape.rows, shape.hidden), array(shape.centroids, shape.hidden), ordering, array(shape.vocab, shape.hidden)
-        sampling = array(shape.rows, 2, dtype=jnp.uint32), array(shape.rows, dtype=jnp.float32)
-        yield Case("centroid_head", name, functools.partial(centroid_head.candidates, top_k=shape.top_k, **kernel), args)
-        yield Case("centroid_head", name, functools.partial(centroid_head.choose, top_k=shape.top_k, **kernel), (*args, *sampling))
-    for name, shape in moe_shapes.SHAPES.items():
-        yield Case("moe", name, functools.partial(_experts, moe, shape.top_k), shape.layer(dtype))
-    for name, shape in top_candidates_shapes.SHAPES.items():
-        function = functools.partial(top_candidates.top_candidates, k=shape.k, **kernel)
-        yield Case("top_candidates", name, function, (array(shape.rows, shape.vocab, dtype=jnp.float32),))
-
-
-def _add_norm(add_norm: Any, x: Any, y: Any, weight: Any, scalar: Any, next_weights: Any) -> Any:
-    return add_norm(x, y, weight, scalar=scalar, next_weights=next_weights, eps=1e-6, implementation="triton")
-
-
-def _experts(moe: Any, top_k: int, x: Any, gate_up: Any, down: Any, scores: Any, scale: Any) -> Any:
-    weights, ids, groups = moe.route(scores, scale, top_k, implementation="triton")
-    return moe.experts(x, gate_up, down, weights, ids, groups, implementation="triton")
-
-
-def step_case(name: str, dtype: str) -> Case:
-    """`spec_step` of a model and its assistant at one sequence and K = 4. dtype: "auto" is the current device's default."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxspec import checkpoint, decode, gemma4, shapes
-    from jaxspec.config import AssistantConfig, Gemma4Config
-    from jaxspec.drafters import gemma4_mtp
-    from pallas_kernels import device
-
-    if name == "pocket":
-        configs = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
-    else:
-        configs = [shapes.TARGETS[name], shapes.ASSISTANTS[name]]
-    config, assistant = Gemma4Config.from_hf(configs[0]), AssistantConfig.from_hf(configs[1])
-    numbers = jnp.dtype(device.float_dtype(config.dtype) if dtype == "auto" else dtype)
-    target, drafter = gemma4.abstract(config, numbers), gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config), numbers)
-    settings = {"slots": 1, "max_len": 4096, "num_draft_tokens": 4}
-    state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
-    step = functools.partial(decode.spec_step, num_draft_tokens=4)
-    return Case("step", f"{name}, {numbers.name}", step, (target, drafter, state, jax.ShapeDtypeStruct((1,), jnp.int32)), donate=(2,))
-
-
 @dataclasses.dataclass
 class Figures:
-    """Of a kernel, the most of all programs. programs: how many hold it. None where they were only lowered."""
+    """Of a kernel, the most of all programs that hold it. None where they were only lowered."""
 
-    programs: int = 0
     shared: int | None = None
     registers: int | None = None
     spilled: int | None = None
 
-    def add(self, **found: int) -> None:
+    def add(self, **found: int | None) -> None:
         for name, value in found.items():
-            setattr(self, name, max(getattr(self, name) or 0, value))
+            if value is not None:
+                setattr(self, name, max(getattr(self, name) or 0, value))
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a case. kernels: by name, none where XLA serves. memory: bytes of a compiled program's arguments and temporaries.
+    failure: why it did not compile."""
+
+    kernels: dict[str, Figures] = dataclasses.field(default_factory=dict)
+    memory: tuple[int, int] | None = None
+    failure: str | None = None
 
 
 class Compiler:
@@ -241,37 +156,50 @@ class Compiler:
                 stack.enter_context(jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind)))
             yield
 
-    def __call__(self, case: Case, kernels: dict[str, Figures]) -> Any:
-        """The compiled program, or None if it was only lowered. Adds what its kernels use to `kernels`, by name."""
+    def __call__(self, case: Case) -> Outcome:
+        try:
+            return self._compiled(case)
+        except Exception as error:  # whatever a compiler raises
+            return Outcome(failure=" ".join(str(error).split())[:300])
+
+    def _compiled(self, case: Case) -> Outcome:
         import jax
+
+        from jaxspec.compile_cases import STEP
 
         def place(x: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding)
 
         jitted, args = jax.jit(case.function, donate_argnums=case.donate), jax.tree.map(place, case.args)
         lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",)) if self.dump is None else jitted.lower(*args)
-        names = set(re.findall(r'name = "(\w+)", num_stages', lowered.as_text()))
-        for name in names:
-            kernels.setdefault(name, Figures()).programs += 1
-        if self.dump is None:
-            return None
+        text = lowered.as_text()
+        outcome = Outcome({name: Figures() for name in re.findall(r'name = "(\w+)", num_stages', text)})
+        if "@mosaic_gpu" in text:  # whose modules are bytecode
+            outcome.kernels[MOSAIC] = Figures()
+        if self.dump is None or not (outcome.kernels or case.kernel == STEP):
+            return outcome
         for path in self.dump.iterdir():
-            path.unlink()
-        compiled = lowered.compile()
+            os.truncate(path, 0) if path.name == SAID else path.unlink()
+        memory: Any = lowered.compile().memory_analysis()
+        outcome.memory = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         for name, shared in re.findall(r" (\w+) grid: .*shared_memory: (\d+) bytes", self._dumped("thunk_sequence.txt")):
-            if name in names:
-                kernels[name].add(shared=int(shared))
-        for name, spilled, registers in self._assembled():
-            if name in names:
-                kernels[name].add(registers=registers, spilled=spilled)
-        return compiled
+            if name in outcome.kernels:
+                outcome.kernels[name].add(shared=int(shared))
+        ctypes.CDLL(None).fflush(None)
+        for said in (self._dumped(SAID), *self._assembled()):
+            pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+            for name, spilled, registers in re.findall(pattern, said, re.DOTALL):
+                name = MOSAIC if name.endswith("_mosaic_gpu_kernel") else name
+                if name in outcome.kernels:
+                    outcome.kernels[name].add(registers=int(registers), spilled=int(spilled))
+        return outcome
 
     def _dumped(self, end: str) -> str:
         assert self.dump is not None
         return "".join(path.read_text() for path in self.dump.glob(f"*{end}"))
 
-    def _assembled(self) -> Iterator[tuple[str, int, int]]:
-        """(kernel, bytes spilled, registers) of all that was compiled, from NVIDIA's assembler."""
+    def _assembled(self) -> Iterator[str]:
+        """What NVIDIA's assembler says of each module that XLA made: it is there in XLA, too, but says nothing."""
         assembler = next(iter(_installed("bin/ptxas")), shutil.which("ptxas"))
         assert self.dump is not None
         for path in self.dump.glob("*.ptx") if assembler else ():
@@ -279,9 +207,7 @@ class Compiler:
             if target is None:  # a module of constants
                 continue
             command = [assembler, "-v", f"-arch={target[1]}", path, "-o", os.devnull]
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-            pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
-            yield from ((name, int(spilled), int(registers)) for name, spilled, registers in re.findall(pattern, said, re.DOTALL))
+            yield subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
 def _installed(path: str) -> list[str]:
@@ -297,68 +223,126 @@ def _has_plugin() -> bool:
     return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(jax_plugins.__path__))
 
 
+def _start(folder: str) -> None:
+    """Sets a process up to compile, before JAX is imported. What is written to standard output goes to a file, Mosaic's reports."""
+    global _dump
+    _dump = Path(tempfile.mkdtemp(dir=folder))
+    compiler = [f"--xla_gpu_cuda_data_dir={path}" for path in _installed("")[:1]]
+    flags = ["--xla_gpu_autotune_level=0", f"--xla_dump_to={_dump}", *compiler]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    os.dup2(os.open(_dump / SAID, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+
+
+_dump: Path | None = None  # of a process that compiles
+
+
+@functools.lru_cache(maxsize=1)
+def _of(gpu: str) -> tuple[Compiler, list[Case]]:
+    """What compiles for a GPU, and its kernels' cases."""
+    from jaxspec import compile_cases
+    from pallas_kernels import device
+
+    compiler = Compiler(GPUS[gpu], _dump)
+    with compiler.decisions():
+        return compiler, [] if device.obstacle() else compile_cases.kernel_cases()
+
+
+def _check(work: tuple[str, int | str, str]) -> Outcome:
+    """What becomes of a GPU's case, the number of a kernel's or a step's name, in a dtype."""
+    from jaxspec import compile_cases
+
+    gpu, case, dtype = work
+    compiler, cases = _of(gpu)
+    with compiler.decisions():
+        return compiler(cases[case] if isinstance(case, int) else compile_cases.step_case(case, dtype))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Returns 1 if anything did not compile, else 0."""
     parser = argparse.ArgumentParser(prog="python -m jaxspec.compile_check", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", default=",".join(GPUS), help=f"some of {','.join(GPUS)} (default: all)")
-    parser.add_argument("--kernels", default="", help="only cases whose kernel and name hold this")
-    parser.add_argument("--steps", default=",".join(STEPS), help=f"models whose step is compiled (default: {','.join(STEPS)})")
+    parser.add_argument("--kernels", default="", help="only cases whose kernel and name hold this, and all of those")
+    parser.add_argument("--steps", help=f"models whose step is compiled, of {','.join(STEPS)} (default: those that fit on the GPU)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the steps (default: auto)")
+    parser.add_argument("--all", action="store_true", help="also shapes and steps much like others: batches, more widths, larger models")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile (default: as many as there are cores)")
     options = parser.parse_args(arguments)
-    gpus, steps = ([name for name in text.split(",") if name] for text in (options.gpus, options.steps))
+    gpus = [name for name in options.gpus.split(",") if name]
     if unknown := sorted(set(gpus) - set(GPUS)):
         parser.error(f"unknown GPU {', '.join(unknown)}; available: {', '.join(GPUS)}")
-    with tempfile.TemporaryDirectory(prefix="compile-check-") as dump:
-        plugin = _has_plugin() and "jax" not in sys.modules
-        if plugin:
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}, expected at least 1")
+    with contextlib.ExitStack() as stack:
+        run: Any = map
+        if plugin := _has_plugin():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compile-check-"))
             os.environ["JAX_PLATFORMS"] = "cpu"
-            compiler = [f"--xla_gpu_cuda_data_dir={folder}" for folder in _installed("")[:1]]
-            flags = ["--xla_gpu_autotune_level=0", f"--xla_dump_to={dump}", *compiler]
-            os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+            settings = {"mp_context": multiprocessing.get_context("spawn"), "initializer": _start, "initargs": (folder,)}
+            run = stack.enter_context(concurrent.futures.ProcessPoolExecutor(options.jobs, **settings)).map
         else:
             print("No CUDA plug-in to compile with: programs are only lowered.")
-        folder = Path(dump) if plugin else None
-        failures = [failure for name in gpus for failure in _check(GPUS[name], folder, options.kernels, steps, options.dtype)]
-    print(f"{len(failures)} programs failed." if failures else "All programs compiled." if plugin else "All programs were lowered.")
-    return bool(failures)
+        wanted = {name: _wanted(name, options) for name in gpus}
+        work = [(name, case, options.dtype) for name in gpus for case in wanted[name]]
+        outcomes = run(_check, work)
+        failed = sum(_print(name, wanted[name], itertools.islice(outcomes, len(wanted[name]))) for name in gpus)
+    print(f"{failed} of {len(work)} programs failed." if failed else f"{len(work)} programs {'compiled' if plugin else 'were lowered'}.")
+    return bool(failed)
 
 
-def _check(gpu: Gpu, dump: Path | None, wanted: str, steps: list[str], dtype: str) -> list[str]:
-    """Prints what one GPU makes of all cases; returns the names of those that failed."""
+def _wanted(gpu: str, options: argparse.Namespace) -> dict[int | str, str]:
+    """The cases for a GPU, as `_check` takes them, with their names. Steps take longest and come first."""
+    import jax
+
+    from jaxspec import compile_cases
+
+    compiler, cases = _of(gpu)
+    wanted: dict[int | str, str] = {}
+    with compiler.decisions():
+        for step in STEPS if options.steps is None else filter(None, options.steps.split(",")):
+            case = compile_cases.step_case(step, options.dtype)
+            held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.args))
+            if options.all or options.steps is not None or held < GPUS[gpu].memory:
+                wanted[step] = f"{case.kernel} of {case.name}"
+    for i, case in enumerate(cases):
+        if options.kernels in f"{case.kernel} {case.name}" and (options.all or options.kernels or not case.further):
+            wanted[i] = f"{case.kernel}: {case.name}"
+    return wanted
+
+
+def _print(gpu: str, wanted: dict[int | str, str], outcomes: Iterator[Outcome]) -> int:
+    """Prints what became of a GPU's cases; returns how many failed."""
     from pallas_kernels import device
 
-    compiler, failures = Compiler(gpu, dump), []
-    kernels: dict[str, Figures] = {}
-
-    def compiled(case: Case, kernels: dict[str, Figures]) -> Any:
-        try:
-            return compiler(case, kernels)
-        except Exception as error:  # whatever a compiler raises
-            failures.append(f"{case.kernel}: {case.name}")
-            print(f"  FAILED {failures[-1]}: {' '.join(str(error).split())[:300]}", flush=True)
-
-    print(f"\n{gpu.kind}, compute capability {'.'.join(map(str, gpu.capability))}, {gpu.program_shared:,} bytes of shared memory a program")
+    compiler, described = _of(gpu)[0], GPUS[gpu]
+    capability = ".".join(map(str, described.capability))
+    print(f"\n{described.kind}, compute capability {capability}, {described.program_shared:,} bytes of shared memory a program")
     with compiler.decisions():
         if reason := device.obstacle():
             print(f"  no kernels: {reason}")
-        else:
-            for case in kernel_cases():
-                if wanted in f"{case.kernel} {case.name}":
-                    compiled(case, kernels)
-            print(f"  {'kernel':24} {'programs':>8} {'shared bytes':>12} {'registers':>9} {'spilled bytes':>13}")
-            for name, figures in sorted(kernels.items()):
-                shared, registers, spilled = ("-" if x is None else f"{x:,}" for x in dataclasses.astuple(figures)[1:])
-                print(f"  {name:24} {figures.programs:8} {shared:>12} {registers:>9} {spilled:>13}", flush=True)
-        for name in steps:
-            inside: dict[str, Figures] = {}
-            program = compiled(case := step_case(name, dtype), inside)
-            print(f"  step of {case.name}: {', '.join(sorted(inside)) or 'no kernels'}", flush=True)
-            if program is not None:
-                memory = program.memory_analysis()
-                held, spare = memory.argument_size_in_bytes / 1e9, memory.temp_size_in_bytes / 1e9
-                fits = "" if held + spare < gpu.memory / 1e9 else f", more than the {gpu.memory / 1e9:.0f} GB of one device"
+    programs, most, worst, failed = collections.Counter[str](), dict[str, Figures](), dict[str, str](), 0
+    for (case, name), outcome in zip(wanted.items(), outcomes, strict=True):
+        if outcome.failure is not None:
+            failed += 1
+            print(f"  FAILED {name}: {outcome.failure}", flush=True)
+        elif isinstance(case, str):
+            print(f"  {name}: {', '.join(sorted(outcome.kernels)) or 'no kernels'}", flush=True)
+            if outcome.memory is not None:
+                held, spare = (count / 1e9 for count in outcome.memory)
+                fits = "" if held + spare < described.memory / 1e9 else f", more than the {described.memory / 1e9:.0f} GB of one device"
                 print(f"    weights and state {held:.2f} GB, temporary {spare:.3f} GB{fits}", flush=True)
-    return failures
+        for kernel, figures in outcome.kernels.items():
+            programs[kernel] += 1
+            highest = most.setdefault(kernel, Figures())
+            if (figures.spilled or 0) > (highest.spilled or 0):
+                worst[kernel] = f"  in {name}"
+            highest.add(**dataclasses.asdict(figures))
+    if most:
+        print(f"  {'kernel':24} {'programs':>8} {'shared bytes':>12} {'registers':>9} {'spilled bytes':>13}")
+    for kernel, figures in sorted(most.items()):
+        shared, registers, spilled = ("-" if x is None else f"{x:,}" for x in dataclasses.astuple(figures))
+        print(f"  {kernel:24} {programs[kernel]:8} {shared:>12} {registers:>9} {spilled:>13}{worst.get(kernel, '')}", flush=True)
+    return failed
 
 
 if __name__ == "__main__":

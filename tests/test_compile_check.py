@@ -1,5 +1,6 @@
 """The check that compiles for GPUs that are not there, as far as it goes without a compiler for them."""
 
+import argparse
 from pathlib import Path
 
 import jax
@@ -7,18 +8,28 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from jaxspec import compile_check
-from jaxspec.compile_check import GPUS, Case
+from jaxspec import compile_cases, compile_check
+from jaxspec.compile_cases import Case
+from jaxspec.compile_check import GPUS
 from pallas_kernels import device
 
 
-def test_every_kernel_has_cases():
-    found = {path.parent.name for path in Path(pallas_kernels.__file__).parent.glob("*/triton.py")}
-    cases = list(compile_check.kernel_cases())
-    assert {case.kernel for case in cases} == found
-    assert len({(case.kernel, case.name) for case in cases if case.kernel != "centroid_head"}) == sum(
-        c.kernel != "centroid_head" for c in cases
-    )
+def described(gpu):
+    return device.described_as(device.Described(GPUS[gpu].kind, ".".join(map(str, GPUS[gpu].capability))))
+
+
+def test_every_kernel_has_cases_and_no_program_two():
+    with described("h200"):
+        cases, named = compile_cases.kernel_cases(), list(compile_cases._named_cases())
+    assert {case.kernel for case in cases} == {path.parent.name for path in Path(pallas_kernels.__file__).parent.glob("*/triton.py")}
+    assert {case.kernel for case in cases if not case.further} == {case.kernel for case in cases}
+    names = {(case.kernel, case.name) for case in cases}
+    assert len(names) == len(cases) == len({case.program() for case in named}) < len(named)
+    # Layers that the 12B and the 26B have in common; what serves on Hopper in either dialect.
+    assert ("paged_attention", "12b-sliding x 1") in names and ("paged_attention", "26b-sliding x 1") not in names
+    assert {("paged_attention", name) for name in ("31b-full x 1", "31b-full x 1, Triton", "31b-full x 1, fp8")} <= names
+    with described("a100"):
+        assert not any(case.name.endswith("Triton") for case in compile_cases.kernel_cases())
 
 
 def test_a_gpu_without_kernels_and_one_with(capsys):
@@ -31,8 +42,34 @@ def test_a_gpu_without_kernels_and_one_with(capsys):
         "NVIDIA L4, compute capability 8.9, 101,376 bytes of shared memory a program",
         f"  {'kernel':24} {'programs':>8} {'shared bytes':>12} {'registers':>9} {'spilled bytes':>13}",
         f"  {'add_norm':24} {1:8} {'-':>12} {'-':>9} {'-':>13}",
-        "All programs were lowered.",
+        "1 programs were lowered.",
     ]
+
+
+def test_where_xla_serves_no_kernel_is_counted(capsys):
+    assert compile_check.main(["--gpus", "a100", "--kernels", "lm_head E2B x 160", "--steps", ""]) == 0
+    assert "spilled bytes" not in capsys.readouterr().out
+
+
+def test_figures_are_the_most_of_all_programs():
+    """Compiled where there is a plug-in alone, so the printing is tested on what compiling would give."""
+    figures = compile_check.Figures()
+    figures.add(shared=5, registers=7)
+    figures.add(shared=3, registers=9, spilled=None)
+    assert figures == compile_check.Figures(5, 9, None)
+
+
+def test_by_default_steps_are_of_models_that_fit_and_shapes_differ():
+    def wanted(gpu, **options):
+        given = {"kernels": "", "steps": None, "all": False, "dtype": "auto", **options}
+        return compile_check._wanted(gpu, argparse.Namespace(**given))
+
+    assert list(wanted("t4")) == ["pocket", "e2b"]
+    assert list(wanted("t4", all=True)) == list(compile_check.STEPS)
+    assert wanted("t4", steps="31b") == {"31b": "step of 31b, bfloat16"}
+    few, everything = wanted("l4", steps=""), wanted("l4", steps="", all=True)
+    assert few.items() < everything.items() and "paged_attention: 31b-full x 32" in set(everything.values()) - set(few.values())
+    assert "paged_attention: 31b-full x 32" in wanted("l4", steps="", kernels="31b-full").values()
 
 
 def test_what_fails_is_said(capsys, monkeypatch):
@@ -40,22 +77,27 @@ def test_what_fails_is_said(capsys, monkeypatch):
         raise ValueError("one\n  or another reason")
 
     cases = [Case("some", "shape", refuse, (jax.ShapeDtypeStruct((1,), jnp.float32),))]
-    monkeypatch.setattr(compile_check, "kernel_cases", lambda: cases)
+    monkeypatch.setattr(compile_cases, "kernel_cases", lambda: cases)
+    compile_check._of.cache_clear()
     assert compile_check.main(["--gpus", "a100", "--steps", ""]) == 1
+    compile_check._of.cache_clear()
     said = capsys.readouterr().out
-    assert "  FAILED some: shape: one or another reason\n" in said and said.endswith("1 programs failed.\n")
-    with pytest.raises(SystemExit):
-        compile_check.main(["--gpus", "v100"])
-    assert "unknown GPU v100; available: t4, a100, l4, h200" in capsys.readouterr().err
+    assert "  FAILED some: shape: one or another reason\n" in said and said.endswith("1 of 1 programs failed.\n")
+    for options, message in (
+        (["--gpus", "v100"], "unknown GPU v100; available: t4, a100, l4, h200"),
+        (["--jobs", "0"], "--jobs is 0, expected at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            compile_check.main(options)
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("gpu", "dtype", "found"), [("t4", "auto", "bfloat16"), ("h200", "auto", "bfloat16"), ("h200", "float32", "float32")]
 )
 def test_a_step_in_what_a_gpu_runs(gpu, dtype, found):
-    described = device.Described(GPUS[gpu].kind, ".".join(map(str, GPUS[gpu].capability)))
-    with device.described_as(described):
-        case = compile_check.step_case("pocket", dtype)
+    with described(gpu):
+        case = compile_cases.step_case("pocket", dtype)
     assert case.name == f"pocket, {found}" and case.args[0].dtype == case.args[2].cache.layers[0].k.dtype == jnp.dtype(found)
 
 
