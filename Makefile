@@ -1,7 +1,9 @@
-# make demo | test | smoke | test-all | test-gpu | docs. Needs git, make, Python 3.11 or newer and a package index; nothing else.
+# make demo | test | smoke | test-all | test-gpu | docs | address. Needs git, make, Python 3.11 or newer and a package index; nothing else.
 # Settings: VENV (the virtual environment's folder), PYTHON (the interpreter that makes it), CUDA (cuda12 or cuda13), PROMPT,
 # JOBS (processes that run tests).
 
+# Where the repository is published: on GitHub, OWNER/NAME. After a change, `make address` writes it into the notebooks.
+REPOSITORY = YOUR_ORGANISATION/jaxspec
 VENV ?= .venv
 CUDA ?= cuda12
 PROMPT ?= def read_lines(path):
@@ -21,7 +23,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Keeps pyright from asking the network whether a newer pyright exists.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: demo test smoke test-all test-gpu lint docs
+.PHONY: demo test smoke test-all test-gpu lint docs address
 .DELETE_ON_ERROR:  # half a virtual environment is no virtual environment
 
 demo: $(VENV)/.installed
@@ -42,6 +44,10 @@ test-gpu: $(VENV)/.installed-gpu
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo 'Open build/docs/index.html'
+
+address:
+	sed -i.old -E 's#(colab\.research\.google\.com/github/|git\+https://github\.com/)[^/]+/[^/"\]+#\1$(REPOSITORY)#' notebooks/*.ipynb
+	rm notebooks/*.old
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

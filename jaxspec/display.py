@@ -90,7 +90,7 @@ def llm_html(llm: LLM, name: str) -> str:
     stats = llm.stats
     rows: list[tuple[str, Any]] = [
         ("target", f"{name} ({_millions(llm.target)}, {llm.target.dtype})"),
-        ("drafter", f"{type(llm.drafter).__name__} ({_millions(llm.drafter)}), {llm.num_draft_tokens} tokens a step"),
+        ("drafter", f"{type(llm.drafter).__name__} ({_millions(llm.drafter)}), {llm.num_draft_tokens} drafts a step"),
         ("slots", f"{llm.max_slots} of {llm.max_len} tokens"),
         ("device", ", ".join(sorted({device.device_kind for device in jax.tree.leaves(llm.target)[0].devices()}))),
         ("memory", f"weights {stats.weight_bytes / 2**20:.1f} MiB, state {stats.state_bytes / 2**20:.1f} MiB"),

@@ -78,6 +78,7 @@ def plot_frequencies(expected: Mapping[Any, float], samples: Mapping[str, Sequen
         axis.bar([x + i * width for x in left], [counts[token] / total for token in shown], width, yerr=errors, capsize=2, label=name)
     axis.set_xticks(range(len(shown)), [token if isinstance(token, str) else str(token) for token in shown], rotation=45, ha="right")
     axis.set(ylabel="share of draws")
+    axis.set_ylim(bottom=0)
     axis.legend()
     return axis.figure
 

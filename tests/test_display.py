@@ -140,7 +140,7 @@ def test_html_of_an_llm_has_its_sizes_and_what_it_did():
     llm = types.SimpleNamespace(target=Weights(jnp.zeros((1000, 700))), drafter=Weights(jnp.zeros((1000, 300))))
     llm.num_draft_tokens, llm.max_slots, llm.max_len, llm.stats = 3, 2, 64, Stats(weight_bytes=3 << 20, state_bytes=1 << 19)
     shown = parsed(display.llm_html(llm, "a <b>"))[0]
-    assert shown.startswith("targeta <b> (0.7 million parameters, float32)drafterWeights (0.3 million parameters), 3 tokens a step")
+    assert shown.startswith("targeta <b> (0.7 million parameters, float32)drafterWeights (0.3 million parameters), 3 drafts a step")
     assert "2 of 64 tokens" in shown and "weights 3.0 MiB, state 0.5 MiB" in shown and "so far" not in shown
     llm.stats = Stats(tokens=30, steps=10, stepped_tokens=25, seconds=2.0, histogram=(1, 2, 7))
     shown = parsed(display.llm_html(llm, "a"))[0]

@@ -7,6 +7,8 @@ what a first look needs but a test does not: most of the points of a curve, most
 import ast
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import jax
@@ -20,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIGURES = {"01": 1, "02": 3, "03": 3, "04": 1, "05": 1, "06": 1}  # how many pictures each draws
 SLOW = {"04"}  # it compiles two training steps
-REPOSITORY = "https://github.com/YOUR_ORGANISATION/jaxspec"
+REPOSITORY = re.findall(r"^REPOSITORY = (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[0]
 
 
 def numbered(number):
@@ -76,7 +78,7 @@ def test_notebook_is_kept_clean(path):
         assert set(cell.metadata) <= {"tags"}
     title, *rest = notebook.cells[0].source.splitlines()
     assert title.startswith(f"# {int(path.name[:2])}. ")
-    address = f"https://colab.research.google.com/github/{REPOSITORY.removeprefix('https://github.com/')}/blob/main/notebooks/{path.name}"
+    address = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks/{path.name}"
     assert f"]({address})" in "\n".join(rest)
 
 
@@ -84,7 +86,7 @@ def test_notebook_is_kept_clean(path):
 def test_memory_is_set_and_the_package_there_before_jax_starts(path):
     first, *rest = cells(path, "code")
     assert first.source == cells(NOTEBOOKS[0], "code")[0].source, "the first cell differs from that of the first notebook"
-    assert 'os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ' in first.source and f"git+{REPOSITORY}" in first.source
+    assert 'os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ' in first.source and f"git+https://github.com/{REPOSITORY}\"" in first.source
     python = "\n".join(line.replace("%pip install", "pass  #") for line in first.source.splitlines())
     imported = {alias.name for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Import) for alias in node.names}
     assert imported == {"importlib.util", "os"}
@@ -101,3 +103,13 @@ def test_files_that_are_named_exist(path):
 def test_every_bundled_drafter_is_compared():
     (listed,) = re.findall(r"^DRAFTERS = (\[.*\])$", "\n".join(cell.source for cell in cells(numbered("03"), "code")), re.MULTILINE)
     assert set(ast.literal_eval(listed)) == set(checkpoint._bundled()) - {"pocket"} | {"ngram"}
+
+
+def test_one_place_says_where_the_repository_is_published(tmp_path):
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    subprocess.run(["make", "address", "REPOSITORY=some-one/spec.x"], cwd=tmp_path, check=True, capture_output=True)
+    assert [path.name for path in sorted((tmp_path / "notebooks").iterdir())] == [path.name for path in NOTEBOOKS]
+    for path in NOTEBOOKS:
+        before, after = (folder.read_text(encoding="utf-8") for folder in (path, tmp_path / "notebooks" / path.name))
+        assert after.count("some-one/spec.x") == 2 and after.replace("some-one/spec.x", REPOSITORY) == before
