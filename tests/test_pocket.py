@@ -13,7 +13,7 @@ from jaxspec import decode, gemma4, loading
 from jaxspec.checkpoint import resolve
 from jaxspec.drafters import NoDraft, load_drafter
 from jaxspec.text import load_tokenizer
-from jaxspec.train.corpus import BOS, HELD_OUT
+from jaxspec.train.corpus import BOS, held_out_texts
 
 PROMPT_TOKENS = 160
 NEW_TOKENS = 128
@@ -34,11 +34,8 @@ def assistant(target):
 
 @pytest.fixture(scope="module")
 def texts():
-    """The beginnings of the held-out modules as CPython 3.12.1 has them (PSF License): the same on every Python."""
-    beginnings = json.loads((Path(__file__).parent / "data" / "held_out.json").read_text(encoding="utf-8"))
-    assert set(beginnings) == set(HELD_OUT)
     tokenizer = load_tokenizer(resolve("pocket"))
-    return [np.asarray(tokenizer.encode(text), np.int32) for text in beginnings.values()]
+    return [np.asarray(tokenizer.encode(text), np.int32) for text in held_out_texts().values()]
 
 
 prefill = jax.jit(decode.prefill, static_argnames="chunk", donate_argnums=2)

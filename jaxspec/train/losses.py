@@ -114,22 +114,21 @@ def _distance(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of every place the distance, the token that is drafted, and whether the target's best token could have been. truth: [B, A, V],
     best: [B, A]."""
-    log_q, p = jax.nn.log_softmax(guess.logits, axis=-1), jax.nn.softmax(truth, axis=-1)
+    logits, p = guess.logits, jax.nn.softmax(truth, axis=-1)
     if guess.ids is None:
-        index, drawable, offered = best, guess.logits, jnp.ones(best.shape, bool)
+        index, drawable, offered = best, logits, jnp.ones(best.shape, bool)
         shared, soft = p, p
     else:
         shared, soft = jnp.take(p, guess.ids, axis=-1), jax.nn.softmax(jnp.take(truth, guess.ids, axis=-1), axis=-1)
         candidate = jnp.full((p.shape[-1],), -1, jnp.int32).at[guess.ids].set(jnp.arange(guess.ids.shape[0], dtype=jnp.int32))
-        index, drawable = jnp.take(candidate, best), guess.logits
+        index, drawable = jnp.take(candidate, best), logits
         index, offered = jnp.maximum(index, 0), index >= 0
-    distance = jnp.zeros(best.shape, jnp.float32)
-    if objective.soft:
-        distance -= objective.soft * jnp.sum(soft * log_q, axis=-1)
-    if objective.hard:
-        distance -= objective.hard * jnp.take_along_axis(log_q, index[..., None], axis=-1)[..., 0]
+    # Both cross-entropies in one: of each log q = logits - total, so that no logarithm is kept for the way back.
+    total = jax.nn.logsumexp(logits, axis=-1)
+    goal = objective.soft * soft + objective.hard * jax.nn.one_hot(index, logits.shape[-1], dtype=jnp.float32)
+    distance = (objective.soft + objective.hard) * total - jnp.sum(goal * logits, axis=-1)
     if objective.tv:
-        distance += objective.tv * (1.0 - jnp.sum(jnp.minimum(shared, jnp.exp(log_q)), axis=-1))
+        distance += objective.tv * (1.0 - jnp.sum(jnp.minimum(shared, jnp.exp(logits - total[..., None])), axis=-1))
     if guess.centroids is not None:
         assert isinstance(drafter, Gemma4MTP) and drafter.masked_embedding is not None
         ordering, config = drafter.masked_embedding.token_ordering, drafter.config

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from jaxspec.train.data import drawn, packed
 from jaxspec.train.kinds import initial
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, target_loss
-from jaxspec.train.tuning import save_target
+from jaxspec.train.tuning import save_target, scores
 from jaxspec.train.unlikelihood import break_loops
 
 ROPE = {
@@ -171,23 +171,26 @@ DRAFT = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A drafter's kind, config and objective, and how long it is trained with batches of so many texts."""
+    """A drafter's kind and config, and how it is trained: so many steps, on batches of so many texts of so many tokens, and how many
+    texts the target writes for it. objective: what differs from the kind's."""
 
     kind: str
     config: dict[str, Any]
     steps: int
     batch: int = 64
-    anchors: int = 64
+    length: int = 320
+    self_generate: int = 8192
+    objective: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 RECIPES = {
-    "mtp": Recipe("mtp", MTP, 6000),
-    "dflash": Recipe("dflash", DFLASH, 5500),
+    "mtp": Recipe("mtp", MTP, 6000, batch=96, length=384, self_generate=16384, objective={"anchors": 128}),
+    # Blocks of 4 drafts, as they are used by default; the weights of their places fall as fast as they are reached less often.
+    "dflash": Recipe("dflash", DFLASH, 6000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
     "eagle3": Recipe("eagle3", EAGLE3, 3500),
     "modules": Recipe("mtp-modules", MODULES, 5500),
     "draft": Recipe("draft-model", DRAFT, 3000),
 }
-LENGTH, SELF_GENERATED = 320, 8192
 
 
 def train_drafter(name: str, args: argparse.Namespace) -> None:
@@ -199,11 +202,11 @@ def train_drafter(name: str, args: argparse.Namespace) -> None:
         data=args.data / "train.npy",
         held_out=args.data / "val.npy",
         out=args.out,
-        self_generate=args.self_generate,
-        objective={"anchors": recipe.anchors},
+        self_generate=recipe.self_generate if args.self_generate is None else args.self_generate,
+        objective=recipe.objective,
         steps=args.steps or recipe.steps,
         batch=args.batch or recipe.batch,
-        length=args.length,
+        length=args.length or recipe.length,
         peak=args.peak,
         seed=args.seed,
         every=args.every,
@@ -214,18 +217,25 @@ def train_drafter(name: str, args: argparse.Namespace) -> None:
 def train_target(args: argparse.Namespace) -> None:
     """On windows of the stream, then against its own loops, with prompts from the end of the stream, which it has not learnt."""
     config = Gemma4Config.from_hf(TARGET)
-    stream, held_out = (np.load(args.data / f"{part}.npy") for part in ("train", "val"))
+    stream, held = (np.load(args.data / f"{part}.npy") for part in ("train", "val"))
     learnt, rest = np.split(stream, [int(LEARNT * len(stream))])
-    run = Run(args.steps or 1400, args.batch or 64, args.length, args.peak, every=args.every, save_every=0, seed=args.seed)
+    length = args.length or 1024
+    run = Run(args.steps or 1400, args.batch or 64, length, args.peak, every=args.every, save_every=0, seed=args.seed)
     weights = initial(gemma4.abstract(config, jnp.float32), args.seed, config.hidden_size)
 
     def loss(model: gemma4.Gemma4, _: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return target_loss(model, batch)
 
-    weights = fit(loss, weights, (), drawn(windows(learnt, args.length), run.batch, args.seed), run, out=args.out / "likelihood")
+    score = scores(windows(held, length), loss, run.batch)
+
+    def evaluate(model: gemma4.Gemma4) -> dict[str, float]:
+        return score(model, ())
+
+    texts, out = windows(learnt, length), args.out
+    weights = fit(loss, weights, (), drawn(texts, run.batch, args.seed), run, out=out / "likelihood", evaluate=evaluate)
     run = dataclasses.replace(run, steps=args.unlikelihood_steps, peak=args.peak / 4)
-    weights = break_loops(weights, windows(learnt, args.length), windows(rest, 128), run, out=args.out / "unlikelihood")
-    save_target(args.out, weights, TARGET)
+    weights = break_loops(weights, texts, windows(rest, 128), run, out=out / "unlikelihood", evaluate=evaluate)
+    save_target(out, weights, TARGET)
 
 
 def windows(stream: np.ndarray, length: int) -> Batch:
@@ -263,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
         command.add_argument("--steps", type=int, help="by default the recipe's")
         command.add_argument("--batch", type=int, help="likewise")
-        command.add_argument("--length", type=int, default=1024 if name == "target" else LENGTH, help="tokens of a text")
+        command.add_argument("--length", type=int, help="tokens of a text, likewise")
         command.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
         command.add_argument("--every", type=int, default=500, help="steps between rows of metrics")
         command.add_argument("--seed", type=int, default=0)
@@ -271,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             command.add_argument("--unlikelihood-steps", type=int, default=900, help="steps against repeating itself, at the end")
         else:
             command.add_argument("--target", default="pocket", help="folder of the target")
-            command.add_argument("--self-generate", type=int, default=SELF_GENERATED, help="texts that the target writes to train on")
+            command.add_argument("--self-generate", type=int, help="texts that the target writes to train on, likewise")
     command = commands.add_parser("measure")
     command.add_argument("--target", default="pocket")
     command.add_argument("--drafter", default="pocket-mtp")

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec import checkpoint, gemma4
+from jaxspec import checkpoint, gemma4, plan
 from jaxspec.drafters import abstract_drafter, load_drafter
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.gemma4 import Gemma4
-from jaxspec.loading import DTYPES, eos_token_ids, load_target, read_target
+from jaxspec.loading import DTYPES, eos_token_ids, load_target, memory_limit, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, read, rows_of
@@ -28,10 +28,11 @@ from jaxspec.train.defaults import default_config
 from jaxspec.train.generate import acceptance_length, continued, written
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, distil_loss, target_loss
+from pallas_kernels import dialect
 
 MEASURED = 16  # held-out texts that acceptance is measured on
 SCORED = 64  # held-out texts that the loss is measured on
-WRITING_SLOTS = 256
+WRITING_SLOTS = 1024  # texts written at a time, where memory allows
 WRITTEN = "self_generated.npz"
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 
@@ -143,7 +144,7 @@ def finetune(
             if (folder / name).exists():
                 shutil.copy(folder / name, out / name)
 
-    score = _scores(held, loss, min(how.batch // how.accumulate, len(held.ids)))
+    score = scores(held, loss, min(how.batch // how.accumulate, len(held.ids)))
     draw = drawn(texts, how.batch, how.seed)
     settings = {"target": os.fspath(target)}
     fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings, mesh=mesh,
@@ -218,7 +219,7 @@ def _own(
         NoDraft(),
         tokenizer,
         num_draft_tokens=0,
-        max_slots=min(count, WRITING_SLOTS),
+        max_slots=min(count, _slots(model, how.length, mesh)),
         max_len=how.length,
         eos_token_ids=eos_token_ids(config, generation),
         attention="auto" if mesh is None else "xla",
@@ -230,8 +231,20 @@ def _own(
     return own
 
 
-def _scores(held: Batch, loss: Callable[..., Any], batch: int) -> Callable[[Any, Any], dict[str, float]]:
-    """The mean loss and metrics of held-out texts."""
+def _slots(model: Gemma4, length: int, mesh: Mesh | None) -> int:
+    """How many texts are written at a time: what memory allows beside what is there."""
+    device = jax.local_devices()[0]
+    limit = memory_limit(device)
+    if limit is None:
+        return plan.AUTO_SLOTS
+    kernels = mesh is None and dialect.obstacle() is None
+    sizes = plan.sizes_of(model, NoDraft(), max_len=length, num_draft_tokens=0, kernels=kernels)
+    room = int(0.9 * limit) - (device.memory_stats() or {})["bytes_in_use"] + sizes.weights  # which are there already
+    return plan.most_slots(sizes, room, WRITING_SLOTS) or 1
+
+
+def scores(held: Batch, loss: Callable[..., Any], batch: int) -> Callable[[Any, Any], dict[str, float]]:
+    """Of weights and what is fixed, the mean loss and metrics of held-out texts, of which there is a batch at least."""
 
     @jax.jit
     def score(weights: Any, fixed: Any, part: Batch) -> dict[str, jax.Array]:
@@ -241,18 +254,18 @@ def _scores(held: Batch, loss: Callable[..., Any], batch: int) -> Callable[[Any,
     count = max(min(SCORED, len(held.ids)) // batch, 1)
     parts = [rows_of(held, slice(i * batch, (i + 1) * batch)) for i in range(count)]
 
-    def scores(weights: Any, fixed: Any) -> dict[str, float]:
+    def mean(weights: Any, fixed: Any) -> dict[str, float]:
         found = jax.device_get([score(weights, fixed, part) for part in parts])
         return {name: float(np.mean([f[name] for f in found])) for name in found[0]}
 
-    return scores
+    return mean
 
 
 def _evaluation(
     model: Gemma4, held: Batch, loss: Callable[..., Any], batch: int, num_draft_tokens: int
 ) -> Callable[[Any], dict[str, float]]:
     """Held-out loss and metrics, and the acceptance length of greedy text behind beginnings of held-out texts, by the loop that serves."""
-    scores = _scores(held, loss, batch)
+    score = scores(held, loss, batch)
     some = rows_of(held, np.linspace(0, len(held.ids) - 1, min(MEASURED, len(held.ids))).astype(int))
     # What was given of a text, or its first half.
     given = np.where(some.first > 0, np.minimum(some.first, some.length), some.length // 2).clip(1).astype(np.int32)
@@ -262,6 +275,6 @@ def _evaluation(
         return acceptance_length(continued(model, drafter, jnp.asarray(some.ids), jnp.asarray(given), num_draft_tokens))
 
     def evaluate(drafter: Any) -> dict[str, float]:
-        return {**scores(drafter, model), "measured_acceptance_length": float(accepted(model, drafter))}
+        return {**score(drafter, model), "measured_acceptance_length": float(accepted(model, drafter))}
 
     return evaluate

@@ -5,6 +5,7 @@ are made less likely, beside ordinary training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,13 @@ def break_loops(
     new_tokens: int = 192,
     continuations: int = 256,
     n: int = 5,
+    evaluate: Callable[[Any], dict[str, float]] | None = None,
     progress: bool = True,
 ) -> Gemma4:
     """Trains on texts as before and, with equal weight a token, against repetition in greedy continuations of prompts.
 
-    prompts: rows without padding. The metric `distinct_8` is the share of 8-grams in the continuations that are not repeats within their
-    sequence.
+    prompts: rows without padding. evaluate: as in `fit`. The metric `distinct_8` is the share of 8-grams in the continuations that are
+    not repeats within their sequence.
     """
     likely, prompting = drawn(texts, run.batch, run.seed), drawn(prompts, continuations, run.seed + 1)
     given = prompts.ids.shape[1]
@@ -65,7 +67,7 @@ def break_loops(
         total = likelihood + jnp.mean(jnp.where(again, unlikelihood(logits, written[:, given:]), 0.0))
         return total, {**metrics, "likelihood": likelihood, "distinct_8": distinct}
 
-    return fit(loss, weights, (), draw, run, out=out, progress=progress)
+    return fit(loss, weights, (), draw, run, out=out, evaluate=evaluate, progress=progress)
 
 
 def unlikelihood(logits: jax.Array, tokens: jax.Array) -> jax.Array:

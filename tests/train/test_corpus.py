@@ -111,15 +111,12 @@ def test_collect_keeps_code_and_pages_and_drops_copies_and_tables(stdlib, docs):
     assert "def wide_3" in texts["wide.py"]
 
 
-def test_held_out_texts_reads_the_running_python():
+def test_held_out_texts_begin_every_held_out_module():
     texts = corpus.held_out_texts()
-    assert list(texts) == list(corpus.HELD_OUT) and len(texts) == 24
-    assert "def heappush(" in texts["heapq.py"] and "class JSONDecoder" in texts["json/decoder.py"]
-
-
-def test_held_out_texts_names_missing_files(stdlib):
-    with pytest.raises(FileNotFoundError, match=r"python3\.99: asyncio/queues\.py, bisect\.py"):
-        corpus.held_out_texts(stdlib)
+    assert sorted(texts) == sorted(corpus.HELD_OUT) and len(texts) == 24
+    assert texts["heapq.py"].startswith('"""Heap queue algorithm')
+    # Acceptance is measured behind 160 tokens from each one's token 400 on.
+    assert min(map(len, TOKENIZER(list(texts.values())).input_ids)) >= 560
 
 
 def test_folders_without_the_expected_files_are_refused(stdlib, tmp_path):
@@ -208,7 +205,7 @@ def test_every_byte_has_its_token():
 def test_code_takes_less_than_a_third_of_a_token_a_byte():
     texts = corpus.held_out_texts().values()
     tokens = sum(len(ids) for ids in TOKENIZER(list(texts), add_special_tokens=False).input_ids)
-    assert tokens / sum(len(text.encode()) for text in texts) < 0.31
+    assert tokens / sum(len(text.encode()) for text in texts) < 1 / 3
     indent = TOKENIZER("if x:\n        return", add_special_tokens=False).input_ids
     assert [TOKENIZER.decode([i]) for i in indent] == ["if", " x", ":", "\n        ", "return"]
 

@@ -88,7 +88,7 @@ def test_pocket_configs_fit_the_pocket_target():
         kind = KINDS[recipe.kind]
         made = fitted(kind.read(recipe.config, target), target)
         assert 2 * sum(leaf.size for leaf in jax.tree.leaves(made)) < 16 * 2**20 and recipe.config["dtype"] == "bfloat16"
-        dataclasses.replace(kind.objective, anchors=recipe.anchors)
+        dataclasses.replace(kind.objective, **recipe.objective)
 
 
 def test_a_draft_vocabulary_is_the_most_frequent_tokens():
