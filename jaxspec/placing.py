@@ -60,7 +60,7 @@ class Rows:
     def __init__(self, leaf: Any):
         self.leaf = leaf
         # A CPU writes rows of 16-bit floats by going through the whole array, rows of integers in place.
-        self.bits = np.dtype(np.uint16) if leaf.dtype.itemsize == 2 else leaf.dtype
+        self.bits = np.dtype(np.uint16) if leaf.dtype.itemsize == 2 and jax.default_backend() == "cpu" else leaf.dtype
         indices: Any = {None: ()} if leaf.sharding is None else leaf.sharding.addressable_devices_indices_map(leaf.shape)
         self.held: dict[Any, tuple[slice, ...]] = {}
         for device, index in indices.items():
@@ -84,10 +84,15 @@ class Rows:
 
     def array(self) -> jax.Array:
         """The leaf, once all its rows are there; the object is of no use after that."""
-        arrays = [_as_dtype(self.arrays.pop(device), self.leaf.dtype) for device in self.held]
+        arrays = [self._array(device) for device in self.held]
         if self.leaf.sharding is None:
             return arrays[0]
         return jax.make_array_from_single_device_arrays(self.leaf.shape, self.leaf.sharding, arrays)
+
+    def _array(self, device: Any) -> jax.Array:
+        held = self.arrays.pop(device)
+        # By way of NumPy a CPU takes an array under another dtype as it lies there, where XLA would make a second one.
+        return held if held.dtype == self.leaf.dtype else jax.device_put(np.asarray(held).view(self.leaf.dtype), device)
 
 
 def _stream(leaf: Any, part: Part, tensor: Stored, update: Callable[[int], Any]) -> jax.Array:
@@ -105,8 +110,3 @@ def _stream(leaf: Any, part: Part, tensor: Stored, update: Callable[[int], Any])
 @functools.partial(jax.jit, donate_argnums=0)
 def _put_rows(out: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(out, rows, start, axis=0)
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
-def _as_dtype(bits: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, dtype)
