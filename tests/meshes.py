@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from jaxspec import decode, gemma4, sharding
+from jaxspec import checkpoint, decode, gemma4, loading, sharding
 from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
-from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
+from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, load_drafter, mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 
@@ -65,6 +65,9 @@ def weights(abstract, seed):
 
 @functools.cache
 def target(member: str) -> gemma4.Gemma4:
+    if member == "pocket":
+        config = loading.read_target(tiny.POCKET)[0]
+        return loading.load_target(tiny.POCKET, gemma4.abstract(config, jnp.float32), progress=False)
     text = {**TEXT, **MEMBERS[member]}
     if member == "12B":
         text["model_type"] = "gemma4_unified_text"
@@ -77,6 +80,8 @@ def drafter(member: str, kind: str):
     vocab, hidden = config.vocab_size, config.hidden_size
     plain = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 40, "num_attention_heads": 6, "head_dim": 8}
     plain |= {"num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    if kind.startswith("pocket"):
+        return load_drafter(checkpoint.resolve(kind), config, jnp.float32, progress=False)
     if kind == "none":
         return NoDraft()
     if kind == "ngram":

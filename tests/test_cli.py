@@ -81,17 +81,14 @@ def test_a_mesh_that_cannot_be_is_refused_by_every_command(command, mesh, messag
     assert capsys.readouterr().err == f"jaxspec: {message}\n" and not list(tmp_path.iterdir())
 
 
-def test_generate_and_chat_spread_the_model(models, llm, capsys, monkeypatch):
-    """Over two devices, with the text of one."""
-    loaded, spread = [], jaxspec.load
-    monkeypatch.setattr("jaxspec.loading.load", lambda *names, **settings: loaded.append(spread(*names, **settings)) or loaded[-1])
-    greedy, over = ["--max-tokens", "4", "--temperature", "0"], ["--mesh", "tensor=2"]
-    assert cli.main(["generate", *models, *over, "--prompt", "import os", *greedy]) == 0
-    wanted = llm.generate("import os", SamplingParams(max_tokens=4, temperature=0))[0].text
-    assert capsys.readouterr().out == f"import os{wanted}\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert cli.main(["chat", *models, *over, *greedy]) == 0
-    assert [len(llm.target.embed_tokens.weight.sharding.device_set) for llm in loaded] == [2, 2]
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["chat"]])
+def test_generate_and_chat_hand_the_mesh_on(command, monkeypatch, capsys):
+    def load(*names, mesh, **settings):
+        raise ValueError(f"{names[0]} over {dict(mesh.shape)}")
+
+    monkeypatch.setattr("jaxspec.loading.load", load)
+    assert cli.main([*command, "--mesh", "data=2,tensor=4"]) == 2
+    assert capsys.readouterr().err == "jaxspec: pocket over {'data': 2, 'tensor': 4}\n"
 
 
 def test_info_says_what_a_checkpoint_is_and_needs(models, capsys):

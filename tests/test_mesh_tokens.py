@@ -26,12 +26,14 @@ FEW = [
     (1, 2, "31B", "mtp"),
     (1, 4, "E2B", "mtp centroids"),
     (2, 2, "26B", "dflash d2t"),
-    (2, 4, "12B", "eagle3"),
-    (8, 1, "31B", "ngram"),
+    (2, 4, "pocket", "ngram"),
+    (8, 1, "12B", "eagle3"),
     (1, 4, "odd", "modules"),
 ]
 DRAFTERS = ("none", "ngram", "mtp", "mtp centroids", "dflash", "dflash d2t", "eagle3", "modules", "draft model")
+POCKET = ("pocket-mtp", "pocket-dflash", "pocket-eagle3", "pocket-modules", "pocket-draft")
 ALL = [(*mesh, member, kind) for mesh in MESHES for member in meshes.MEMBERS for kind in DRAFTERS]
+ALL += [(*mesh, "pocket", kind) for mesh in MESHES for kind in ("ngram", *POCKET)]
 
 
 def check(data, tensor, member, kind, k=meshes.MAX_K):
