@@ -17,16 +17,7 @@ from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 
 VOCAB, SLOTS, MAX_LEN, MAX_K, PAGE, CHUNK = 64, 8, 40, 3, 4, 16
-TEXT = {
-    **tiny.TEXT,
-    "vocab_size": VOCAB,
-    "vocab_size_per_layer_input": VOCAB,
-    "hidden_size_per_layer_input": 0,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "layer_types": [SLIDING, FULL, FULL],
-}
+TEXT = {**tiny.THREE_LAYERS, "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB}
 # Of the released models what a mesh meets: KV heads of both kinds that 2, 4 or 8 devices divide or not, experts, per-layer embeddings
 # and shared K and V. Nothing of "odd" divides, and its query heads are fewer than four devices.
 MEMBERS = {

@@ -44,6 +44,15 @@ TEXT = {
     "eos_token_id": 1,
     "dtype": "bfloat16",
 }
+# Three layers of two KV heads, and none of the per-layer embeddings.
+THREE_LAYERS = {
+    **TEXT,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+}
 TARGET = {"model_type": "gemma4", "text_config": TEXT}
 ASSISTANT = {
     "model_type": "gemma4_assistant",

@@ -15,16 +15,7 @@ from jaxspec.drafters.base import Drafts, NoDraft, Target
 from jaxspec.sampling import Sampling
 
 VOCAB, WINDOW, PAGE, MAX_LEN, MAX_K, CHUNK = 61, 8, 3, 43, 7, 5
-TEXT = {
-    **tiny.TEXT,
-    "vocab_size": VOCAB,
-    "sliding_window": WINDOW,
-    "hidden_size_per_layer_input": 0,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-}
+TEXT = {**tiny.THREE_LAYERS, "vocab_size": VOCAB, "sliding_window": WINDOW}
 SLOTS = 7
 LENGTHS = np.array([1, 4, 9, 13, 22], np.int32)  # tokens of each prompt; a sequence's seed is its row
 TEMPERATURE = np.array([0, 1, 0, 1, 0], np.float32)
