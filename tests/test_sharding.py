@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxspec
-from jaxspec import decode, gemma4, sharding
+from jaxspec import cli, decode, gemma4, sharding
 from jaxspec.config import Gemma4Config
 from tests import real_configs, tiny
 
@@ -19,19 +20,17 @@ SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, seed=3)
 PROMPTS = ["def add(a, b):", "import os\n\n\ndef walk(top):\n    ", "for i in", "x = {"]
 
 
-@functools.cache
-def folders(root):
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tiny")
     return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny")
-
-    def load(*names, **settings):
-        target, assistant = folders(root)
+def load(folders):
+    def load(**settings):
         chosen = {"num_draft_tokens": 2, "max_slots": 2, "max_len": 60, "progress": False, "seed": 5}
-        return jaxspec.load(target, assistant, **{**chosen, **settings})
+        return jaxspec.load(*folders, **{**chosen, **settings})
 
     return load
 
@@ -65,6 +64,23 @@ def test_data_shards_take_requests_side_by_side(load, texts):
     with pytest.raises(ValueError, match="prompt"):
         list(llm.as_completed(["x = {", ""]))
     assert all(r.free_slots == 2 for r in llm._shards.runners)
+
+
+def test_a_bench_over_a_mesh(folders, tmp_path):
+    """Its batch is that of all data shards, its bytes are a device's, and a profile counts one device's kernels."""
+    asked = ["--drafter", "ngram", "--k", "1", "--context", "4", "--tokens", "4", "--repeats", "1", "--dtype", "float32"]
+    files = ["--profile", str(tmp_path), "--json", str(tmp_path / "report.json")]
+    assert cli.main(["bench", "--config", str(folders[0]), *asked, "--batch", "4", "--mesh", "data=2,tensor=2", *files]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    [step] = report["decode"]
+    assert report["mesh"] == {"data": 2, "tensor": 2} and step["batch"] == 4
+    assert step["tokens_per_s"] == pytest.approx(4e3 * step["acceptance_length"] / step["step_ms"]["median"])
+    assert step["bytes"]["target"] < 0.6 * report["target_bytes"]
+    sums = {kernel["operation"]: kernel["count"] for kernel in step["kernels"] if kernel["operation"].startswith("verify/embed/psum")}
+    assert sums == {"verify/embed/psum f32[2,2,32]": 1.0}
+    assert (
+        cli.main(["bench", "--config", str(folders[0]), *asked, "--batch", "1", "--mesh", "data=2,tensor=2"]) == 2
+    )  # of one sequence, which two shards cannot share
 
 
 def test_every_kind_of_weight_is_spread():
