@@ -262,8 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 1 if anything did not compile, else 0."""
     parser = argparse.ArgumentParser(prog="python -m jaxspec.compile_check", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", default=",".join(GPUS), help=f"some of {','.join(GPUS)} (default: all)")
-    parser.add_argument("--kernels", default="", help="only cases whose kernel and name hold this, and all of those")
-    parser.add_argument("--steps", help=f"models whose step is compiled, of {','.join(STEPS)} (default: those that fit on the GPU)")
+    parser.add_argument("--kernels", default="", help="only kernels' cases that hold this in kernel and name, all of them")
+    parser.add_argument("--steps", help=f"models whose step is compiled, of {','.join(STEPS)} (default: those that fit)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the steps (default: auto)")
     parser.add_argument("--all", action="store_true", help="also shapes and steps much like others: batches, more widths, larger models")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile (default: as many as there are cores)")
@@ -297,12 +297,14 @@ def _wanted(gpu: str, options: argparse.Namespace) -> dict[int | str, str]:
     from jaxspec import compile_cases
 
     compiler, cases = _of(gpu)
+    named = options.steps is not None
+    steps = options.steps.split(",") if named else [] if options.kernels else STEPS
     wanted: dict[int | str, str] = {}
     with compiler.decisions():
-        for step in STEPS if options.steps is None else filter(None, options.steps.split(",")):
+        for step in filter(None, steps):
             case = compile_cases.step_case(step, options.dtype)
             held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.args))
-            if options.all or options.steps is not None or held < GPUS[gpu].memory:
+            if options.all or named or held < GPUS[gpu].memory:
                 wanted[step] = f"{case.kernel} of {case.name}"
     for i, case in enumerate(cases):
         if options.kernels in f"{case.kernel} {case.name}" and (options.all or options.kernels or not case.further):

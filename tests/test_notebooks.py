@@ -86,7 +86,7 @@ def test_notebook_is_kept_clean(path):
 def test_memory_is_set_and_the_package_there_before_jax_starts(path):
     first, *rest = cells(path, "code")
     assert first.source == cells(NOTEBOOKS[0], "code")[0].source, "the first cell differs from that of the first notebook"
-    assert 'os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ' in first.source and f"git+https://github.com/{REPOSITORY}\"" in first.source
+    assert 'os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ' in first.source and f'git+https://github.com/{REPOSITORY}"' in first.source
     python = "\n".join(line.replace("%pip install", "pass  #") for line in first.source.splitlines())
     imported = {alias.name for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Import) for alias in node.names}
     assert imported == {"importlib.util", "os"}

@@ -1,7 +1,7 @@
 """The README runs: its Python and its commands as they stand, but for those that are marked as needing weights, a GPU or a set-up.
 
-A block of commands says so behind its language: `sh` runs here, of `sh weights` the options are parsed, of `sh setup` the make targets and
-extras are looked up. The commands in docs and notebooks are parsed too.
+A block of commands says so behind its language: `sh` runs here; of `sh weights` the options are parsed, and what bundled models can stand
+in for runs with them; of `sh setup` the make targets and extras are looked up. The commands in docs and notebooks are parsed too.
 """
 
 import json
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec import cli
+from jaxspec import cli, compile_check
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```([^\n]*)\n(.*?)```", README, re.DOTALL)
 PYTHON = [block for kind, block in BLOCKS if kind == "python"]
-COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
+COMMANDS, WEIGHTS = ([line for kind, block in BLOCKS if kind == wanted for line in block.splitlines()] for wanted in ("sh", "sh weights"))
 
 
 def cells_of(path):
@@ -44,16 +44,39 @@ def test_block_runs(block, capsys):
     assert capsys.readouterr().out.strip(), "the block printed nothing"
 
 
+def ran(line, capsys):
+    """What a command prints, run in this process where it is one of ours."""
+    ours = {"jaxspec ": cli.main, "python -m jaxspec.compile_check ": compile_check.main}
+    for name, main in ours.items():
+        if line.startswith(name):
+            assert main(shlex.split(line.removeprefix(name))) == 0, line
+            said = capsys.readouterr()
+            assert said.out.strip() or said.err.strip(), line
+            return said.out
+    return subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout
+
+
 def test_commands_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for line in COMMANDS:
-        if line.startswith("jaxspec "):
-            assert cli.main(shlex.split(line)[1:]) == 0, line
-            said = capsys.readouterr()
-            assert said.out.strip() or said.err.strip(), line
-        else:
-            subprocess.run(line, shell=True, check=True)
+        ran(line, capsys)
     assert json.loads((tmp_path / "results.jsonl").read_text())["text"]
+
+
+def test_commands_for_real_weights_run_on_the_bundled_models(tmp_path, monkeypatch, capsys):
+    """Those that compile nothing: `train` and `bench` have tests of their own."""
+    monkeypatch.chdir(tmp_path)
+    lines = [re.sub(r"google/\S+-it\b", "pocket", re.sub(r"google/\S+-assistant", "pocket-mtp", line)) for line in WEIGHTS]
+    ran(next(line for line in lines if " info " in line), capsys)
+    ran(next(line for line in lines if " convert " in line), capsys)
+    assert (tmp_path / "gemma-4-31B-fused" / "config.json").is_file()
+
+
+def test_make_demo_does_what_a_command_above_does():
+    """But for more tokens."""
+    (recipe,) = re.findall(r"^demo:.*\n\t\$\(BIN\)/jaxspec (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    demo, shown = (vars(cli._parser().parse_args(shlex.split(line))) for line in (recipe, COMMANDS[0].removeprefix("jaxspec ")))
+    assert {name for name in demo if demo[name] != shown[name]} == {"max_tokens", "prompt"}
 
 
 @pytest.mark.parametrize("name", TEXTS)
