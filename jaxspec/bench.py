@@ -1,7 +1,8 @@
 """`jaxspec bench`: what a step costs on the device that is there, beside what it has to cost.
 
 Weights are random and of a released model's shape, so no checkpoint is needed; prompts are random tokens, nothing ends a sequence,
-and drafts are accepted at given rates. The floor of a step is what it has to read over the bandwidth measured in the same run.
+and drafts are accepted at given rates. The floor of a step is what it has to read over the bandwidth measured in the same run, or what
+it has to compute over the rate of matrix products, whichever is longer.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Program:
 @dataclasses.dataclass(frozen=True)
 class DecodeFigures:
     """Decoding a batch. temperature: of every sequence. context: mean length of a sequence while it was timed. steps: rounds that were
-    timed, in all repeats. acceptance_length: tokens a step of each sequence. floor_ms: step_bytes at the measured bandwidth. ratio:
-    step over floor. peak_bytes: most memory in use since the process began, None where the device does not say. kernels: by
-    `kernel_times`, if asked for."""
+    timed, in all repeats. acceptance_length: tokens a step of each sequence. bytes, flops: that a step has to read and to compute.
+    floor_ms: the longer time of the two at the measured rates. ratio: step over floor. peak_bytes: most memory in use since the process
+    began, None where the device does not say. kernels: by `kernel_times`, if asked for."""
 
     batch: int
     temperature: float
@@ -71,6 +72,7 @@ class DecodeFigures:
     tokens_per_s: float
     acceptance_length: float
     bytes: roofline.StepBytes
+    flops: float
     floor_ms: float
     ratio: float
     loop: Program
@@ -143,7 +145,7 @@ def measure(plan: Plan, *, progress: bool = True) -> Report:
         begun = time.perf_counter()
         target, drafter = jax.block_until_ready(shapes.random_weights(plan.placed(), work.seed))
         weights_s = time.perf_counter() - begun
-        decoded = tuple(_decode_all(plan, target, drafter, bandwidth, stage))
+        decoded = tuple(_decode_all(plan, target, drafter, (bandwidth, rate), stage))
         prefilled = tuple(_prefill_all(plan, target, drafter, rate, stage))
     return Report(
         command=sys.argv,
@@ -183,13 +185,13 @@ def lines(report: Report) -> Iterator[str]:
     )
     if report.decode:
         yield ""
-        yield "batch  temp context  step ms      min      max  tokens/s  accepted  GB/step  floor ms  ratio  compile s  peak GB"
+        yield "batch  temp context  step ms      min      max  tokens/s  accepted  GB/step  TFLOP  floor ms  ratio  compile s  peak GB"
     for f in report.decode:
         peak = "       -" if f.peak_bytes is None else f"{f.peak_bytes / gb:8.2f}"
         yield (
             f"{f.batch:5d} {f.temperature:5.2f} {f.context:7.0f} {f.step_ms.median:8.3f} {f.step_ms.min:8.3f} {f.step_ms.max:8.3f} "
-            f"{f.tokens_per_s:9.1f} {f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.floor_ms:9.3f} {f.ratio:6.2f} "
-            f"{f.loop.compile_s:10.1f} {peak}"
+            f"{f.tokens_per_s:9.1f} {f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.flops / 1e12:6.2f} {f.floor_ms:9.3f} "
+            f"{f.ratio:6.2f} {f.loop.compile_s:10.1f} {peak}"
         )
     if report.prefill:
         yield ""
@@ -210,8 +212,8 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
 
 
-def _decode_all(plan: Plan, target: Any, drafter: Any, bandwidth: float, stage: Callable[[str], None]) -> Iterator[DecodeFigures]:
-    """Every batch size at every temperature, in one state that has the slots of the largest."""
+def _decode_all(plan: Plan, target: Any, drafter: Any, rates: tuple[float, float], stage: Callable[[str], None]) -> Iterator[DecodeFigures]:
+    """Every batch size at every temperature, in one state that has the slots of the largest. rates: bytes and operations a second."""
     if not plan.batches:
         return
     work, slots = plan.work, max(plan.batches)
@@ -234,7 +236,7 @@ def _decode_all(plan: Plan, target: Any, drafter: Any, bandwidth: float, stage: 
         for batch in plan.batches:
             cell = dataclasses.replace(plan, work=dataclasses.replace(work, temperature=temperature))
             state = prompts(state, _requests(cell.work, target.config, batch, work.context, work.max_len))
-            state, figures = _decode(cell, on, target, drafter, state, batch, bandwidth, stage)
+            state, figures = _decode(cell, on, target, drafter, state, batch, rates, stage)
             yield figures
 
 
@@ -253,7 +255,7 @@ def _each(plan: Plan, count: int) -> np.ndarray:
 
 
 def _decode(
-    plan: Plan, on: Any, target: Any, drafter: Any, state: Any, batch: int, bandwidth: float, stage: Callable[[str], None]
+    plan: Plan, on: Any, target: Any, drafter: Any, state: Any, batch: int, rates: tuple[float, float], stage: Callable[[str], None]
 ) -> tuple[Any, DecodeFigures]:
     """Times `batch` sequences, in the first slots of every data shard. Takes the state along, and returns it."""
     work, slots = plan.work, _each(plan, batch)
@@ -297,10 +299,10 @@ def _decode(
         found = tuple(kernel_times.kernel_times(folder, loop.as_text(), work.steps * (1 if plan.mesh is None else plan.mesh.size)))
     step, context = Spread.of(times), statistics.mean(contexts)
     accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
-    trees = plan.target_tree, plan.drafter_tree
-    size = roofline.step_bytes(*trees, batch=batch // plan.shards, num_draft_tokens=work.num_draft_tokens, context=context)
-    size = size.over(plan.devices_of_a_shard)
-    floor = 1e3 * size.total / bandwidth
+    devices, shape = plan.devices_of_a_shard, {"batch": batch // plan.shards, "num_draft_tokens": work.num_draft_tokens, "context": context}
+    size = roofline.step_bytes(plan.target_tree, plan.drafter_tree, **shape).over(devices)
+    flops = roofline.step_flops(plan.target_tree, **shape) / devices
+    floor = 1e3 * max(size.total / rates[0], flops / rates[1])
     return state, DecodeFigures(
         batch=batch,
         temperature=work.temperature,
@@ -311,6 +313,7 @@ def _decode(
         tokens_per_s=1e3 * batch * accepted / step.median,
         acceptance_length=accepted,
         bytes=size,
+        flops=flops,
         floor_ms=floor,
         ratio=step.median / floor,
         loop=loop_cost,

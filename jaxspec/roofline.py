@@ -165,13 +165,30 @@ def prefill_flops(target: Gemma4, length: int, chunk: int, taps: tuple[int, ...]
         flops += 2.0 * length * target.per_layer_model_projection.weight.size
     for i, layer in enumerate(target.layers):
         spec = layer.self_attn.spec
-        experts = nbytes(layer.experts) // jnp.dtype(target.dtype).itemsize
-        matrices = sum(leaf.size for leaf in jax.tree.leaves(layer) if len(leaf.shape) > 1) - experts
-        matrices += experts * spec.top_k_experts // max(spec.num_experts, 1)
         last = [min((n + 1) * chunk, length) for n in range(calls)]
         rows, seen = (length, _seen(length, spec.window)) if i < cut else (calls, sum(min(n, spec.window or n) for n in last))
-        flops += 2.0 * rows * matrices + 4.0 * spec.num_heads * spec.head_dim * seen
+        flops += 2.0 * rows * _matrices(target, layer) + 4.0 * spec.num_heads * spec.head_dim * seen
     return flops
+
+
+def step_flops(target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> float:
+    """Floating-point operations of the target's pass of a step, counted as those of a prompt. A drafter needs some percent of that, which
+    are left out."""
+    weights = target.embed_tokens.weight.size
+    if target.per_layer_model_projection is not None:
+        weights += target.per_layer_model_projection.weight.size
+    flops = 2.0 * weights
+    for layer in target.layers:
+        spec = layer.self_attn.spec
+        flops += 2.0 * _matrices(target, layer) + 4.0 * spec.num_heads * spec.head_dim * min(context, spec.window or context)
+    return batch * (num_draft_tokens + 1) * flops
+
+
+def _matrices(target: Gemma4, layer: DecoderLayer) -> int:
+    """Weights of a layer's matrices that a row is multiplied with."""
+    spec, experts = layer.self_attn.spec, nbytes(layer.experts) // jnp.dtype(target.dtype).itemsize
+    always = sum(leaf.size for leaf in jax.tree.leaves(layer) if len(leaf.shape) > 1) - experts
+    return always + experts * spec.top_k_experts // max(spec.num_experts, 1)
 
 
 def _seen(length: int, window: int | None) -> int:
