@@ -6,7 +6,7 @@
 REPOSITORY = YOUR_ORGANISATION/jaxspec
 VENV ?= .venv
 CUDA ?= cuda12
-PROMPT ?= def read_lines(path):
+PROMPT ?= class Point:
 JOBS ?= 2
 # A file's tests share what they compile, so each file is one process's.
 PARALLEL = --numprocesses $(JOBS) --dist loadfile
