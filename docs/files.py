@@ -14,7 +14,7 @@ def first_sentence(path: Path) -> str:
     if not text:
         raise ValueError(f"{path} has no docstring, so nobody can say what it is for")
     paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=\.)\s", paragraph)[0]
+    return re.split(r"(?<=\.)\s(?=[A-Z`])", paragraph)[0]  # not behind "et al."
 
 
 def table(folder: str) -> str:

@@ -38,6 +38,7 @@ def test_every_public_name_is_described(pages):
 def test_every_module_is_listed_with_what_it_is_for(pages):
     listed = re.findall(r"<td><code>([\w/.]+)</code></td>\s*<td>(.+?)</td>", pages["files.html"])
     rows = {name.rstrip("/"): sentence for name, sentence in listed}
+    assert [name for name, sentence in rows.items() if sentence.count("(") != sentence.count(")")] == []
     for package in PACKAGES:
         for path in (ROOT / package).glob("*.py"):
             if path.name not in ("__init__.py", "__main__.py"):
