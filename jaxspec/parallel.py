@@ -40,13 +40,17 @@ class Shard:
         """The id of the part's first token: [] int32."""
         return self.size * jax.lax.axis_index(self.axis)
 
-    def best(self, values: jax.Array, ids: jax.Array) -> jax.Array:
-        """The ids with the largest value of all devices, of equal ones the lowest. values: float32, ids: int32, of one shape."""
+    def best(self, values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The ids with the largest value of all devices, of equal ones the lowest, and that value; a NaN of any device is the largest.
+        values: float32, ids: int32, of one shape."""
         pair = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), ids])
-        every = jax.lax.all_gather(pair, self.axis)
+        # A sum of arrays that are zero but for one device's place: between GPUs, XLA adds up a few bytes sooner than NCCL gathers them.
+        every = jnp.zeros((jax.lax.axis_size(self.axis), *pair.shape), jnp.int32)
+        every = jax.lax.psum(every.at[jax.lax.axis_index(self.axis)].set(pair), self.axis)
         values, ids = jax.lax.bitcast_convert_type(every[:, 0], jnp.float32), every[:, 1]
         # Devices are in the order of their ids, and argmax takes the first of equals.
-        return jnp.take_along_axis(ids, jnp.argmax(values, axis=0)[None], axis=0)[0]
+        first = jnp.argmax(values, axis=0)[None]
+        return jnp.take_along_axis(ids, first, axis=0)[0], jnp.take_along_axis(values, first, axis=0)[0]
 
 
 def part(logits: jax.Array, ids: jax.Array | None, shard: Shard | None) -> Shard | None:

@@ -81,7 +81,7 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     values = jnp.where(temperature > 0, noisy, logits)
     best = jnp.argmax(values, axis=-1).astype(jnp.int32)
     if shard is not None:
-        return shard.best(jnp.max(values, axis=-1), first + best)
+        return shard.best(jnp.max(values, axis=-1), first + best)[0]
     return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
 
 
@@ -98,7 +98,7 @@ def choose_by_head(
     """What `choose` gives for the logits of a head, by a temperature alone, without these where a kernel serves so few rows.
 
     hidden: [B, T, H]. table: [V, H], or the device's `sampling.shard` of it. positions: [B, T] int32. suppressed: ids that are never
-    chosen. Returns the ids [B, T] int32 and the largest values of the device's part [B, T] float32, noise included.
+    chosen. Returns the ids [B, T] int32 and the values that they reached [B, T] float32, noise included.
     """
     shard, rows = sampling.shard, hidden.reshape(-1, hidden.shape[-1])
     keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
@@ -106,7 +106,8 @@ def choose_by_head(
     settings = {"softcap": softcap, "suppressed": suppressed, "first_id": None if shard is None else shard.first}
     implementation = implementation if rows.shape[0] <= lm_head.MOST_ROWS else "xla"
     chosen, maxima = lm_head.lm_head(rows, table, keys, temperature, **settings, implementation=implementation)
-    chosen = chosen if shard is None else shard.best(maxima, chosen)
+    if shard is not None:
+        chosen, maxima = shard.best(maxima, chosen)
     return chosen.reshape(positions.shape), maxima.reshape(positions.shape)
 
 
