@@ -135,13 +135,13 @@ def test_acceptance_on_unseen_code(written):
     """Tokens a round, the bonus counted. An assistant that reads the wrong cache, row or position falls to about 1."""
     sequences, state = written
     new = sum(len(row) - prompt - 1 for prompt, row in sequences)  # the first token comes from the prefill
-    assert new / int(state.rounds.sum()) >= 2.3
+    assert new / int(state.rounds.sum()) >= 2.6
 
 
 # The one with least to spare is always tried; `make test-all` has the others too.
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("dflash", 2.2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eagle3", 2.2), ("modules", 2.2), ("draft", 2.0)))],
+    [("dflash", 2.25), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eagle3", 2.3), ("modules", 2.4), ("draft", 2.45)))],
 )
 def test_every_drafter_guesses_the_same_text(target, written, name, least):
     """The assistant's tokens, which are those without a drafter, and how many of them a round gives."""

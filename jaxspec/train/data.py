@@ -52,6 +52,10 @@ def rows_of(texts: Batch, index: Any) -> Batch:
     return Batch(texts.ids[index], texts.first[index], texts.length[index])
 
 
+def joined(*parts: Batch) -> Batch:
+    return Batch(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "first", "length")))
+
+
 def held_back(texts: Batch) -> tuple[Batch, Batch]:
     """(all but, only) the last fiftieth of the rows. Raises ValueError for a single row."""
     count = len(texts.ids)
@@ -70,8 +74,7 @@ def drawn(texts: Batch, batch: int, seed: int, *, own: Batch | None = None) -> C
     def draw(step: int) -> Batch:
         if own is None:
             return some(texts, batch, step)
-        parts = some(texts, batch - batch // 2, step), some(own, batch // 2, step, 1)
-        return Batch(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "first", "length")))
+        return joined(some(texts, batch - batch // 2, step), some(own, batch // 2, step, 1))
 
     return draw
 

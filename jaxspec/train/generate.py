@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,16 +18,20 @@ from jaxspec.train.guesses import XLA
 from jaxspec.train.losses import Batch
 
 
-def written(llm: Any, texts: Batch, count: int, *, temperature: float, seed: int) -> Batch:
-    """`count` texts that an LLM writes behind beginnings of these: the given part of a text where it has one, else an eighth to a half
-    of its row. They end where the LLM ends them, or with the row."""
-    from jaxspec.params import SamplingParams
-
+def beginnings(texts: Batch, count: int, seed: int) -> list[list[int]]:
+    """Prompts: the given part of a text where it has one, else an eighth to a half of its row."""
     rng, width = np.random.default_rng(seed), texts.ids.shape[1]
     prompts = []
     for row in rng.choice(len(texts.ids), count, replace=count > len(texts.ids)):
         given = int(texts.first[row]) or int(rng.integers(width // 8, width // 2 + 1))
         prompts.append(texts.ids[row, : min(given, int(texts.length[row]), width - 2)].tolist())
+    return prompts
+
+
+def written(llm: Any, prompts: Sequence[list[int]], width: int, *, temperature: float, seed: int) -> Batch:
+    """What an LLM writes behind prompts, until it ends there or with the row of `width` tokens. Prompt i has seed + i."""
+    from jaxspec.params import SamplingParams
+
     params = [SamplingParams(max_tokens=width - len(p), temperature=temperature, seed=seed + i) for i, p in enumerate(prompts)]
     done = llm.generate(prompts, params)
     return packed([np.asarray([*p, *c.token_ids], np.int32) for p, c in zip(prompts, done, strict=True)], [len(p) for p in prompts], width)

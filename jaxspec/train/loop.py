@@ -62,12 +62,20 @@ class Run:
             raise ValueError(f"dtype is {self.dtype!r}; available: {', '.join(map(repr, DTYPES))}")
 
 
+def schedule(peak: float, steps: int) -> optax.Schedule:
+    """The learning rate of each step: up to the peak in the first 2 % of them, then as a cosine to a fiftieth of it at the last."""
+    rise = max(steps // 50, 1)
+    # The first step is one of those that rise, not one of rate 0 before them.
+    return optax.warmup_cosine_decay_schedule(peak / rise, peak, rise - 1, max(steps - 1, rise), peak / 50)
+
+
 def optimizer(peak: float, steps: int, weight_decay: float = 0.1) -> optax.GradientTransformation:
-    """AdamW with warm-up over 2 % of the steps, cosine decay to a fiftieth, clipping at norm 1; only matrices decay."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 50), steps, peak / 50)
+    """AdamW by `schedule`, clipping at norm 1; only matrices decay."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
+        optax.adamw(
+            schedule(peak, steps), b1=0.9, b2=0.95, weight_decay=weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+        ),
     )
 
 
@@ -153,7 +161,7 @@ def fit(
     if resume:
         start, masters, moments, good = _restore(out, masters, moments, wanted)
         rows = [row for row in read_metrics(out) if row["step"] <= start]
-    elif (out / CHECKPOINTS).exists():
+    elif _steps(out / CHECKPOINTS):
         raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
     elif evaluate is not None:
         rows = [{"step": 0, "seconds": 0.0, **measured()}]
@@ -227,15 +235,17 @@ def _flat(*trees: Any) -> dict[str, Any]:
 
 
 def _save(out: Path, step: int, masters: Any, moments: Any) -> Path:
-    """Writes a checkpoint, and removes all but the newest few."""
+    """Writes a checkpoint, and removes all but the newest few, with what killed runs left half written."""
     import orbax.checkpoint as ocp
 
     folder = (out / CHECKPOINTS).resolve()
     folder.mkdir(exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:  # in place only when whole
         checkpointer.save(folder / str(step), _flat(masters, moments), force=True)
-    for old in _steps(folder)[:-KEPT]:
-        shutil.rmtree(folder / str(old))
+    newest = {str(at) for at in _steps(folder)[-KEPT:]}
+    for old in folder.iterdir():
+        if old.name not in newest:
+            shutil.rmtree(old)
     return folder / str(step)
 
 

@@ -23,9 +23,9 @@ from jaxspec.gemma4 import Gemma4
 from jaxspec.loading import DTYPES, eos_token_ids, load_target, memory_limit, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
-from jaxspec.train.data import drawn, held_back, read, rows_of
+from jaxspec.train.data import drawn, held_back, joined, read, rows_of
 from jaxspec.train.defaults import default_config
-from jaxspec.train.generate import acceptance_length, continued, written
+from jaxspec.train.generate import acceptance_length, beginnings, continued, written
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, distil_loss, target_loss
 from pallas_kernels import dialect
@@ -34,6 +34,7 @@ MEASURED = 16  # held-out texts that acceptance is measured on
 SCORED = 64  # held-out texts that the loss is measured on
 WRITING_SLOTS = 1024  # texts written at a time, where memory allows
 WRITTEN = "self_generated.npz"
+WRITTEN_AT_ONCE = 8  # texts a slot, after which they are kept
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -91,7 +92,7 @@ def distil(
     settings = {
         "drafter_kind": drafter_kind,
         "target": os.fspath(target),
-        "data": [len(texts.ids), int(np.sum(texts.ids, dtype=np.int64))],  # what tells other data most likely
+        "data": _fingerprint(texts),
         "self_generate": self_generate,
         "temperature": temperature,
         "objective": dataclasses.asdict(goal),
@@ -146,7 +147,7 @@ def finetune(
 
     score = scores(held, loss, min(how.batch // how.accumulate, len(held.ids)))
     draw = drawn(texts, how.batch, how.seed)
-    settings = {"target": os.fspath(target)}
+    settings = {"target": os.fspath(target), "data": _fingerprint(texts)}
     fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings, mesh=mesh,
         progress=progress)  # fmt: skip
     return out
@@ -205,30 +206,45 @@ def _own(
     kept: Path,
     progress: bool,
 ) -> Batch:
-    """Texts that the target writes, kept in a file so that a run which goes on has the same."""
-    asked = json.dumps([str(folder), count, temperature, how.seed, how.length])
+    """Texts that the target writes. They are kept in a file as they come, so that a run which goes on has the same."""
+    asked = json.dumps([str(folder), _fingerprint(texts), count, temperature, how.seed, how.length])
+    own = Batch(*(np.zeros((0, *shape), np.int32) for shape in ((how.length,), (), ())))
     if kept.exists():
         found = np.load(kept, allow_pickle=False)
         if str(found["asked"]) == asked:
-            return Batch(found["ids"], found["first"], found["length"])
+            own = Batch(found["ids"], found["first"], found["length"])
+    if len(own.ids) == count:
+        return own
     from jaxspec.engine import LLM
 
     config, generation = read_target(folder)
+    slots = min(count, _slots(model, how.length, mesh))
     llm = LLM(
         model,
         NoDraft(),
         tokenizer,
         num_draft_tokens=0,
-        max_slots=min(count, _slots(model, how.length, mesh)),
+        max_slots=slots,
         max_len=how.length,
         eos_token_ids=eos_token_ids(config, generation),
         attention="auto" if mesh is None else "xla",
         progress=progress,
     )
-    own = written(llm, texts, count, temperature=temperature, seed=how.seed)
+    prompts = beginnings(texts, count, how.seed)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(kept, asked=asked, ids=own.ids, first=own.first, length=own.length)
+    while (at := len(own.ids)) < count:
+        more = written(llm, prompts[at : at + WRITTEN_AT_ONCE * slots], how.length, temperature=temperature, seed=how.seed + at)
+        own = joined(own, more)
+        unfinished = kept.with_name(f".{kept.name}")
+        with unfinished.open("wb") as file:
+            np.savez(file, asked=asked, ids=own.ids, first=own.first, length=own.length)
+        unfinished.replace(kept)
     return own
+
+
+def _fingerprint(texts: Batch) -> list[int]:
+    """What tells other data most likely."""
+    return [len(texts.ids), int(np.sum(texts.ids, dtype=np.int64))]
 
 
 def _slots(model: Gemma4, length: int, mesh: Mesh | None) -> int:

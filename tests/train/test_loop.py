@@ -132,15 +132,26 @@ def test_parts_of_a_batch_and_devices_give_the_whole_batches_weights(tmp_path):
         fit(plain, weights(), FIXED, draw, Run(batch=8, accumulate=4), out=tmp_path, mesh=mesh)
 
 
-def test_only_matrices_decay(tmp_path):
+@pytest.mark.parametrize(("steps", "rates"), [(1, [0.5]), (2, [0.5, 0.01])])
+def test_only_matrices_decay_and_the_first_step_counts(tmp_path, steps, rates):
+    """A run of a single step learns at the peak. What a run that was killed at its first checkpoint left there does no harm."""
+
     def nothing(weights, fixed, batch, key):
         return 0.0 * (jnp.sum(weights["a"]) + jnp.sum(weights["b"])), {}
 
-    found = fit(nothing, weights(), None, draw, Run(steps=2, batch=8, peak=0.5, dtype="float32"), out=tmp_path, progress=False)
-    np.testing.assert_allclose(
-        found["a"], 1.5 * (1 - 0.5 * 0.1), rtol=1e-6
-    )  # no step in the first round of warm-up, a whole one in the second
+    (tmp_path / loop.CHECKPOINTS / "1.unfinished").mkdir(parents=True)
+    run = Run(steps=steps, batch=8, peak=0.5, dtype="float32")
+    found = fit(nothing, weights(), None, draw, run, out=tmp_path, progress=False)
+    np.testing.assert_allclose(found["a"], 1.5 * np.prod(1 - 0.1 * np.asarray(rates)), rtol=1e-6)
     assert np.array_equal(found["b"], weights()["b"])
+    assert [p.name for p in (tmp_path / loop.CHECKPOINTS).iterdir()] == [str(steps)]
+
+
+@pytest.mark.parametrize(("steps", "rise"), [(1, 1), (2, 1), (49, 1), (100, 2), (1000, 20)])
+def test_the_rate_rises_evenly_to_its_peak_and_falls_to_a_fiftieth(steps, rise):
+    rates = np.asarray(loop.schedule(2.0, steps)(jnp.arange(steps, dtype=jnp.float32)))
+    np.testing.assert_allclose(rates[:rise], 2.0 * np.arange(1, rise + 1) / rise, rtol=1e-6)
+    assert (np.diff(rates[rise - 1 :]) < 0).all() and (steps == 1 or rates[-1] == pytest.approx(0.04))
 
 
 @pytest.mark.parametrize(
