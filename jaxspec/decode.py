@@ -93,7 +93,7 @@ def prefill(
     computed = rows.computed + count
     if needs.choice_alone:
         raw, (first, most) = None, target.choose(out.hidden, computed[:, None], rows.sampling, needs.suppress_tokens, attention)
-        sound = _sound(most, rows.sampling.shard, out.hidden)
+        sound = _sound(most, None, out.hidden)
     else:
         raw = target.unembed(out.hidden)
         edited = rows.edited(raw, needs)
@@ -170,7 +170,7 @@ def spec_step(
         positions, raw, edited, choices = block.positions + 1, None, None, None
         if needs.choice_alone and accept.shares_noise:
             choices, most = target.choose(out.hidden, positions, rows.sampling, needs.suppress_tokens, attention)
-            sound = _sound(most, rows.sampling.shard, out.hidden)
+            sound = _sound(most, None, out.hidden)
         else:
             raw = target.unembed(out.hidden)
     with jax.named_scope("accept"):
