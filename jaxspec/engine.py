@@ -7,7 +7,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,8 @@ Prompt = str | Sequence[int] | np.ndarray
 class LLM:
     """A target with a drafter, ready to generate.
 
-    Several threads may use one LLM; their calls take turns. A stream holds a slot until it is read to its end or closed.
+    Several threads may use one LLM; their calls take turns. A stream holds a slot until it is read to its end or closed, and an iterator
+    of `as_completed` as many as it has use for: calls get by with the others, and raise RuntimeError where there are none.
 
     target, drafter: weights on their devices. eos_token_ids: what ends a sequence by default. defaults: of requests that say nothing.
     adaptive: whether `warmup` measures what rounds cost, and calls then choose how many tokens, up to num_draft_tokens, rounds guess;
@@ -128,8 +129,6 @@ class LLM:
             self._totals,
             **{name: sum(getattr(runner, name) for runner in runners) for name in ("compilations", "preemptions", "state_bytes")},
             busy_seconds=times.busy_seconds,
-            prefill_seconds=times.prefill_seconds,
-            decode_seconds=times.decode_seconds,
             host_times=tuple(times.host_times),
             compile_seconds=max(runner.compile_seconds for runner in runners),
             weight_bytes=self._runner.weight_bytes,
@@ -191,6 +190,8 @@ class LLM:
         SamplingParams. params: for the items that bring none.
         An item that is not valid raises what `generate` raises, with its number, when it is read; `check` tells beforehand. That, an
         exception in `prompts` or in the consumer, and closing the iterator end all that is unfinished and free the slots.
+        While it computes, and while it waits for `prompts`, other threads' calls wait. Between two completions it stands still and keeps
+        its slots: other calls run, in slots that it has no use for, or raise RuntimeError. So read it to its end or close it.
         """
         if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts is of type {type(prompts).__name__}, expected an iterable of prompts")
@@ -199,10 +200,11 @@ class LLM:
         return self._as_completed(self._read(prompts, params or SamplingParams()))
 
     def _as_completed(self, requests: Iterator[Request]) -> Iterator[Completion]:
+        ended: list[Request] = []
         with self._turn(requests) as turn:
             while True:
                 with self._lock, self._timed():
-                    completions = self._advance(turn)
+                    completions = self._advance(turn, ended)
                 if not completions:
                     return
                 yield from completions
@@ -221,11 +223,11 @@ class LLM:
                 yield request
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
-        done: dict[tuple[int, int], Completion] = {}
+        done, ended = dict[tuple[int, int], Completion](), list[Request]()
         show = self.progress and len(requests) > 1
         with self._lock, self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
             with self._turn(requests) as turn:
-                while some := self._advance(turn):
+                while some := self._advance(turn, ended):
                     done |= {(c.prompt_index, c.index): c for c in some}
                     bar.update(len(some))
         return [done[request.prompt_index, request.index] for request in requests]
@@ -320,23 +322,36 @@ class LLM:
             with self._lock:
                 turn.close()
 
-    def _step(self, turn: Turn | Turns, steps: int = STEPS) -> bool:
+    def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """One step of a turn. False once nothing is left to do."""
-        going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]))
+        going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]), meanwhile)
         for request in turn.active:
             if request.output and not request.first_token_seconds:
                 request.first_token_seconds = self._clock() - request.asked
         return going
 
-    def _advance(self, turn: Turn | Turns) -> list[Completion]:
-        """Runs a turn until requests end; nothing is left of it if it gives none."""
-        while self._step(turn):
-            for request in turn.active:
-                if request.ended or request.params.stop or request.in_loop:
+    def _advance(self, turn: Turn | Turns, ended: list[Request]) -> list[Completion]:
+        """Runs a turn until there are completions; nothing is left of it if there are none. ended: requests between two calls of this that
+        have ended and whose completions are still to be made, which is done while the device computes prompts for others."""
+        completions: list[Completion] = []
+
+        def complete() -> None:
+            while ended:
+                request = ended.pop(0)
+                if not request.params.stop:
                     self._look(request)
-            if ended := turn.end():
-                return [self._completion(request, turn) for request in ended]
-        return []
+                completions.append(self._completion(request, turn))
+
+        going = True
+        while going and not completions:
+            going = self._step(turn, meanwhile=complete)
+            for request in turn.active:
+                if request.params.stop:
+                    self._look(request)
+            ended += turn.end()
+            if not turn.waiting or any(request.rescored for request in ended):
+                complete()
+        return completions
 
     def _stream(self, request: Request, steps: int) -> Iterator[Chunk]:
         known = 0

@@ -75,9 +75,14 @@ class Turns:
     def active(self) -> list[Request]:
         return [request for i in self._resting for request in self._turns[i].active]
 
-    def step(self, steps: int = STEPS) -> bool:
-        """Lets every shard that has something to do begin a step, and waits until one of them has done its. False once nothing is left
-        to do. Raises RuntimeError if others hold all slots."""
+    @property
+    def waiting(self) -> bool:
+        """Whether there are requests without a slot."""
+        return self._next is not None or any(map(len, self._dealt)) or any(self._turns[i].waiting for i in self._resting)
+
+    def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Lets every shard that has something to do begin a step, and waits until one of them has done its. meanwhile: called in between.
+        False once nothing is left to do. Raises RuntimeError if others hold all slots."""
         self._shards.take(self)
         self._deal()
         for i in self._resting:
@@ -85,6 +90,7 @@ class Turns:
                 self._stepping[self._shards.pool.submit(self._turns[i].step, steps)] = i
         if not self._stepping:
             return False
+        meanwhile()
         done, _ = concurrent.futures.wait(self._stepping, return_when=concurrent.futures.FIRST_COMPLETED)
         for step in done:
             del self._stepping[step]

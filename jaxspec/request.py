@@ -108,6 +108,11 @@ class Request:
         return self.params.logprobs is not None and 0 <= self.params.logprobs <= MAX_LOGPROBS
 
     @property
+    def rescored(self) -> bool:
+        """Whether its log-probabilities take another pass over its text."""
+        return self.params.prompt_logprobs is not None or (self.params.logprobs is not None and not self.in_loop)
+
+    @property
     def profile(self) -> tuple[Any, ...]:
         """Requests of one profile need the same of a call."""
         top_k = 0 if not self.top_k else 1 if self.top_k <= CANDIDATES else 2
@@ -214,7 +219,8 @@ class Maker:
             ids = prompt
         else:
             raise TypeError(f"prompt {index} is of type {type(prompt).__name__}, expected a str or a list of token ids")
-        at = next((at for at, i in enumerate(ids) if not is_id(i)), None)
+        only = set(map(type, ids))  # much faster than to look at each of them
+        at = None if only <= {int} else next((at for at, i in enumerate(ids) if not is_id(i)), None)
         if at is not None:
             raise TypeError(f"prompt {index} has {ids[at]!r} at position {at}; expected a token id, an integer")
         if not len(ids):
@@ -223,8 +229,8 @@ class Maker:
             raise ValueError(
                 f"prompt {index} has {len(ids)} tokens; expected at most {self.max_len - 1}, max_len {self.max_len} less one to generate"
             )
-        at = next((at for at, i in enumerate(ids) if not 0 <= i < self.vocab_size), None)
-        if at is not None:
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            at = next(at for at, i in enumerate(ids) if not 0 <= i < self.vocab_size)
             raise ValueError(f"prompt {index} has id {ids[at]} at position {at}; expected 0 .. {self.vocab_size - 1}")
         return ids
 

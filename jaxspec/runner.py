@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,13 +41,8 @@ STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt w
 PAGE = 64  # positions in a page
 PREFIX_BYTES = 2**30  # snapshots of prompts, on each device
 
-
-class Call(NamedTuple):
-    """A call that is under way. requests: those it works on. num_draft_tokens: that its rounds guess, None where it computes prompts."""
-
-    requests: Sequence[Request]
-    num_draft_tokens: int | None
-    report: decode.Report
+# A call that is under way: the requests it works on, how many tokens its rounds guess, and what it will report.
+Call = tuple[Sequence[Request], int, decode.Report]
 
 
 class Runner:
@@ -129,7 +124,9 @@ class Runner:
     def prefill_buckets(self) -> list[tuple[int, int]]:
         """(sequences, rows for each of them)."""
         short, long = min(PREFILL_CHUNK, self.max_len), min(PREFILL_ROWS, self.max_len)
-        return sorted({(1, short), (1, long), (min(self.slots, PREFILL_ROWS // PREFILL_CHUNK), short)})
+        # Two that share a call's rows finish what is left of prompts that the long chunk has been through, with little to spare.
+        halves = {(2, long // 2)} if self.slots > 1 and long // 2 > short else set()
+        return sorted({(1, short), (1, long), *halves, (min(self.slots, PREFILL_ROWS // PREFILL_CHUNK), short)})
 
     @property
     def admit_buckets(self) -> list[int]:
@@ -244,7 +241,7 @@ class Runner:
         size, chunk = max(self.prefill_buckets, key=functools.partial(_worth, left))
         some = requests[:size]
         until, known = (np.asarray([*values, *[0] * (size - len(some))], np.int32) for values in (goals[:size], [r.length for r in some]))
-        return Call(some, None, self._run(self._program("prefill", size, chunk, needs), self._ids(some, size), until, known))
+        return some, 0, self._run(self._program("prefill", size, chunk, needs), self._ids(some, size), until, known)
 
     def decode(
         self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, num_draft_tokens: int | None = None
@@ -258,23 +255,15 @@ class Runner:
         known = np.asarray([*(r.length for r in requests), *[0] * (size - len(requests))], np.int32)
         steps = self.steps_for(needs, steps)
         program = self._program("decode", size, needs, count)
-        return Call(requests, count, self._run(program, self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)))
+        return requests, count, self._run(program, self._ids(requests, size), known, np.int32(steps), np.bool_(until_any))
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests. Whether one of them lacked pages, and left its requests as they were."""
-        reports, times = list[decode.Report](), self.times
-        for call in calls:
-            before = times.busy_seconds
-            reports.append(self._get(call.report, more=call is not calls[-1]))
-            if call.num_draft_tokens is None:
-                times.prefill_seconds += times.busy_seconds - before
-            else:
-                times.decode_seconds += times.busy_seconds - before
-        times.turn()
-        for call, report in zip(calls, reports, strict=True):
-            count = call.num_draft_tokens or 0
+        reports = self._get([report for *_, report in calls])
+        self.times.turn()
+        for (requests, count, _), report in zip(calls, reports, strict=True):
             self._free = report.pages[0]
-            for row, request in enumerate(call.requests):
+            for row, request in enumerate(requests):
                 known = len(request.output)
                 request.advance(report, row, count)
                 if self.adaptive is not None and 0 < known < len(request.output):
@@ -340,13 +329,14 @@ class Runner:
     def _run(self, program: Callable[..., Any], *args: Any) -> Any:
         """Replaces the state by what a program makes of it, and gives what else it gives. A program that fails takes the state along."""
         state, self._state = self._state, None
+        # Before the call: the device begins while the host still hands over, and where it asks the host whether to go on, as a loop
+        # on a GPU does, the call returns only after its last round.
+        self.times.handed()
         with self._explained():
             self._state, found = program(self.target, self.drafter, state, *args)
-        self.times.handed()
         return found
 
-    def _get(self, tree: Any, more: bool = False) -> Any:
-        """On the host. more: the device has another call to work on."""
+    def _get(self, tree: Any) -> Any:
         try:
             with self._explained():
                 return jax.device_get(tree)
@@ -354,7 +344,7 @@ class Runner:
             self._state = None  # what a failed program gives can never be read
             raise
         finally:
-            self.times.waited(more)
+            self.times.waited()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

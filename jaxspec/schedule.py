@@ -15,7 +15,9 @@ from jaxspec.sampling import Needs
 from jaxspec.slots import boundary, common
 
 AHEAD = 4  # requests that are read before there is a slot for them
-BESIDE = 4  # rounds between two calls that compute prompts
+# Rounds between two calls that compute prompts: at most so many, and as many as the sequences that decode are for each of those that wait
+# for their prompts, in eighths. A round takes about as long for few as for many, so while few decode it is better spent on prompts.
+BESIDE, SHARE = 4, 8
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
 
 
@@ -39,9 +41,10 @@ class Turn:
         self._kinds = dict(kinds or {})
         self.waiting, self.active = collections.deque[Request](), list[Request]()
 
-    def step(self, steps: int = STEPS) -> bool:
+    def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Fills free slots, then computes some rows of the prompts, if any wait for it, and up to `steps` rounds of the sequences that
-        decode. False once nothing is left to do. Raises RuntimeError if others hold all slots."""
+        decode. meanwhile: what the host has to do, called while the device computes rows of prompts, if it does. False once nothing is
+        left to do. Raises RuntimeError if others hold all slots."""
         runner = self._runner
         runner.ready()
         self._readmit([r for r in self.active if r.slot < 0])
@@ -58,8 +61,10 @@ class Turn:
         calls = []
         if computing:
             calls.append(runner.prefill(computing, needs))
+        meanwhile()
         if decoding:
-            steps = min(steps, BESIDE) if computing else steps
+            if computing:
+                steps = min(steps, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
             calls.append(runner.decode(decoding, steps, until_any=bool(computing or self.waiting), needs=needs))
         starved = runner.read(calls)
         for request in computing:
@@ -73,8 +78,9 @@ class Turn:
     def end(self) -> list[Request]:
         """Takes out the requests that have ended."""
         ended = [r for r in self.active if r.ended]
-        self._runner.end(ended)
-        self.active = [r for r in self.active if not r.ended]
+        if ended:
+            self._runner.end(ended)
+            self.active = [r for r in self.active if not r.ended]
         return ended
 
     def close(self) -> None:
@@ -112,46 +118,53 @@ class Turn:
     def _admit(self) -> None:
         """Gives slots to those that wait, in order, as far as there are pages for what they know. Who begins like a prompt that is being
         computed for others waits for it."""
-        runner, fresh = self._runner, list[Request]()
-        for request in list(self.waiting):
-            if len(fresh) >= runner.free_slots or not self._room(request, fresh):
+        runner, fresh, free = self._runner, list[Request](), self._runner.free_slots
+        promised = sum(self._to_come(r) for r in self.active if not r.ready)
+        for request in list(self.waiting) if free else ():
+            source, rows = runner.held.find(request.tokens)
+            beside = len(self.active) + len(fresh)
+            # One page is to spare for each sequence that may need one soon. A sequence alone finds room.
+            needed = runner.pages_for(request.length + runner.num_draft_tokens) - rows // runner.page_size + promised + beside
+            if len(fresh) >= free or (beside and not self._room(needed, source)):
                 break
-            if self._deferred(request, fresh):
+            if self._deferred(request, rows, fresh):
                 continue
             self.waiting.remove(request)
-            self._plan(request)
+            self._plan(request, rows)
             fresh.append(request)
+            promised += self._to_come(request)
         if fresh:
             self.active += fresh  # first, so that an interrupt finds them here
             runner.admit(fresh)
             self._kinds |= {r.profile: r for r in fresh}
             self.active.sort(key=lambda r: r.order)
 
-    def _room(self, request: Request, fresh: list[Request]) -> bool:
-        """Whether there are pages for it, with one to spare for each sequence that may need one soon. A sequence alone finds room."""
-        runner, others = self._runner, [*self.active, *fresh]
-        promised = sum(runner.pages_for(r.goal) - runner.pages_for(r.computed) for r in others if not r.ready)
-        needed = runner.pages_for(request.length + runner.num_draft_tokens) + promised + len(others)
-        source, rows = runner.held.find(request.tokens)
-        while others and runner.free_pages + rows // runner.page_size < needed:
+    def _to_come(self, request: Request) -> int:
+        """Pages that the rest of its prompt will take."""
+        return self._runner.pages_for(request.goal) - self._runner.pages_for(request.computed)
+
+    def _room(self, needed: int, source: int) -> bool:
+        """Whether there are so many free pages, if need be those of sequences that are kept, but the one in slot `source`."""
+        runner = self._runner
+        while runner.free_pages < needed:
             if runner.held.ended:
                 runner.flush()
             elif not runner.evict(needed=False, but=source):
                 return False
         return True
 
-    def _deferred(self, request: Request, fresh: list[Request]) -> bool:
-        """Whether a prompt that is on its way through a slot will be kept where it serves this one, and serves it better than any other."""
-        rows = self._runner.held.find(request.tokens)[1]
+    def _deferred(self, request: Request, rows: int, fresh: list[Request]) -> bool:
+        """Whether a prompt that is on its way through a slot will be kept where it serves this one, and serves it better than any other:
+        for more than `rows`."""
         ahead = [r for r in [*self.active, *fresh] if r.goals]
         return any(goal >= rows + self._runner.page_size and common(request.tokens, r.prompt) > goal for r in ahead for goal in r.goals)
 
-    def _plan(self, request: Request) -> None:
-        """Decides where its prompt is kept: where it serves others best, and at its end if the conversation may go on otherwise."""
+    def _plan(self, request: Request, rows: int) -> None:
+        """Decides where its prompt is kept: where it serves others best, and at its end if the conversation may go on otherwise. rows:
+        of it that are kept already."""
         if request.output:
             return
         runner, prompt = self._runner, request.prompt
-        rows = runner.held.find(prompt)[1]
         others = [r.prompt for r in self.waiting] + [other for other in self._seen if other is not prompt]
         goal = boundary(prompt, rows, others, runner.page_size)
         goals = {goal, len(prompt) - 1 if request.keep else 0}

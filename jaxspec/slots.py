@@ -58,10 +58,10 @@ class Slots:
     def find(self, tokens: np.ndarray) -> tuple[int, int]:
         """(slot, rows) of the kept sequence that has computed most of these tokens, the last one excepted; (-1, 0) if there is none."""
         best = (-1, 0)
-        for slot, kept in self.kept.items():
-            size = len(kept.tokens)
-            if size - 1 > best[1] and size <= len(tokens) and np.array_equal(kept.tokens, tokens[:size]):
-                best = slot, size - 1
+        for slot, kept in enumerate(self._holds):
+            if isinstance(kept, Kept) and best[1] < (size := len(kept.tokens)) - 1 < len(tokens):
+                if (kept.tokens == tokens[:size]).all():
+                    best = slot, size - 1
         return best
 
     def idle(self, but: Collection[int] = ()) -> int:
@@ -117,13 +117,14 @@ def boundary(tokens: np.ndarray, rows: int, others: Iterable[np.ndarray], least:
 
     rows: how many are computed already. A snapshot at row b serves the others that have its first b + 1 tokens.
     """
-    ends = sorted((min(common(tokens, other), len(tokens)) - 1 for other in others), reverse=True)
-    worth = [((end - rows) * (i + 1), end) for i, end in enumerate(ends) if end - rows >= least]
-    return max(worth, default=(0, 0))[1]
+    begin = tokens[: rows + least + 1].tobytes()  # what the others must begin with; most do not, and are done with at once
+    alike = [other for other in others if other[: rows + least + 1].tobytes() == begin] if rows + least < len(tokens) else []
+    ends = sorted((common(tokens, other) - 1 for other in alike), reverse=True)
+    return max((((end - rows) * (i + 1), end) for i, end in enumerate(ends)), default=(0, 0))[1]
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
     """How many tokens two sequences have in common at their beginnings."""
     size = min(len(a), len(b))
     same = a[:size] == b[:size]
-    return size if same.all() else int(np.argmin(same))
+    return size if same.all() else int(same.argmin())

@@ -114,14 +114,14 @@ class Stats:
     requests, prompt_tokens, tokens: what was served; a stream that was closed early counts what it gave. steps, drafted, accepted,
     histogram, rounds_by_draft: sums over requests; an empty rounds_by_draft says that all rounds made every draft. stepped_tokens: tokens
     less the first of each request, which no step gives. seconds: time spent generating, compiling excluded; busy_seconds: of these, those
-    in which the device had a call to work on, from when it was handed over until its results were there; prefill_seconds, decode_seconds:
-    of those, the ones that the host waited for prompts and for steps. host_times: how long the host took between two such calls with
-    nothing for the device to do, entry i counting times up to 10 us * 2^(i/4); see `host_seconds`. Where there are several data shards,
-    times are those of the busiest. cached_tokens: of the prompt tokens, those that had been computed for other requests.
-    preemptions: sequences that made room for others and were computed again. first_token_seconds: sum over requests of the time until the
-    first token was known. compilations, compile_seconds: programs made ready, and how long that took, be it by compiling or from the
-    persistent cache. weight_bytes, state_bytes: memory of the target's and drafter's weights, and of the cache and all slots. peak_bytes:
-    the most that a device has had in use, None where it does not say.
+    in which the device had a call to work on, from the moment that the host began to hand it over until its results were there. host_times:
+    of turns that computed prompts, steps or both, by how long the host took for one while the device had nothing to do, entry i counting
+    times up to 10 us * 2^(i/4); see `host_seconds`. Where there are several data shards, times are those of the busiest. cached_tokens:
+    of the prompt tokens, those that had been computed for other requests. preemptions: sequences that made room for others and were
+    computed again. first_token_seconds: sum over requests of the time until the first token was known. compilations, compile_seconds:
+    programs made ready, and how long that took, be it by compiling or from the persistent cache. weight_bytes, state_bytes: memory of the
+    target's and drafter's weights, and of the cache and all slots. peak_bytes: the most that a device has had in use, None where it does
+    not say.
     """
 
     requests: int = 0
@@ -137,8 +137,6 @@ class Stats:
     preemptions: int = 0
     seconds: float = 0.0
     busy_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
     host_times: tuple[int, ...] = ()
     first_token_seconds: float = 0.0
     compilations: int = 0
@@ -198,7 +196,7 @@ class Stats:
         return self.first_token_seconds / self.requests if self.requests else 0.0
 
     def host_seconds(self, share: float = 0.5) -> float:
-        """What the host took at most in this share of the times between two calls, to about a tenth; 0.0 before the first."""
+        """What the host took at most, in this share of turns, between two calls of the device; to about a tenth. 0.0 before the first."""
         seen, wanted = 0, share * sum(self.host_times)
         for i, count in enumerate(self.host_times):
             if count and seen + count >= wanted:
@@ -238,24 +236,23 @@ def _added(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
 class Times:
     """Where the time of one device goes, of a runner's calls. clock: seconds, of which only those count that it says pass.
 
-    busy_seconds: the device had something to do; prefill_seconds, decode_seconds: as of `Stats`. host_times: a histogram, as of `Stats`.
+    busy_seconds, host_times: as of `Stats`.
     """
 
     def __init__(self, clock: Callable[[], float]):
         self._clock, self._since, self._idle = clock, None, 0.0
-        self.busy_seconds = self.prefill_seconds = self.decode_seconds = 0.0
-        self.host_times = [0] * HOST_TIMES
+        self.busy_seconds, self.host_times = 0.0, [0] * HOST_TIMES
 
     def handed(self) -> None:
-        """The device has been given something to do."""
+        """The device is being given something to do."""
         if self._since is None:
             self._since = self._clock()
 
-    def waited(self, more: bool = False) -> None:
-        """What was waited for is done. more: something else is under way."""
-        now = self._clock()
-        self.busy_seconds += 0.0 if self._since is None else now - self._since
-        self._since = now if more else None
+    def waited(self) -> None:
+        """All of it is done."""
+        if self._since is not None:
+            self.busy_seconds += self._clock() - self._since
+        self._since = None
 
     def turn(self) -> None:
         """All that a turn of the requests gave the device is done."""

@@ -484,7 +484,8 @@ def test_totals_and_how_things_show_themselves(load, parrot, folders):
     assert stats.steps == sum(c.stats.steps for c in completions)
     assert stats.histogram == tuple(sum(h) for h in zip(*(c.stats.histogram for c in completions), strict=True))
     assert stats.accepted == sum(c.stats.accepted for c in completions)
-    assert stats.seconds > 0 and stats.compile_seconds > 0 and stats.compilations == len(llm._runner._programs)
+    assert 0 < stats.busy_seconds < stats.seconds and sum(stats.host_times) > 1 and 0 < stats.host_seconds() < stats.seconds
+    assert stats.compile_seconds > 0 and stats.compilations == len(llm._runner._programs)
     assert stats.weight_bytes > 4 * 4096 * 32 and stats.state_bytes > 8 * MAX_LEN * 5
     stream = llm.stream(PROMPTS[0][0], params(0))
     given = len(next(stream).token_ids) + len(next(stream).token_ids)

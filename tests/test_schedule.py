@@ -1,14 +1,16 @@
 """What the host makes the device do next, with a runner that only takes notes."""
 
 import collections
+import types
 
 import numpy as np
 import pytest
 
 from jaxspec import decode
 from jaxspec.request import Request
+from jaxspec.runner import Runner
 from jaxspec.sampling import PLAIN
-from jaxspec.schedule import AHEAD, Turn
+from jaxspec.schedule import AHEAD, BESIDE, Turn
 from jaxspec.slots import Slots
 
 
@@ -50,6 +52,7 @@ class Notes:
 
     def decode(self, requests, steps, until_any=False, needs=PLAIN):
         self.calls.append(("decode", [r.order for r in requests]))
+        self.steps = steps
         return "decode", requests, 0
 
     def read(self, calls):
@@ -134,6 +137,37 @@ def test_a_sequence_waits_until_there_are_pages_for_what_it_knows(turn):
     runner.free_pages = 7
     turn.step()
     assert len(turn.active) == 2
+
+
+@pytest.mark.parametrize(("decoding", "computing", "rounds"), [(1, 1, 1), (15, 1, 1), (16, 1, 2), (31, 1, 3), (64, 1, BESIDE), (31, 3, 1)])
+def test_prompts_are_computed_the_sooner_the_more_slots_wait_for_theirs(turn, monkeypatch, decoding, computing, rounds):
+    """A round is as long for few sequences as for many. But a long prompt costs many that decode no more than a part of their speed."""
+    monkeypatch.setattr(Notes, "slots", decoding + computing)
+    runner, turn = turn(*(request(i) for i in range(decoding)), *(request(*range(90, 120), i) for i in range(computing)))
+    runner.held, events = Slots(decoding + computing), []
+    while len(turn.active) < decoding + computing or any(r.computed == 0 for r in turn.active):
+        turn.step()
+        for r in turn.active:  # all that have begun get on, and only the long ones have something left
+            r.computed, r.goals = min(max(r.computed, 8), len(r.prompt)), []
+            r.output[:] = [7] if len(r.prompt) == 1 else []
+    runner.calls.clear()
+    turn.step(64, meanwhile=lambda: events.extend(runner.calls))
+    assert [name for name, _ in runner.calls] == ["prefill", "decode"] and [name for name, _ in events] == ["prefill"]
+    assert len(runner.calls[1][1]) == decoding and runner.steps == rounds
+
+
+@pytest.mark.parametrize(
+    ("slots", "max_len", "buckets"),
+    [
+        (64, 4096, [(1, 64), (1, 512), (2, 256), (8, 64)]),
+        (1, 4096, [(1, 64), (1, 512)]),
+        (4, 300, [(1, 64), (1, 300), (2, 150), (4, 64)]),
+        (4, 100, [(1, 64), (1, 100), (4, 64)]),
+        (4, 40, [(1, 40), (4, 40)]),
+    ],
+)
+def test_prompts_are_computed_one_by_one_by_twos_or_many_at_a_time(slots, max_len, buckets):
+    assert Runner.prefill_buckets.fget(types.SimpleNamespace(slots=slots, max_len=max_len)) == buckets
 
 
 def test_who_begins_alike_waits_for_what_is_being_computed(turn):

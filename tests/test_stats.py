@@ -107,15 +107,14 @@ def test_rounds_of_differing_numbers_of_drafts():
 def test_where_the_time_of_a_device_goes():
     now = 0.0
     times = Times(lambda: now)
-    for host, prefill, decode in [(0.002, 0.5, 1.5), (0.003, 0.0, 1.0), (0.0, 0.25, 0.25)]:
+    for host, first, second in [(0.002, 0.5, 1.5), (0.003, 0.0, 1.0), (0.0, 0.25, 0.25)]:
         now += host
         times.handed()
-        if prefill:
-            times.handed()  # the second of two calls is handed over while the first one runs
-            now += prefill
-            times.waited(more=True)
-        now += decode
+        now += first
+        times.handed()  # another call, while the first one runs
+        now += second
         times.waited()
+        times.waited()  # nothing is under way any more
         times.turn()
     assert times.busy_seconds == pytest.approx(3.5) and now == pytest.approx(3.505)
     found = Stats(host_times=tuple(times.host_times))
