@@ -9,15 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from quick import unoptimised
 
 import jaxspec
-from jaxspec import cli, decode, gemma4, sharding
+from jaxspec import cli, decode, gemma4, runner, sharding
 from jaxspec.config import Gemma4Config
 from tests import real_configs, tiny
 
 GREEDY = jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, seed=3)
 PROMPTS = ["def add(a, b):", "import os\n\n\ndef walk(top):\n    ", "for i in", "x = {"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile():
+    with pytest.MonkeyPatch.context() as patch:
+        unoptimised(patch)
+        patch.setattr(runner, "PREFILL_ROWS", runner.PREFILL_CHUNK)  # one program for prompts of every length
+        yield
 
 
 @pytest.fixture(scope="module")
