@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -239,6 +240,8 @@ def _own(
         with unfinished.open("wb") as file:
             np.savez(file, asked=asked, ids=own.ids, first=own.first, length=own.length)
         unfinished.replace(kept)
+    del llm
+    gc.collect()  # an engine refers to itself, and its cache may be most of the memory
     return own
 
 
@@ -255,7 +258,7 @@ def _slots(model: Gemma4, length: int, mesh: Mesh | None) -> int:
         return plan.AUTO_SLOTS
     kernels = mesh is None and dialect.obstacle() is None
     sizes = plan.sizes_of(model, NoDraft(), max_len=length, num_draft_tokens=0, kernels=kernels)
-    room = int(0.9 * limit) - (device.memory_stats() or {})["bytes_in_use"] + sizes.weights  # which are there already
+    room = int(0.9 * limit) - (device.memory_stats() or {}).get("bytes_in_use", 0) + sizes.weights  # which are there already
     return plan.most_slots(sizes, room, WRITING_SLOTS) or 1
 
 

@@ -39,6 +39,15 @@ def test_what_is_written_is_what_is_loaded(kind, tmp_path):
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"num_assistant_tokens": 3}
 
 
+def test_transformers_loads_a_draft_model_that_is_written(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    kinds.save(tmp_path, small.drafter("draft-model"), small.CONFIGS["draft-model"], {})
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(model).__name__ == "Gemma4ForCausalLM"
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_drafter_begins_with_the_targets_heads(kind):
     model = small.target()
