@@ -122,7 +122,7 @@ def _experts(moe: Any, top_k: int, x: Any, gate_up: Any, down: Any, scores: Any,
 
 
 def step_case(name: str, dtype: str) -> Case:
-    """`spec_step` of a model and its assistant at one sequence and K = 4. dtype: "auto" is the current device's default."""
+    """`decode_loop` of a model and its assistant at one sequence and K = 4. dtype: "auto" is the current device's default."""
     if name == "pocket":
         configs = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
     else:
@@ -132,5 +132,6 @@ def step_case(name: str, dtype: str) -> Case:
     target, drafter = gemma4.abstract(config, numbers), gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config), numbers)
     settings = {"slots": 1, "max_len": 4096, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
-    step = functools.partial(decode.spec_step, num_draft_tokens=4)
-    return Case(STEP, f"{name}, {numbers.name}", step, (target, drafter, state, jax.ShapeDtypeStruct((1,), jnp.int32)), donate=(2,))
+    slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    loop = functools.partial(decode.decode_loop, num_draft_tokens=4)
+    return Case(STEP, f"{name}, {numbers.name}", loop, (target, drafter, state, slots, steps), donate=(2,))

@@ -1,8 +1,9 @@
-"""Compiles every kernel and one `spec_step` for GPUs that need not be there: `python -m jaxspec.compile_check`.
+"""Compiles every kernel and a loop of steps for GPUs that need not be there: `python -m jaxspec.compile_check`.
 
 Where JAX's CUDA plug-in and its compiler are installed (`pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm`,
 the first two with --no-deps and of jaxlib's version), programs are compiled to the end for a device that is described in numbers.
-Printed are the shared memory, registers and spilled bytes of each kernel, the most of all its shapes, and the memory of a step.
+Printed are the shared memory, registers and spilled bytes of each kernel, the most of all its shapes, and the memory of a step. Where
+kernels serve, a step has to be one CUDA graph.
 Without the plug-in programs are lowered for CUDA, which finds what the Triton dialect refuses. Nothing runs, and nothing is timed.
 
 What "auto" takes on a GPU is what is compiled for it. Where that is Mosaic, the Triton kernel that also serves is compiled too.
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from jaxspec.compile_cases import Case
 
 STEPS = ("pocket", "e2b", "26b", "31b")
+GRAPH = "kCommandBuffer"  # XLA's name of a CUDA graph
 MOSAIC = "mosaic"  # the name under which kernels in that dialect are counted
 SAID = "stdout"  # a file
 
@@ -114,7 +116,7 @@ class Figures:
 @dataclasses.dataclass
 class Outcome:
     """What became of a case. kernels: by name, none where XLA serves. memory: bytes of a compiled program's arguments and temporaries.
-    failure: why it did not compile."""
+    failure: why it did not compile, or is not what it has to be."""
 
     kernels: dict[str, Figures] = dataclasses.field(default_factory=dict)
     memory: tuple[int, int] | None = None
@@ -182,6 +184,9 @@ class Compiler:
             os.truncate(path, 0) if path.name == SAID else path.unlink()
         memory: Any = lowered.compile().memory_analysis()
         outcome.memory = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        commands = loop_commands(self._dumped("thunk_sequence_after_thunk_passes.txt"))
+        if case.kernel == STEP and outcome.kernels and commands != [GRAPH]:
+            outcome.failure = f"a step is {len(commands)} commands ({', '.join(sorted(set(commands)))}), expected one CUDA graph"
         for name, shared in re.findall(r" (\w+) grid: .*shared_memory: (\d+) bytes", self._dumped("thunk_sequence.txt")):
             if name in outcome.kernels:
                 outcome.kernels[name].add(shared=int(shared))
@@ -208,6 +213,13 @@ class Compiler:
                 continue
             command = [assembler, "-v", f"-arch={target[1]}", path, "-o", os.devnull]
             yield subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def loop_commands(dumped: str) -> list[str]:
+    """What the body of a program's loop runs one after the other, by XLA's dump of that: `GRAPH`, or kinds of kernels and copies."""
+    _, _, body = dumped.partition("body:\n")
+    depth = min((len(indent) for indent in re.findall(r"^( *)\d+: k\w+", body, re.MULTILINE)), default=0)
+    return re.findall(rf"^ {{{depth}}}\d+: (\w+)", body, re.MULTILINE)
 
 
 def _installed(path: str) -> list[str]:

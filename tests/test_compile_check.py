@@ -106,3 +106,18 @@ def test_descriptions_agree_with_what_devices_may_use():
     for gpu in GPUS.values():
         assert device.SHARED_MEMORY[".".join(map(str, gpu.capability))] == gpu.program_shared
         assert f"shared_memory_per_block_optin: {gpu.program_shared}\n" in gpu.description()
+
+
+def test_commands_of_a_loop_s_body():
+    dumped = """001: kCopy  [source | next=002 (1)] kCopy
+002: kWhile [prev=001 (1) | sink]
+condition:
+    003: kCustomKernel [source | sink] loop_and_fusion
+  body:
+    000: kCommandBuffer [source | sink]
+        004: kCopy [source | next=005 (1)] kCopy
+        005: kCustomKernel [prev=004 (1) | sink] linear
+"""
+    assert compile_check.loop_commands(dumped) == [compile_check.GRAPH]
+    assert compile_check.loop_commands(dumped + "    006: kCopy [source | sink] kCopy\n") == [compile_check.GRAPH, "kCopy"]
+    assert compile_check.loop_commands("001: kCopy [source | sink] kCopy\n") == []
