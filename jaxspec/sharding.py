@@ -77,8 +77,8 @@ def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:
 
 def check(mesh: Mesh) -> None:
     """Raises ValueError for a mesh of other axes, and for one that spreads data over processes."""
-    if set(mesh.axis_names) != {DATA, TENSOR}:
-        raise ValueError(f"mesh has axes {tuple(mesh.axis_names)}, expected 'data' and 'tensor'")
+    if mesh.axis_names != (DATA, TENSOR):
+        raise ValueError(f"mesh has axes {mesh.axis_names}, expected 'data' and 'tensor' in this order")
     data, processes = mesh.shape[DATA], _processes(mesh)
     if data > 1 and processes > 1:
         raise ValueError(

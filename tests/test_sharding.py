@@ -130,8 +130,10 @@ def test_meshes_that_cannot_be_used_are_refused():
         sharding.mesh(tensor=64)
     with pytest.raises(ValueError, match="^tensor is 2 and mesh is given too; expected one of them"):
         jaxspec.load("pocket", mesh=sharding.mesh(data=2), tensor=2, progress=False)
-    with pytest.raises(ValueError, match=r"mesh has axes \('x',\), expected 'data' and 'tensor'"):
-        jaxspec.load("pocket", mesh=jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("x",)), progress=False)
+    for axes in (("x", "data"), ("tensor", "data")):
+        mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), axes)
+        with pytest.raises(ValueError, match=rf"mesh has axes \('{axes[0]}', 'data'\), expected 'data' and 'tensor' in this order"):
+            jaxspec.load("pocket", mesh=mesh, progress=False)
     for text in ("tensor", "tensor=x", "pipeline=2", "tensor=2,", "tensor=2,tensor=4"):
         with pytest.raises(ValueError, match=f"^the mesh is '{text}'; expected 'data=N', 'tensor=N' or both"):
             sharding.mesh_of(text)
