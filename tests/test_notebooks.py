@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ from jaxspec import checkpoint, display
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIGURES = {"01": 1, "02": 3, "03": 3, "04": 1, "05": 1, "06": 1}  # how many pictures each draws
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SLOW = {"04"}  # it compiles two training steps
 REPOSITORY = re.findall(r"^REPOSITORY = (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[0]
 
@@ -86,6 +88,8 @@ def test_notebook_is_kept_clean(path):
 def test_memory_is_set_and_the_package_there_before_jax_starts(path):
     first, *rest = cells(path, "code")
     assert first.source == cells(NOTEBOOKS[0], "code")[0].source, "the first cell differs from that of the first notebook"
+    extras = re.findall(r"jaxspec\[([\w,]+)\]", first.source)[0].split(",")
+    assert set(extras) <= set(PROJECT["project"]["optional-dependencies"])
     assert 'os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ' in first.source and f'git+https://github.com/{REPOSITORY}"' in first.source
     python = "\n".join(line.replace("%pip install", "pass  #") for line in first.source.splitlines())
     imported = {alias.name for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Import) for alias in node.names}
