@@ -123,3 +123,13 @@ def _line(where: str, line: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
     # A template may open an answer with more than it shows of one that was given, such as an empty thought: inference sees the former.
     same = next((i for i, (a, b) in enumerate(zip(whole, given, strict=False)) if a != b), min(len(whole), len(given)))
     return given + whole[same:], len(given)
+
+
+def windows(stream: np.ndarray, length: int, batch: int, seed: int) -> Callable[[int], Batch]:
+    """The batch of a step: windows at random places of a stream of token ids."""
+
+    def draw(step: int) -> Batch:
+        starts = np.random.default_rng([seed, step]).integers(0, len(stream) - length + 1, batch)
+        return packed([stream[at : at + length] for at in starts], [0] * batch, length)
+
+    return draw

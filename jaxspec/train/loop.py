@@ -52,6 +52,8 @@ class Run:
         for name in ("steps", "batch", "accumulate", "every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if not self.peak > 0:
+            raise ValueError(f"peak is {self.peak}, expected more than 0")
         if self.length < 4:
             raise ValueError(f"length is {self.length}, expected at least 4")
         if self.batch % self.accumulate:

@@ -25,7 +25,7 @@ import numpy as np
 from jaxspec import gemma4
 from jaxspec.config import FULL, SLIDING, Gemma4Config
 from jaxspec.train import distil
-from jaxspec.train.data import drawn, packed
+from jaxspec.train.data import packed, windows
 from jaxspec.train.kinds import initial
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, target_loss
@@ -226,22 +226,17 @@ def train_target(args: argparse.Namespace) -> None:
     def loss(model: gemma4.Gemma4, _: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return target_loss(model, batch)
 
-    score = scores(windows(held, length), loss, run.batch)
+    rows = [held[at : at + length] for at in range(0, len(held) - length + 1, length)]
+    score = scores(packed(rows, [0] * len(rows), length), loss, run.batch)
 
     def evaluate(model: gemma4.Gemma4) -> dict[str, float]:
         return score(model, ())
 
-    texts, out = windows(learnt, length), args.out
-    weights = fit(loss, weights, (), drawn(texts, run.batch, args.seed), run, out=out / "likelihood", evaluate=evaluate)
+    texts, prompts, out = windows(learnt, length, run.batch, args.seed), windows(rest, 128, 256, args.seed + 1), args.out
+    weights = fit(loss, weights, (), texts, run, out=out / "likelihood", evaluate=evaluate)
     run = dataclasses.replace(run, steps=args.unlikelihood_steps, peak=args.peak / 4)
-    weights = break_loops(weights, texts, windows(rest, 128), run, out=out / "unlikelihood", evaluate=evaluate)
+    weights = break_loops(weights, texts, prompts, run, out=out / "unlikelihood", evaluate=evaluate)
     save_target(out, weights, TARGET)
-
-
-def windows(stream: np.ndarray, length: int) -> Batch:
-    """A stream cut into rows."""
-    rows = [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
-    return packed(rows, [0] * len(rows), length)
 
 
 def measure(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int = 128, ks: Sequence[int] = (1, 2, 4, 7)) -> None:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.gemma4 import Gemma4
-from jaxspec.train.data import drawn
 from jaxspec.train.generate import generate
 from jaxspec.train.guesses import XLA, whole_rows
 from jaxspec.train.loop import Run, fit
@@ -34,27 +33,25 @@ def repeats(ids: jax.Array, n: int) -> jax.Array:
 
 def break_loops(
     weights: Gemma4,
-    texts: Batch,
-    prompts: Batch,
+    texts: Callable[[int], Batch],
+    prompts: Callable[[int], Batch],
     run: Run,
     *,
     out: Path,
     new_tokens: int = 192,
-    continuations: int = 256,
     n: int = 5,
     evaluate: Callable[[Any], dict[str, float]] | None = None,
     progress: bool = True,
 ) -> Gemma4:
     """Trains on texts as before and, with equal weight a token, against repetition in greedy continuations of prompts.
 
-    prompts: rows without padding. evaluate: as in `fit`. The metric `distinct_8` is the share of 8-grams in the continuations that are
-    not repeats within their sequence.
+    texts, prompts: the batches of a step; prompts have no padding. evaluate: as in `fit`. The metric `distinct_8` is the share of 8-grams
+    in the continuations that are not repeats within their sequence.
     """
-    likely, prompting = drawn(texts, run.batch, run.seed), drawn(prompts, continuations, run.seed + 1)
-    given = prompts.ids.shape[1]
+    given = prompts(0).ids.shape[1]
 
     def draw(step: int) -> tuple[Batch, Batch]:
-        return likely(step), prompting(step)
+        return texts(step), prompts(step)
 
     def loss(model: Gemma4, _: Any, drawn: tuple[Batch, Batch], key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         texts, prompts = drawn

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.checkpoint import resolve
 from jaxspec.text import load_tokenizer
-from jaxspec.train.data import drawn, held_back, packed, read
+from jaxspec.train.data import drawn, held_back, packed, read, windows
 
 BOS = 2
 
@@ -103,6 +103,14 @@ def test_batches_depend_on_seed_and_step_alone():
     mixed = drawn(texts, 5, 0, own=own)(0)
     assert (mixed.ids[:, 0] >= 100).tolist() == [False] * 3 + [True] * 2 and mixed.first.tolist() == [0, 0, 0, 2, 2]
     assert set(mixed.length.tolist()) == {5}
+
+
+def test_windows_lie_anywhere_in_a_stream():
+    drawn = [windows(np.arange(30), 8, 4, seed=0)(step) for step in range(60)]
+    starts = np.concatenate([batch.ids[:, 0] for batch in drawn])
+    assert set(starts.tolist()) == set(range(23)) and drawn[0].length.tolist() == [8] * 4
+    assert all((batch.ids - batch.ids[:, :1] == np.arange(8)).all() for batch in drawn)
+    assert np.array_equal(windows(np.arange(30), 8, 4, seed=0)(7).ids, drawn[7].ids)
 
 
 def test_a_fiftieth_is_held_back():

@@ -7,7 +7,7 @@ import pytest
 import small
 
 from jaxspec.train import unlikelihood
-from jaxspec.train.data import packed
+from jaxspec.train.data import windows
 from jaxspec.train.generate import generate
 from jaxspec.train.guesses import whole_rows
 from jaxspec.train.loop import Run
@@ -53,8 +53,8 @@ def test_unlikelihood_is_of_the_repeats_that_the_model_wrote(monkeypatch):
     monkeypatch.setattr(unlikelihood, "fit", lambda *args, **settings: (args, settings))
     model, run = small.target(4), Run(steps=7, batch=4, length=16)
     stream = np.random.default_rng(0).integers(0, small.VOCAB, 320)
-    texts, prompts = packed(list(stream.reshape(-1, 16)), [0] * 20, 16), packed(list(stream.reshape(-1, 5)), [0] * 64, 5)
-    (loss, *passed), settings = break_loops(model, texts, prompts, run, out="folder", new_tokens=18, continuations=3, n=3)
+    texts, prompts = windows(stream, 16, 4, 0), windows(stream, 5, 3, 1)
+    (loss, *passed), settings = break_loops(model, texts, prompts, run, out="folder", new_tokens=18, n=3)
     assert passed[0] is model and passed[3] is run and settings["out"] == "folder"
     ids, drawn = passed[2](2)
     assert ids.ids.shape == (4, 16) and drawn.ids.shape == (3, 5)
