@@ -475,6 +475,33 @@ def test_threads_take_turns(llm, expected):
     assert results == {0: [expected[i] for i in (0, 1, 2, 4)], 1: [expected[i] for i in (5, 6, 7, 0)]}
 
 
+def test_between_two_completions_other_threads_have_the_slots_that_are_left(llm, expected):
+    found = []
+
+    def other():
+        try:
+            found.append(tokens(generate(llm, [4])))
+        except RuntimeError as error:
+            found.append(str(error))
+
+    def from_another_thread():
+        thread = threading.Thread(target=other, daemon=True)
+        thread.start()
+        thread.join(300)  # one that waited for the iterator would wait for ever
+        return found.pop()
+
+    short, long = (PROMPTS[0][0], params(0, max_tokens=5)), (PROMPTS[5][0], params(5))
+    iterator = llm.as_completed([short, long])
+    assert next(iterator).token_ids == expected[0][:5]
+    assert from_another_thread() == [expected[4]]
+    assert [c.token_ids for c in iterator] == [expected[5]]
+    iterator = llm.as_completed([short, *((PROMPTS[row][0], params(row)) for row in (1, 2, 5, 6, 7))])
+    next(iterator)
+    assert from_another_thread() == "all 3 slots are held by open streams; close some, or load with more max_slots"
+    iterator.close()
+    assert from_another_thread() == [expected[4]]
+
+
 def test_totals_and_how_things_show_themselves(load, parrot, folders):
     llm = load(parrot, num_draft_tokens=K, max_slots=8)
     completions = generate(llm, [0, 1])
