@@ -112,13 +112,12 @@ def test_the_same_tokens_for_any_k_and_batch(target, assistant, texts, temperatu
     assert (np.asarray(state.length)[ends == decode.FULL_LENGTH] == max_len).all()
     assert (ends == decode.FULL_LENGTH).any()
     compared, ties = 0, 0
-    for k in (1, 4, 7):
-        found, _ = decoded(target, assistant, sequences, limits, max_len=max_len, num_draft_tokens=k, temperature=temperature)
-        for seed, (f, e) in enumerate(zip(found, expected, strict=True)):
+    for k, batch in ((7, len(sequences)), (1, 3)):
+        some = sequences[:batch]
+        found, _ = decoded(target, assistant, some, limits[:batch], max_len=max_len, num_draft_tokens=k, temperature=temperature)
+        for seed, (f, e) in enumerate(zip(found, expected[:batch], strict=True)):
             ties += assert_same(target, f, e, temperature, seed)
             compared += len(e)
-    alone, _ = decoded(target, assistant, sequences[:1], limits[:1], max_len=max_len, num_draft_tokens=4, temperature=temperature)
-    ties += assert_same(target, alone[0], expected[0], temperature, 0)
     assert ties <= 1 + compared // 10_000
 
 
