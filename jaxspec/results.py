@@ -58,11 +58,13 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def remove_errors(path: Path) -> None:
-    """Those of an earlier run: each run finds the bad lines again."""
+    """Those of an earlier run, be it one that was killed while it wrote the first: each run finds the bad lines again."""
     if path.exists():
         with open(path, "rb") as file:
             first = file.readline()
-        if first and not (parsed(first) or {}).get("error"):
+        begin, left = b'{"line": ', first.partition(b"\0")[0]
+        torn = not left.endswith(b"\n") and left[: len(begin)] == begin[: len(left)]
+        if first and not torn and not (parsed(first) or {}).get("error"):
             raise ValueError(f"{path} is there, and is no file of errors; name another")
         path.unlink()
 

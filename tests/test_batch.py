@@ -197,6 +197,14 @@ def test_bad_lines_are_put_aside_with_their_number_and_the_reason(tmp_path):
     assert (result.written, result.bad, result.errors.exists()) == (1, 0, False)
 
 
+@pytest.mark.parametrize("torn", [b"", b'{"li', b'{"line": 2, "id": 2, "err', b'{"line": 2, "id"\0\0\0', b"\0" * 80])
+def test_errors_that_a_killed_run_left_torn_are_found_again(torn, tmp_path):
+    path, errors = write_lines(tmp_path / "in.jsonl", ['{"prompt": "x"}', "bad"]), tmp_path / "out.errors.jsonl"
+    errors.write_bytes(torn)
+    assert batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").bad == 1
+    assert [r["line"] for r in read_lines(errors)] == [2]
+
+
 def test_a_request_that_fails_alone_has_an_error_in_its_result(tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "params": {"seed": i}} for i in range(3)])
     result = batch.run_batch(FakeLLM(fails=(1,)), path, tmp_path / "out.jsonl")
