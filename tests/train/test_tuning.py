@@ -12,8 +12,9 @@ import small
 import tiny
 
 import jaxspec
-from jaxspec import cli
-from jaxspec.train import distil, finetune
+from jaxspec import cli, plan
+from jaxspec.drafters import NoDraft
+from jaxspec.train import distil, finetune, tuning
 from jaxspec.train.loop import read_metrics
 
 SOURCE = Path(jaxspec.__file__)
@@ -113,6 +114,22 @@ def test_a_fresh_drafter_over_two_devices(target, tmp_path):
     assert set(tokens[:4]) & set(np.asarray(found.d2t) + np.arange(64)) and not (out / "checkpoints").exists()
 
 
+def test_as_many_texts_are_written_at_a_time_as_memory_holds(monkeypatch):
+    model = small.target()
+    held = {}
+    for limit in (None, 2**20, 2**24, 2**40):
+        monkeypatch.setattr(tuning, "memory_limit", lambda device, limit=limit: limit)
+        held[limit] = tuning._slots(model, 64, None)
+    assert held[None] == 64 and held[2**40] == tuning.WRITING_SLOTS
+    sizes = plan.sizes_of(model, NoDraft(), max_len=64, num_draft_tokens=0, kernels=False)
+    for limit in (2**20, 2**24):  # the weights are there already, and are not what slots are counted against
+        slots, left = held[limit], int(0.9 * limit)
+        assert 1 <= slots < tuning.WRITING_SLOTS
+        taken = sizes.kept(slots, slots * sizes.width) + sizes.work(slots) - sizes.weights
+        one_more = sizes.kept(slots + 1, (slots + 1) * sizes.width) + sizes.work(slots + 1) - sizes.weights
+        assert (taken <= left or slots == 1) and one_more > left
+
+
 def test_more_draft_steps_than_a_block_holds_are_refused(target, tmp_path):
     config = {**small.CONFIGS["dflash"], "vocab_size": tiny.VOCAB}
     with pytest.raises(ValueError, match="the objective has 7 draft steps; the drafter's block_size of 5 holds fewer"):
@@ -155,12 +172,12 @@ ASSISTANT = {**tiny.ASSISTANT, "num_centroids": 8, "centroid_intermediate_top_k"
 def test_pockets_assistant_catches_up_with_a_fine_tuned_pocket(tmp_path):
     """On a licence, which is no Python: the loss of acceptance, and that more than half of it comes back."""
     shutil.copy(LICENSE, tmp_path / "licence.txt")
-    sizes = {"batch": 4, "length": 128, "dtype": "float32", "save_every": 0}
-    teach, tune = {"steps": 60, "every": 60, "peak": 1e-3, **sizes}, {"steps": 120, "every": 60, "peak": 1e-3, "self_generate": 32, **sizes}
-    prompts = [LICENSE.read_text()[at : at + 300] for at in range(500, 9000, 1000)]
+    sizes = {"steps": 32, "every": 32, "batch": 4, "length": 64, "peak": 1e-3, "dtype": "float32", "save_every": 0}
+    teach, tune = sizes, {"self_generate": 32, **sizes}
+    prompts = [LICENSE.read_text()[at : at + 300] for at in range(500, 8500, 1000)]
 
     def acceptance(target, drafter):
-        llm = jaxspec.load(target, drafter, num_draft_tokens=4, max_slots=9, max_len=256, progress=False)
+        llm = jaxspec.load(target, drafter, num_draft_tokens=4, max_slots=8, max_len=256, progress=False)
         llm.generate(prompts, jaxspec.SamplingParams(max_tokens=96, temperature=0, ignore_eos=True))
         return llm.stats.acceptance_length
 
