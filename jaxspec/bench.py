@@ -59,7 +59,8 @@ class Program:
 @dataclasses.dataclass(frozen=True)
 class DecodeFigures:
     """Decoding a batch. temperature: of every sequence. context: mean length of a sequence while it was timed. steps: rounds that were
-    timed, in all repeats. acceptance_length: tokens a step of each sequence. bytes, flops: that a step has to read and to compute.
+    timed, in all repeats. step_ms: the difference of a call of many rounds and one of a single round, by round; call_ms: what a call takes
+    beside its rounds. acceptance_length: tokens a step of each sequence. bytes, flops: that a step has to read and to compute.
     floor_ms: the longer time of the two at the measured rates. ratio: step over floor. peak_bytes: most memory in use since the process
     began, None where the device does not say. kernels: by `kernel_times`, if asked for."""
 
@@ -69,6 +70,7 @@ class DecodeFigures:
     context: float
     steps: int
     step_ms: Spread
+    call_ms: float
     tokens_per_s: float
     acceptance_length: float
     bytes: roofline.StepBytes
@@ -185,13 +187,14 @@ def lines(report: Report) -> Iterator[str]:
     )
     if report.decode:
         yield ""
-        yield "batch  temp context  step ms      min      max  tokens/s  accepted  GB/step  TFLOP  floor ms  ratio  compile s  peak GB"
+        columns = "step ms      min      max  tokens/s  accepted  GB/step  TFLOP  floor ms  ratio  call ms  compile s  peak GB"
+        yield f"batch  temp context  {columns}"
     for f in report.decode:
         peak = "       -" if f.peak_bytes is None else f"{f.peak_bytes / gb:8.2f}"
         yield (
             f"{f.batch:5d} {f.temperature:5.2f} {f.context:7.0f} {f.step_ms.median:8.3f} {f.step_ms.min:8.3f} {f.step_ms.max:8.3f} "
             f"{f.tokens_per_s:9.1f} {f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.flops / 1e12:6.2f} {f.floor_ms:9.3f} "
-            f"{f.ratio:6.2f} {f.loop.compile_s:10.1f} {peak}"
+            f"{f.ratio:6.2f} {f.call_ms:8.2f} {f.loop.compile_s:10.1f} {peak}"
         )
     if report.prefill:
         yield ""
@@ -282,13 +285,13 @@ def _decode(
         call(WARM_UP_STEPS)
     stage(f"{name}: time")
     first_length, first_rounds = counts()
-    length, rounds = first_length, first_rounds
-    times, contexts = [], []
+    times, overheads, contexts = [], [], []
     for _ in range(work.repeats):
-        before, rounds_before = length, rounds
-        seconds = call(work.steps)
+        short = 1e3 * call(1)
+        before, _ = counts()
+        times.append((1e3 * call(1 + work.steps) - short) / work.steps)
+        overheads.append(short - times[-1])
         length, rounds = counts()
-        times.append(1e3 * seconds / int((rounds - rounds_before).max()))
         contexts.append(float(np.mean(before + length)) / 2)
     found: tuple[kernel_times.KernelTime, ...] = ()
     if work.profile is not None:
@@ -308,8 +311,9 @@ def _decode(
         temperature=work.temperature,
         num_draft_tokens=work.num_draft_tokens,
         context=context,
-        steps=int((rounds - first_rounds).max()),
+        steps=work.repeats * work.steps,
         step_ms=step,
+        call_ms=statistics.median(overheads),
         tokens_per_s=1e3 * batch * accepted / step.median,
         acceptance_length=accepted,
         bytes=size,

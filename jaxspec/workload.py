@@ -49,14 +49,14 @@ class Workload:
 
     @property
     def steps(self) -> int:
-        """Rounds of a timed call."""
+        """Rounds by which a timed call is longer than one of a single round."""
         expected = 1 + sum(self.accept.rates[: self.num_draft_tokens])
         return max(math.ceil(self.tokens / expected), 1)
 
     @property
     def max_len(self) -> int:
         """Room for every round to accept everything."""
-        rounds = WARM_UPS * WARM_UP_STEPS + (self.repeats + (self.profile is not None)) * self.steps
+        rounds = WARM_UPS * WARM_UP_STEPS + self.repeats * (2 + self.steps) + (self.profile is not None) * self.steps
         return self.context + 2 + rounds * (self.num_draft_tokens + 1)
 
     @property
