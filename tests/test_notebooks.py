@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIGURES = {"01": 1, "02": 3, "03": 3, "04": 1, "05": 1, "06": 1}  # how many pictures each draws
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-SLOW = {"04"}  # it compiles two training steps
 REPOSITORY = re.findall(r"^REPOSITORY = (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[0]
 
 
@@ -57,7 +56,7 @@ def kernel_environment(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FIGURES])
+@pytest.mark.parametrize("number", FIGURES)
 def test_notebook_runs_without_a_warning_and_draws(number, kernel_environment):
     notebook = nbformat.read(numbered(number), 4)
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(kernel_environment)}}).execute()
