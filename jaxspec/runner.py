@@ -125,7 +125,7 @@ class Runner:
         """(sequences, rows for each of them)."""
         short, long = min(PREFILL_CHUNK, self.max_len), min(PREFILL_ROWS, self.max_len)
         # Two that share a call's rows finish what is left of prompts that the long chunk has been through, with little to spare.
-        halves = {(2, long // 2)} if self.slots > 1 and long // 2 > short else set()
+        halves = {(2, long // 2)} if self.slots > 1 and long == PREFILL_ROWS > 2 * short else set()
         return sorted({(1, short), (1, long), *halves, (min(self.slots, PREFILL_ROWS // PREFILL_CHUNK), short)})
 
     @property
