@@ -2,21 +2,20 @@
 
 A converted folder holds config.json, generation_config.json and the tokenizer's files as the checkpoint had them, jaxspec.json with
 the format's version and the sizes of the weights' files, and `weights`, an Orbax checkpoint (OCDBT) of a flat dict from our paths to
-arrays. A drafter that was converted with its target is such a folder too, `drafter` in the target's. A large array is several, of
-consecutive rows: `embed_tokens.weight[0]`, `embed_tokens.weight[8192]` and so on. Chunks on disk are cut where meshes cut, and of all
-other arrays each process reads what its own devices hold.
+arrays. A drafter that was converted with its target is such a folder too, `drafter` in the target's. Chunks on disk are cut where
+meshes cut, and each process reads what its own devices hold.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
+import itertools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,9 @@ import numpy as np
 from jaxspec import checkpoint, drafters, gemma4, loading, placing, sharding
 from jaxspec.drafters.draft_model import DraftModel
 
-VERSION = 1
+VERSION = 2
 WEIGHTS, DRAFTER = "weights", "drafter"
-# What bounds the host's memory: Orbax reads up to 128 chunks at once, beside a group of arrays that they go to.
-CHUNK = 1 << 20
-PIECE = 1 << 26
-GROUP = 1 << 28  # arrays that are larger lie in pieces
+CHUNK = 1 << 24  # bytes, few enough that several threads read an array
 GB = 10**9
 
 
@@ -111,32 +107,18 @@ def _save(folder: Path, leaves: Mapping[str, jax.Array]) -> None:
     """An Orbax checkpoint of arrays by path."""
     import orbax.checkpoint as ocp  # here and below, because it takes a while to import
 
-    arrays: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        if leaf.nbytes <= GROUP:
-            arrays[path] = leaf
-        else:
-            whole, rows = np.asarray(leaf), _piece_rows(leaf.shape[0], leaf.nbytes // leaf.shape[0])
-            arrays |= {f"{path}[{start}]": whole[start : start + rows] for start in range(0, len(whole), rows)}
-    # Compressing random bits takes longer than reading them.
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, save_device_host_concurrent_gb=-(-GROUP // GB) + 1)
-    settings = {key: ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=_few_parts(key, array.shape)) for key, array in arrays.items()}
+    # Compressing random bits takes longer than reading them. An array must fit whole in what is copied to the host at a time.
+    room = max(leaf.nbytes for leaf in leaves.values()) // GB + 1
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, save_device_host_concurrent_gb=room)
+    settings = {path: ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=_few_parts(path, leaf.shape)) for path, leaf in leaves.items()}
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays, save_args=settings))
-
-
-def _piece_rows(rows: int, nbytes: int) -> int:
-    """Rows of a piece, of an array with rows of nbytes: a divisor, so that where meshes cut is the border of a piece; as many as fit,
-    where the divisors are small."""
-    most = max(1, min(rows, PIECE // nbytes))
-    even = max(count for count in range(1, most + 1) if rows % count == 0)
-    return even if 4 * even > most else most
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(leaves), save_args=settings))
 
 
 def _few_parts(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The axis of heads or experts over which a mesh spreads an array, to be one long in a chunk. Orbax halves the longest axes of the
     chunks by itself, which serves axes of widths and vocabularies."""
-    spec = next((spec for pattern, spec in sharding.WEIGHTS if re.search(pattern, path.partition("[")[0])), ())
+    spec = next((spec for pattern, spec in sharding.WEIGHTS if re.search(pattern, path)), ())
     return tuple(axis for axis, name in enumerate(spec) if name is not None and len(shape) > 2 and shape[axis] <= 256)
 
 
@@ -146,11 +128,9 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     Raises ValueError for another version, for files that are missing or cut short, for weights that do not fit the tree, all of them
     listed, and for weights that cannot be read.
     """
-    import orbax.checkpoint as ocp
     from tqdm.auto import tqdm
 
-    pieces = _pieces(folder)
-    stored, leaves = _joined(pieces), checkpoint._leaves(abstract)
+    stored, leaves = describe(folder), checkpoint._leaves(abstract)
     problems = []
     for path, leaf in leaves.items():
         found = stored.get(path)
@@ -163,74 +143,58 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     problems += [f"{path}: unknown, found {found.dtype} {list(found.shape)}" for path, found in stored.items() if path not in leaves]
     checkpoint._raise_all(folder, problems)
 
-    default = jax.device_put(np.zeros((), np.int32)).sharding
-    rows = {path: placing.Rows(leaf) for path, leaf in leaves.items() if path not in pieces[path]}
-    loaded: dict[str, jax.Array] = {}
-
-    def how(path: str, key: str) -> Any:
-        leaf = leaves[path]
-        if path in rows:
-            return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-        return ocp.ArrayRestoreArgs(sharding=leaf.sharding or default, global_shape=leaf.shape, dtype=leaf.dtype)
-
-    total = sum(map(_nbytes, stored.values()))
-    with (
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-        tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar,
-    ):
-        for group in _groups(pieces):
-            wanted = {key: how(path, key) for path, key, _, _ in group}
-            args = ocp.args.PyTreeRestore({key: 0 for key in wanted}, restore_args=wanted, partial_restore=True)
-            try:
-                found = jax.block_until_ready(checkpointer.restore(folder / WEIGHTS, args=args))
-            except Exception as error:  # Orbax and TensorStore raise many kinds, and Exception itself
-                raise ValueError(f"{folder / WEIGHTS} cannot be read: {error}") from error
-            for path, key, start, piece in group:
-                if path in rows:
-                    rows[path].put(start, found.pop(key))
-                else:
-                    loaded[path] = found.pop(key)
-                bar.update(_nbytes(piece))
-            # JAX gives the host's copies back when Python collects garbage.
-            gc.collect(0)
-    loaded |= {path: leaf.array() for path, leaf in rows.items()}
-    return jax.tree.unflatten(jax.tree.structure(abstract), [loaded[path] for path in leaves])
+    parts = {path: placing.Pieces(leaf) for path, leaf in leaves.items()}
+    pieces = [(path, box) for path, part in parts.items() for box in part.needed()]
+    nbytes = [math.prod(placing.sizes(box)) * stored[path].dtype.itemsize for path, box in pieces]
+    values = _read(folder / WEIGHTS, pieces)
+    with tqdm(total=sum(nbytes), unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
+        for (path, box), count in zip(pieces, nbytes, strict=True):
+            parts[path].put(box, next(values))  # under no name, which would keep it while the next but one is read
+            bar.update(count)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [part.array() for part in parts.values()])
 
 
-def _groups(pieces: Mapping[str, Mapping[str, Any]]) -> Iterator[list[tuple[str, str, int, Any]]]:
-    """What is read at a time, no more than GROUP bytes: the leaf's path, the array's name, its first row in the leaf, and the array."""
-    group: list[tuple[str, str, int, Any]] = []
-    for path, arrays in pieces.items():
-        start = 0
-        for key, array in arrays.items():
-            if group and sum(_nbytes(held) for *_, held in group) + _nbytes(array) > GROUP:
-                yield group
-                group = []
-            group.append((path, key, start, array))
-            start += array.shape[0] if array.shape else 0
-    if group:
-        yield group
+def _read(folder: Path, pieces: Sequence[tuple[str, placing.Box]]) -> Iterator[np.ndarray]:
+    """What an Orbax checkpoint holds of each array, by path, in a box; the next is read while one is in use.
+
+    By TensorStore, because Orbax reads no part of what a device holds; from mapped files, which saves a copy of all that is read.
+    """
+    import tensorstore as ts
+
+    context = ts.Context({"file_io_mode": {"mode": "memmap"}})
+    base = {"driver": "file", "path": f"{folder.absolute()}/"}
+
+    def opened(path: str) -> Any:
+        return ts.open({"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{path}/"}}, context=context, read=True)
+
+    def start(path: str, box: placing.Box) -> tuple[np.ndarray, Any]:
+        part = arrays[path].result()[tuple(slice(*cut) for cut in box)]
+        value = _empty(part.shape, part.dtype.numpy_dtype)
+        return value, ts.array(value).write(part[ts.d[:].translate_to[0]])
+
+    try:
+        arrays = {path: opened(path) for path, _ in pieces}
+        reads = (start(*piece) for piece in pieces)
+        ahead = list(itertools.islice(reads, 1))
+        while ahead:
+            value, done = ahead.pop()
+            ahead += itertools.islice(reads, 1)
+            done.result()
+            yield value
+    except Exception as error:  # TensorStore raises many kinds
+        raise ValueError(f"{folder} cannot be read: {error}") from error
 
 
-def _nbytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Host memory that begins where a CPU takes it as its own, without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def describe(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of each leaf in a converted folder, by path. Raises ValueError as `restore` does."""
-    return _joined(_pieces(folder))
-
-
-def _joined(pieces: Mapping[str, Mapping[str, Any]]) -> dict[str, jax.ShapeDtypeStruct]:
-    leaves = {}
-    for path, arrays in pieces.items():
-        first, rows = next(iter(arrays.values())), sum(array.shape[0] for array in arrays.values() if array.shape)
-        leaves[path] = jax.ShapeDtypeStruct((rows, *first.shape[1:]) if first.shape else (), first.dtype)
-    return leaves
-
-
-def _pieces(folder: Path) -> dict[str, dict[str, Any]]:
-    """The arrays that make up each leaf: by the leaf's path, then by their names and in the order of their rows."""
     import orbax.checkpoint as ocp
 
     file = folder / checkpoint.CONVERTED
@@ -244,9 +208,7 @@ def _pieces(folder: Path) -> dict[str, dict[str, Any]]:
             found = "none" if found is None else f"{found} bytes"
             raise ValueError(f"{folder / name}: found {found}, expected the {size} bytes of {file.name}: convert the checkpoint again")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        metadata = checkpointer.metadata(folder / WEIGHTS).item_metadata.tree
-    arrays = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in metadata.items()}
-    pieces: dict[str, dict[str, Any]] = {}
-    for key in sorted(arrays, key=lambda key: int(key.partition("[")[2].rstrip("]") or 0)):
-        pieces.setdefault(key.partition("[")[0], {})[key] = arrays[key]
-    return pieces
+        metadata = checkpointer.metadata(folder.absolute() / WEIGHTS).item_metadata
+    if metadata is None:  # Orbax has logged why
+        raise ValueError(f"{folder / WEIGHTS} cannot be read: Orbax finds no metadata there")
+    return {path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in metadata.tree.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Part, Stored
+
+Box = tuple[tuple[int, int], ...]  # a part of an array: along each axis its start, and where it stops
 
 CHUNK = 1 << 26
 LARGE = 1 << 28  # bytes above which a tensor is not held whole
@@ -54,36 +57,42 @@ def _place(value: np.ndarray, leaf: Any) -> jax.Array:
     return jax.block_until_ready(jax.make_array_from_callback(value.shape, leaf.sharding, value.__getitem__))
 
 
-class Rows:
-    """A leaf on its devices, filled by rows of its first axis, so that the host never holds it whole."""
+class Pieces:
+    """A leaf on its devices, filled a piece at a time, so that the host never holds a large one whole."""
 
     def __init__(self, leaf: Any):
         self.leaf = leaf
         # A CPU writes rows of 16-bit floats by going through the whole array, rows of integers in place.
         self.bits = np.dtype(np.uint16) if leaf.dtype.itemsize == 2 and jax.default_backend() == "cpu" else leaf.dtype
         indices: Any = {None: ()} if leaf.sharding is None else leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        self.held: dict[Any, tuple[slice, ...]] = {}
+        self.held: dict[Any, Box] = {}
         for device, index in indices.items():
             cuts = (*index, *[slice(None)] * (len(leaf.shape) - len(index)))
-            self.held[device] = tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(cuts, leaf.shape, strict=True))
-        shapes = {device: [cut.stop - cut.start for cut in index] for device, index in self.held.items()}
-        self.arrays = {device: jnp.zeros(shape, self.bits, device=device) for device, shape in shapes.items()}
+            self.held[device] = tuple(cut.indices(size)[:2] for cut, size in zip(cuts, leaf.shape, strict=True))
+        self.arrays: dict[Any, jax.Array] = {}
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """The rows that devices hold: disjoint ranges, each held by one device or more."""
-        return sorted({(index[0].start, index[0].stop) for index in self.held.values()})
+    def needed(self) -> list[Box]:
+        """What its devices hold, each part once, and parts above LARGE bytes by rows."""
+        return [piece for box in dict.fromkeys(self.held.values()) for piece in split(box, self.leaf.dtype.itemsize)]
 
-    def put(self, start: int, value: np.ndarray) -> None:
-        """Writes rows from `start` on where they are held. Waits, so that the host's copy can go."""
-        value = value.astype(self.leaf.dtype, copy=False).view(self.bits)
-        for device, (rows, *others) in self.held.items():
-            first, last = max(start, rows.start), min(start + len(value), rows.stop)
-            if first < last:
-                piece = jax.device_put(value[first - start : last - start, *others], device)
-                self.arrays[device] = jax.block_until_ready(_put_rows(self.arrays[device], piece, np.int32(first - rows.start)))
+    def put(self, box: Box, value: np.ndarray) -> None:
+        """Writes a piece of the leaf where it is held: all that a device holds, or rows of that. Waits, so that the host's copy can go."""
+        value = value.astype(self.leaf.dtype, copy=False)
+        for device, held in self.held.items():
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, held, strict=True))
+            if any(start >= stop for start, stop in common):
+                continue
+            piece = value[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(common, box, strict=True))]
+            if common == held:
+                self.arrays[device] = jax.device_put(piece, device)
+                continue
+            out = self.arrays[device] if device in self.arrays else jnp.zeros(sizes(held), self.bits, device=device)
+            rows = jax.device_put(piece.view(self.bits), device)
+            self.arrays[device] = _put_rows(out, rows, np.int32(common[0][0] - held[0][0]))
+        jax.block_until_ready(list(self.arrays.values()))
 
     def array(self) -> jax.Array:
-        """The leaf, once all its rows are there; the object is of no use after that."""
+        """The leaf, once all of it is there; the object is of no use after that."""
         arrays = [self._array(device) for device in self.held]
         if self.leaf.sharding is None:
             return arrays[0]
@@ -95,15 +104,32 @@ class Rows:
         return held if held.dtype == self.leaf.dtype else jax.device_put(np.asarray(held).view(self.leaf.dtype), device)
 
 
+def sizes(box: Box) -> tuple[int, ...]:
+    """The shape of what lies in a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def split(box: Box, itemsize: int) -> list[Box]:
+    """A box as it is, or above LARGE bytes as rows of its first axis, CHUNK bytes or one row at a time."""
+    nbytes = math.prod(sizes(box)) * itemsize
+    if nbytes <= LARGE:
+        return [box]
+    (first, last), *others = box
+    rows = min(last - first, max(1, CHUNK * (last - first) // nbytes))
+    # The last rows are as many as the others, so that one program writes them all.
+    starts = (min(start, last - rows) for start in range(first, last, rows))
+    return [((start, start + rows), *others) for start in starts]
+
+
 def _stream(leaf: Any, part: Part, tensor: Stored, update: Callable[[int], Any]) -> jax.Array:
     """A leaf that is one tensor, on its devices, by way of a chunk in host memory at a time."""
-    out, row = Rows(leaf), tensor.nbytes // leaf.shape[0]
-    for first, last in out.ranges():
-        rows = min(last - first, max(1, CHUNK // row))
-        for done in range(first, last, rows):
-            start = min(done, last - rows)  # the last chunk is as long as the others, so that one program writes them all
-            out.put(start, _read(leaf, part, tensor.part(leaf.shape, start, start + rows)))
-            update((start + rows - done) * row)
+    out, row, done = Pieces(leaf), tensor.nbytes // leaf.shape[0], 0
+    for rows in sorted({held[0] for held in out.held.values()}):
+        for box in split((rows, *((0, size) for size in leaf.shape[1:])), tensor.nbytes // math.prod(leaf.shape)):
+            start, stop = box[0]
+            out.put(box, _read(leaf, part, tensor.part(leaf.shape, start, stop)))
+            update((stop - max(start, done)) * row)
+            done = stop
     return out.array()
 
 
