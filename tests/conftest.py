@@ -4,6 +4,7 @@ JAXSPEC_TEST_PLATFORM=gpu (set by `make test-gpu`) leaves the GPU in sight for t
 others, some of which need torch, are not even read.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -35,9 +36,20 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_compilation_cache_max_size", 2**31)
 
+# Tracing makes many objects and hardly any garbage: look for it once in 50,000 objects rather than in 700.
+gc.freeze()
+gc.set_threshold(50_000, 10, 10)
+
 # The same examples every time, and no limit on how long one takes: the first call of a jitted function compiles it.
 hypothesis.settings.register_profile("jaxspec", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("jaxspec")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def processes_without_torch():
+    """Those that tests start; not those of pytest-xdist, which are there before any test begins."""
+    folders = [str(Path(__file__).parent / "alone"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
 
 
 @pytest.fixture(autouse=True, scope="module")
