@@ -95,7 +95,7 @@ def _read(folder: Path, tensor: int) -> None:
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={tensor} {os.environ.get('XLA_FLAGS', '')}"
     import jax
     import jax.numpy as jnp
-    import orbax.checkpoint  # noqa: F401 (so that its import is not timed)
+    import tensorstore  # noqa: F401 (so that its import is not timed)
 
     from jaxspec import gemma4, loading, sharding
     from jaxspec.runner import nbytes

@@ -109,7 +109,7 @@ def _save(folder: Path, leaves: Mapping[str, jax.Array]) -> None:
 
     # Compressing random bits takes longer than reading them. An array must fit whole in what is copied to the host at a time.
     room = max(leaf.nbytes for leaf in leaves.values()) // GB + 1
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, save_device_host_concurrent_gb=room)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False, save_device_host_concurrent_gb=room)
     settings = {path: ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=_few_parts(path, leaf.shape)) for path, leaf in leaves.items()}
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(leaves), save_args=settings))
@@ -130,7 +130,8 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     """
     from tqdm.auto import tqdm
 
-    stored, leaves = describe(folder), checkpoint._leaves(abstract)
+    arrays, leaves = _open(folder), checkpoint._leaves(abstract)
+    stored = _shapes(arrays)
     problems = []
     for path, leaf in leaves.items():
         found = stored.get(path)
@@ -146,7 +147,7 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     parts = {path: placing.Pieces(leaf) for path, leaf in leaves.items()}
     pieces = [(path, box) for path, part in parts.items() for box in part.needed()]
     nbytes = [math.prod(placing.sizes(box)) * stored[path].dtype.itemsize for path, box in pieces]
-    values = _read(folder / WEIGHTS, pieces)
+    values = _read(folder / WEIGHTS, arrays, pieces)
     with tqdm(total=sum(nbytes), unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
         for (path, box), count in zip(pieces, nbytes, strict=True):
             parts[path].put(box, next(values))  # under no name, which would keep it while the next but one is read
@@ -154,26 +155,16 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     return jax.tree.unflatten(jax.tree.structure(abstract), [part.array() for part in parts.values()])
 
 
-def _read(folder: Path, pieces: Sequence[tuple[str, placing.Box]]) -> Iterator[np.ndarray]:
-    """What an Orbax checkpoint holds of each array, by path, in a box; the next is read while one is in use.
-
-    By TensorStore, because Orbax reads no part of what a device holds; from mapped files, which saves a copy of all that is read.
-    """
+def _read(folder: Path, arrays: Mapping[str, Any], pieces: Sequence[tuple[str, placing.Box]]) -> Iterator[np.ndarray]:
+    """What TensorStores by path hold in each box; the next is read while one is in use."""
     import tensorstore as ts
 
-    context = ts.Context({"file_io_mode": {"mode": "memmap"}})
-    base = {"driver": "file", "path": f"{folder.absolute()}/"}
-
-    def opened(path: str) -> Any:
-        return ts.open({"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{path}/"}}, context=context, read=True)
-
     def start(path: str, box: placing.Box) -> tuple[np.ndarray, Any]:
-        part = arrays[path].result()[tuple(slice(*cut) for cut in box)]
+        part = arrays[path][tuple(slice(*cut) for cut in box)]
         value = _empty(part.shape, part.dtype.numpy_dtype)
         return value, ts.array(value).write(part[ts.d[:].translate_to[0]])
 
     try:
-        arrays = {path: opened(path) for path, _ in pieces}
         reads = (start(*piece) for piece in pieces)
         ahead = list(itertools.islice(reads, 1))
         while ahead:
@@ -182,7 +173,7 @@ def _read(folder: Path, pieces: Sequence[tuple[str, placing.Box]]) -> Iterator[n
             done.result()
             yield value
     except Exception as error:  # TensorStore raises many kinds
-        raise ValueError(f"{folder} cannot be read: {error}") from error
+        raise _unreadable(folder, error) from error
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -195,20 +186,38 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def describe(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of each leaf in a converted folder, by path. Raises ValueError as `restore` does."""
-    import orbax.checkpoint as ocp
+    return _shapes(_open(folder))
+
+
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {path: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype) for path, array in arrays.items()}
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """A TensorStore of each array in a converted folder, by path: Orbax reads no part of what a device holds, and copies once more."""
+    import tensorstore as ts
 
     file = folder / checkpoint.CONVERTED
     about = checkpoint._read_json(file)
     if about.get("version") != VERSION:
         raise ValueError(f"{file} has version {about.get('version')!r}; this jaxspec reads version {VERSION}: convert the checkpoint again")
     for name, size in about["files"].items():
-        # Before anything is read: Orbax would say it at length, for each array at once.
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:
             found = "none" if found is None else f"{found} bytes"
             raise ValueError(f"{folder / name}: found {found}, expected the {size} bytes of {file.name}: convert the checkpoint again")
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        metadata = checkpointer.metadata(folder.absolute() / WEIGHTS).item_metadata
-    if metadata is None:  # Orbax has logged why
-        raise ValueError(f"{folder / WEIGHTS} cannot be read: Orbax finds no metadata there")
-    return {path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in metadata.tree.items()}
+
+    context = ts.Context({"file_io_mode": {"mode": "memmap"}})
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{(folder / WEIGHTS).absolute()}/"}}
+    try:
+        keys = [key.decode() for key in ts.KvStore.open(store, context=context).result().list().result()]
+        paths = [path for path, _, name in (key.rpartition("/") for key in keys) if name == ".zarray"]
+        specs = ({"driver": "zarr", "kvstore": {**store, "path": f"{path}/"}} for path in paths)
+        opened = [ts.open(spec, context=context, read=True) for spec in specs]
+        return {path: array.result() for path, array in zip(paths, opened, strict=True)}
+    except Exception as error:
+        raise _unreadable(folder / WEIGHTS, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> ValueError:
+    return ValueError(f"{folder} cannot be read: {error}")

@@ -318,7 +318,7 @@ def test_weights_that_cannot_be_read(copy, monkeypatch):
         refuse(copy, "copy/weights cannot be read: the disk is gone")
     [data] = (copy / "weights" / "d").iterdir()
     data.write_bytes(bytes(data.stat().st_size))
-    refuse(copy, "copy/weights cannot be read: Orbax finds no metadata there")
+    refuse(copy, "copy/weights cannot be read: DATA_LOSS")
 
 
 def test_a_checkpoint_of_another_config(copy, monkeypatch):
