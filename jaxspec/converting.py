@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
+import mmap
 import os
 import re
 import shutil
@@ -144,28 +144,33 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     problems += [f"{path}: unknown, found {found.dtype} {list(found.shape)}" for path, found in stored.items() if path not in leaves]
     checkpoint._raise_all(folder, problems)
 
-    parts = {path: placing.Pieces(leaf) for path, leaf in leaves.items()}
-    pieces = [(path, box) for path, part in parts.items() for box in part.needed()]
-    nbytes = [math.prod(placing.sizes(box)) * stored[path].dtype.itemsize for path, box in pieces]
-    values = _read(folder / WEIGHTS, arrays, pieces)
-    with tqdm(total=sum(nbytes), unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
-        for (path, box), count in zip(pieces, nbytes, strict=True):
-            parts[path].put(box, next(values))  # under no name, which would keep it while the next but one is read
-            bar.update(count)
-    return jax.tree.unflatten(jax.tree.structure(abstract), [part.array() for part in parts.values()])
+    filled = {path: placing.Pieces(leaf) for path, leaf in leaves.items()}
+    pieces = [(path, box) for path, leaf in filled.items() for box in leaf.needed()]
+    sources = [arrays[path].astype(leaves[path].dtype)[tuple(slice(*cut) for cut in box)].translate_to[0] for path, box in pieces]
+    total = sum(map(_nbytes, sources))
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
+        for (path, box), value in zip(pieces, _read(folder / WEIGHTS, sources), strict=True):
+            filled[path].put(box, value)
+            bar.update(value.nbytes)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [leaf.array() for leaf in filled.values()])
 
 
-def _read(folder: Path, arrays: Mapping[str, Any], pieces: Sequence[tuple[str, placing.Box]]) -> Iterator[np.ndarray]:
-    """What TensorStores by path hold in each box; the next is read while one is in use."""
+def _read(folder: Path, sources: Sequence[Any]) -> Iterator[np.ndarray]:
+    """What each TensorStore holds, valid until the next is taken, which is read meanwhile.
+
+    On a CPU each has memory of its own, for JAX to take as the array's; elsewhere two buffers serve all.
+    """
     import tensorstore as ts
 
-    def start(path: str, box: placing.Box) -> tuple[np.ndarray, Any]:
-        part = arrays[path][tuple(slice(*cut) for cut in box)]
-        value = _empty(part.shape, part.dtype.numpy_dtype)
-        return value, ts.array(value).write(part[ts.d[:].translate_to[0]])
+    buffers = None if jax.default_backend() == "cpu" else [np.empty(max(map(_nbytes, sources)), np.uint8) for _ in range(2)]
+
+    def start(i: int, source: Any) -> tuple[np.ndarray, Any]:
+        memory = mmap.mmap(-1, _nbytes(source), flags=mmap.MAP_PRIVATE) if buffers is None else buffers[i % 2]
+        value = np.frombuffer(memory, source.dtype.numpy_dtype, source.size).reshape(source.shape)
+        return value, ts.array(value).write(source)
 
     try:
-        reads = (start(*piece) for piece in pieces)
+        reads = itertools.starmap(start, enumerate(sources))
         ahead = list(itertools.islice(reads, 1))
         while ahead:
             value, done = ahead.pop()
@@ -176,12 +181,8 @@ def _read(folder: Path, arrays: Mapping[str, Any], pieces: Sequence[tuple[str, p
         raise _unreadable(folder, error) from error
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that begins where a CPU takes it as its own, without a copy."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+def _nbytes(source: Any) -> int:
+    return source.size * source.dtype.numpy_dtype.itemsize
 
 
 def describe(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:

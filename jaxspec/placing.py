@@ -73,7 +73,10 @@ class Pieces:
 
     def needed(self) -> list[Box]:
         """What its devices hold, each part once, and parts above LARGE bytes by rows."""
-        return [piece for box in dict.fromkeys(self.held.values()) for piece in split(box, self.leaf.dtype.itemsize)]
+        boxes = list(dict.fromkeys(self.held.values()))
+        if jax.default_backend() == "cpu":  # where the host's copy is the array
+            return boxes
+        return [piece for box in boxes for piece in split(box, self.leaf.dtype.itemsize)]
 
     def put(self, box: Box, value: np.ndarray) -> None:
         """Writes a piece of the leaf where it is held: all that a device holds, or rows of that. Waits, so that the host's copy can go."""
