@@ -10,6 +10,7 @@ memory is the process's peak above what it held before and, on a CPU, what the w
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--config", default="12b", help="e2b, e4b, 12b, 26b or 31b")
     parser.add_argument("--layers", type=int, help="how many layers, the first ones; all by default")
     parser.add_argument("--tensor", type=int, default=1, help="devices to spread the weights over")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all is read")
     parser.add_argument("--folder", type=Path, required=True, help="folder to work in; its subfolders are removed at the end")
     parser.add_argument("--read", metavar="NAME", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -40,13 +42,12 @@ def main() -> None:
         start = time.perf_counter()
         convert(source, converted, progress=False)
         print(f"conversion: {time.perf_counter() - start:.1f} s", flush=True)
-        for cached in (False, True):
-            for folder in (source, converted):
-                if not cached:
-                    _drop(folder)
-                command = [sys.executable, __file__, "--folder", str(args.folder), "--read", folder.name, "--tensor", str(args.tensor)]
-                out = subprocess.run(command, check=True, capture_output=True, text=True, env=readers).stdout
-                print(f"{folder.name:<12} {'cached' if cached else 'cold':<7} {out.strip()}", flush=True)
+        for _, cached, folder in itertools.product(range(args.rounds), (False, True), (source, converted)):
+            if not cached:
+                _drop(folder)
+            command = [sys.executable, __file__, "--folder", str(args.folder), "--read", folder.name, "--tensor", str(args.tensor)]
+            out = subprocess.run(command, check=True, capture_output=True, text=True, env=readers).stdout
+            print(f"{folder.name:<12} {'cached' if cached else 'cold':<7} {out.strip()}", flush=True)
     finally:
         for folder in (source, converted):
             shutil.rmtree(folder, ignore_errors=True)
@@ -108,8 +109,9 @@ def _read(folder: Path, tensor: int) -> None:
     before, start, worked = _memory("VmRSS"), time.perf_counter(), time.process_time()
     weights = loading.load_target(folder, abstract, progress=False)
     seconds, worked = time.perf_counter() - start, time.process_time() - worked
-    own = sum(shard.data.nbytes for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards)
-    extra = _memory("VmHWM") - before - (own if jax.default_backend() == "cpu" else 0)
+    shards = [shard.data for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards]
+    own = {shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}  # a CPU's devices may share one
+    extra = _memory("VmHWM") - before - (sum(own.values()) if jax.default_backend() == "cpu" else 0)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(weights))
     print(
         f"{seconds:6.2f} s, of processors {worked:6.2f} s; weights {nbytes(weights) / 1e9:.2f} GB, "
