@@ -105,7 +105,7 @@ def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype) -> None:
 
 def _save(folder: Path, leaves: Mapping[str, jax.Array]) -> None:
     """An Orbax checkpoint of arrays by path."""
-    import orbax.checkpoint as ocp  # here and below, because it takes a while to import
+    import orbax.checkpoint as ocp  # here, because it takes a while to import
 
     # Compressing random bits takes longer than reading them. An array must fit whole in what is copied to the host at a time.
     room = max(leaf.nbytes for leaf in leaves.values()) // GB + 1
@@ -195,7 +195,10 @@ def _shapes(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _open(folder: Path) -> dict[str, Any]:
-    """A TensorStore of each array in a converted folder, by path: Orbax reads no part of what a device holds, and copies once more."""
+    """A TensorStore of each array in a converted folder, by path. Raises ValueError as `restore` does.
+
+    Orbax itself would read no less than all that a device holds at a time, and copy it once more: it maps no files.
+    """
     import tensorstore as ts
 
     file = folder / checkpoint.CONVERTED
@@ -209,7 +212,7 @@ def _open(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{folder / name}: found {found}, expected the {size} bytes of {file.name}: convert the checkpoint again")
 
     context = ts.Context({"file_io_mode": {"mode": "memmap"}})
-    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{(folder / WEIGHTS).absolute()}/"}}
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder / WEIGHTS}/"}}
     try:
         keys = [key.decode() for key in ts.KvStore.open(store, context=context).result().list().result()]
         paths = [path for path, _, name in (key.rpartition("/") for key in keys) if name == ".zarray"]
