@@ -52,6 +52,14 @@ def processes_without_torch():
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
 
 
+@pytest.fixture(scope="module")
+def unoptimised():
+    """Code that compiles in half the time and computes the same, more slowly: for modules whose models are tiny."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_module():
     """Drops a module's compiled programs at its end: a process may have only so many memory maps (65,530 on Linux by default), each

@@ -1,19 +1,9 @@
-"""Programs that are quick to compile: the same numbers from slower code."""
+"""Engines of few programs, where a test is about something else than which of them runs."""
 
-from jaxspec.runner import Runner
-
-
-class Lowered:
-    """A lowered program that is compiled without optimisation."""
-
-    def __init__(self, lowered):
-        self.lowered = lowered
-
-    def compile(self):
-        return self.lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+from jaxspec import runner
 
 
-def unoptimised(patch):
-    """Engines compile their programs without optimisation while the patch (a pytest.MonkeyPatch) lasts."""
-    lower = Runner._lower
-    patch.setattr(Runner, "_lower", lambda *args: Lowered(lower(*args)))
+def few_programs(patch):
+    """One for prompts of every length and one for every number of sequences, while the patch (a pytest.MonkeyPatch) lasts."""
+    patch.setattr(runner, "PREFILL_ROWS", runner.PREFILL_CHUNK)
+    patch.setattr(runner.Runner, "decode_buckets", property(lambda self: [self.slots]))

@@ -10,6 +10,7 @@ import jaxspec
 from jaxspec import adaptive
 from jaxspec.adaptive import Adaptive
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 CHEAP = {0: 1.0, 2: 1.1, 4: 1.2}  # a round's cost by K, where the target's weights are all that counts
 DEAR = {0: 1.0, 2: 2.4, 4: 3.9}  # where every row costs
 

@@ -18,6 +18,8 @@ from jaxspec import batch, cli, results
 from jaxspec.params import SamplingParams
 from jaxspec.stats import RoundStats
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 
 class FakeLLM:
     """Answers with the prompt's ids, its temperature and its seed, a few requests at a time, in any order. dies: after how many."""
@@ -309,7 +311,11 @@ def test_a_killed_process_goes_on_with_the_same_command(tmp_path, capsys):
         "--shard",
         "2/2",
     ]
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir), "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    kept = {  # programs that the run above has compiled
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
     process = subprocess.Popen([sys.executable, "-m", "jaxspec", *command], env=os.environ | kept, stderr=subprocess.DEVNULL)
     out, deadline = tmp_path / "out-2-of-2.jsonl", time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline and not (out.exists() and out.stat().st_size):

@@ -15,6 +15,8 @@ from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
 from jaxspec.drafters.base import NoDraft
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 
 @functools.cache
 def pair(name: str):

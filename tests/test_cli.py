@@ -13,6 +13,8 @@ import jaxspec
 from jaxspec import cli
 from jaxspec.params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
@@ -147,6 +149,7 @@ def test_a_process_says_nothing_but_the_text(models):
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | kept)
     assert (run.returncode, run.stderr) == (0, "")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from quick import unoptimised
 
 import jaxspec
 from jaxspec import SamplingParams, accept, decode, engine, request, runner, schedule, slots
@@ -47,9 +46,8 @@ def tokens(completions):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_to_compile():
+def quick_to_compile(unoptimised):
     with pytest.MonkeyPatch.context() as patch:
-        unoptimised(patch)
         patch.setattr(runner, "PREFILL_ROWS", runner.PREFILL_CHUNK)  # one program for prompts of every length
         yield
 

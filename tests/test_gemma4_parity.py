@@ -18,6 +18,7 @@ from jaxspec import cache as paged
 from jaxspec import checkpoint, gemma4, layers
 from jaxspec.config import FULL, SLIDING, Gemma4Config
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 MEMBERS = list(oracle.MEMBERS)
 LIMIT = 1e-4  # of the largest expected value
 LENGTH = 31

@@ -20,13 +20,14 @@ from jaxspec.layers import Linear
 from jaxspec.parallel import Shard, whole, without
 from jaxspec.sampling import Sampling, choose, probabilities
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 MESHES = [(1, 2), (1, 4), (2, 2), (2, 4), (8, 1)]
 # Each mesh, member of the family and kind of drafter once; the others are marked slow.
 FEW = [
     (1, 2, "31B", "mtp"),
     (1, 4, "E2B", "mtp centroids"),
     (2, 2, "26B", "dflash d2t"),
-    (2, 4, "pocket", "ngram"),
+    (2, 4, "31B", "ngram"),
     (8, 1, "12B", "eagle3"),
     (1, 4, "odd", "modules"),
 ]

@@ -1,7 +1,8 @@
 """The notebooks run from top to bottom without a warning, and are kept without outputs.
 
 Each runs in a kernel of its own, on the bundled models, and shares compiled programs with the other tests. JAXSPEC_SHORT leaves out
-what a first look needs but a test does not: most of the points of a curve, most of the steps of a training run.
+what a first look needs but a test does not: most of the points of a curve, most of the steps of a training run. Engines have fewer
+programs than a user's, which pick the one nearest to a call's size.
 """
 
 import ast
@@ -24,6 +25,11 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIGURES = {"01": 1, "02": 3, "03": 3, "04": 1, "05": 1, "06": 1}  # how many pictures each draws
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 REPOSITORY = re.findall(r"^REPOSITORY = (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[0]
+STARTUP = """
+import pytest, quick
+quick.few_programs(pytest.MonkeyPatch())
+del pytest, quick
+"""
 
 
 def numbered(number):
@@ -51,8 +57,12 @@ def kernel_environment(tmp_path, monkeypatch):
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
+    startup = tmp_path / "ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "programs.py").write_text(STARTUP)
     # A kernel finds the package as this process does, and not by the folder that it starts in.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(display.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
+    folders = [str(Path(display.__file__).parent.parent), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     return tmp_path
 
 

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from quick import few_programs
 
 from jaxspec import cli, compile_check
 
@@ -20,6 +21,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```([^\n]*)\n(.*?)```", README, re.DOTALL)
 PYTHON = [block for kind, block in BLOCKS if kind == "python"]
 COMMANDS, WEIGHTS = ([line for kind, block in BLOCKS if kind == wanted for line in block.splitlines()] for wanted in ("sh", "sh weights"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
 
 
 def cells_of(path):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from quick import few_programs
 
 import jaxspec
 from jaxspec import SamplingParams, decode, runner, state
@@ -38,14 +39,12 @@ def params(row, **changes):
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory):
+def load(tmp_path_factory, unoptimised):
     folder = tiny.tiny_target(tmp_path_factory.mktemp("models") / "target")
     with pytest.MonkeyPatch.context() as patch:
         for module in (state, decode, runner):
             patch.setattr(module, "ROWS", 16)
-        # One program for prompts of every length, and one for every number of requests.
-        patch.setattr(runner, "PREFILL_ROWS", runner.PREFILL_CHUNK)
-        patch.setattr(runner.Runner, "decode_buckets", property(lambda self: [self.slots]))
+        few_programs(patch)
 
         def made(drafter=None, **settings):
             return jaxspec.load(folder, drafter, max_len=MAX_LEN, max_slots=4, progress=False, **settings)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from quick import unoptimised
+from quick import few_programs
 
 import jaxspec
-from jaxspec import cli, decode, gemma4, runner, sharding
+from jaxspec import cli, decode, gemma4, sharding
 from jaxspec.config import Gemma4Config
 from tests import real_configs, tiny
 
@@ -22,10 +22,9 @@ PROMPTS = ["def add(a, b):", "import os\n\n\ndef walk(top):\n    ", "for i in", 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_to_compile():
+def quick_to_compile(unoptimised):
     with pytest.MonkeyPatch.context() as patch:
-        unoptimised(patch)
-        patch.setattr(runner, "PREFILL_ROWS", runner.PREFILL_CHUNK)  # one program for prompts of every length
+        few_programs(patch)
         yield
 
 

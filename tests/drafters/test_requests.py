@@ -16,7 +16,6 @@ import rounds
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import unoptimised
 from test_coupling import CONFIG, KINDS, VOCAB
 
 from jaxspec import SamplingParams, gemma4
@@ -56,10 +55,9 @@ def target():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small():
+def small(unoptimised):
     """Few programs, quick to compile."""
     with pytest.MonkeyPatch.context() as patch:
-        unoptimised(patch)
         patch.setattr(Runner, "prefill_buckets", [(SLOTS, CHUNK)])
         patch.setattr(Runner, "decode_buckets", [SLOTS])
         patch.setattr(Runner, "admit_buckets", [SLOTS])
