@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.all_reduce import Unsummed
+from pallas_kernels.all_reduce.triton import read, summed, turn_ends
 from pallas_kernels.dialect import pl, plgpu
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
@@ -20,9 +22,10 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, interpret=False, num_wa
     """See `pallas_kernels.add_norm.add_norm`."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
+    y, mail = (y.parts, y.mail) if isinstance(y, Unsummed) else (y, None)
     addends = y if isinstance(y, tuple) else ((y, None),)
     parts = tuple((part.reshape(*part.shape[: part.ndim - x.ndim], *rows.shape), w) for part, w in addends)
-    inputs, tree = jax.tree.flatten((rows, parts, weight, scalar, next_weights))
+    inputs, tree = jax.tree.flatten((rows, parts, weight, scalar, next_weights, mail))
     outputs = [jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(next_weights))
     out = dialect.call(
         functools.partial(_row, tree=tree, eps=eps),
@@ -39,7 +42,7 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, interpret=False, num_wa
 
 
 def _row(*refs, tree, eps):
-    x_ref, part_refs, weight_ref, scalar_ref, next_refs = tree.unflatten(refs[: tree.num_leaves])
+    x_ref, part_refs, weight_ref, scalar_ref, next_refs, mail_ref = tree.unflatten(refs[: tree.num_leaves])
     sum_ref, *normed_refs = refs[tree.num_leaves :]
     row, (_, width), dtype = pl.program_id(0), x_ref.shape, x_ref.dtype
     column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
@@ -60,12 +63,17 @@ def _row(*refs, tree, eps):
         return rounded(values * jax.lax.rsqrt(jnp.sum(values * values) / width + eps) * weight)
 
     # All loads are issued before the first sum waits for one.
+    mail = None if mail_ref is None else read(mail_ref)
     parts = [(output(part), None if w is None else load(w)) for part, w in part_refs]
     x, weight = load(x_ref, row), load(weight_ref)
     scalar = None if scalar_ref is None else scalar_ref[0].astype(jnp.float32)
     next_weights = [load(ref) for ref in next_refs]
 
     y = functools.reduce(lambda a, b: rounded(a + b), [rounded(part) if w is None else norm(rounded(part), w) for part, w in parts])
+    if mail is not None:
+        y, turn = summed(y, column, inside, mail)
+        y = rounded(y)
+        inside &= turn_ends(turn, jnp.sum(y * y), mail)  # the sum that its norm takes
     x = rounded(x + norm(y, weight))
     if scalar is not None:
         x = rounded(x * scalar)

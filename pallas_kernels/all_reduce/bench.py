@@ -1,0 +1,129 @@
+"""Checks sums and gathers over all GPUs of the host against `jax.lax` and times them: `python -m pallas_kernels.all_reduce.bench`."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import add_norm, all_reduce
+
+AXIS = "tensor"
+SHAPES = ((1, 256), (1, 1024), (5, 5376), (40, 5376), (3, 600))
+ROUNDS = 1000  # of each shape
+UNROLLED = 10  # sums of a loop's body: XLA makes no graph of few kernels
+TRIPS, SAMPLES = 20, 9
+
+
+def over_devices(mesh: Mesh, function: Callable[..., Any], mail: np.ndarray | None = None) -> Any:
+    """Jitted: function of the device's table, its number, and other arguments, on every device; results are those of all devices."""
+    spec = PartitionSpec(AXIS)
+
+    def local(mail: Any, rank: Any, *args: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], function(None if mail is None else mail[0], rank[0], *args))
+
+    def run(*args: Any) -> Any:
+        specs = (None if mail is None else spec, spec, *[PartitionSpec()] * len(args))
+        ranks = jnp.arange(mesh.size, dtype=jnp.int32)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(mail, ranks, *args)
+
+    # XLA may leave out a rounding between operations that it fuses, unless told not to.
+    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
+
+
+def rows_of(seed: Any, rank: Any, shape: tuple[int, int]) -> jax.Array:
+    """Random rows of a device."""
+    key = jax.random.fold_in(jax.random.key(seed), rank)
+    return jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def errors(shape: tuple[int, int], mail: Any, rank: Any, seed: Any) -> jax.Array:
+    """How many numbers differ from `jax.lax`'s, in ROUNDS sums, in sums with their norms, and in gathers: [3] int32."""
+
+    def once(i: Any, wrong: jax.Array) -> jax.Array:
+        x = rows_of(seed + i, rank, shape)
+        expected = jax.lax.psum(x.astype(jnp.float32), AXIS).astype(x.dtype)
+        found = all_reduce.all_reduce(x, AXIS, mail)
+        # What is added to is the same on all devices.
+        stream, weight = rows_of(seed + i, jnp.int32(1000), shape), jnp.ones(shape[1:], x.dtype)
+        settings: Any = {"next_weights": (weight,), "eps": 1e-6, "implementation": "triton"}
+        parts = jnp.stack([x.astype(jnp.float32), jnp.zeros(shape, jnp.float32)])
+        sums = add_norm.add_norm(stream, all_reduce.Unsummed(parts, mail), weight, **settings)
+        plain = add_norm.add_norm(stream, expected, weight, **settings)
+        words = jax.lax.bitcast_convert_type(x.reshape(-1)[:20].reshape(2, 5, 2), jnp.int32)
+        every = all_reduce.all_gather(words, AXIS, mail)
+        counts = [
+            jnp.sum(found != expected),
+            sum(jnp.sum(a != b) for a, b in zip(sums, plain, strict=True)),
+            jnp.sum(every != jax.lax.all_gather(words, AXIS)),
+        ]
+        return wrong + jnp.stack([jnp.asarray(count, jnp.int32) for count in counts])
+
+    return jax.lax.fori_loop(0, ROUNDS, once, jnp.zeros(3, jnp.int32))
+
+
+def chain(shape: tuple[int, int], trips: int, summed: Callable[..., Any], mail: Any, rank: Any) -> jax.Array:
+    """UNROLLED times so many sums one after the other, with a kernel between: every number ends as it began."""
+    x = jnp.full(shape, 0, jnp.bfloat16) + jnp.arange(shape[1], dtype=jnp.bfloat16)[None] % 128
+    apart = jnp.where(rank % 2 == 0, 1, -1).astype(x.dtype)
+
+    def once(_: Any, x: jax.Array) -> jax.Array:
+        for _ in range(UNROLLED):
+            x = summed(x + apart, mail) / jax.lax.axis_size(AXIS)
+        return x
+
+    return jax.lax.fori_loop(0, trips, once, x)
+
+
+def by_kernel(x: jax.Array, mail: Any) -> jax.Array:
+    return all_reduce.all_reduce(x, AXIS, mail)
+
+
+def by_xla(x: jax.Array, mail: Any) -> jax.Array:
+    return jax.lax.psum(x, AXIS)
+
+
+def alone(x: jax.Array, mail: Any) -> jax.Array:
+    """As much work as a chain has between its sums."""
+    return x + x
+
+
+def microseconds(run: Any) -> float:
+    """Of one sum."""
+    times = []
+    for _ in range(3 + SAMPLES):
+        begun = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - begun)
+    return 1e6 * statistics.median(times[3:]) / (TRIPS * UNROLLED)
+
+
+def main() -> None:
+    mesh = Mesh(np.asarray(jax.devices()), (AXIS,))
+    tables = all_reduce.tables([jax.devices()])
+    if tables is None:
+        raise SystemExit("these devices have no mailboxes: they are no GPUs of one process that reach each other's memory")
+    mail = jax.device_put(tables[0], NamedSharding(mesh, PartitionSpec(AXIS)))
+    low, high = tables[0, 0, 0].view(np.uint32).tolist()
+    print(f"{mesh.size} x {jax.devices()[0].device_kind}, mailbox of the first at {high << 32 | low:#x}", flush=True)
+    for shape in SHAPES:
+        ended = np.asarray(over_devices(mesh, functools.partial(chain, shape, 2000, by_kernel), mail)(), np.float32)
+        broken = (ended != np.arange(shape[1], dtype=np.float32) % 128).sum()
+        wrong = np.asarray(over_devices(mesh, functools.partial(errors, shape), mail)(np.int32(7)))
+        print(
+            f"{shape}: {broken} numbers of a long chain are wrong; in {ROUNDS} sums, sums with norms, gathers: {wrong.tolist()}", flush=True
+        )
+    for shape in SHAPES:
+        us = [microseconds(over_devices(mesh, functools.partial(chain, shape, TRIPS, f), mail)) for f in (by_kernel, by_xla, alone)]
+        print(f"{shape}: {us[0]:.2f} us with the kernel, {us[1]:.2f} with jax.lax.psum, {us[2]:.2f} with a sum of one device", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Memory of each GPU of a group that all others of it can write to, outside what JAX manages."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.all_reduce.triton import MOST_DEVICES, size
+from pallas_kernels.device import obstacle
+
+PAGE = 2**21  # of GPU memory that is mapped
+PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_
+
+
+class _Properties(ctypes.Structure):  # CUmemAllocationProp
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_uint8 * 8),
+    )
+
+
+class _Access(ctypes.Structure):  # CUmemAccessDesc
+    _fields_ = (("location", ctypes.c_int), ("device", ctypes.c_int), ("flags", ctypes.c_int))
+
+
+def tables(groups: Iterable[Iterable[Any]]) -> np.ndarray | None:
+    """What kernels of `all_reduce` have to know, for each device of each group of as many: int32 [G, D, D + 1, 2].
+
+    Of a device, row 0 has the two halves of its mailbox's address, row d those of the d-th device after it in its group, and row D its
+    number in the group. None if these are no GPUs of this process that kernels run on and that reach each other's memory, or if XLA
+    was told to run kernels of a graph side by side.
+    """
+    if "COMMAND_BUFFER_SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper():
+        return None
+    begins = [addresses(tuple(group)) for group in groups]
+    if any(begin is None for begin in begins):
+        return None
+    return np.stack([table(begin) for begin in begins if begin is not None])
+
+
+def table(addresses: Sequence[int]) -> np.ndarray:
+    """Of one group, by the addresses of its mailboxes."""
+    count = len(addresses)
+    halves = np.array([divmod(address, 2**32)[::-1] for address in addresses], np.uint64).astype(np.uint32).view(np.int32)
+    rows = [[*(halves[(rank + d) % count] for d in range(count)), np.array([rank, 0], np.int32)] for rank in range(count)]
+    return np.array(rows, np.int32)
+
+
+@functools.cache
+def addresses(devices: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """Where these devices' mailboxes are, made and emptied at the first call; None if there can be none."""
+    here = all(device.process_index == jax.process_index() for device in devices)
+    if not 1 < len(devices) <= MOST_DEVICES or not here or any(obstacle(device) for device in devices):
+        return None
+    try:
+        return _mapped([device.local_hardware_id for device in devices])
+    except OSError:
+        return None
+
+
+def _mapped(ordinals: Sequence[int]) -> tuple[int, ...]:
+    """Raises OSError where CUDA refuses something."""
+    cuda, count = ctypes.CDLL("libcuda.so.1"), len(ordinals)
+    room = -(-size(count) // PAGE) * PAGE
+
+    def call(name: str, *args: Any) -> None:
+        if error := getattr(cuda, name)(*args):
+            raise OSError(f"{name} returned {error}")
+
+    def number(value: int) -> ctypes.c_uint64:
+        return ctypes.c_uint64(value)
+
+    call("cuInit", 0)
+    for a in ordinals:
+        for b in ordinals:
+            reached = ctypes.c_int(1)
+            if a != b:
+                call("cuDeviceCanAccessPeer", ctypes.byref(reached), a, b)
+            if not reached.value:
+                raise OSError(f"GPU {a} does not reach the memory of GPU {b}")
+    begin = ctypes.c_uint64()
+    call("cuMemAddressReserve", ctypes.byref(begin), number(count * room), *[number(0)] * 3)
+    mailboxes = tuple(begin.value + i * room for i in range(count))
+    for mailbox, ordinal in zip(mailboxes, ordinals, strict=True):
+        handle, properties = ctypes.c_uint64(), _Properties(type=PINNED, location=ON_DEVICE, device=ordinal)
+        call("cuMemCreate", ctypes.byref(handle), number(room), ctypes.byref(properties), number(0))
+        call("cuMemMap", number(mailbox), number(room), number(0), handle, number(0))
+    access = (_Access * count)(*(_Access(ON_DEVICE, ordinal, READ_WRITE) for ordinal in ordinals))
+    call("cuMemSetAccess", begin, number(count * room), access, number(count))
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinals[0])
+    call("cuCtxPushCurrent_v2", context)
+    try:
+        call("cuMemsetD8_v2", begin, ctypes.c_ubyte(0), number(count * room))
+        call("cuCtxSynchronize")
+    finally:
+        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+    return mailboxes

@@ -1,0 +1,229 @@
+"""Sums of few rows over GPUs that reach each other's memory, as one kernel in the Triton dialect: a program holds one row.
+
+Each GPU has a mailbox (see `mailboxes`). A program stores its row to the other GPUs' mailboxes and waits for theirs in its own. Every
+8 bytes hold two bfloat16 numbers and the number of the turn, so that what has arrived is known by itself, and there is no barrier: the
+protocol that NCCL calls LL (https://github.com/NVIDIA/nccl). Turns use two places by turns. A GPU's turn t + 2 comes after it has got
+turn t + 1 of the others, which they sent after their kernel of turn t had ended, so that what it overwrites has been read.
+
+A program counts its turns in the mailbox, so that kernels of CUDA graphs, loops and several programs can follow one another. All
+GPUs have to run the same kernels in the same order, one at a time, as they do in one `shard_map` after another.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl, plgpu
+
+ANY = pl.BlockSpec(memory_space=pl.ANY)
+MOST_ROWS = 64
+MOST_DEVICES = 8
+LEAST_WIDTH, MOST_WIDTH, ALIGNMENT = 256, 8192, 8
+THREADS, WARP = 32, 512  # of a warp, and numbers of a row that it holds at most
+MESSAGE = 4  # numbers of a message of 16 bytes
+COUNTERS = 4 * MOST_ROWS  # bytes at the start of a mailbox: turns of each program
+LINE = 4 * MOST_WIDTH  # bytes of a row's messages
+
+
+def size(devices: int) -> int:
+    """Bytes of a mailbox, zeros at first, of one of so many devices."""
+    return COUNTERS + 2 * (devices - 1) * MOST_ROWS * LINE
+
+
+def unsupported(rows: int, width: int, dtype: Any) -> str | None:
+    """Why the kernel cannot serve such rows, or None."""
+    if dtype != jnp.bfloat16:
+        return f"numbers are {dtype}; the kernel takes bfloat16"
+    if not 0 < rows <= MOST_ROWS:
+        return f"there are {rows} rows; the kernel takes at most {MOST_ROWS}"
+    if width % ALIGNMENT or not LEAST_WIDTH <= width <= MOST_WIDTH:
+        return f"a row has {width} numbers; the kernel takes multiples of {ALIGNMENT} from {LEAST_WIDTH} to {MOST_WIDTH}"
+    return None
+
+
+def num_warps(width: int) -> int:
+    return max(1, pl.next_power_of_2(width) // WARP)
+
+
+def all_reduce(x, mail, *, interpret=False):
+    """See `pallas_kernels.all_reduce.all_reduce`. x: [N, W] bfloat16."""
+    return _call(_sum, "all_reduce", x, mail, x.shape, interpret)
+
+
+def all_gather(x, mail, *, interpret=False):
+    """All devices' x, in their order. x: [N, W] uint16 -> [D, N, W]; mail as for `pallas_kernels.all_reduce.all_reduce`."""
+    return _call(_gather, "all_gather", x, mail, (mail.shape[0] - 1, *x.shape), interpret)
+
+
+def _call(kernel, name, x, mail, shape, interpret):
+    return dialect.call(
+        kernel,
+        name=name,
+        grid=(x.shape[0],),
+        in_specs=[ANY] * 2,
+        out_specs=ANY,
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
+        num_warps=num_warps(x.shape[1]),
+        num_stages=1,
+        interpret=interpret,
+    )(x, mail)
+
+
+def _sum(x_ref, mail_ref, out_ref):
+    mail = read(mail_ref)
+    row, column, inside, x = _loaded(x_ref)
+    total, turn = summed(x.astype(jnp.float32), column, inside, mail)
+    inside &= turn_ends(turn, jnp.sum(total), mail)
+    plgpu.store(out_ref.at[row, column], total.astype(out_ref.dtype), mask=inside)
+
+
+def _gather(x_ref, mail_ref, out_ref):
+    mail = read(mail_ref)
+    row, column, inside, x = _loaded(x_ref)
+    every, turn = swap(x.astype(jnp.int32) << 16, column, inside, mail)
+    inside &= turn_ends(turn, jnp.max(functools.reduce(operator.or_, every)), mail)
+    for rank, of_one in enumerate(every):
+        of_one = jax.lax.shift_right_logical(of_one, jnp.full_like(of_one, 16))
+        plgpu.store(out_ref.at[rank, row, column], of_one.astype(out_ref.dtype), mask=inside)
+
+
+def _loaded(x_ref):
+    row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(x_ref.shape[1]), dtype=jnp.int32)
+    inside = column < x_ref.shape[1]
+    x = plgpu.load(x_ref.at[row, column], mask=inside, other=jnp.zeros((), x_ref.dtype))
+    return row, column, inside, x
+
+
+def read(mail_ref):
+    """The rows of a device's table (see `mailboxes.tables`), which a program reads first of all."""
+    return [(mail_ref[i, 0], mail_ref[i, 1]) for i in range(mail_ref.shape[0])]
+
+
+def summed(x, column, inside, mail):
+    """The sum of every device's x, [W] float32, each number of which is one of bfloat16, and the rest as `swap` has it."""
+    every, turn = swap(jax.lax.bitcast_convert_type(x, jnp.int32), column, inside, mail)
+    return functools.reduce(operator.add, [jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in every]), turn
+
+
+def swap(bits, column, inside, mail):
+    """Every device's row, in the order of devices, and the number of the turn.
+
+    bits: [W] int32, this device's row, zero in the lower half of each number. column: [W] int32, from 0. inside: [W], which of them
+    there are. mail: see `read`. The program ends the turn by `turn_ends`.
+    """
+    *addresses, (own_rank, _) = mail
+    devices, row = len(addresses), pl.program_id(0)
+    turn = _inline(_turn, *_single(*addresses[0], 4 * row))
+    # The number 0 is no turn's, as it is what lies in a mailbox at first. 2 takes its place, which is even too.
+    turn = jnp.where(turn == -1, 2, turn + 1)
+    odd = jnp.bitwise_and(turn, 1)
+    # Two messages of a thread come after one another: so, what threads store together lies together.
+    message, half = _quotient(column, MESSAGE), column.shape[0] // MESSAGE // 2
+    at = 16 * (_quotient(message, 2) + half * (message - 2 * _quotient(message, 2)))
+
+    def places(distance):
+        line = (odd * (devices - 1) + distance - 1) * MOST_ROWS + row
+        return jnp.where(inside, at + COUNTERS + line * LINE, -1)
+
+    def splat(*scalars):
+        return [jnp.broadcast_to(scalar, column.shape) for scalar in scalars]
+
+    distances = range(1, devices)
+    sent = [_inline(_send, bits, places(d), *splat(*addresses[d], turn)) for d in distances]
+    after = functools.reduce(operator.or_, sent)
+    got = [_inline(_receive, places(d), *splat(*addresses[0], turn), after) for d in distances]
+    at_distance = [bits, *got]
+
+    def of(rank):
+        distance = own_rank - rank
+        distance = jnp.where(distance < 0, distance + devices, distance)
+        return functools.reduce(lambda found, d: jnp.where(distance == d, at_distance[d], found), distances, bits)
+
+    return [of(rank) for rank in range(devices)], turn
+
+
+def turn_ends(turn, seen, mail):
+    """Counts the turn. seen: [], what is computed of all that the program's threads have received, so that none of them has yet to read
+    the turn's number. Returns a condition that holds: stores that depend on it keep the count from being left out."""
+    seen = jax.lax.bitcast_convert_type(seen, jnp.int32)
+    zero = _inline(_count, *_single(*mail[0], 4 * pl.program_id(0)), turn, *_single(seen))
+    return zero == 0
+
+
+def _single(*scalars):
+    """Arrays of one number: assembly takes no scalars."""
+    return [jnp.broadcast_to(scalar, (1,)) for scalar in scalars]
+
+
+def _quotient(x, size):
+    return jax.lax.div(x, jnp.full_like(x, size))
+
+
+def _inline(asm, *args):
+    """What assembly returns for int32 arrays of one shape. asm: the text, by the registers of the result and of each argument: as many of
+    each as a thread of `num_warps` has, so that it waits once for all."""
+    pack = max(1, min(WARP, args[0].size) // THREADS)
+    registers = [[f"${pack * i + j}" for j in range(pack)] for i in range(1 + len(args))]
+    (found,) = plgpu.elementwise_inline_asm(
+        "{\n" + asm(*registers) + "\n}",
+        args=args,
+        constraints=",".join(["=r"] * pack + ["r"] * (pack * len(args))),
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.int32)],
+    )
+    return found
+
+
+def _turn(result, low, high, offset):
+    return f"{_address(low[0], high[0], offset[0])} ld.volatile.global.b32 {result[0]}, [a];"
+
+
+def _count(result, low, high, offset, turn, _):
+    return f"{_address(low[0], high[0], offset[0])} st.volatile.global.b32 [a], {turn[0]}; mov.b32 {result[0]}, 0;"
+
+
+def _address(low, high, offset):
+    return f".reg .b64 a, o; mov.b64 a, {{{low}, {high}}}; cvt.u64.u32 o, {offset}; add.u64 a, a, o;"
+
+
+def _messages(places, low, high):
+    """Addresses a0, a1, ... of the messages that begin at these places, and whether there are such, p0, p1, ..."""
+    count = len(places) // MESSAGE
+    lines = [f".reg .b64 base, a<{count}>; .reg .b32 u<{count}>, v<{count}>, f<{count}>, g<{count}>; .reg .pred q, p<{count}>;"]
+    lines.append(f"mov.b64 base, {{{low[0]}, {high[0]}}};")
+    for i in range(count):
+        place = places[MESSAGE * i]
+        lines.append(f"setp.ge.s32 p{i}, {place}, 0; cvt.u64.u32 a{i}, {place}; add.u64 a{i}, a{i}, base;")
+    return count, lines
+
+
+def _send(result, bits, places, low, high, turn):
+    count, lines = _messages(places, low, high)
+    for i in range(count):
+        a, b, c, d = bits[MESSAGE * i : MESSAGE * i + MESSAGE]
+        lines.append(f"prmt.b32 u{i}, {a}, {b}, 0x7632; prmt.b32 v{i}, {c}, {d}, 0x7632;")  # the upper halves, the first one below
+        # A message holds four numbers one after the other, which is how a thread has them.
+        lines.append(f"setp.ne.b32 q, {places[MESSAGE * i]}, {places[MESSAGE * i + MESSAGE - 1]}; @q trap;")
+        lines.append(f"@p{i} st.volatile.global.v4.b32 [a{i}], {{u{i}, {turn[0]}, v{i}, {turn[0]}}};")
+    return "\n".join([*lines, *(f"mov.b32 {r}, 0;" for r in result)])
+
+
+def _receive(result, places, low, high, turn, _):
+    count, lines = _messages(places, low, high)
+    for i in range(count):
+        lines.append(f"mov.b32 u{i}, 0; mov.b32 v{i}, 0; mov.b32 f{i}, {turn[0]}; mov.b32 g{i}, {turn[0]};")
+    lines.append("WAIT:")
+    lines += [f"@p{i} ld.volatile.global.v4.b32 {{u{i}, f{i}, v{i}, g{i}}}, [a{i}];" for i in range(count)]
+    lines.append("setp.ne.b32 q, 0, 0;")
+    lines += [f"setp.ne.or.b32 q, {flag}{i}, {turn[0]}, q;" for i in range(count) for flag in "fg"]
+    lines.append("@q bra WAIT;")
+    for i in range(count):
+        a, b, c, d = result[MESSAGE * i : MESSAGE * i + MESSAGE]
+        lines.append(f"shl.b32 {a}, u{i}, 16; and.b32 {b}, u{i}, 0xffff0000; shl.b32 {c}, v{i}, 16; and.b32 {d}, v{i}, 0xffff0000;")
+    return "\n".join(lines)
