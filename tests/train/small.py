@@ -1,8 +1,6 @@
 """A tiny target and a drafter of every kind for it, with random weights that give texts some variety."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -86,14 +84,6 @@ def drafter(kind: str) -> Any:
 def texts() -> np.ndarray:
     """What the random target writes greedily after one token: [6, 24] int32."""
     return np.asarray(jax.jit(generate, static_argnums=2)(target(), np.arange(3, 9, dtype=np.int32)[:, None], 23))
-
-
-@contextlib.contextmanager
-def unoptimised() -> Iterator[None]:
-    """Code that compiles in half the time, and computes the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @jax.jit

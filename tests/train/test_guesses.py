@@ -15,12 +15,7 @@ from jaxspec.train.kinds import KINDS
 
 PLACES = np.asarray([0, 1, 2, 3, 7, 8, 13], np.int32)  # the window is 8
 LENGTH = int(PLACES[-1]) + STEPS + 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unoptimised():
-    with small.unoptimised():
-        yield
+pytestmark = pytest.mark.usefixtures("unoptimised")
 
 
 @jax.jit

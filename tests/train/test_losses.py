@@ -18,12 +18,7 @@ from jaxspec.train.losses import Batch, Objective, distil_loss, places, target_l
 
 STEPS = 3
 MIXED = Objective(steps=STEPS, decay=0.7, soft=0.8, hard=0.5, tv=0.6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unoptimised():
-    with small.unoptimised():
-        yield
+pytestmark = pytest.mark.usefixtures("unoptimised")
 
 
 def batch():

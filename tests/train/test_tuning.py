@@ -19,12 +19,7 @@ from jaxspec.train.loop import read_metrics
 
 SOURCE = Path(jaxspec.__file__)
 LICENSE = SOURCE.parents[1] / "LICENSE"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unoptimised():
-    with small.unoptimised():
-        yield
+pytestmark = pytest.mark.usefixtures("unoptimised")
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,7 @@ from jaxspec.train.loop import Run
 from jaxspec.train.losses import Batch, target_loss
 from jaxspec.train.unlikelihood import break_loops, repeats
 
-
-@pytest.fixture(scope="module", autouse=True)
-def unoptimised():
-    with small.unoptimised():
-        yield
+pytestmark = pytest.mark.usefixtures("unoptimised")
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
