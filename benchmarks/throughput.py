@@ -8,8 +8,13 @@ Prints a row of a Markdown table for each number of slots.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import shutil
+import statistics
+import subprocess
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,6 +35,7 @@ COLUMNS = (
     "tokens/s",
     "accepted",
     "device busy",
+    "GPU in use",
     "turns",
     "host ms, median",
     "host ms, 95 %",
@@ -110,9 +116,10 @@ def row(llm: LLM, prompts: list[list[int]], tokens: int) -> str:
     longest = max(prompts, key=len)
     llm.generate([longest], few)
 
-    before, begun = llm.stats, time.perf_counter()
-    completions = llm.generate(prompts, params)
-    seconds, stats = time.perf_counter() - begun, llm.stats - before
+    with utilization() as samples:
+        before, begun = llm.stats, time.perf_counter()
+        completions = llm.generate(prompts, params)
+        seconds, stats = time.perf_counter() - begun, llm.stats - before
     if any(len(completion.token_ids) != tokens for completion in completions):
         raise RuntimeError("a sequence ended before its last token")
     cells: list[Any] = [
@@ -122,6 +129,7 @@ def row(llm: LLM, prompts: list[list[int]], tokens: int) -> str:
         f"{stats.tokens / seconds:.0f}",
         f"{stats.acceptance_length:.2f}",
         f"{stats.busy_seconds / seconds:.1%}",
+        f"{statistics.mean(samples):.1f} %" if samples else "-",
         sum(stats.host_times),
         f"{1e3 * stats.host_seconds():.2f}",
         f"{1e3 * stats.host_seconds(0.95):.2f}",
@@ -130,6 +138,23 @@ def row(llm: LLM, prompts: list[list[int]], tokens: int) -> str:
         "-" if stats.peak_bytes is None else f"{stats.peak_bytes / 2**30:.1f}",
     ]
     return f"| {' | '.join(map(str, cells))} |"
+
+
+@contextlib.contextmanager
+def utilization() -> Iterator[list[float]]:
+    """Fills the list, at the end, with the percentage of the time in which the first GPU had a kernel running, by its driver: one of every
+    tenth of a second but the first. Empty where there is no nvidia-smi."""
+    samples: list[float] = []
+    if shutil.which("nvidia-smi") is None:
+        yield samples
+        return
+    command = "nvidia-smi --id=0 --query-gpu=utilization.gpu --format=csv,noheader,nounits --loop-ms=100"
+    with subprocess.Popen(command.split(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield samples
+        finally:
+            process.terminate()
+        samples += map(float, process.communicate()[0].split()[10:])
 
 
 if __name__ == "__main__":

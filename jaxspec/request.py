@@ -125,11 +125,12 @@ class Request:
 
     def advance(self, report: decode.Report, row: int, num_draft_tokens: int) -> None:
         """Takes in what a call whose rounds guessed so many tokens reports about it in this row."""
-        self.guessed += [num_draft_tokens] * (int(report.numbers[row, 3]) - self.rounds)
-        length, self.computed, self.status, self.rounds, self.drafted = report.numbers[row].tolist()
-        new = length - self.length
-        self.output += report.tokens[row, :new].tolist()
-        self.from_draft += report.from_draft[row, :new].tolist()
+        length, self.computed, self.status, rounds, self.drafted = report.rows[row, :5].tolist()
+        self.guessed += [num_draft_tokens] * (rounds - self.rounds)
+        self.rounds, new = rounds, length - self.length
+        tokens = report.rows[row, 7 : 7 + new]
+        self.output += np.where(tokens < 0, ~tokens, tokens).tolist()
+        self.from_draft += (tokens < 0).tolist()
         if report.logprobs is not None and self.in_loop and new:
             self.scored.append(jax.tree.map(lambda x: x[row, :new], report.logprobs))
 

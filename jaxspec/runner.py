@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import decode
+from jaxspec import decode, graphs
 from jaxspec.accept import COUPLED, Rule
 from jaxspec.adaptive import Adaptive
 from jaxspec.drafters.base import Drafter
@@ -41,8 +41,9 @@ STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt w
 PAGE = 64  # positions in a page
 PREFIX_BYTES = 2**30  # snapshots of prompts, on each device
 
-# A call that is under way: the requests it works on, how many tokens its rounds guess, and what it will report.
-Call = tuple[Sequence[Request], int, decode.Report]
+# A call that is under way: the requests it works on, None for one that it is not to tell; how many tokens its rounds guess; what it
+# will report.
+Call = tuple[Sequence[Request | None], int, decode.Report]
 
 
 class Runner:
@@ -104,7 +105,10 @@ class Runner:
         self._init = jax.jit(init) if self._layout is None else self._layout.empty
         self.held = Slots(self.total_slots)
         self._state: Any = None
+        self._last: Any = None  # what the newest call gives
         self.ready()
+        self._devices = jax.tree.leaves(self._state)[0].devices()
+        self._gaps = graphs.keep_apart(self._devices)
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self._state)
 
     @staticmethod
@@ -144,7 +148,9 @@ class Runner:
     @property
     def free_pages(self) -> int:
         """Full-attention pages that nothing holds."""
-        return int(self._get(self._free))
+        if not isinstance(self._free, int):
+            self._free = int(self._get(self._free))
+        return self._free
 
     def pages_for(self, rows: int) -> int:
         """Full-attention pages of a sequence with so many rows, the drafts of its next round among them."""
@@ -166,7 +172,7 @@ class Runner:
         self.ready()
         begun, missing = time.perf_counter(), [key for key in self.programs(needs, choices) if key not in self._programs]
         with self._explained(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            pending = {pool.submit(getattr(self, f"_lower_{name}")(*key).compile): (name, *key) for name, *key in missing}
+            pending = {pool.submit(self._compiled(name, *key)): (name, *key) for name, *key in missing}
             for done in concurrent.futures.as_completed(pending):
                 key = pending[done]
                 self._programs[key] = done.result()
@@ -236,12 +242,21 @@ class Runner:
 
     def prefill(self, requests: Sequence[Request], needs: Needs) -> Call:
         """Starts one call that computes rows of some of the requests, those that came first before others."""
-        goals = [next((goal for goal in r.goals if goal > r.computed), r.goal) for r in requests]
-        left = [goal - r.computed for goal, r in zip(goals, requests, strict=True)]
-        size, chunk = max(self.prefill_buckets, key=functools.partial(_worth, left))
+        goals, _, size, chunk = self._next_rows(requests)
         some = requests[:size]
         until, known = (np.asarray([*values, *[0] * (size - len(some))], np.int32) for values in (goals[:size], [r.length for r in some]))
         return some, 0, self._run(self._program("prefill", size, chunk, needs), self._ids(some, size), until, known)
+
+    def used(self, requests: Sequence[Request]) -> float:
+        """The share of the rows that a prefill call of the requests computes which is of use."""
+        _, left, size, chunk = self._next_rows(requests)
+        return _used(left, size, chunk) / (size * chunk)
+
+    def _next_rows(self, requests: Sequence[Request]) -> tuple[list[int], list[int], int, int]:
+        """How many rows of each request are to be computed next, how many of these are left, and the bucket of the call that begins."""
+        goals = [next((goal for goal in r.goals if goal > r.computed), r.goal) for r in requests]
+        left = [goal - r.computed for goal, r in zip(goals, requests, strict=True)]
+        return goals, left, *max(self.prefill_buckets, key=functools.partial(_worth, left))
 
     def decode(
         self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, num_draft_tokens: int | None = None
@@ -260,17 +275,18 @@ class Runner:
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests. Whether one of them lacked pages, and left its requests as they were."""
         reports = self._get([report for *_, report in calls])
-        self.times.turn()
         for (requests, count, _), report in zip(calls, reports, strict=True):
-            self._free = report.pages[0]
+            self._free = report.free_pages
             for row, request in enumerate(requests):
+                if request is None:
+                    continue
                 known = len(request.output)
                 request.advance(report, row, count)
                 if self.adaptive is not None and 0 < known < len(request.output):
                     accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
                     # Where the sequence ended it cut its last round.
                     self.adaptive.see(histogram_of(accepted[:-1] if request.ended else accepted, count), count)
-        return any(bool(report.pages[1]) for report in reports)
+        return any(report.starved for report in reports)
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:
         """The log-probabilities of a whole text, by another pass over it in a free slot: of token i + 1 at entry i, with `count` most
@@ -319,21 +335,29 @@ class Runner:
         """Releases slots, then puts requests into theirs."""
         size = next(size for size in self.admit_buckets if size >= len(requests))
         program, rows = self._program("admit", size), packed(requests, size, self.max_len)
-        free = self._run(program, self._padded(ended, self.total_slots), self._ids(requests, size), rows)
+        free = self._run(program, self._padded(ended, self.total_slots), self._ids(requests, size), rows, bare=True)
         self.held.released(ended)
         self._free = free
 
     def _fork(self, source: int, slot: int, rows: int) -> None:
         self._free = self._run(self._program("fork"), *(np.asarray([n], np.int32) for n in (source, slot, rows)))
 
-    def _run(self, program: Callable[..., Any], *args: Any) -> Any:
-        """Replaces the state by what a program makes of it, and gives what else it gives. A program that fails takes the state along."""
+    def _run(self, program: Callable[..., Any], *args: Any, bare: bool = False) -> Any:
+        """Replaces the state by what a program makes of it, and gives what else it gives. A program that fails takes the state along.
+        bare: the program takes no weights, and of the state what `_bare` leaves."""
         state, self._state = self._state, None
         # Before the call: the device begins while the host still hands over, and where it asks the host whether to go on, as a loop
-        # on a GPU does, the call returns only after its last round.
-        self.times.handed()
+        # may on a GPU, the call returns only after its last round.
+        self.times.handed(going=not all(x.is_ready() for x in jax.tree.leaves(self._last)))
         with self._explained():
-            self._state, found = program(self.target, self.drafter, state, *args)
+            if bare:
+                changed, found = program(_bare(state), *args)
+                self._state = _whole(changed, state)
+            else:
+                self._state, found = program(self.target, self.drafter, state, *args)
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        self._last = found
         return found
 
     def _get(self, tree: Any) -> Any:
@@ -365,18 +389,26 @@ class Runner:
         if (name, *key) not in self._programs:
             begun = time.perf_counter()
             with self._explained():
-                self._programs[name, *key] = getattr(self, f"_lower_{name}")(*key).compile()
+                self._programs[name, *key] = self._compiled(name, *key)()
             self.compilations += 1
             self.compile_seconds += time.perf_counter() - begun
         return self._programs[name, *key]
 
+    def _compiled(self, name: str, *key: Any) -> Callable[[], Any]:
+        """Lowers a program, and gives what compiles it."""
+        lowered = getattr(self, f"_lower_{name}")(*key)
+        return functools.partial(graphs.compiled, lowered, self._devices) if name == "decode" else lowered.compile
+
     def _lower(self, function: Callable[..., Any], *args: Any) -> Any:
         """(weights, state, *args) -> (state, more). The state is given away."""
-        placed = function if self._layout is None else self._layout.on(function, WHOLE)
-        return jax.jit(placed, donate_argnums=2).lower(self.target, self.drafter, self._state, *args)
+        return jax.jit(self._placed(function), donate_argnums=2).lower(self.target, self.drafter, self._state, *args)
+
+    def _placed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self._layout is None else self._layout.on(function, WHOLE)
 
     def _lower_admit(self, size: int) -> Any:
-        return self._lower(_admit, self._padded([], self.total_slots), self._padded([], size), packed([], size, self.max_len))
+        args = self._padded([], self.total_slots), self._padded([], size), packed([], size, self.max_len)
+        return jax.jit(self._placed(_admit), donate_argnums=0).lower(_bare(self._state), *args)
 
     def _lower_fork(self) -> Any:
         return self._lower(_fork, *[self._padded([], 1)] * 3)
@@ -408,7 +440,11 @@ def check_pages(kv_pages: int, max_len: int, page_size: int = PAGE) -> None:
 def _worth(left: Sequence[int], bucket: tuple[int, int]) -> float:
     """Prompt tokens that a prefill call computes, by what it costs. left: of each prompt, in the order that they are served in."""
     size, chunk = bucket
-    return sum(min(chunk, n) for n in left[:size]) / (size * chunk + CALL_ROWS)
+    return _used(left, size, chunk) / (size * chunk + CALL_ROWS)
+
+
+def _used(left: Sequence[int], size: int, chunk: int) -> int:
+    return sum(min(chunk, n) for n in left[:size])
 
 
 def nbytes(tree: Any) -> int:
@@ -416,10 +452,21 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-# The programs: (target, drafter, state, ...) -> (state, what the host reads).
+def _bare(state: decode.DecodeState) -> decode.DecodeState:
+    """A state without the arrays that hold what was computed, which are many: each costs a microsecond or two in a call."""
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=()), drafter=None, logprobs=None)
 
 
-def _admit(target: Any, drafter: Any, state: decode.DecodeState, ended: jax.Array, slots: jax.Array, requests: Any) -> Any:
+def _whole(bare: decode.DecodeState, state: decode.DecodeState) -> decode.DecodeState:
+    """A bare state with those arrays of another one."""
+    cache = dataclasses.replace(bare.cache, layers=state.cache.layers)
+    return dataclasses.replace(bare, cache=cache, drafter=state.drafter, logprobs=state.logprobs)
+
+
+# The programs: (target, drafter, state, ...) -> (state, what the host reads); without weights where the state is bare.
+
+
+def _admit(state: decode.DecodeState, ended: jax.Array, slots: jax.Array, requests: Any) -> Any:
     state = decode.admit(decode.release(state, ended), slots, requests)
     return state, state.cache.free_count + 0  # a state's own arrays are given away with it
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspec.logprobs import Logprobs
 from jaxspec.request import Request
-from jaxspec.runner import STEPS, Runner
+from jaxspec.runner import STEPS, Call, Runner
 from jaxspec.sampling import Needs
 from jaxspec.slots import boundary, common
 
@@ -18,6 +18,9 @@ AHEAD = 4  # requests that are read before there is a slot for them
 # Rounds between two calls that compute prompts: at most so many, and as many as the sequences that decode are for each of those that wait
 # for their prompts, in eighths. A round takes about as long for few as for many, so while few decode it is better spent on prompts.
 BESIDE, SHARE = 4, 8
+# The next call that computes prompts waits on the device for the end of a turn's rounds, so that there is no pause while the host takes in
+# what they gave; but only if this share of its rows is of use without the prompts that get a slot then.
+ENOUGH = 0.5
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
 
 
@@ -40,6 +43,7 @@ class Turn:
         self._runner, self._requests, self._needs_of, self._seen = runner, requests, needs_of, seen
         self._kinds = dict(kinds or {})
         self.waiting, self.active = collections.deque[Request](), list[Request]()
+        self._ahead: Call | None = None
 
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Fills free slots, then computes some rows of the prompts, if any wait for it, and up to `steps` rounds of the sequences that
@@ -58,19 +62,23 @@ class Turn:
             raise RuntimeError(f"all {runner.slots} slots are held by open streams; close some, or load with more max_slots")
         needs = self._needs_of(list(self._kinds.values()))
         computing, decoding = [r for r in self.active if not r.ready], [r for r in self.active if r.ready]
-        calls = []
-        if computing:
-            calls.append(runner.prefill(computing, needs))
+        call = self._ahead or (runner.prefill(computing, needs) if computing else None)
+        prompts, self._ahead = [] if call is None else [call], None
         meanwhile()
+        rounds = []
         if decoding:
             if computing:
                 steps = min(steps, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
-            calls.append(runner.decode(decoding, steps, until_any=bool(computing or self.waiting), needs=needs))
-        starved = runner.read(calls)
-        for request in computing:
-            if request.computed in request.goals:
-                request.goals.remove(request.computed)
-                runner.snapshot(request)
+            rounds = [runner.decode(decoding, steps, until_any=bool(computing or self.waiting), needs=needs)]
+        starved, kept = runner.read(prompts), [r for r in computing if r.computed in r.goals]
+        left = [r for r in computing if not (r.ready or r.ended)]
+        if left and not (starved or kept) and runner.used(left) >= ENOUGH:
+            self._ahead = runner.prefill(left, needs)
+        starved |= runner.read(rounds)
+        runner.times.turn()
+        for request in kept:
+            request.goals.remove(request.computed)
+            runner.snapshot(request)
         if starved and not any(r.ended for r in self.active):  # those that have ended make room, and are no longer to give way
             self.make_room()
         return True
@@ -88,6 +96,7 @@ class Turn:
         self._runner.end(self.active)
         self.active.clear()
         self.waiting.clear()
+        self._ahead = None
 
     def score(self, request: Request, count: int) -> Logprobs:
         """See `Runner.score`."""
@@ -111,7 +120,12 @@ class Turn:
         self._readmit([r for r in self.active if r is request])
 
     def _readmit(self, lost: list[Request]) -> None:
-        """Puts active requests that have lost their slots at the head of those that wait."""
+        """Puts active requests that have lost their slots at the head of those that wait. What a call that is under way says of them is
+        no longer true."""
+        if self._ahead is not None:
+            requests, count, report = self._ahead
+            told = [None if r in lost else r for r in requests]
+            self._ahead = (told, count, report) if any(told) else None
         self.active = [r for r in self.active if r not in lost]
         self.waiting.extendleft(reversed(lost))
 

@@ -32,6 +32,7 @@ class DecodeState:
     how each slot chooses, see `Sampling` and `Edits`. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted
     so far. logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool,
     the last call needed more full-attention pages than were free and left every sequence as it was. drafter: the drafter's state.
+    mail: of a state on a mesh, what kernels that sum over its devices have to know, or None; see `sharding`.
     """
 
     cache: PagedKV
@@ -52,6 +53,7 @@ class DecodeState:
     drafted: jax.Array
     logprobs: Logprobs
     starved: jax.Array
+    mail: Any = None
 
     @property
     def slots(self) -> int:
@@ -199,16 +201,21 @@ def fork(state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Arr
 
 @struct.dataclass
 class Report:
-    """What the host learns of B slots after a call, in few arrays since each has its cost. numbers: [B, 5] int32, the length, computed,
-    status, rounds and drafted of each, see DecodeState. tokens, from_draft: [B, W], those at the positions that the host did not know,
-    as many as the length grew, at most W. logprobs: of the same tokens, or None. pages: [2] int32, how many full pages are unused, and
-    whether the call was starved."""
+    """What the host learns of B slots after a call, in one array since each has its cost. rows: [B, 7 + W] int32, of each slot the length,
+    computed, status, rounds and drafted, see DecodeState; of all, how many full pages are unused and whether the call was starved; then the
+    tokens at the positions that the host did not know, as many as the length grew, at most W, and ~token where it was a draft. logprobs:
+    of the same tokens, or None."""
 
-    numbers: jax.Array
-    tokens: jax.Array
-    from_draft: jax.Array
+    rows: jax.Array
     logprobs: Logprobs | None
-    pages: jax.Array
+
+    @property
+    def free_pages(self) -> int:
+        return int(self.rows[0, 5])
+
+    @property
+    def starved(self) -> bool:
+        return bool(self.rows[0, 6])
 
 
 def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, logprobs: bool = False) -> Report:
@@ -220,12 +227,12 @@ def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, l
 
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     kept = at[:, :ROWS] % ROWS
+    pages = (jnp.broadcast_to(x, slots.shape) for x in (state.cache.free_count, state.starved.astype(jnp.int32)))
+    numbers = jnp.stack([*map(of, (state.length, state.computed, state.status, state.rounds, state.drafted)), *pages], axis=1)
+    tokens, from_draft = (x.at[slots[:, None], at].get(mode="clip") for x in (state.tokens, state.from_draft))
     return Report(
-        jnp.stack([*map(of, (state.length, state.computed, state.status, state.rounds, state.drafted))], axis=1),
-        tokens=state.tokens.at[slots[:, None], at].get(mode="clip"),
-        from_draft=state.from_draft.at[slots[:, None], at].get(mode="clip"),
+        jnp.concatenate([numbers, jnp.where(from_draft, ~tokens, tokens)], axis=1),
         logprobs=jax.tree.map(lambda x: x.at[slots[:, None], kept].get(mode="clip"), state.logprobs) if logprobs else None,
-        pages=jnp.stack([state.cache.free_count, state.starved.astype(jnp.int32)]),
     )
 
 

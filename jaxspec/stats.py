@@ -240,22 +240,29 @@ class Times:
     """
 
     def __init__(self, clock: Callable[[], float]):
-        self._clock, self._since, self._idle = clock, None, 0.0
-        self.busy_seconds, self.host_times = 0.0, [0] * HOST_TIMES
+        self._clock, self._idle = clock, 0.0
+        self._begun: float | None = None  # since when the device has been busy, as far as is known
+        self._before, self._done = 0.0, 0.0  # how long it was busy before that; when something was last found to be done
+        self.host_times = [0] * HOST_TIMES
 
-    def handed(self) -> None:
-        """The device is being given something to do."""
-        if self._since is None:
-            self._since = self._clock()
+    @property
+    def busy_seconds(self) -> float:
+        return self._before + (0.0 if self._begun is None else max(self._done - self._begun, 0.0))
+
+    def handed(self, going: bool = False) -> None:
+        """The device is being given something to do. going: it is still at something else. If not, it may have been idle since something
+        was last found to be done."""
+        if self._begun is not None and not going and self._done > self._begun:
+            self._before, self._begun = self.busy_seconds, None
+        if self._begun is None:
+            self._begun = self._clock()
 
     def waited(self) -> None:
-        """All of it is done."""
-        if self._since is not None:
-            self.busy_seconds += self._clock() - self._since
-        self._since = None
+        """What the host waited for is done."""
+        self._done = self._clock()
 
     def turn(self) -> None:
-        """All that a turn of the requests gave the device is done."""
+        """The host knows all that the rounds of a turn gave, and has waited for it."""
         idle = self._clock() - self.busy_seconds
         taken, self._idle = idle - self._idle, idle
         if taken > 0:  # a clock that stood still was not to count

@@ -12,6 +12,7 @@ from jaxspec.runner import Runner
 from jaxspec.sampling import PLAIN
 from jaxspec.schedule import AHEAD, BESIDE, Turn
 from jaxspec.slots import Slots
+from jaxspec.stats import Times
 
 
 class Text:
@@ -25,7 +26,7 @@ class Notes:
 
     def __init__(self):
         self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(3), [], 100, False, set()
-        self.count = 0
+        self.count, self.times = 0, Times(lambda: 0.0)
 
     @property
     def free_slots(self):
@@ -48,24 +49,28 @@ class Notes:
     def prefill(self, requests, needs):
         self.calls.append(("prefill", [r.order for r in requests]))
         goal = next((goal for goal in requests[0].goals if goal > requests[0].computed), requests[0].goal)
-        return "prefill", requests[0], min(requests[0].computed + 8, goal)
+        return requests[:1], "prefill", min(requests[0].computed + 8, goal)
+
+    def used(self, requests):
+        return min(requests[0].goal - requests[0].computed, 8) / 8
 
     def decode(self, requests, steps, until_any=False, needs=PLAIN):
         self.calls.append(("decode", [r.order for r in requests]))
         self.steps = steps
-        return "decode", requests, 0
+        return requests, "decode", 0
 
     def read(self, calls):
         starved, self.starved = self.starved, False
-        for name, requests, rows in calls:
-            if name == "prefill":
-                requests.computed = rows
-                if rows == requests.goal and not requests.output:
-                    requests.output.append(7)
-            else:
-                for request in requests:
-                    if request.order in self.ends:
-                        request.status = decode.STOPPED
+        for requests, name, rows in calls:
+            for request in requests:
+                if request is None:
+                    continue
+                if name == "prefill":
+                    request.computed = rows
+                    if rows == request.goal and not request.output:
+                        request.output.append(7)
+                elif request.order in self.ends:
+                    request.status = decode.STOPPED
         return starved
 
     def snapshot(self, request):
@@ -143,6 +148,7 @@ def test_a_sequence_waits_until_there_are_pages_for_what_it_knows(turn):
 def test_prompts_are_computed_the_sooner_the_more_slots_wait_for_theirs(turn, monkeypatch, decoding, computing, rounds):
     """A round is as long for few sequences as for many. But a long prompt costs many that decode no more than a part of their speed."""
     monkeypatch.setattr(Notes, "slots", decoding + computing)
+    monkeypatch.setattr(Notes, "used", lambda *_: 0.0)
     runner, turn = turn(*(request(i) for i in range(decoding)), *(request(*range(90, 120), i) for i in range(computing)))
     runner.held, events = Slots(decoding + computing), []
     while len(turn.active) < decoding + computing or any(r.computed == 0 for r in turn.active):
@@ -154,6 +160,36 @@ def test_prompts_are_computed_the_sooner_the_more_slots_wait_for_theirs(turn, mo
     turn.step(64, meanwhile=lambda: events.extend(runner.calls))
     assert [name for name, _ in runner.calls] == ["prefill", "decode"] and [name for name, _ in events] == ["prefill"]
     assert len(runner.calls[1][1]) == decoding and runner.steps == rounds
+
+
+def test_rows_of_prompts_follow_the_rounds_at_once_if_they_fill_a_call(turn):
+    runner, turn = turn(request(1), request(*range(50, 80)), request(2))
+
+    def step():
+        runner.calls.clear()
+        turn.step()
+        return runner.calls
+
+    assert step() == [("admit", [0, 1]), ("prefill", [0, 1]), ("prefill", [1])]
+    assert step() == [("decode", [0]), ("prefill", [1])]
+    runner.ends = {0}
+    assert step() == [("decode", [0]), ("prefill", [1])]
+    assert [r.order for r in turn.end()] == [0]
+    assert step() == [("admit", [2]), ("prefill", [1, 2])]
+    assert turn.active[0].computed == 24
+    assert step() == []  # the last of the long prompt's rows were under way, and the short one's do not fill a call
+    assert step() == [("prefill", [2]), ("decode", [1])]
+
+
+def test_who_loses_its_slot_is_told_nothing_of_what_was_computed_there(turn):
+    runner, turn = turn(request(*range(50, 80)))
+    turn.step()
+    (lost,) = turn.active
+    runner.preempt(lost)
+    lost.computed = 0
+    runner.calls.clear()
+    turn.step()
+    assert runner.calls == [("admit", [0]), ("prefill", [0]), ("prefill", [0])] and lost.computed == 8
 
 
 @pytest.mark.parametrize(

@@ -111,16 +111,34 @@ def test_where_the_time_of_a_device_goes():
         now += host
         times.handed()
         now += first
-        times.handed()  # another call, while the first one runs
+        times.handed(going=True)  # another call, while the first one runs
         now += second
         times.waited()
-        times.waited()  # nothing is under way any more
         times.turn()
     assert times.busy_seconds == pytest.approx(3.5) and now == pytest.approx(3.505)
     found = Stats(host_times=tuple(times.host_times))
     assert sum(found.host_times) == 2  # the third turn took no time
     assert found.host_seconds(0.5) == pytest.approx(0.002, rel=0.2) and found.host_seconds(1.0) == pytest.approx(0.003, rel=0.2)
     assert (found - found).host_seconds() == 0.0 == Stats().host_seconds()
+
+
+def test_a_device_that_has_more_to_do_is_busy_while_the_host_reads_what_it_did():
+    now, times = 0.0, Times(lambda: now)
+    times.handed()
+    now += 1.0
+    times.handed(going=True)  # what goes on after the first is read
+    times.waited()
+    now += 0.5
+    times.handed(going=True)
+    now += 1.0
+    times.waited()
+    assert times.busy_seconds == 2.5
+    times.handed(going=True)
+    now += 0.25
+    times.handed(going=False)  # it has been idle for nobody knows how much of a quarter
+    now += 1.0
+    times.waited()
+    assert times.busy_seconds == 3.5
 
 
 def test_the_hosts_times_are_told_to_about_a_tenth():

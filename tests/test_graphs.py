@@ -1,0 +1,68 @@
+"""How programs are compiled for a GPU and what is left free in its memory, with a GPU that is none."""
+
+import types
+
+import jax
+import pytest
+
+from jaxspec import graphs
+
+
+def gpu(capability="9.0", process_index=0):
+    return types.SimpleNamespace(platform="gpu", compute_capability=capability, process_index=process_index)
+
+
+class Lowered:
+    """Compiles with the options that it is asked for, but for those that it refuses."""
+
+    def __init__(self, refusal=None):
+        self.refusal, self.asked = refusal, []
+
+    def compile(self, compiler_options=None):
+        self.asked.append(compiler_options)
+        if compiler_options and self.refusal:
+            raise RuntimeError(self.refusal)
+        return "program"
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        ([gpu()], graphs.WHOLE_LOOP),
+        ([gpu("10.0")], graphs.WHOLE_LOOP),
+        ([gpu("8.9")], None),
+        ([gpu(), gpu()], None),
+        (jax.devices()[:1], None),
+    ],
+)
+def test_a_loop_on_one_new_gpu_is_recorded_whole(devices, options):
+    lowered = Lowered()
+    assert graphs.compiled(lowered, devices) == "program" and lowered.asked == [options]
+
+
+def test_a_compiler_that_does_not_know_the_options_does_without():
+    lowered = Lowered("No such compile option: 'xla_gpu_graph_min_graph_size'")
+    assert graphs.compiled(lowered, [gpu()]) == "program" and lowered.asked == [graphs.WHOLE_LOOP, None]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.compiled(Lowered("out of memory"), [gpu()])
+
+
+def test_options_are_known_to_this_jax():
+    program = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 5, lambda x: x + 1, x)).lower(0)
+    assert program.compile(compiler_options=graphs.WHOLE_LOOP)(0) == 5
+
+
+def test_gaps_are_left_between_small_arrays_that_stay(monkeypatch):
+    placed = []
+
+    def put(array, device):
+        placed.append((array.nbytes, device))
+        return jax.numpy.zeros(1)
+
+    monkeypatch.setattr(jax, "device_put", put)
+    mine, other = gpu(), gpu(process_index=1)
+    walls = graphs.keep_apart([mine, other, *jax.devices()])
+    assert len(walls) == sum(graphs.GAPS.values()) and {device.process_index for _, device in placed} == {0}
+    sizes = [nbytes for nbytes, _ in placed]
+    assert sizes[1::2] == [graphs.SMALLEST] * len(walls)
+    assert {size: sizes[::2].count(size) for size in graphs.GAPS} == graphs.GAPS
