@@ -114,7 +114,7 @@ class Stats:
     requests, prompt_tokens, tokens: what was served; a stream that was closed early counts what it gave. steps, drafted, accepted,
     histogram, rounds_by_draft: sums over requests; an empty rounds_by_draft says that all rounds made every draft. stepped_tokens: tokens
     less the first of each request, which no step gives. seconds: time spent generating, compiling excluded; busy_seconds: of these, those
-    in which the device had a call to work on, from the moment that the host began to hand it over until its results were there. host_times:
+    in which the device had a call to work on, from the moment that the host began to hand it over until its results were known. host_times:
     of turns that computed prompts, steps or both, by how long the host took for one while the device had nothing to do, entry i counting
     times up to 10 us * 2^(i/4); see `host_seconds`. Where there are several data shards, times are those of the busiest. cached_tokens:
     of the prompt tokens, those that had been computed for other requests. preemptions: sequences that made room for others and were
