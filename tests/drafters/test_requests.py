@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_coupling import CONFIG, KINDS, VOCAB
 
-from jaxspec import SamplingParams, gemma4
+from jaxspec import SamplingParams, gemma4, schedule
 from jaxspec.accept import rule_of
 from jaxspec.config import FULL
 from jaxspec.drafters.base import NoDraft
@@ -61,6 +61,7 @@ def small(unoptimised):
         patch.setattr(Runner, "prefill_buckets", [(SLOTS, CHUNK)])
         patch.setattr(Runner, "decode_buckets", [SLOTS])
         patch.setattr(Runner, "admit_buckets", [SLOTS])
+        patch.setattr(schedule, "ENOUGH", 0.2)  # a long prompt alone fills a third of a call
         yield
 
 
