@@ -14,6 +14,7 @@ from lowering import for_cuda
 from pallas_kernels.centroid_head import candidates, choose
 from pallas_kernels.centroid_head.shapes import SHAPES
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 BOTH = ("xla", "triton-interpret")
 STATIC = ("top_k", "suppressed", "implementation")
 run_candidates = jax.jit(candidates, static_argnames=STATIC)

@@ -16,6 +16,7 @@ from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.shapes import SHAPES
 from pallas_kernels.noise import gumbel
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 BOTH = ("xla", "triton-interpret")
 run = jax.jit(lm_head, static_argnames=("softcap", "suppressed", "implementation"))
 

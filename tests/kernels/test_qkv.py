@@ -10,6 +10,8 @@ from lowering import for_cuda
 
 from pallas_kernels.qkv import Pages, qkv
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 
 def normed(x, weight=None):
     out = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)

@@ -14,6 +14,7 @@ from pallas_kernels.top_candidates import top_candidates, triton
 from pallas_kernels.top_candidates.reference import tile_width
 from pallas_kernels.top_candidates.shapes import SHAPES
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 BOTH = ("xla", "triton-interpret")
 run = jax.jit(top_candidates, static_argnames=("k", "implementation"))
 
