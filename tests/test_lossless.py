@@ -18,6 +18,7 @@ from jaxspec.drafters.base import Drafts
 from jaxspec.filters import Filters
 from jaxspec.sampling import Sampling, choose
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 TOKENS, LENGTH = 5, 3
 SEEDS, MANY = 60_000, 300_000  # the second where a fault is to be found, and in the long runs
 RULES = ("coupled", "standard", "block")
