@@ -23,6 +23,7 @@ from jaxspec.moe import Experts, Router
 from jaxspec.parallel import Shard
 from jaxspec.sampling import Sampling, choose_by_head
 from pallas_kernels.add_norm import add_norm
+from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import gated_by
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qkv import Pages, qkv
@@ -139,7 +140,7 @@ class DecoderLayer:
     def feed_forward(
         self,
         x: jax.Array,
-        attended: jax.Array,
+        attended: jax.Array | Unsummed,
         per_layer_input: PerLayerInput | None,
         next_weight: jax.Array | None,
         implementation: str,
@@ -312,6 +313,7 @@ def decoder_layer(
     attn, spec = layer.self_attn, layer.self_attn.spec
     with jax.named_scope(spec.kind):
         projected = attn.qkv_proj.parts(normed, attention)
+        assert not isinstance(projected, Unsummed)
         pages, pools = None, keys.pools
         if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == x.dtype and pools.scales is None:
             assert keys.table is not None

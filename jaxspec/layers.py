@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.parallel import Shard, gathered, own, summed
+from pallas_kernels.all_reduce import Unsummed, serves
 from pallas_kernels.linear import MOST_ROWS, gated, linear, partials
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
@@ -26,11 +27,13 @@ Weight = Any
 @struct.dataclass
 class Linear:
     """y = x W^T. weight: [*out, in]; the output axes may be several, for fused matrices. sum_over, gather_over: the mesh axis over
-    which the inputs or the last output axis lie, where the product is wanted whole."""
+    which the inputs or the last output axis lie, where the product is wanted whole. mail: what kernels that sum over devices need, or
+    None; see `parallel`."""
 
     weight: Weight
     sum_over: str | None = struct.field(pytree_node=False, default=None)
     gather_over: str | None = struct.field(pytree_node=False, default=None)
+    mail: jax.Array | None = None
 
     def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
         """x: [..., in] -> [..., *out], in x's dtype or in `dtype`; products are summed in float32 on GPU."""
@@ -42,9 +45,9 @@ class Linear:
         """heads: [B, T, KV, G, D] -> [B, T, H], by a weight [H, KV, G, D]."""
         return summed(jax.lax.dot_general(heads, self.weight, (((2, 3, 4), (1, 2, 3)), ((), ()))), self.sum_over)
 
-    def parts(self, x: jax.Array, implementation: str, over: int = 1) -> jax.Array:
+    def parts(self, x: jax.Array, implementation: str, over: int = 1) -> jax.Array | Unsummed:
         """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
-        [S, ..., *out] whose sum it is, else the product, as where devices sum it up. x: [..., *in]; over: how many axes `in` are, 3 for
+        [S, ..., *out] whose sum it is, or whose sum over devices; else the product. x: [..., *in]; over: how many axes `in` are, 3 for
         heads."""
         leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
         rows = x.reshape(math.prod(leading), -1)
@@ -52,19 +55,21 @@ class Linear:
         if chosen == "xla" or self.gather_over is not None:
             return self(x) if over == 1 else self.of_heads(x)
         weight = self.weight.reshape(math.prod(out), -1)
-        if self.sum_over is not None:
+        if self.sum_over is not None and not serves(rows.shape[0], weight.shape[0], x.dtype, self.mail):
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
-        return partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)
+        parts = partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)
+        return parts if self.sum_over is None or self.mail is None else Unsummed(parts, self.mail)
 
 
 @struct.dataclass
 class Embedding:
     """Rows of a table times a constant, which is rounded to the table's dtype first (Gemma: sqrt(hidden)). axis: the mesh axis over
-    which the table's rows lie, or None."""
+    which the table's rows lie, or None. mail: as for `Linear`."""
 
     weight: Weight
     scale: float = struct.field(pytree_node=False, default=1.0)
     axis: str | None = struct.field(pytree_node=False, default=None)
+    mail: jax.Array | None = None
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """ids: [...] int32 -> [..., H]."""
@@ -73,14 +78,14 @@ class Embedding:
     @property
     def shard(self) -> Shard | None:
         """The device's part of the vocabulary, inside `shard_map`; None where every device has the whole."""
-        return None if self.axis is None else Shard(self.axis, self.weight.shape[0])
+        return None if self.axis is None else Shard(self.axis, self.weight.shape[0], self.mail)
 
     def _rows(self, ids: jax.Array) -> jax.Array:
         if self.axis is None:
             return jnp.take(self.weight, ids, axis=0, mode="clip")
         size = self.weight.shape[0]
         at = own(jnp.clip(ids, 0, size * jax.lax.axis_size(self.axis) - 1), size, self.axis, size)
-        return summed(jnp.take(self.weight, at, axis=0, mode="fill", fill_value=0), self.axis)
+        return summed(jnp.take(self.weight, at, axis=0, mode="fill", fill_value=0), self.axis, self.mail)
 
 
 @struct.dataclass
@@ -115,7 +120,7 @@ class GatedMLP:
         """implementation: of the gated product, where there are few enough rows for it."""
         return self.down_proj(self._hidden(x, implementation))
 
-    def parts(self, x: jax.Array, implementation: str) -> jax.Array:
+    def parts(self, x: jax.Array, implementation: str) -> jax.Array | Unsummed:
         """The output as `Linear.parts` gives it."""
         return self.down_proj.parts(self._hidden(x, implementation), implementation)
 

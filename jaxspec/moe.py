@@ -28,11 +28,12 @@ class Router:
 
 @struct.dataclass
 class Experts:
-    """gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]. axis: the mesh axis over which the experts lie, or None."""
+    """gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]. axis: the mesh axis over which the experts lie, or None. mail: see `parallel`."""
 
     gate_up_proj: Weight
     down_proj: Weight
     axis: str | None = struct.field(pytree_node=False, default=None)
+    mail: jax.Array | None = None
 
     def __call__(
         self, x: jax.Array, weights: jax.Array, ids: jax.Array, groups: moe.Groups | None = None, implementation: str = "auto"
@@ -44,4 +45,4 @@ class Experts:
             groups = groups and moe.Groups(*(jax.lax.dynamic_slice_in_dim(of_each, first, size) for of_each in groups))
             ids = own(ids, size, self.axis, size)
         out = moe.experts(x, self.gate_up_proj, self.down_proj, weights, ids, groups, implementation=implementation)
-        return summed(out, self.axis)
+        return summed(out, self.axis, self.mail)

@@ -1,19 +1,20 @@
 """What the devices of a mesh axis do together inside `shard_map`: add up, gather, and choose from a vocabulary that lies on all of them.
 
-An axis of None is one device, where all of this does nothing.
+An axis of None is one device, where all of this does nothing. `mail` is a device's table of `pallas_kernels.all_reduce`, or None.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+from flax import struct
+
+from pallas_kernels.all_reduce import all_gather, all_reduce
 
 
-def summed(x: jax.Array, axis: str | None) -> jax.Array:
+def summed(x: jax.Array, axis: str | None, mail: jax.Array | None = None) -> jax.Array:
     """The sum of all devices' x."""
-    return x if axis is None else jax.lax.psum(x, axis)
+    return x if axis is None else all_reduce(x, axis, mail)
 
 
 def gathered(x: jax.Array, axis: str | None) -> jax.Array:
@@ -27,13 +28,14 @@ def own(ids: jax.Array, size: int, axis: str, nobody: int) -> jax.Array:
     return jnp.where((at >= 0) & (at < size), at, nobody)
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Shard:
     """A device's part of a vocabulary that lies over a mesh axis in order: `size` tokens. Logits as wide as that, of no listed
     candidates, are those of a part; all others are the same on every device."""
 
-    axis: str
-    size: int
+    axis: str = struct.field(pytree_node=False)
+    size: int = struct.field(pytree_node=False)
+    mail: jax.Array | None = None
 
     @property
     def first(self) -> jax.Array:
@@ -44,9 +46,7 @@ class Shard:
         """The ids with the largest value of all devices, of equal ones the lowest, and that value; a NaN of any device is the largest.
         values: float32, ids: int32, of one shape."""
         pair = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), ids])
-        # A sum of arrays that are zero but for one device's place: between GPUs, XLA adds up a few bytes sooner than NCCL gathers them.
-        every = jnp.zeros((jax.lax.axis_size(self.axis), *pair.shape), jnp.int32)
-        every = jax.lax.psum(every.at[jax.lax.axis_index(self.axis)].set(pair), self.axis)
+        every = all_gather(pair, self.axis, self.mail)
         values, ids = jax.lax.bitcast_convert_type(every[:, 0], jnp.float32), every[:, 1]
         # Devices are in the order of their ids, and argmax takes the first of equals.
         first = jnp.argmax(values, axis=0)[None]

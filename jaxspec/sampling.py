@@ -55,7 +55,7 @@ class Sampling:
     temperature: jax.Array
     filters: Filters | None = None
     tables: Tables | None = None
-    shard: Shard | None = struct.field(pytree_node=False, default=None)
+    shard: Shard | None = None
     weighed: bool = struct.field(pytree_node=False, default=False)
 
 

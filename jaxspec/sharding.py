@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ from jaxspec.gemma4 import Attention, Gemma4
 from jaxspec.layers import Embedding, GatedMLP
 from jaxspec.moe import Experts
 from jaxspec.state import DecodeState
+from pallas_kernels import all_reduce
 
 DATA, TENSOR = "data", "tensor"
 WHOLE = PartitionSpec()
@@ -58,6 +60,7 @@ WEIGHTS: tuple[tuple[str, PartitionSpec], ...] = (
     (r"mlp\.down_proj\.weight$", PartitionSpec(None, TENSOR)),
 )
 STATE: tuple[tuple[str, PartitionSpec], ...] = (
+    (r"^mail$", PartitionSpec(DATA, TENSOR)),
     (r"\bcache\.layers\.\d+\.[kv]$", PartitionSpec(DATA, None, TENSOR, None)),
     (r"\bcache\.layers\.\d+\.scales$", WHOLE),
     (r"", PartitionSpec(DATA)),
@@ -280,26 +283,30 @@ class Layout:
 
     def empty(self) -> DecodeState:
         """The empty state of all data shards, on their devices."""
-        return jax.jit(self._joined, out_shardings=self.shardings)()
+        return jax.jit(self._joined(), out_shardings=self.shardings)()
 
     @property
     def shapes(self) -> DecodeState:
         """That state as ShapeDtypeStructs with shardings."""
         put = functools.partial(jax.tree.map, lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to))
-        return put(jax.eval_shape(self._joined), self.shardings)
+        return put(jax.eval_shape(self._joined()), self.shardings)
 
     @property
     def shardings(self) -> DecodeState:
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._specs(jax.eval_shape(self.init)))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._specs(jax.eval_shape(self._joined())))
 
-    def _joined(self) -> DecodeState:
+    def _joined(self) -> Callable[[], DecodeState]:
+        """What makes the empty state of all data shards."""
+        # Addresses are others in each process, so that programs take them along with the state, and can be kept.
+        mail = _tables(self.mesh)
+
         def join(path: Any, x: jax.Array) -> jax.Array:
             if DATA not in self._state_spec(path, x):
                 return x
             x = jnp.atleast_1d(x)
             return jnp.tile(x, (self.mesh.shape[DATA], *[1] * (x.ndim - 1)))
 
-        return jax.tree_util.tree_map_with_path(join, self.init())
+        return lambda: dataclasses.replace(jax.tree_util.tree_map_with_path(join, self.init()), mail=mail)
 
     def on(self, function: Callable[..., Any], *more: PartitionSpec) -> Callable[..., Any]:
         """`function` with every device computing its part.
@@ -315,28 +322,56 @@ class Layout:
             return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*args)
 
         def local(*args: Any) -> Any:
-            out = function(*(self._of_shard(arg, lambda x: x[0]) for arg in args))
+            mail = next(arg for arg in args if isinstance(arg, DecodeState)).mail
+            out = function(*(self._local(arg, mail) for arg in args))
             state, *rest = out if more else (out,)
-            state = self._of_shard(state, lambda x: x[None])
+            state = dataclasses.replace(self._of_shard(state, lambda x: x[None]), mail=mail)
             return (state, *rest) if more else state
 
         return run
 
-    def _of_shard(self, arg: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
-        if not isinstance(arg, DecodeState):
-            return arg
-        return jax.tree_util.tree_map_with_path(lambda path, x: change(x) if _name(path) in self.scalars else x, arg)
+    def _local(self, arg: Any, mail: jax.Array | None) -> Any:
+        """An argument as a device's function takes it."""
+        if isinstance(arg, DecodeState):
+            return dataclasses.replace(self._of_shard(arg, lambda x: x[0]), mail=None)
+        return arg if mail is None or not _is_weights(arg) else _with_mail(arg, mail[0, 0])
+
+    def _of_shard(self, state: DecodeState, change: Callable[[jax.Array], jax.Array]) -> DecodeState:
+        return jax.tree_util.tree_map_with_path(lambda path, x: change(x) if _name(path) in self.scalars else x, state)
 
     def _specs(self, arg: Any) -> Any:
         if isinstance(arg, DecodeState):
             return jax.tree_util.tree_map_with_path(self._state_spec, arg)
-        if isinstance(arg, Gemma4) or hasattr(arg, "taps"):
+        if _is_weights(arg):
             return weight_specs(arg, self.mesh)
         return jax.tree.map(lambda x: PartitionSpec(DATA) if np.ndim(x) else WHOLE, arg)
 
     def _state_spec(self, path: Any, x: Any) -> PartitionSpec:
         name = _name(path)
         return _found(name, (WHOLE_DRAFTER if self.whole_drafter else ()) + STATE)
+
+
+def _tables(mesh: Mesh | AbstractMesh) -> np.ndarray | None:
+    """What kernels that sum over "tensor" have to know, or None where `jax.lax` sums: see `pallas_kernels.all_reduce`."""
+    off = os.environ.get("JAXSPEC_ALL_REDUCE") == "xla"
+    return None if off or isinstance(mesh, AbstractMesh) else all_reduce.tables(mesh.devices)
+
+
+def _is_weights(arg: Any) -> bool:
+    """Whether this is a target or a drafter."""
+    return isinstance(arg, Gemma4) or hasattr(arg, "taps")
+
+
+def _with_mail(tree: Any, mail: jax.Array) -> Any:
+    """The weights with what kernels that sum over "tensor" need, in every module that has such a sum or a part of a vocabulary."""
+
+    def spread(x: Any) -> bool:
+        return getattr(x, "sum_over", None) is not None or getattr(x, "axis", None) is not None
+
+    def with_mail(x: Any) -> Any:
+        return dataclasses.replace(x, mail=mail) if spread(x) else x
+
+    return jax.tree.map(with_mail, tree, is_leaf=spread)
 
 
 def _weight_spec(name: str, shape: tuple[int, ...], mesh: Mesh, whole: bool = False) -> PartitionSpec:

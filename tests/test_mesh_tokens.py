@@ -19,6 +19,8 @@ from jaxspec.filters import Filters, top_candidates
 from jaxspec.layers import Linear
 from jaxspec.parallel import Shard, whole, without
 from jaxspec.sampling import Sampling, choose, probabilities
+from pallas_kernels import all_reduce
+from pallas_kernels.all_reduce import mailboxes
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 MESHES = [(1, 2), (1, 4), (2, 2), (2, 4), (8, 1)]
@@ -211,13 +213,22 @@ def test_nothing_whole_travels():
     assert {x.sharding.spec for x in jax.tree.leaves(arguments[2].cache.layers)} == {PartitionSpec("data", None, "tensor", None)}
 
 
-def test_kernels_serve_on_a_mesh():
-    """They see a device's part: 2 of 4 KV heads of a full layer, and half of the vocabulary."""
-    layout, arguments = released(1, 2)
-    text = for_cuda(jax.jit(loop(layout, "triton")), *arguments)
+def test_kernels_serve_on_a_mesh(monkeypatch):
+    """They see a device's part: 2 of 4 KV heads of a full layer, and half of the vocabulary. On GPUs that reach each other's memory they
+    also add up and choose, so that nothing cuts a round in two."""
+    table = mailboxes.table([2**44, 2**45])[None]
+    monkeypatch.setattr(all_reduce, "tables", lambda groups: table)
+    layout, (*trees, _, slots, steps, until_any) = released.__wrapped__(1, 2)
+    state = layout.shapes
+    assert state.mail.shape == table.shape and layout.shardings.mail.spec == PartitionSpec("data", "tensor")
+    program = jax.jit(loop(layout, "triton"))
+    text = for_cuda(program, *trees, state, slots, steps, until_any)
     found = set(re.findall(r'name = "(\w+)"', text))
-    assert {"qkv", "add_norm", "gated", "paged_attention", "lm_head"} <= found
-    assert "tensor<131072x1024xbf16>" in text and "stablehlo.all_reduce" in text
+    assert {"qkv", "add_norm", "gated", "paged_attention", "lm_head", "all_reduce", "all_gather"} <= found
+    assert "tensor<131072x1024xbf16>" in text and "stablehlo.all_reduce" not in text
+    assert jax.eval_shape(program, *trees, state, slots, steps, until_any).mail.shape == table.shape
+    monkeypatch.setenv("JAXSPEC_ALL_REDUCE", "xla")
+    assert layout.shapes.mail is None and jax.tree.structure(layout.shapes) == jax.tree.structure(layout.shardings)
 
 
 @pytest.mark.parametrize("tensor", [2, 4, 8])

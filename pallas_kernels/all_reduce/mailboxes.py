@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.all_reduce.triton import MOST_DEVICES, size
+from pallas_kernels.all_reduce.triton import LEAST_WIDTH, MOST_DEVICES, all_gather, all_reduce, size
 from pallas_kernels.device import obstacle
 
 PAGE = 2**21  # of GPU memory that is mapped
+TRIALS = 100  # sums by which a group's kernel is tried
 PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_
 
 
@@ -37,15 +41,16 @@ def tables(groups: Iterable[Iterable[Any]]) -> np.ndarray | None:
     """What kernels of `all_reduce` have to know, for each device of each group of as many: int32 [G, D, D + 1, 2].
 
     Of a device, row 0 has the two halves of its mailbox's address, row d those of the d-th device after it in its group, and row D its
-    number in the group. None if these are no GPUs of this process that kernels run on and that reach each other's memory, or if XLA
-    was told to run kernels of a graph side by side.
+    number in the group. None if these are no GPUs of this process that kernels run on and that reach each other's memory, if XLA was told
+    to run kernels of a graph side by side, or, with a warning, if the kernel does not add up on these GPUs what `jax.lax` does.
+
+    Not to be called while a function is traced: at the first call for a group, its GPUs compute.
     """
     if "COMMAND_BUFFER_SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper():
         return None
-    begins = [addresses(tuple(group)) for group in groups]
-    if any(begin is None for begin in begins):
-        return None
-    return np.stack([table(begin) for begin in begins if begin is not None])
+    found = [_tried(tuple(group)) for group in groups]
+    served = [of_one for of_one in found if of_one is not None]
+    return np.stack(served) if len(served) == len(found) else None
 
 
 def table(addresses: Sequence[int]) -> np.ndarray:
@@ -54,6 +59,44 @@ def table(addresses: Sequence[int]) -> np.ndarray:
     halves = np.array([divmod(address, 2**32)[::-1] for address in addresses], np.uint64).astype(np.uint32).view(np.int32)
     rows = [[*(halves[(rank + d) % count] for d in range(count)), np.array([rank, 0], np.int32)] for rank in range(count)]
     return np.array(rows, np.int32)
+
+
+@functools.cache
+def _tried(devices: tuple[Any, ...]) -> np.ndarray | None:
+    """A group's part of `tables`, if the kernel serves there."""
+    begins = addresses(devices)
+    if begins is None:
+        return None
+    mail = table(begins)
+    try:
+        wrong = f"{_wrong(devices, mail)} of {TRIALS} sums or gathers are wrong"
+    except jax.errors.JaxRuntimeError as error:
+        wrong = str(error).splitlines()[0]
+    if wrong.startswith("0 "):
+        return mail
+    warnings.warn(f"GPUs {[device.id for device in devices]} add up by jax.lax, as the kernel fails: {wrong}", stacklevel=2)
+    return None
+
+
+def _wrong(devices: tuple[Any, ...], mail: np.ndarray) -> int:
+    """How many of TRIALS sums and gathers by the kernels, one after the other, are others than those of `jax.lax` on any device."""
+    axis, spec = "devices", PartitionSpec("devices")
+
+    def local(mail: jax.Array) -> jax.Array:
+        def once(i: jax.Array, wrong: jax.Array) -> jax.Array:
+            place = jnp.arange(2 * LEAST_WIDTH, dtype=jnp.int32).reshape(2, -1)
+            own = ((place + i) % 128 + jax.lax.axis_index(axis)).astype(jnp.bfloat16)  # exact, and so is their sum in float32
+            total = jax.lax.psum(own.astype(jnp.float32), axis).astype(own.dtype)
+            halves = jax.lax.bitcast_convert_type(own, jnp.uint16)
+            every = jax.lax.all_gather(halves, axis)
+            failed = jnp.any(all_reduce(own, mail[0]) != total) | jnp.any(all_gather(halves, mail[0]) != every)
+            return wrong + failed.astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, TRIALS, once, jnp.int32(0))[None]
+
+    mesh = Mesh(np.asarray(devices), (axis,))
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return int(np.asarray(run(mail)).max())
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Sums and gathers over devices: the protocol of the kernels on fake devices, with mailboxes in host memory, and `jax.lax` elsewhere."""
 
+import contextlib
 import functools
 import re
 import time
@@ -7,6 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, PartitionSpec
 from lowering import for_cuda
 
@@ -170,3 +172,26 @@ def test_a_table_names_the_mailboxes_from_each_device_on():
     addresses = (table[..., 1] << np.uint64(32)) | table[..., 0]
     for rank in range(3):
         assert addresses[rank, :3].tolist() == [BASES[(rank + d) % 3] for d in range(3)] and addresses[rank, 3] == rank
+
+
+def test_a_kernel_is_tried_before_it_serves(monkeypatch):
+    monkeypatch.setattr(mailboxes, "addresses", lambda devices: tuple(BASES[: len(devices)]))
+
+    def broken(x, mail):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction\nand more")
+
+    tries = {
+        "GPUs \\[0, 1\\] add up by jax.lax, as the kernel fails: 100 of 100 sums or gathers are wrong": lambda x, mail: x,
+        "as the kernel fails: INTERNAL: no such instruction$": broken,
+        None: lambda x, mail: jax.lax.psum(x.astype(jnp.float32), "devices").astype(x.dtype),
+    }
+    monkeypatch.setattr(mailboxes, "all_gather", lambda x, mail: jax.lax.all_gather(x, "devices"))
+    for warning, kernel in tries.items():
+        mailboxes._tried.cache_clear()
+        monkeypatch.setattr(mailboxes, "all_reduce", kernel)
+        with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
+            found = all_reduce.tables([jax.devices()[:2]] * 2)
+        assert found is None if warning else (found == mailboxes.table(BASES[:2])).all() and found.shape == (2, 2, 3, 2)
+    mailboxes._tried.cache_clear()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=concurrent")
+    assert all_reduce.tables([jax.devices()[:2]]) is None
