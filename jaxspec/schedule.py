@@ -88,7 +88,7 @@ class Turn:
         ended = [r for r in self.active if r.ended]
         if ended:
             self._runner.end(ended)
-            self.active = [r for r in self.active if not r.ended]
+            self._leave(ended)
         return ended
 
     def close(self) -> None:
@@ -120,14 +120,17 @@ class Turn:
         self._readmit([r for r in self.active if r is request])
 
     def _readmit(self, lost: list[Request]) -> None:
-        """Puts active requests that have lost their slots at the head of those that wait. What a call that is under way says of them is
-        no longer true."""
+        """Puts active requests that have lost their slots at the head of those that wait."""
+        self._leave(lost)
+        self.waiting.extendleft(reversed(lost))
+
+    def _leave(self, gone: list[Request]) -> None:
+        """Takes out active requests. They are not told what a call that is under way says of them: it is no longer true."""
+        self.active = [r for r in self.active if r not in gone]
         if self._ahead is not None:
             requests, count, report = self._ahead
-            told = [None if r in lost else r for r in requests]
+            told = [None if r in gone else r for r in requests]
             self._ahead = (told, count, report) if any(told) else None
-        self.active = [r for r in self.active if r not in lost]
-        self.waiting.extendleft(reversed(lost))
 
     def _admit(self) -> None:
         """Gives slots to those that wait, in order, as far as there are pages for what they know. Who begins like a prompt that is being

@@ -181,6 +181,18 @@ def test_rows_of_prompts_follow_the_rounds_at_once_if_they_fill_a_call(turn):
     assert step() == [("prefill", [2]), ("decode", [1])]
 
 
+def test_who_ends_while_its_rows_are_computed_is_told_nothing_more(turn):
+    """A sequence that gave way before its text was looked at ends by a stop string while it is computed again."""
+    runner, turn = turn(request(*range(50, 80)), request(*range(60, 90)))
+    turn.step()
+    first, second = turn.active
+    assert first.computed == 8
+    first.text.found = "stop"
+    assert turn.end() == [first] and turn.active == [second]
+    turn.step()
+    assert first.computed == 0 and second.computed == 8  # it gave its rows back
+
+
 def test_who_loses_its_slot_is_told_nothing_of_what_was_computed_there(turn):
     runner, turn = turn(request(*range(50, 80)))
     turn.step()
