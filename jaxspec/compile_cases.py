@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxspec import checkpoint, decode, gemma4, shapes
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import gemma4_mtp
-from pallas_kernels import add_norm, centroid_head, device, linear, lm_head, moe, paged_attention, qkv, top_candidates
+from pallas_kernels import add_norm, all_reduce, centroid_head, device, linear, lm_head, moe, paged_attention, qkv, top_candidates
 from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
@@ -88,6 +88,16 @@ def _named_cases() -> Iterator[Case]:
         x, y, weight, scalar, after = jax.eval_shape(functools.partial(add_norm_bench.inputs, shape, dtype))
         function = functools.partial(_add_norm, add_norm.add_norm)
         yield Case("add_norm", name, function, (x, y, weight, scalar, after))
+    for devices, rows in ((2, 5), (2, 40), (4, 5), (4, 40)):
+        name, width, x = f"31B x {rows} over {devices}", array(5376), array(rows, 5376)
+        mail: Any = array(devices + 1, 2, dtype=jnp.int32)
+        parts: Any = array(2, *x.shape, dtype=jnp.float32)
+        yield Case("all_reduce", name, functools.partial(_all_reduce), (x, mail))
+        function = functools.partial(_add_norm, add_norm.add_norm)
+        args = (x, all_reduce.Unsummed(parts, mail), width, array(1), (width,))
+        yield Case("all_reduce", f"{name}, norm", function, args, further=rows > 5)
+        pairs = array(2, rows, dtype=jnp.int32)
+        yield Case("all_reduce", f"{name}, gather", functools.partial(_all_gather), (pairs, mail), further=rows > 5)
     for name, shape in linear_shapes.SHAPES.items():
         for rows in (5, 40):
             function = functools.partial(getattr(linear, shape.kind))
@@ -114,6 +124,14 @@ def _named_cases() -> Iterator[Case]:
 
 def _add_norm(add_norm: Any, x: Any, y: Any, weight: Any, scalar: Any, next_weights: Any) -> Any:
     return add_norm(x, y, weight, scalar=scalar, next_weights=next_weights, eps=1e-6)
+
+
+def _all_reduce(x: Any, mail: Any) -> Any:
+    return all_reduce.all_reduce(x, "tensor", mail)
+
+
+def _all_gather(x: Any, mail: Any) -> Any:
+    return all_reduce.all_gather(x, "tensor", mail)
 
 
 def _experts(moe: Any, top_k: int, x: Any, gate_up: Any, down: Any, scores: Any, scale: Any) -> Any:

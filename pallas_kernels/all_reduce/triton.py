@@ -23,7 +23,7 @@ from pallas_kernels.dialect import pl, plgpu
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 64
-MOST_DEVICES = 8
+MOST_DEVICES = 4  # with eight, a thread holds more than its registers
 LEAST_WIDTH, MOST_WIDTH, ALIGNMENT = 256, 8192, 8
 THREADS, WARP = 32, 512  # of a warp, and numbers of a row that it holds at most
 MESSAGE = 4  # numbers of a message of 16 bytes
