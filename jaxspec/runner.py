@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import decode, graphs
+from jaxspec import decode, graphs, programs
 from jaxspec.accept import COUPLED, Rule
 from jaxspec.adaptive import Adaptive
 from jaxspec.drafters.base import Drafter
@@ -344,15 +344,15 @@ class Runner:
 
     def _run(self, program: Callable[..., Any], *args: Any, bare: bool = False) -> Any:
         """Replaces the state by what a program makes of it, and gives what else it gives. A program that fails takes the state along.
-        bare: the program takes no weights, and of the state what `_bare` leaves."""
+        bare: the program takes no weights, and of the state what `programs.bare` leaves."""
         state, self._state = self._state, None
         # Before the call: the device begins while the host still hands over, and where it asks the host whether to go on, as a loop
         # may on a GPU, the call returns only after its last round.
         self.times.handed(going=not all(x.is_ready() for x in jax.tree.leaves(self._last)))
         with self._explained():
             if bare:
-                changed, found = program(_bare(state), *args)
-                self._state = _whole(changed, state)
+                changed, found = program(programs.bare(state), *args)
+                self._state = programs.whole(changed, state)
             else:
                 self._state, found = program(self.target, self.drafter, state, *args)
         for array in jax.tree.leaves(found):
@@ -408,22 +408,22 @@ class Runner:
 
     def _lower_admit(self, size: int) -> Any:
         args = self._padded([], self.total_slots), self._padded([], size), packed([], size, self.max_len)
-        return jax.jit(self._placed(_admit), donate_argnums=0).lower(_bare(self._state), *args)
+        return jax.jit(self._placed(programs.admit), donate_argnums=0).lower(programs.bare(self._state), *args)
 
     def _lower_fork(self) -> Any:
-        return self._lower(_fork, *[self._padded([], 1)] * 3)
+        return self._lower(programs.fork, *[self._padded([], 1)] * 3)
 
     def _lower_prefill(self, size: int, chunk: int, needs: Needs) -> Any:
-        function = functools.partial(_prefill, chunk=chunk, needs=needs, **self._attention)
+        function = functools.partial(programs.prefill, chunk=chunk, needs=needs, **self._attention)
         return self._lower(function, *[self._padded([], size)] * 3)
 
     def _lower_decode(self, size: int, needs: Needs, num_draft_tokens: int) -> Any:
         static = {"num_draft_tokens": num_draft_tokens, "accept": self.accept, "needs": needs, **self._attention}
-        function = functools.partial(_decode, width=self.steps_for(needs, STEPS) * (self.num_draft_tokens + 1), **static)
+        function = functools.partial(programs.decode, width=self.steps_for(needs, STEPS) * (self.num_draft_tokens + 1), **static)
         return self._lower(function, *[self._padded([], size)] * 2, np.int32(0), np.bool_(False))
 
     def _lower_score(self, size: int, chunk: int, count: int) -> Any:
-        function = functools.partial(_score, chunk=chunk, count=count, attention=self._attention["attention"])
+        function = functools.partial(programs.score, chunk=chunk, count=count, attention=self._attention["attention"])
         return self._lower(function, self._padded([], size))
 
 
@@ -450,42 +450,3 @@ def _used(left: Sequence[int], size: int, chunk: int) -> int:
 def nbytes(tree: Any) -> int:
     """Bytes of all arrays of a tree, over all devices a replica counted once."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _bare(state: decode.DecodeState) -> decode.DecodeState:
-    """A state without the arrays that hold what was computed, which are many: each costs a microsecond or two in a call."""
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=()), drafter=None, logprobs=None)
-
-
-def _whole(bare: decode.DecodeState, state: decode.DecodeState) -> decode.DecodeState:
-    """A bare state with those arrays of another one."""
-    cache = dataclasses.replace(bare.cache, layers=state.cache.layers)
-    return dataclasses.replace(bare, cache=cache, drafter=state.drafter, logprobs=state.logprobs)
-
-
-# The programs: (target, drafter, state, ...) -> (state, what the host reads); without weights where the state is bare.
-
-
-def _admit(state: decode.DecodeState, ended: jax.Array, slots: jax.Array, requests: Any) -> Any:
-    state = decode.admit(decode.release(state, ended), slots, requests)
-    return state, state.cache.free_count + 0  # a state's own arrays are given away with it
-
-
-def _fork(target: Any, drafter: Any, state: decode.DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Array) -> Any:
-    state = decode.fork(state, sources, slots, rows)
-    return state, state.cache.free_count + 0
-
-
-def _prefill(target, drafter, state, slots, until, known, *, needs, **static) -> Any:
-    state = decode.prefill(target, drafter, state, slots, until, needs=needs, **static)
-    return state, decode.report(state, slots, known, 1, needs.logprobs is not None)
-
-
-def _decode(target, drafter, state, slots, known, steps, until_any, *, width, needs, **static) -> Any:
-    state = decode.decode_loop(target, drafter, state, slots, steps, until_any, needs=needs, **static)
-    return state, decode.report(state, slots, known, width, needs.logprobs is not None)
-
-
-def _score(target, drafter, state, slots, **static) -> Any:
-    state, found = decode.score(target, state, slots, **static)
-    return state, (found, state.starved | False)
