@@ -47,8 +47,9 @@ class Turn:
 
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Fills free slots, then computes some rows of the prompts, if any wait for it, and up to `steps` rounds of the sequences that
-        decode. meanwhile: what the host has to do, called while the device computes rows of prompts, if it does. False once nothing is
-        left to do. Raises RuntimeError if others hold all slots."""
+        decode. The next rows of prompts may be under way when it returns; the step after this one reads them. meanwhile: what the host has
+        to do, called while the device computes rows of prompts, if it does. False once nothing is left to do. Raises RuntimeError if
+        others hold all slots."""
         runner = self._runner
         runner.ready()
         self._readmit([r for r in self.active if r.slot < 0])
