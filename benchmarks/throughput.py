@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import SamplingParams, checkpoint, gemma4, plan, shapes
+from jaxspec import SamplingParams, checkpoint, gemma4, plan, shapes, sharding
 from jaxspec.accept import synthetic
 from jaxspec.engine import LLM
 from jaxspec.loading import DTYPES, MAX_SLOTS, memory_limit
@@ -50,8 +50,11 @@ def main() -> None:
     parser.add_argument("config", help="e2b, e4b, 12b, 26b, 31b, a bundled target, or a folder with a config.json")
     parser.add_argument("drafter", help="as for `jaxspec bench`")
     parser.add_argument("--k", type=int, default=4, help="tokens drafted in each round (default: 4)")
+    parser.add_argument("--mesh", help="devices to spread over: data=N, tensor=N or both with a comma between them; one by default")
     parser.add_argument(
-        "--slots", default="32,auto", help="sequences in flight; auto: as many as memory holds at full length (default: 32,auto)"
+        "--slots",
+        default="32,auto",
+        help="sequences in flight, on each data shard; auto: as many as memory holds at full length (default: 32,auto)",
     )
     parser.add_argument("--prompts", type=int, default=256, help="(default: 256)")
     parser.add_argument(
@@ -68,11 +71,18 @@ def main() -> None:
     dtype, limit = DTYPES[args.dtype], memory_limit(device)
     room = None if limit is None else int(args.memory_fraction * limit)
     trees = gemma4.abstract(config, dtype), shapes.abstract_drafter(args.drafter, args.config, config, dtype)
+    mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
+    shards = 1 if mesh is None else mesh.shape[sharding.DATA]
     max_len = args.lengths[1] + args.tokens
-    sizes = plan.sizes_of(*trees, max_len=max_len, num_draft_tokens=args.k, kernels=dialect.obstacle() is None)
+    sizes = plan.sizes_of(*trees, max_len=max_len, num_draft_tokens=args.k, kernels=dialect.obstacle() is None, mesh=mesh)
     begun = time.perf_counter()
-    target, drafter = jax.block_until_ready(shapes.random_weights(trees, args.seed))
-    print(f"{device.device_kind}, jax {jax.__version__}: {args.config} with {args.drafter}, {args.dtype}, K = {args.k}")
+    if mesh is None:
+        target, drafter = shapes.random_weights(trees, args.seed)
+    else:
+        placed = tuple(sharding.shard_tree(tree, mesh) for tree in trees)
+        target, drafter = (sharding.spread(tree, mesh) for tree in shapes.random_weights(placed, args.seed))
+    jax.block_until_ready((target, drafter))
+    print(f"{device.device_kind}, {args.mesh or 'one device'}, jax {jax.__version__}: {args.config} with {args.drafter}, {args.dtype}, K = {args.k}")
     print(
         f"random weights {time.perf_counter() - begun:.1f} s; {args.prompts} prompts of {args.lengths[0]} to {args.lengths[1]} tokens,",
         end="",
@@ -86,37 +96,39 @@ def main() -> None:
     prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
     rates = tuple(map(float, args.acceptance.split(",")))[: args.k]
     for asked in args.slots.split(","):
-        most = MAX_SLOTS if room is None else plan.most_slots(sizes, room, args.prompts)
-        chosen = plan.fit(sizes, room, min(most, args.prompts) if asked == "auto" else int(asked))
+        share = -(-args.prompts // shards)
+        most = MAX_SLOTS if room is None else plan.most_slots(sizes, room, share)
+        chosen = plan.fit(sizes, room, min(most, share) if asked == "auto" else int(asked))
         llm = LLM(
             target,
             drafter,
             load_tokenizer(checkpoint.resolve("pocket")),
             num_draft_tokens=args.k,
-            max_slots=chosen.slots,
+            max_slots=chosen.slots * shards,
             max_len=max_len,
             accept=synthetic(rates),
             kv_pages=chosen.pages,
             prefix_bytes=chosen.prefix_bytes,
+            mesh=mesh,
             progress=False,
         )
-        print(row(llm, prompts, args.tokens), flush=True)
+        print(row(llm, prompts, args.tokens, shards, 1 if mesh is None else mesh.size), flush=True)
         del llm
         gc.collect()  # what it held is to be free for the next
 
 
-def row(llm: LLM, prompts: list[list[int]], tokens: int) -> str:
+def row(llm: LLM, prompts: list[list[int]], tokens: int, shards: int, devices: int) -> str:
     """A line of the table: one job, after everything that it uses has run."""
     params = SamplingParams(max_tokens=tokens, temperature=0)
     llm.warmup(params)
     # A CUDA graph is recorded in the second run of a program, so each batch size runs thrice.
     few = SamplingParams(max_tokens=min(3 * (llm.num_draft_tokens + 1), tokens), temperature=0)
-    for count in (1, 1, 1, 8, 8, 8, llm.max_slots, llm.max_slots, llm.max_slots):
+    for count in [shards] * 3 + [8 * shards] * 3 + [llm.max_slots] * 3:
         llm.generate([prompt[:16] for prompt in prompts[:count]], few)
     longest = max(prompts, key=len)
     llm.generate([longest], few)
 
-    with utilization() as samples:
+    with utilization(devices) as samples:
         before, begun = llm.stats, time.perf_counter()
         completions = llm.generate(prompts, params)
         seconds, stats = time.perf_counter() - begun, llm.stats - before
@@ -141,20 +153,21 @@ def row(llm: LLM, prompts: list[list[int]], tokens: int) -> str:
 
 
 @contextlib.contextmanager
-def utilization() -> Iterator[list[float]]:
-    """Fills the list, at the end, with the percentage of the time in which the first GPU had a kernel running, by its driver: one of every
-    tenth of a second but the first. Empty where there is no nvidia-smi."""
+def utilization(devices: int) -> Iterator[list[float]]:
+    """Fills the list, at the end, with the percentage of the time in which each of the first GPUs had a kernel running, by its driver: one
+    of every tenth of a second but the first. Empty where there is no nvidia-smi."""
     samples: list[float] = []
     if shutil.which("nvidia-smi") is None:
         yield samples
         return
-    command = "nvidia-smi --id=0 --query-gpu=utilization.gpu --format=csv,noheader,nounits --loop-ms=100"
+    ids = ",".join(map(str, range(devices)))
+    command = f"nvidia-smi --id={ids} --query-gpu=utilization.gpu --format=csv,noheader,nounits --loop-ms=100"
     with subprocess.Popen(command.split(), stdout=subprocess.PIPE, text=True) as process:
         try:
             yield samples
         finally:
             process.terminate()
-        samples += map(float, process.communicate()[0].split()[10:])
+        samples += map(float, process.communicate()[0].split()[10 * devices :])
 
 
 if __name__ == "__main__":

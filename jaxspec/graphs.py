@@ -11,7 +11,8 @@ import numpy as np
 from pallas_kernels.device import capability
 
 # A loop is recorded whole, so that its calls return at once and what is to run next waits on the device. By default XLA records the body
-# alone and asks before each round, on the host, whether to go on. The kinds of commands before the last two are those of a round.
+# alone and asks before each round, on the host, whether to go on. The kinds of commands before the last two are those of a round. Sums
+# that XLA makes itself are none of them: a loop that has one runs as it would without.
 WHOLE_LOOP = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
@@ -24,9 +25,9 @@ SMALLEST = 256  # bytes that any array takes
 
 
 def compiled(lowered: Any, devices: Collection[Any]) -> Any:
-    """A lowered program with a loop, compiled. devices: those that it runs on. One Hopper GPU or newer gets WHOLE_LOOP, where XLA knows
-    it; raises what the compiler raises."""
-    if len(devices) == 1 and (capability(*devices) or 0.0) >= HOPPER:
+    """A lowered program with a loop, compiled. devices: those that it runs on. Hopper GPUs or newer, all of this process, get WHOLE_LOOP,
+    where XLA knows it; raises what the compiler raises."""
+    if all(device.process_index == jax.process_index() and (capability(device) or 0.0) >= HOPPER for device in devices):
         try:
             return lowered.compile(compiler_options=WHOLE_LOOP)
         except Exception as error:  # of many kinds, from one version of XLA to the next

@@ -30,12 +30,14 @@ class Lowered:
     [
         ([gpu()], graphs.WHOLE_LOOP),
         ([gpu("10.0")], graphs.WHOLE_LOOP),
+        ([gpu(), gpu()], graphs.WHOLE_LOOP),
         ([gpu("8.9")], None),
-        ([gpu(), gpu()], None),
+        ([gpu(), gpu("8.9")], None),
+        ([gpu(), gpu(process_index=1)], None),
         (jax.devices()[:1], None),
     ],
 )
-def test_a_loop_on_one_new_gpu_is_recorded_whole(devices, options):
+def test_a_loop_on_new_gpus_of_one_process_is_recorded_whole(devices, options):
     lowered = Lowered()
     assert graphs.compiled(lowered, devices) == "program" and lowered.asked == [options]
 

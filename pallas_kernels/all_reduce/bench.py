@@ -71,7 +71,7 @@ def errors(shape: tuple[int, int], mail: Any, rank: Any, seed: Any) -> jax.Array
 
 def chain(shape: tuple[int, int], trips: int, summed: Callable[..., Any], mail: Any, rank: Any) -> jax.Array:
     """UNROLLED times so many sums one after the other, with a kernel between: every number ends as it began."""
-    x = jnp.full(shape, 0, jnp.bfloat16) + jnp.arange(shape[1], dtype=jnp.bfloat16)[None] % 128
+    x = jnp.broadcast_to((jnp.arange(shape[1]) % 128).astype(jnp.bfloat16), shape)
     apart = jnp.where(rank % 2 == 0, 1, -1).astype(x.dtype)
 
     def once(_: Any, x: jax.Array) -> jax.Array:
