@@ -52,13 +52,14 @@ class Linear:
         leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
         rows = x.reshape(math.prod(leading), -1)
         chosen = for_rows(implementation, rows)
-        if chosen == "xla" or self.gather_over is not None:
+        in_kernel = implementation != "xla" and self.sum_over is not None and serves(len(rows), math.prod(out), x.dtype, self.mail)
+        if self.gather_over is not None or (chosen == "xla" and not in_kernel):
             return self(x) if over == 1 else self.of_heads(x)
         weight = self.weight.reshape(math.prod(out), -1)
-        if self.sum_over is not None and not serves(rows.shape[0], weight.shape[0], x.dtype, self.mail):
+        if self.sum_over is not None and not in_kernel:
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
         parts = partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)
-        return parts if self.sum_over is None or self.mail is None else Unsummed(parts, self.mail)
+        return Unsummed(parts, self.mail) if in_kernel else parts
 
 
 @struct.dataclass

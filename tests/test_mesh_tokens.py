@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from lowering import for_cuda
 
 from jaxspec import decode, gemma4, shapes, sharding
@@ -20,7 +20,7 @@ from jaxspec.layers import Linear
 from jaxspec.parallel import Shard, whole, without
 from jaxspec.sampling import Sampling, choose, probabilities
 from pallas_kernels import all_reduce
-from pallas_kernels.all_reduce import mailboxes
+from pallas_kernels.all_reduce import Unsummed, mailboxes
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 MESHES = [(1, 2), (1, 4), (2, 2), (2, 4), (8, 1)]
@@ -169,6 +169,22 @@ def test_a_product_whose_sum_lies_on_several_devices(implementation):
     expected = np.einsum("btkgd,hkgd->bth", heads, weight)
     for found in meshes.compiled(summed)(heads, weight):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "left"), [(5, True), (160, True), (300, False)])
+def test_a_sum_over_devices_is_left_to_the_norm_that_reads_it(rows, left):
+    """Up to as many rows as its kernel takes, also where the product itself is XLA's."""
+    found, mail = [], mailboxes.table([2**44, 2**45])[0]
+
+    def local(x, weight):
+        found.append(Linear(weight, sum_over="tensor", mail=mail).parts(x, "auto"))
+        return jax.tree.leaves(found)[0]
+
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 512), (256, 512)))
+    mesh = AbstractMesh((2,), ("tensor",))
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False), x, weight)
+    assert [isinstance(out, Unsummed) for out in found] == [left]
+    assert not left or found[0].parts.shape[1:] == (rows, 256)
 
 
 LAYERS = 2  # of the target's 60; its other fields, and the assistant, are those of the released models

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import add_norm, all_reduce
 
 AXIS = "tensor"
-SHAPES = ((1, 256), (1, 1024), (5, 5376), (40, 5376), (3, 600))
+SHAPES = ((1, 256), (1, 1024), (5, 5376), (40, 5376), (160, 5376), (256, 5376), (3, 600))
 ROUNDS = 1000  # of each shape
 UNROLLED = 10  # sums of a loop's body: XLA makes no graph of few kernels
 TRIPS, SAMPLES = 20, 9

@@ -22,7 +22,7 @@ from pallas_kernels import dialect
 from pallas_kernels.dialect import pl, plgpu
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
-MOST_ROWS = 64
+MOST_ROWS = 256
 MOST_DEVICES = 4  # with eight, a thread holds more than its registers
 LEAST_WIDTH, MOST_WIDTH, ALIGNMENT = 256, 8192, 8
 THREADS, WARP = 32, 512  # of a warp, and numbers of a row that it holds at most
