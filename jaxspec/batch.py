@@ -1,8 +1,9 @@
 """Batch jobs: requests from a JSON Lines file, results appended to another, so that a run that was killed loses nothing.
 
 A line of input is an object: "prompt" (a text or token ids) or "messages" (a conversation), and optionally "id" (a text or an integer,
-by default the line's number) and "params" (fields of SamplingParams). A line of output is one completion: id, line, text,
-finish_reason, stop_reason, seed, usage, acceptance; index where the request asked for n > 1; error where it failed alone.
+by default the line's number) and "params" (fields of SamplingParams). A line of output is one completion: id, line, request (a
+digest of what was asked), text, finish_reason, stop_reason, seed, usage, acceptance; index where the request asked for n > 1; error
+where it failed alone.
 Lines that ask for nothing that can be served go to an errors file, with their number and the reason.
 
 Beside the results lies a file `.run.json`: what the run was started with, locked while it goes on.
@@ -10,6 +11,7 @@ Beside the results lies a file `.run.json`: what the run was started with, locke
 
 from __future__ import annotations
 
+import array
 import contextlib
 import dataclasses
 import fcntl
@@ -27,7 +29,7 @@ from jax.experimental import multihost_utils
 from tqdm.auto import tqdm
 
 from jaxspec.params import MAX_SEED, Completion, SamplingParams, integer
-from jaxspec.results import Known, parsed, remove_errors, sync, write
+from jaxspec.results import ChangedInput, Known, parsed, remove_errors, sync, write
 
 SYNC_SECONDS = 1.0  # what a power cut may undo
 KEYS = ("id", "prompt", "messages", "params")
@@ -103,7 +105,10 @@ class Batch:
             raise FileNotFoundError(f"{self.input} is no file; expected one of JSON lines")
         if not self.out.parent.is_dir():
             raise FileNotFoundError(f"{self.out.parent}, the folder of the output, is not there")
+        if self.out.is_dir():
+            raise IsADirectoryError(f"the output {self.out} is a folder; expected a file to write")
         self._known, self._errors, self._bad = Known(), None, 0
+        self._asked = array.array("Q")  # by line number, the digest of the request that its result answers; 0 where there is none
         self._files = contextlib.ExitStack()
         if self._writes:
             with contextlib.ExitStack() as files:
@@ -233,6 +238,9 @@ class Batch:
             self._put_aside(number, name, str(error).replace("prompt 0", "the prompt", 1))
             return None
         self._known.check(line.number, line.name, self.out)
+        before = self._asked[number] if number < len(self._asked) else 0
+        if before and before != line.digest:
+            raise ChangedInput(f"{self.out} has the result of another request than line {number} now asks for; name another output")
         return line
 
     def _put_aside(self, number: int, name: Any, reason: str) -> None:
@@ -246,7 +254,8 @@ class Batch:
     def _checked(self, number: int, values: Mapping[str, Any]) -> _Line:
         unknown = [key for key in values if key not in KEYS]
         if unknown:
-            raise ValueError(f"found {unknown[0]!r}; expected {', '.join(KEYS)}")
+            within = " (it belongs into params)" if unknown[0] in FIELDS else ""
+            raise ValueError(f"found {unknown[0]!r}{within}; expected {', '.join(KEYS)}")
         name, messages = values.get("id", number), values.get("messages")
         prompt = values.get("prompt")
         if isinstance(name, bool) or not isinstance(name, str | int):
@@ -266,10 +275,11 @@ class Batch:
         elif isinstance(prompt, str) and prompt:
             ids = self._llm.tokenizer.encode(prompt)
         self._llm.check(ids, params)
-        return _Line(number, name, ids, params, _derived(self._seed, number) if params.seed is None else params.seed)
+        seed = _derived(self._seed, number) if params.seed is None else params.seed
+        return _Line(number, name, ids, params, seed, _digest({key: values[key] for key in values if key != "id"}))
 
     def _record(self, line: _Line, sample: int, done: Completion) -> dict[str, Any]:
-        record: dict[str, Any] = {"id": line.name, "line": line.number}
+        record: dict[str, Any] = {"id": line.name, "line": line.number, "request": f"{line.digest:016x}"}
         if line.params.n > 1:
             record["index"] = sample
         record["text"] = done.text
@@ -324,6 +334,8 @@ class Batch:
                         self._out.truncate(end)
                     break
                 self._known.add(record)
+                self._asked.extend(bytes(max(record["line"] + 1 - len(self._asked), 0)))
+                self._asked[record["line"]] = int(record.get("request", "0"), 16)
                 end += len(text)
 
     def _total(self) -> int:
@@ -338,13 +350,14 @@ class Batch:
 
 @dataclasses.dataclass
 class _Line:
-    """A request of the input. seed: of its first sample. left: samples that are still to come."""
+    """A request of the input. seed: of its first sample. digest: of what it asks. left: samples that are still to come."""
 
     number: int
     name: str | int
     prompt: list[int]
     params: SamplingParams
     seed: int
+    digest: int
     left: int = 0
 
 
@@ -358,6 +371,12 @@ def _shard(text: str) -> tuple[int, int]:
     if not 1 <= shard <= shards:
         raise ValueError(f"shard is {text!r}, expected i/n with i from 1 to n, such as 2/4")
     return shard, shards
+
+
+def _digest(request: Mapping[str, Any]) -> int:
+    """64 bits, not 0, that tell requests apart, in whatever order and spacing a line writes them."""
+    text = json.dumps(request, sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") | 1
 
 
 def _derived(seed: int, number: int) -> int:

@@ -107,6 +107,7 @@ def test_a_result_says_what_it_is_of_and_what_it_took(requests, tmp_path):
     assert first == {
         "id": "r1",
         "line": 1,
+        "request": first["request"],
         "text": f"{FakeLLM.tokenizer.encode('text 1')} 0.1 {seed}",
         "token_ids": [7, 8, 9],
         "finish_reason": "length",
@@ -171,6 +172,7 @@ BAD = {
     "[" * 100_000: "the JSON is nested too deeply",
     '"text"': "the line is a str, expected an object",
     '{"prompt": "x", "parms": {}}': "found 'parms'; expected id, prompt, messages, params",
+    '{"prompt": "x", "max_tokens": 9}': "found 'max_tokens' (it belongs into params); expected id, prompt, messages, params",
     '{"prompt": "x", "params": {"top_q": 1}}': "params has 'top_q'; expected some of allowed_token_ids, bad_words,",
     '{"prompt": "x", "params": [1]}': "params is [1], expected an object",
     '{"prompt": "x", "params": {"temperature": -1}}': "temperature is -1.0, expected a finite number",
@@ -230,6 +232,9 @@ def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
             batch.run_batch(llm, requests, out, shard=shard)
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl is no file; expected one of JSON lines"):
         batch.run_batch(llm, tmp_path / "no.jsonl", out)
+    with pytest.raises(IsADirectoryError, match="the output .* is a folder; expected a file to write"):
+        batch.run_batch(llm, requests, tmp_path)
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
     with pytest.raises(FileNotFoundError, match="no, the folder of the output, is not there"):
         batch.run_batch(llm, requests, tmp_path / "no" / "out.jsonl")
     for given in ({"out_path": requests}, {"out_path": out, "errors": out}, {"out_path": out, "errors": requests}):
@@ -258,6 +263,13 @@ def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
     changed = write_lines(tmp_path / "changed.jsonl", [*lines[: line - 1], '{"id": "other", "prompt": "x"}', *lines[line:]])
     with pytest.raises(results.ChangedInput, match=f"has line {line} under another id than 'other': it is of another input"):
         batch.run_batch(FakeLLM(), changed, out, seed=1)
+    asked = json.loads(lines[line - 1])
+    write_lines(changed, [*lines[: line - 1], {"id": asked.get("id", line), "prompt": "x"}, *lines[line:]])
+    with pytest.raises(results.ChangedInput, match=f"has the result of another request than line {line} now asks for; name another"):
+        batch.run_batch(FakeLLM(), changed, out, seed=1)
+    respelt = json.dumps(dict(reversed(asked.items())), separators=(" ,", " : "))  # the same request
+    write_lines(changed, [*lines[: line - 1], respelt, *lines[line:]])
+    assert batch.run_batch(FakeLLM(), changed, out, seed=1).kept == 8
     text = out.read_text().splitlines()
     write_lines(out, [text[0], "something", *text[1:]])
     with pytest.raises(ValueError, match=r"line 2 of .*out\.jsonl is not a result; remove it, and its request is served again"):
