@@ -9,6 +9,7 @@ from typing import Any
 # How much of what is already shown is decoded again beside new tokens. A decoder may treat the first token of its input differently (strip
 # its leading space, say), and a character has at most 4 bytes, so 8 tokens back nothing of that can reach the new ones.
 CONTEXT_TOKENS = 8
+CALLS = ("tool_calls", "tool_responses")  # what a message may have in place of content
 INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character (yet)
 
 
@@ -31,9 +32,11 @@ class Tokenizer:
         self.byte_ids = _byte_ids(backend)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text, with the special tokens that the checkpoint's tokenizer adds (Gemma: bos first)."""
+        """Token ids of text, with the special tokens that the checkpoint's tokenizer adds (Gemma: bos first). Raises TypeError, and
+        ValueError for half of a surrogate pair, which is no character."""
         if not isinstance(text, str):
             raise TypeError(f"encode() takes one str, found {type(text).__name__}")
+        _check_characters(text)
         return self._hf.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -46,7 +49,8 @@ class Tokenizer:
         return self._hf.backend_tokenizer.decode([int(token_id)], skip_special_tokens=False)
 
     def encode_word(self, text: str) -> list[int]:
-        """Token ids of text without any special tokens around it."""
+        """Token ids of text without any special tokens around it. Raises ValueError as `encode` does."""
+        _check_characters(text)
         return self._hf.encode(text, add_special_tokens=False)
 
     def has_text(self, token_id: int) -> bool:
@@ -58,7 +62,7 @@ class Tokenizer:
 
         messages: mappings with "role" and "content", oldest first. add_generation_prompt: end with the opening of the model's turn.
         kwargs go to the template (tools=..., enable_thinking=...). ValueError if there is no template, no message, a message without a
-        role, or if the template refuses the conversation.
+        role or with no content but text, tool calls or their responses, or if the template refuses the conversation.
         """
         if self._hf.chat_template is None:
             raise ValueError(
@@ -71,6 +75,7 @@ class Tokenizer:
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ValueError(f"message {i} is {message!r}, expected a dict with 'role' and 'content'")
+            _check_content(i, message)
         conversation = [dict(message) for message in messages]
         try:
             return self._hf.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, return_dict=False, **kwargs)
@@ -206,6 +211,27 @@ def _byte_ids(backend) -> frozenset[int]:
         return frozenset()
     ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(i for i in ids if i is not None)
+
+
+def _check_characters(text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"{text[error.start]!r} at position {error.start}"
+            raise ValueError(f"the text has {found}: half of a surrogate pair, no character") from None
+
+
+def _check_content(i: int, message: Mapping[str, Any]) -> None:
+    """Raises ValueError for message i if its content is nothing that a template can read."""
+    content = message.get("content")
+    if content is None and not any(message.get(key) for key in CALLS):
+        raise ValueError(f"message {i} has no content; found {', '.join(message)}, expected 'role' and 'content'")
+    if not isinstance(content, str | list | tuple | None):
+        raise ValueError(f"the content of message {i} is {content!r}, expected a str or a list of parts")
+    for text in (content,) if isinstance(content, str) else (part.get("text") for part in content or () if isinstance(part, Mapping)):
+        if isinstance(text, str):
+            _check_characters(text)
 
 
 def _listing(folder: Path) -> str:

@@ -292,6 +292,10 @@ def test_chat_template(chat_folder):
         ({"role": "user", "content": "Hi"}, "list of at least one message"),
         ([{"role": "user", "content": "Hi"}, "Hi"], "message 1 is 'Hi', expected a dict with 'role' and 'content'"),
         ([{"content": "Hi"}], "message 0 is {'content': 'Hi'}, expected a dict"),
+        ([{"role": "user", "text": "Hi"}], "message 0 has no content; found role, text, expected 'role' and 'content'"),
+        ([{"role": "user", "content": None}], "message 0 has no content"),
+        ([{"role": "user", "content": 5}], "the content of message 0 is 5, expected a str or a list of parts"),
+        ([{"role": "user", "content": "a\ud800"}], r"the text has '\\ud800' at position 1: half of a surrogate pair, no character"),
         ([{"role": "user", "content": "Hi"}, {"role": "system", "content": "x"}], "refused the conversation: system must be first"),
     ],
 )
@@ -308,6 +312,9 @@ def test_no_chat_template(tokenizer):
 def test_encode_takes_text_only(tokenizer):
     with pytest.raises(TypeError, match="takes one str, found list"):
         tokenizer.encode(["Hi"])
+    for encode in (tokenizer.encode, tokenizer.encode_word):
+        with pytest.raises(ValueError, match=r"the text has '\\ud83c' at position 2: half of a surrogate pair"):
+            encode("é \ud83c")
 
 
 def test_missing_folder_and_missing_file(tmp_path):
