@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,12 @@ class PagedKV:
     @property
     def slots(self) -> int:
         return self.held.shape[0]
+
+    def pages_of(self, layer: int, slots: jax.Array) -> tuple[LayerKV, jax.Array]:
+        """The pools of a layer that owns K and V, and the slots' page tables: [B, W] int32, those of any slot for ids >= slots."""
+        pools = self.layers[layer]
+        assert pools is not None
+        return pools, jnp.take(self.tables[self.kinds[layer]], slots, axis=0, mode="clip")
 
 
 def page_size_of(cache: PagedKV) -> int:
@@ -139,6 +146,13 @@ def write(layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, 
     k, v = layer.as_stored(k, v)
     pools = write_rows(layer.k, table, start, count, k), write_rows(layer.v, table, start, count, v)
     return LayerKV(*pools, layer.scales)
+
+
+def write_all(cache: PagedKV, slots: jax.Array, start: jax.Array, count: jax.Array, keys: Iterable[tuple[jax.Array, jax.Array]]) -> PagedKV:
+    """Stores rows of these slots in every layer. keys: K and V of each; the rest as in `write`."""
+    layers = tuple(write(*cache.pages_of(i, slots), start, count, k, v) for i, (k, v) in enumerate(keys))
+    assert len(layers) == len(cache.layers)
+    return dataclasses.replace(cache, layers=layers)
 
 
 def reserve(cache: PagedKV, slots: jax.Array, lengths: jax.Array, rows: int) -> tuple[PagedKV, jax.Array]:

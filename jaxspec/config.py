@@ -109,7 +109,7 @@ class Gemma4Config:
         if model_type not in TARGET_TYPES:
             raise ValueError(f"model_type is {model_type!r}; a Gemma 4 target has one of {', '.join(TARGET_TYPES)}")
         refuse_quantised(config)
-        read = _text_config(config, {}) if model_type in TEXT_TYPES else _text_config(_require(config, "text_config"), config)
+        read = _text_config(config, {}) if model_type in TEXT_TYPES else _text_config(require(config, "text_config"), config)
         if not read.kv_owners:
             raise ValueError(f"num_kv_shared_layers is {read.num_kv_shared_layers}; a target of {len(read.layers)} layers shares fewer")
         return read
@@ -131,8 +131,8 @@ class AssistantConfig:
         if model_type not in ASSISTANT_TYPES:
             raise ValueError(f"model_type is {model_type!r}; a Gemma 4 assistant has one of {', '.join(ASSISTANT_TYPES)}")
         refuse_quantised(config)
-        inner = dict(_require(config, "text_config"))
-        inner["num_kv_shared_layers"] = _require(inner, "num_hidden_layers")
+        inner = dict(require(config, "text_config"))
+        inner["num_kv_shared_layers"] = require(inner, "num_hidden_layers")
         text = _text_config(inner, config)
         for field in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
             if inner.get(field):
@@ -144,7 +144,7 @@ class AssistantConfig:
                 f"use_ordered_embeddings needs num_centroids that divides vocab_size and holds centroid_intermediate_top_k; "
                 f"found num_centroids {centroids}, vocab_size {text.vocab_size}, centroid_intermediate_top_k {top_k}"
             )
-        return cls(text, int(_require(config, "backbone_hidden_size")), ordered, centroids, top_k)
+        return cls(text, int(require(config, "backbone_hidden_size")), ordered, centroids, top_k)
 
 
 def refuse_quantised(config: Mapping[str, Any]) -> None:
@@ -156,13 +156,15 @@ def refuse_quantised(config: Mapping[str, Any]) -> None:
             raise ValueError(f"the checkpoint's weights are quantised (quant_method {method!r}); only float checkpoints can be loaded")
 
 
-def _require(config: Mapping[str, Any], field: str) -> Any:
+def require(config: Mapping[str, Any], field: str) -> Any:
+    """The value of a field. Raises ValueError where it is missing or null."""
     if config.get(field) is None:
         raise ValueError(f"config.json lacks {field!r}")
     return config[field]
 
 
-def _expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> None:
+def expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> None:
+    """Raises ValueError for another value than those that are implemented. A config that lacks the field means the first of them."""
     value = config.get(field, allowed[0])
     if value not in allowed:
         raise ValueError(f"config.json has {field}={value!r}; implemented: {', '.join(map(repr, allowed))}")
@@ -173,12 +175,12 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Config:
-    _expect(text, "hidden_activation", ("gelu_pytorch_tanh",))
-    _expect(text, "attention_bias", (False,))
-    _expect(text, "use_bidirectional_attention", (None, "vision"))
-    _expect(text, "tie_word_embeddings", (True,))
-    hidden = int(_require(text, "hidden_size"))
-    count = int(_require(text, "num_hidden_layers"))
+    expect(text, "hidden_activation", ("gelu_pytorch_tanh",))
+    expect(text, "attention_bias", (False,))
+    expect(text, "use_bidirectional_attention", (None, "vision"))
+    expect(text, "tie_word_embeddings", (True,))
+    hidden = int(require(text, "hidden_size"))
+    count = int(require(text, "num_hidden_layers"))
     # A config without layer_types means five sliding layers to a full one, and the last is always full.
     kinds = list(text.get("layer_types") or (SLIDING if (i + 1) % 6 else FULL for i in range(count)))
     if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
@@ -204,7 +206,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         layers.append(
             LayerSpec(
                 kind=kind,
-                window=int(_require(text, "sliding_window")) if kind == SLIDING else None,
+                window=int(require(text, "sliding_window")) if kind == SLIDING else None,
                 hidden_size=hidden,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
@@ -213,25 +215,25 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
                 rotary_angles=angles,
                 k_eq_v=k_eq_v,
                 kv_source=source,
-                intermediate_size=int(_require(text, "intermediate_size")) * (2 if wide else 1),
-                num_experts=int(_require(text, "num_experts")) if moe else 0,
-                top_k_experts=int(_require(text, "top_k_experts")) if moe else 0,
-                moe_intermediate_size=int(_require(text, "moe_intermediate_size")) if moe else 0,
+                intermediate_size=int(require(text, "intermediate_size")) * (2 if wide else 1),
+                num_experts=int(require(text, "num_experts")) if moe else 0,
+                top_k_experts=int(require(text, "top_k_experts")) if moe else 0,
+                moe_intermediate_size=int(require(text, "moe_intermediate_size")) if moe else 0,
                 per_layer_input=ple,
                 eps=float(text.get("rms_norm_eps", 1e-6)),
             )
         )
     return Gemma4Config(
-        vocab_size=int(_require(text, "vocab_size")),
+        vocab_size=int(require(text, "vocab_size")),
         hidden_size=hidden,
-        intermediate_size=int(_require(text, "intermediate_size")),
+        intermediate_size=int(require(text, "intermediate_size")),
         num_hidden_layers=count,
-        num_attention_heads=int(_require(text, "num_attention_heads")),
-        num_key_value_heads=int(_require(text, "num_key_value_heads")),
-        head_dim=int(_require(text, "head_dim")),
+        num_attention_heads=int(require(text, "num_attention_heads")),
+        num_key_value_heads=int(require(text, "num_key_value_heads")),
+        head_dim=int(require(text, "head_dim")),
         layer_types=tuple(kinds),
         layers=tuple(layers),
-        sliding_window=int(_require(text, "sliding_window")),
+        sliding_window=int(require(text, "sliding_window")),
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(text.get("max_position_embeddings", 131_072)),
         final_logit_softcapping=text.get("final_logit_softcapping"),
@@ -252,7 +254,7 @@ def _attention_dims(text: Mapping[str, Any], index: int, kind: str) -> tuple[int
     Released configs give full layers `global_head_dim` and, with attention_k_eq_v, `num_global_key_value_heads`; transformers 5.16
     and newer write the same as `per_layer_config`, keyed by layer.
     """
-    heads, kv_heads, head_dim = (int(_require(text, f)) for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads, kv_heads, head_dim = (int(require(text, f)) for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     k_eq_v = bool(text.get("attention_k_eq_v")) and kind == FULL
     overrides = text.get("per_layer_config")
     if overrides is not None:
@@ -276,9 +278,9 @@ def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[float, int
         SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     }
-    rope = _require(text.get("rope_parameters") or default, kind)
+    rope = require(text.get("rope_parameters") or default, kind)
     rope_type = rope.get("rope_type", "default")
     if rope_type not in ("default", "proportional") or float(rope.get("factor", 1.0)) != 1.0:
         raise ValueError(f"rope_parameters of {kind} are {dict(rope)}; implemented: rope_type 'default' or 'proportional' with factor 1")
     fraction = float(rope.get("partial_rotary_factor", 1.0)) if rope_type == "proportional" else 1.0
-    return float(_require(rope, "rope_theta")), int(fraction * head_dim // 2)
+    return float(require(rope, "rope_theta")), int(fraction * head_dim // 2)

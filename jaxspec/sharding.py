@@ -26,11 +26,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import LayerSpec
-from jaxspec.drafters.dflash import DFlash, DFlashAttention, SiluMLP
+from jaxspec.drafters.dflash import DFlash, DFlashAttention
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.eagle3 import Eagle3, Eagle3Attention
 from jaxspec.drafters.gemma4_mtp import Gemma4MTP
 from jaxspec.drafters.mtp import Module, MTPModules
+from jaxspec.drafters.parts import SiluMLP
 from jaxspec.gemma4 import Attention, Gemma4
 from jaxspec.layers import Embedding, GatedMLP
 from jaxspec.moe import Experts
@@ -140,6 +141,11 @@ def weight_specs(tree: Any, mesh: Mesh) -> Any:
     """The PartitionSpec of every weight of a target or a drafter, in whose place it stands."""
     root = _root(tree)
     return jax.tree_util.tree_map_with_path(lambda path, x: _weight_spec(f"{root}.{_name(path)}", x.shape, mesh, is_whole(tree)), tree)
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree, over all devices a replica counted once."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def bytes_per_device(tree: Any) -> int:

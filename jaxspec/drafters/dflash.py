@@ -21,8 +21,9 @@ from flax import struct
 from jaxspec import cache as paged
 from jaxspec import checkpoint
 from jaxspec.cache import LayerKV, PagedKV
-from jaxspec.config import FULL, SLIDING, Gemma4Config, LayerSpec, refuse_quantised
+from jaxspec.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, refuse_quantised, require
 from jaxspec.drafters.base import Drafts, Observed, Target
+from jaxspec.drafters.parts import SiluMLP, check_target, head, named_taps, plain_spec, unread_keys
 from jaxspec.gemma4 import Gemma4
 from jaxspec.layers import Linear, RMSNorm, Weight, rope, softcap
 from jaxspec.sampling import Sampling, choose
@@ -105,7 +106,7 @@ class DFlashConfig:
 
 
 def _mask_places(dflash: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Where a mask token's id may be, the first that is there counts."""
+    """(field, part of the config) where the mask token's id may be; the first that is there counts."""
     return [("mask_token_id", dflash), *((f, config) for f in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"))]
 
 
@@ -117,21 +118,9 @@ def _taps(config: Mapping[str, Any], dflash: Mapping[str, Any], layers: int, dep
     made_for = config.get("num_target_layers")
     if made_for is None:
         raise ValueError(f"config.json has neither target_layer_ids nor num_target_layers, which this target's {depth} must equal")
-    # As many as the drafter has layers, evenly from the second layer to the fourth from the end.
+    # As many as the drafter has layers, evenly from the second layer to the third from the end.
     ids = [made_for // 2] if layers == 1 else [round(1 + i * (made_for - 4) / (layers - 1)) for i in range(layers)]
     return tuple(i + 1 for i in ids)
-
-
-def named_taps(*configs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The indices of hidden states that (parts of) a config name, None where they name none. vLLM and speculators take `aux` ids as
-    such; `target_layer_ids` count layers, whose outputs are one further on. Raises ValueError if two of them say different things."""
-    fields = {"eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
-    found = [(field, config[field], offset) for config in configs for field, offset in fields.items() if config.get(field)]
-    named = {tuple(int(i) + offset for i in ids) for _, ids, offset in found}
-    if len(named) > 1:
-        listed = ", ".join(f"{field} {list(ids)}" for field, ids, _ in found)
-        raise ValueError(f"config.json names different layers: {listed}; expected target_layer_ids one below the others, or one of them")
-    return next(iter(named), None)
 
 
 def _layers(
@@ -154,87 +143,6 @@ def _layers(
     if SLIDING in kinds and not window:
         raise ValueError(f"layer_types has {list(kinds).count(SLIDING)} sliding layers, and sliding_window is {window!r}")
     return tuple(plain_spec(inner, window if kind == SLIDING else None, rope_theta=1e6) for kind in kinds), causal
-
-
-def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_theta: float = 1e4) -> LayerSpec:
-    """A decoder layer of Llama's or Qwen3's kind. rope_theta: where the config names none.
-
-    Raises ValueError for what such a layer here does not have.
-    """
-    expect(config, "hidden_act", ("silu",))
-    expect(config, "attention_bias", (False,))
-    expect(config, "mlp_bias", (False,))
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    by_layer = any(isinstance(value, Mapping) for value in scaling.values())
-    kind, part = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("partial_rotary_factor", 1)
-    if kind != "default" or part != 1 or by_layer:
-        raise ValueError(f"the drafter's RoPE is {dict(scaling)}; implemented: rope_type 'default' over whole heads")
-    heads = int(require(config, "num_attention_heads"))
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-    if heads % kv_heads or head_dim % 2:
-        raise ValueError(
-            f"the drafter has {heads} query heads and {kv_heads} KV heads of head_dim {head_dim}; the first must be a multiple of the "
-            "second, and head_dim even"
-        )
-    return LayerSpec(
-        kind=FULL if window is None else SLIDING,
-        window=window,
-        hidden_size=int(config["hidden_size"]),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rope_theta=float(scaling.get("rope_theta") or config.get("rope_theta") or rope_theta),
-        rotary_angles=head_dim // 2,
-        k_eq_v=False,
-        kv_source=None,
-        intermediate_size=int(require(config, "intermediate_size")),
-        num_experts=0,
-        top_k_experts=0,
-        moe_intermediate_size=0,
-        per_layer_input=0,
-        eps=float(config.get("rms_norm_eps", 1e-6)),
-    )
-
-
-def require(config: Mapping[str, Any], field: str) -> Any:
-    if config.get(field) is None:
-        raise ValueError(f"config.json lacks {field!r}")
-    return config[field]
-
-
-def expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> None:
-    if config.get(field, allowed[0]) not in allowed:
-        raise ValueError(f"config.json has {field}={config[field]!r}; implemented: {', '.join(map(repr, allowed))}")
-
-
-def check_target(config: Any, target: Gemma4Config) -> None:
-    """Raises ValueError if a drafter's config was made for a target of another depth or vocabulary."""
-    made_for, depth = config.num_target_layers, target.num_hidden_layers
-    if made_for is not None and made_for != depth:
-        raise ValueError(f"the drafter was made for a target of {made_for} layers (num_target_layers), this target has {depth}")
-    if config.vocab_size != target.vocab_size:
-        raise ValueError(f"the drafter has vocab_size {config.vocab_size}, this target has {target.vocab_size}")
-
-
-def unread_keys(speculators: bool, *, own_head: bool, own_embedding: bool, own_d2t: bool) -> tuple[str, ...]:
-    """Beginnings of a checkpoint's keys that nothing reads: training's tables and, from speculators, copies of the target's weights."""
-    keys = {"t2d": False, "d2t": own_d2t}
-    if speculators:
-        keys |= {"verifier_": False, "embed_tokens.": own_embedding, "lm_head.": own_head}
-    return tuple(key for key, own in keys.items() if not own)
-
-
-@struct.dataclass
-class SiluMLP:
-    """down(silu(gate x) * up x). gate_up_proj: [2, I, H], down_proj: [H, I]."""
-
-    gate_up_proj: Linear
-    down_proj: Linear
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = self.gate_up_proj(x)
-        return self.down_proj(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
 
 
 @struct.dataclass
@@ -318,14 +226,9 @@ class DFlash:
         return DFlashState(paged.fixed(self.config.layers, **sizes, dtype=dtype))
 
     def observe(self, state: DFlashState, rows: Observed) -> DFlashState:
-        cache = state.cache
-        count = jnp.where(rows.slots < cache.slots, rows.committed, 0)
-        pools = []
-        for layer, pool, keys in zip(self.layers, cache.layers, self.context(rows.taps, rows.positions), strict=True):
-            assert pool is not None
-            table = jnp.take(cache.tables[layer.self_attn.spec.kind], rows.slots, axis=0, mode="clip")
-            pools.append(paged.write(pool, table, rows.positions[:, 0], count, *keys))
-        return DFlashState(dataclasses.replace(cache, layers=tuple(pools)))
+        count = jnp.where(rows.slots < state.cache.slots, rows.committed, 0)
+        keys = self.context(rows.taps, rows.positions)
+        return DFlashState(paged.write_all(state.cache, rows.slots, rows.positions[:, 0], count, keys))
 
     def context(self, taps: tuple[jax.Array, ...], positions: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Each layer's K and V of rows. taps: [B, T, h] each; positions: [B, T] int32 -> [B, T, KV, D] each."""
@@ -347,11 +250,10 @@ class DFlash:
         """A block's outputs after the final norm. ids: [B, T] int32, at positions length .. length + T - 1 -> [B, T, h]."""
         x = self.embed(target.model, ids)
         positions = target.length[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
-        for i, (layer, pool) in enumerate(zip(self.layers, state.cache.layers, strict=True)):
-            assert pool is not None
-            table = jnp.take(state.cache.tables[layer.self_attn.spec.kind], target.slots, axis=0, mode="clip")
+        for i, layer in enumerate(self.layers):
+            pools, table = state.cache.pages_of(i, target.slots)
             kv_proj = Linear(jax.lax.index_in_dim(self.kv_proj.weight, i, keepdims=False))
-            x = _layer(layer, kv_proj, x, positions, pool, table, target.length, self.config.causal[i], target.draft_attention)
+            x = _layer(layer, kv_proj, x, positions, pools, table, target.length, self.config.causal[i], target.draft_attention)
         return self.norm(x)
 
     def embed(self, model: Gemma4, ids: jax.Array) -> jax.Array:
@@ -372,28 +274,19 @@ class DFlash:
         return softcap(logits * jnp.float32(self.config.output_multiplier), self.config.final_logit_softcapping), ids
 
 
-def head(model: Gemma4, lm_head: Linear | None, d2t: jax.Array | None, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Float32 logits from a drafter's own head or the target's, and the candidates' token ids, i + d2t[i], where a head has d2t."""
-    linear = Linear(model.embed_tokens.weight) if lm_head is None else lm_head
-    logits = linear(out.astype(linear.weight.dtype), dtype=jnp.float32)
-    if d2t is None:
-        return logits, None
-    return logits, jnp.broadcast_to((d2t + jnp.arange(d2t.shape[0], dtype=jnp.int32))[None, None, :], logits.shape)
-
-
 @jax.jit(static_argnames=("causal", "attention"))
 def _layer(
     layer: DFlashLayer,
     kv_proj: Linear,
     x: jax.Array,
     positions: jax.Array,
-    pool: LayerKV,
+    pools: LayerKV,
     table: jax.Array,
     length: jax.Array,
     causal: bool,
     attention: str,
 ) -> jax.Array:
-    """One layer over a block. x: [B, T, h]; positions: [B, T]; kv_proj: [2, KV, D, h]; pool, table, length: the cached context."""
+    """One layer over a block. x: [B, T, h]; positions: [B, T]; kv_proj: [2, KV, D, h]; pools, table, length: the cached context."""
     attn, spec = layer.self_attn, layer.self_attn.spec
     with jax.named_scope(spec.kind):
         normed = layer.input_layernorm(x)
@@ -403,10 +296,10 @@ def _layer(
         heads = paged_attention(
             q,
             positions,
-            (pool.k, pool.v),
+            (pools.k, pools.v),
             table,
             length,
-            (k.astype(pool.k.dtype), v.astype(pool.v.dtype)),
+            (k.astype(pools.k.dtype), v.astype(pools.v.dtype)),
             jnp.full_like(length, x.shape[1]),
             causal=causal,
             window=spec.window,

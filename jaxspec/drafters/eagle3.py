@@ -22,9 +22,9 @@ from flax import struct
 from jaxspec import cache as paged
 from jaxspec import checkpoint
 from jaxspec.cache import LayerKV, PagedKV
-from jaxspec.config import Gemma4Config, LayerSpec, refuse_quantised
+from jaxspec.config import Gemma4Config, LayerSpec, refuse_quantised, require
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.drafters.dflash import SiluMLP, check_target, head, named_taps, plain_spec, require, unread_keys
+from jaxspec.drafters.parts import SiluMLP, check_target, head, named_taps, plain_spec, unread_keys
 from jaxspec.gemma4 import Gemma4, take_row
 from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.sampling import Sampling, choose
@@ -261,14 +261,10 @@ class Eagle3:
         start = rows.positions[:, 0]
         block = Rows(rows.positions, cache, rows.slots, start, None, count)
         x, fresh = self.run(self.embed(rows.model, ids), self.features(rows.taps), block, rows.draft_attention)
-        pools = []
-        for spec, pool, keys in zip(self.config.layers, cache.layers, fresh, strict=True):
-            assert pool is not None
-            table = jnp.take(cache.tables[spec.kind], rows.slots, axis=0, mode="clip")
-            pools.append(paged.write(pool, table, start, count, *keys))
         slots = jnp.where(count > 0, rows.slots, cache.slots)
         hidden = take_row(x, jnp.maximum(count - 1, 0))[:, 0]
-        return Eagle3State(dataclasses.replace(cache, layers=tuple(pools)), state.hidden.at[slots].set(hidden, mode="drop"))
+        cache = paged.write_all(cache, rows.slots, start, count, fresh)
+        return Eagle3State(cache, state.hidden.at[slots].set(hidden, mode="drop"))
 
     def draft(self, state: Eagle3State, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, Eagle3State]:
         x = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
@@ -288,11 +284,10 @@ class Eagle3:
         """Rows through all layers. embedded: [B, T, h], of each row's next token; x: [B, T, h], its feature. Returns the last layer's
         output [B, T, h] and, for each layer, the fresh K and V with the rows' own behind them."""
         after = []
-        for i, (layer, pool) in enumerate(zip(self.layers, rows.cache.layers, strict=True)):
-            assert pool is not None
-            table = jnp.take(rows.cache.tables[layer.self_attn.spec.kind], rows.slots, axis=0, mode="clip")
+        for i, layer in enumerate(self.layers):
+            pools, table = rows.cache.pages_of(i, rows.slots)
             fresh = None if rows.fresh is None else rows.fresh[i]
-            x, keys = _layer(layer, embedded, x, rows.positions, pool, table, rows.length, fresh, rows.count, attention)
+            x, keys = _layer(layer, embedded, x, rows.positions, pools, table, rows.length, fresh, rows.count, attention)
             after.append(keys)
         return x, tuple(after)
 
@@ -328,7 +323,7 @@ def _layer(
     embedded: jax.Array,
     x: jax.Array,
     positions: jax.Array,
-    pool: LayerKV,
+    pools: LayerKV,
     table: jax.Array,
     length: jax.Array,
     fresh: tuple[jax.Array, jax.Array] | None,
@@ -340,10 +335,10 @@ def _layer(
     with jax.named_scope("attention"):
         inputs, residual = layer.inputs(embedded, x)
         q, *own = attn.project(inputs, positions)
-        k, v = (new.astype(pool.k.dtype) for new in own)
+        k, v = (new.astype(pools.k.dtype) for new in own)
         if fresh is not None:
             k, v = (jnp.concatenate(pair, axis=1) for pair in zip(fresh, (k, v), strict=True))
-        heads = paged_attention(q, positions, (pool.k, pool.v), table, length, (k, v), count, scale=attn.scale, implementation=attention)
+        heads = paged_attention(q, positions, (pools.k, pools.v), table, length, (k, v), count, scale=attn.scale, implementation=attention)
         attended = attn.o_proj.of_heads(heads)
     with jax.named_scope("feed_forward"):
         return layer.outputs(residual, attended, attention), (k, v)

@@ -255,9 +255,7 @@ class MTPModules:
         """The module of a step over rows that follow the `base` positions in its pages; `count` of them are real."""
         m = step % len(cache.layers)
         module = self.modules[m]
-        attn = module.mtp_block.self_attn
-        table = jnp.take(cache.tables[attn.spec.kind], slots, axis=0, mode="clip")
-        keys = Keys(cache.layers[m], table, base, None, count, attn.key_weight)
+        keys = Keys(*cache.pages_of(m, slots), base, None, count, module.mtp_block.self_attn.key_weight)
         positions = base[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
         return module(embedded, hidden, positions, keys, attention)
 
