@@ -19,7 +19,7 @@ from jaxspec import cache as paged
 from jaxspec.cache import LayerKV, PagedKV
 from jaxspec.config import Gemma4Config, LayerSpec
 from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap
-from jaxspec.moe import Experts, Router
+from jaxspec.moe import Experts, Router, times
 from jaxspec.parallel import Shard
 from jaxspec.sampling import Sampling, choose_by_head
 from pallas_kernels.add_norm import add_norm
@@ -219,9 +219,9 @@ class Gemma4:
             return None
         assert self.per_layer_model_projection and self.per_layer_projection_norm
         shape = (*ids.shape, self.config.num_hidden_layers, self.config.hidden_size_per_layer_input)
-        context = self.per_layer_model_projection(embedded) * (self.config.hidden_size**-0.5)
+        context = times(self.per_layer_model_projection(embedded), self.config.hidden_size**-0.5)
         context = self.per_layer_projection_norm(context.reshape(shape))
-        return (context + self.embed_tokens_per_layer(ids).reshape(shape)) * (2.0**-0.5)
+        return times(context + self.embed_tokens_per_layer(ids).reshape(shape), 2.0**-0.5)
 
     def __call__(
         self,

@@ -17,6 +17,7 @@ from transformers.models.gemma4 import modeling_gemma4 as reference
 from jaxspec import cache as paged
 from jaxspec import checkpoint, gemma4, layers
 from jaxspec.config import FULL, SLIDING, Gemma4Config
+from jaxspec.moe import Router
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 MEMBERS = list(oracle.MEMBERS)
@@ -243,3 +244,50 @@ def test_last_only_prefill_leaves_out_rows_that_nobody_reads() -> None:
 def test_taps_outside_the_model(taps: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"outside 0 \.\. 7"):
         load("E2B")(whole(np.zeros((1, 2), int)), None, taps=taps)
+
+
+def bfloat16(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    return torch.tensor(scale * np.random.default_rng(seed).normal(size=shape), dtype=torch.bfloat16)
+
+
+def ours(tensor: torch.Tensor) -> jax.Array:
+    return jnp.asarray(tensor.float().numpy(), jnp.bfloat16)
+
+
+@torch.no_grad()
+def test_a_router_in_bfloat16() -> None:
+    """At a width whose root bfloat16 has a quarter of a percent too small, as it has the released one's: weights tell by a twentieth."""
+    width, experts = 44, 6
+    config = oracle.build(oracle.text_config("26B", hidden_size=width, num_experts=experts, top_k_experts=3)).config
+    theirs = reference.Gemma4TextRouter(config).to(torch.bfloat16)
+    theirs.proj.weight.copy_(bfloat16(experts, width, scale=3))
+    theirs.scale.copy_(bfloat16(width, scale=3, seed=1))
+    x = bfloat16(200, width, seed=2)
+    _, wanted, ids = theirs(x)
+    router = Router(layers.Linear(ours(theirs.proj.weight)), ours(theirs.scale), ours(theirs.per_expert_scale), 3, config.rms_norm_eps)
+    weights, found, _ = router(ours(x))
+    assert np.mean(np.asarray(found) == ids.numpy()) > 0.99
+    error = np.abs(np.asarray(weights, np.float32) - wanted.float().numpy())
+    assert np.max(error) < 0.004 < np.max(wanted.float().numpy())
+
+
+@torch.no_grad()
+def test_per_layer_inputs_in_bfloat16() -> None:
+    """Bit by bit those of transformers, which rounds no constant but a table's own."""
+    text = oracle.text_config("E2B", vocab_size=64, vocab_size_per_layer_input=64)
+    model = oracle.build(text).to(torch.bfloat16).model
+    ids = torch.arange(64)[None]
+    embedded = model.embed_tokens(ids)
+    wanted = model.project_per_layer_inputs(embedded, model.get_per_layer_inputs(ids, embedded))
+    config = Gemma4Config.from_hf(text)
+    abstract = gemma4.abstract(config, jnp.bfloat16)
+    tables = {"embed_tokens": config.hidden_size, "embed_tokens_per_layer": config.hidden_size_per_layer_input}
+    target = abstract.replace(
+        **{name: layers.Embedding(ours(getattr(model, name).weight), width**0.5) for name, width in tables.items()},
+        per_layer_model_projection=layers.Linear(ours(model.per_layer_model_projection.weight)),
+        per_layer_projection_norm=layers.RMSNorm(ours(model.per_layer_projection_norm.weight), config.rms_norm_eps),
+    )
+    at = jnp.asarray(ids.numpy(), jnp.int32)
+    np.testing.assert_array_equal(np.asarray(target.embed(at), np.float32), embedded.float().numpy())
+    found = target.per_layer_inputs(at, target.embed(at))
+    np.testing.assert_array_equal(np.asarray(found, np.float32), wanted.float().numpy())

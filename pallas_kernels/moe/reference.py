@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.linear.reference import activation
+
 
 def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.moe.route`."""
@@ -21,7 +23,7 @@ def experts(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array, weights
     # Pairs without an expert come last and belong to no group.
     sizes = jnp.bincount(ids.reshape(-1), length=count + 1)[:count].astype(jnp.int32)
     gate_up = _grouped(jnp.take(x, row, axis=0), gate_up_proj.reshape(count, 2 * inner, hidden), sizes)
-    out = _grouped(jax.nn.gelu(gate_up[:, :inner], approximate=True) * gate_up[:, inner:], down_proj, sizes)
+    out = _grouped(activation(gate_up[:, :inner], gate_up[:, inner:]), down_proj, sizes)
     return combine(jnp.zeros_like(out).at[order].set(out, unique_indices=True), weights, ids, count)
 
 
