@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from jaxspec import checkpoint, decode, gemma4, loading, sharding
+from jaxspec import accept, checkpoint, decode, gemma4, loading, sharding
 from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, load_drafter, mtp
 from jaxspec.drafters.base import NoDraft
@@ -131,16 +131,17 @@ def sizes(slots: int) -> dict:
 
 
 @functools.cache
-def texts(member: str) -> np.ndarray:
-    """Every sequence to its end on one device, one token at a time. [SLOTS, MAX_LEN]"""
-    model, slots = jax.tree.map(jnp.asarray, target(member)), np.arange(SLOTS, dtype=np.int32)
-    state = jax.jit(functools.partial(decode.init_state, model, NoDraft(), **sizes(SLOTS)))()
+def texts(member: str, kind: str = "none", k: int = 0, rule: accept.Rule = accept.COUPLED) -> np.ndarray:
+    """Every sequence to its end on one device, by default one token at a time. [SLOTS, MAX_LEN]"""
+    model, drafts = jax.tree.map(jnp.asarray, (target(member), drafter(member, kind)))
+    slots = np.arange(SLOTS, dtype=np.int32)
+    state = jax.jit(functools.partial(decode.init_state, model, drafts, **sizes(SLOTS)))()
     state = compiled(decode.admit)(state, slots, requests(model.config.vocab_size, slots))
     prefill = compiled(functools.partial(decode.prefill, chunk=CHUNK))
     for _ in range(-(-LENGTHS.max() // CHUNK)):
-        state = prefill(model, NoDraft(), state, slots)
-    state = compiled(functools.partial(decode.decode_loop, num_draft_tokens=0))(model, NoDraft(), state, slots, 1000)
-    return np.asarray(state.tokens)
+        state = prefill(model, drafts, state, slots)
+    loop = compiled(functools.partial(decode.decode_loop, num_draft_tokens=k, accept=rule))
+    return np.asarray(loop(model, drafts, state, slots, 1000).tokens)
 
 
 class Placed:
@@ -167,7 +168,7 @@ class Placed:
         """Compiled: (target, drafter, state, ...) -> state."""
         return compiled(self.layout.on(functools.partial(function, **static)), out_shardings=self.shardings, donate_argnums=2)
 
-    def texts(self, k: int) -> tuple[np.ndarray, decode.DecodeState]:
+    def texts(self, k: int, rule: accept.Rule = accept.COUPLED) -> tuple[np.ndarray, decode.DecodeState]:
         """Every sequence to its end. [SLOTS, MAX_LEN]"""
         each = np.arange(SLOTS).reshape(self.shards, -1)
         rows = np.concatenate([each, each[:, :1]], axis=1).reshape(-1)
@@ -176,6 +177,6 @@ class Placed:
         prefill = self.run(decode.prefill, chunk=CHUNK)
         for _ in range(-(-LENGTHS.max() // CHUNK)):
             state = prefill(self.target, self.drafter, state, self.slots)
-        loop = self.run(decode.decode_loop, num_draft_tokens=k)
+        loop = self.run(decode.decode_loop, num_draft_tokens=k, accept=rule)
         state = loop(self.target, self.drafter, state, self.slots, np.int32(1000), np.bool_(False))
         return np.asarray(state.tokens), state

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from lowering import for_cuda
 
-from jaxspec import decode, gemma4, shapes, sharding
+from jaxspec import accept, decode, gemma4, shapes, sharding
 from jaxspec.config import FULL, SLIDING, Gemma4Config
 from jaxspec.edits import defaults, tables
 from jaxspec.filters import Filters, top_candidates
@@ -65,6 +65,35 @@ def test_tokens_are_those_of_one_device(data, tensor, member, kind):
 @pytest.mark.parametrize(("data", "tensor", "member", "kind"), [case for case in ALL if case not in FEW])
 def test_tokens_are_those_of_one_device_everywhere(data, tensor, member, kind):
     check(data, tensor, member, kind)
+
+
+def check_guesses(tensor, member, kind):
+    """Guesses are accepted at given rates, whatever the target says: a drafter that is spread wrongly writes another text, where else it
+    would only have fewer guesses accepted."""
+    rule = accept.synthetic((1.0, 0.8, 0.6))
+    tokens, _ = meshes.Placed(member, kind, sharding.mesh(tensor=tensor)).texts(meshes.MAX_K, rule)
+    np.testing.assert_array_equal(tokens, meshes.texts(member, kind, meshes.MAX_K, rule))
+    assert np.any(tokens != meshes.texts(member))
+
+
+def test_guesses_are_those_of_one_device():
+    check_guesses(4, "26B", "dflash d2t")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor", "member", "kind"),
+    [
+        (2, "31B", "mtp"),
+        (4, "E2B", "mtp centroids"),
+        (2, "31B", "dflash"),
+        (2, "12B", "eagle3"),
+        (4, "odd", "eagle3"),
+        (4, "odd", "modules"),
+    ],
+)
+def test_guesses_are_those_of_one_device_everywhere(tensor, member, kind):
+    check_guesses(tensor, member, kind)
 
 
 def test_a_large_draft_model_is_spread(monkeypatch):
