@@ -156,8 +156,9 @@ def _layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part
 
 
 def _dead(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Keys beside the leaf at `path` that nothing reads: original releases keep K and V weights of layers that share KV."""
-    if not path.endswith("self_attn.qkv_proj.weight"):
+    """Keys beside the leaf at `path` that nothing reads: original releases keep K and V weights of a target's layers that share KV. An
+    assistant with K and V of its own would be another kind of model."""
+    if not (path.startswith("layers.") and path.endswith("self_attn.qkv_proj.weight")):
         return []
     stem = path.removesuffix("qkv_proj.weight")
     owned = shapes[path][1] - shapes[f"{stem}o_proj.weight"][2]
@@ -309,7 +310,8 @@ def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",)
     ours. A tensor is cast on the host to its leaf's dtype. progress: show a bar, by bytes. A converted folder holds our paths alone.
 
     Raises ValueError that lists every missing, unknown and misshapen tensor, before any is read. Two kinds of tensor are
-    superfluous yet accepted: K and V weights of layers that share KV, and an lm_head.weight whose bytes equal embed_tokens.weight.
+    superfluous yet accepted: K and V weights of a target's layers that share KV, and an lm_head.weight whose bytes equal
+    embed_tokens.weight.
     """
     folder = Path(folder)
     if (folder / CONVERTED).exists():

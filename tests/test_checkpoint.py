@@ -137,6 +137,16 @@ def test_dead_weights_of_shared_layers(tmp_path: Path) -> None:
     assert_same(load(put(tmp_path, tensors), abstract("E2B")), plain("E2B"))
 
 
+def test_an_assistant_with_keys_of_its_own(tmp_path: Path) -> None:
+    """It would be loaded without them and read the target's, of which it knows nothing."""
+    config = oracle.assistant_config(oracle.text_config("12B"))
+    oracle.build(config).save_pretrained(tmp_path)
+    key = "model.layers.0.self_attn.k_proj.weight"
+    put(tmp_path, {**load_file(tmp_path / "model.safetensors"), key: np.zeros((8, 16), np.float32)})
+    with pytest.raises(ValueError, match=re.escape(f"{key}: unknown, found F32 [8, 16]")):
+        checkpoint.load_weights(tmp_path, gemma4_mtp.abstract(AssistantConfig.from_hf(config), jnp.float32), progress=False)
+
+
 def test_experts_one_by_one(tmp_path: Path) -> None:
     tensors = {}
     for key, value in stored("26B").items():

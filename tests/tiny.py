@@ -73,12 +73,14 @@ ASSISTANT = {
 
 
 def random_weights(abstract: Any, seed: int) -> Any:
-    """Normal weights with deviation 0.3, norms around one, and a shuffled token ordering; by NumPy, which compiles nothing."""
+    """Normal weights with deviation 0.3, norms around one, a shuffled token ordering, and a draft vocabulary of every other token; by
+    NumPy, which compiles nothing."""
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: Any) -> np.ndarray:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            return rng.permutation(leaf.size).astype(leaf.dtype)
+            ids = rng.permutation(leaf.size).astype(leaf.dtype)
+            return np.sort(ids) if "d2t" in jax.tree_util.keystr(path) else ids
         return (float("norm" in jax.tree_util.keystr(path)) + 0.3 * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxspec import checkpoint
 from jaxspec.config import TARGET_TYPES, AssistantConfig, Gemma4Config
 from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
@@ -62,7 +64,24 @@ def load_drafter(
         model = checkpoint.load_weights(folder, tree.model, prefixes=prefixes, skip=skip, progress=progress)
         return dataclasses.replace(tree, model=model)
     skip = tree.config.unread if isinstance(tree, dflash.DFlash | eagle3.Eagle3) else ()
-    return checkpoint.load_weights(folder, tree, skip=skip, progress=progress)
+    drafter = checkpoint.load_weights(folder, tree, skip=skip, progress=progress)
+    _check_token_ids(folder, drafter)
+    return drafter
+
+
+def _check_token_ids(folder: Path, drafter: Any) -> None:
+    """Raises ValueError for a table of token ids that is none: guesses would be other tokens than the drafter means."""
+    if isinstance(drafter, gemma4_mtp.Gemma4MTP) and drafter.masked_embedding is not None:
+        ids, vocab = np.asarray(drafter.masked_embedding.token_ordering), drafter.config.text.vocab_size
+        if ids.min() < 0 or ids.max() >= vocab:
+            raise ValueError(f"token_ordering of the drafter {folder} has ids {ids.min()} .. {ids.max()}; expected 0 .. {vocab - 1}")
+    if isinstance(drafter, dflash.DFlash | eagle3.Eagle3) and drafter.d2t is not None:
+        ids, vocab = np.asarray(drafter.d2t) + np.arange(drafter.d2t.size), drafter.config.vocab_size
+        if len(np.unique(ids)) < ids.size or ids.min() < 0 or ids.max() >= vocab:
+            raise ValueError(
+                f"d2t of the drafter {folder}, which is what to add to each draft token's own number, gives {len(np.unique(ids))} "
+                f"tokens, {ids.min()} .. {ids.max()}; expected {ids.size} different ones below {vocab}"
+            )
 
 
 __all__ = ["REGISTRY", "Drafter", "NoDraft", "abstract_drafter", "load_drafter"]

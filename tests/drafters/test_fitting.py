@@ -1,20 +1,23 @@
 """What every kind of drafter refuses when it is loaded, as a checkpoint or as an object, and how many tokens it guesses by default."""
 
+import contextlib
 import dataclasses
 import json
 import re
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import rounds
 import tiny
 from real_configs import FULL, SLIDING
+from safetensors.numpy import load_file, save_file
 from test_dflash import CONFIGS as DFLASH
 from test_eagle3 import CONFIGS as EAGLE3
 from test_mtp import config as modules_config
 
 import jaxspec
-from jaxspec import loading
+from jaxspec import checkpoint, drafters, loading
 from jaxspec.config import AssistantConfig, Gemma4Config
 from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
 from jaxspec.drafters.base import NoDraft, num_draft_tokens_of
@@ -107,6 +110,31 @@ def test_a_block_must_hold_all_drafts(no_weights, tmp_path):
     assert refusal(tmp_path, checkpoint, {}) == refusal(tmp_path, checkpoint, {}, num_draft_tokens=15) == "weights"
     (checkpoint / "generation_config.json").write_text('{"num_assistant_tokens": 17}')
     assert refusal(tmp_path, checkpoint, {}) == message.replace("16;", "17;")
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([3, 8, 60], "d2t of the drafter .* gives 3 tokens, 3 .. 62; expected 3 different ones below 61"),  # ids, not offsets
+        ([3, 2, 5], "d2t of the drafter .* gives 2 tokens, 3 .. 7; expected 3 different ones below 61"),
+        ([3, 4, 58], None),
+    ],
+)
+def test_a_draft_vocabulary_is_one_of_tokens(tmp_path, found, message):
+    config = {**EAGLE3["eagle"], "draft_vocab_size": 3}
+    drafter = tiny.random_weights(eagle3.abstract(eagle3.Eagle3Config.from_hf(config, CONFIG, HEAD[:1]), jnp.float32), 0)
+    checkpoint.save_weights(tmp_path, dataclasses.replace(drafter, d2t=np.array(found, np.int32)), config)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        drafters.load_drafter(tmp_path, CONFIG, jnp.float32, progress=False)
+
+
+def test_an_ordering_of_tokens_is_of_tokens(tmp_path):
+    assistant = tiny.tiny_assistant(tmp_path)
+    tensors = load_file(assistant / "model.safetensors")
+    tensors["masked_embedding.token_ordering"][7] = tiny.VOCAB
+    save_file(tensors, assistant / "model.safetensors")
+    with pytest.raises(ValueError, match=r"token_ordering of the drafter .* has ids 0 \.\. 4096; expected 0 \.\. 4095"):
+        drafters.load_drafter(assistant, Gemma4Config.from_hf(tiny.TARGET), jnp.float32, progress=False)
 
 
 def proposing(number):
