@@ -99,7 +99,6 @@ def _read(folder: Path, tensor: int) -> None:
     import tensorstore  # noqa: F401 (so that its import is not timed)
 
     from jaxspec import gemma4, loading, sharding
-    from jaxspec.runner import nbytes
 
     config, _ = loading.read_target(folder)
     abstract = gemma4.abstract(config, jnp.bfloat16)
@@ -114,7 +113,7 @@ def _read(folder: Path, tensor: int) -> None:
     extra = _memory("VmHWM") - before - (sum(own.values()) if jax.default_backend() == "cpu" else 0)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(weights))
     print(
-        f"{seconds:6.2f} s, of processors {worked:6.2f} s; weights {nbytes(weights) / 1e9:.2f} GB, "
+        f"{seconds:6.2f} s, of processors {worked:6.2f} s; weights {sharding.nbytes(weights) / 1e9:.2f} GB, "
         f"largest array {largest / 1e9:.2f} GB, extra host memory {extra / 1e9:.2f} GB ({extra / largest:.2f} of it)"
     )
 

@@ -29,7 +29,6 @@ from tqdm import tqdm
 from jaxspec import decode, graphs, kernel_times, roofline, shapes, sharding
 from jaxspec.config import Gemma4Config
 from jaxspec.filters import Filters
-from jaxspec.runner import nbytes
 from jaxspec.sampling import seed_words
 from jaxspec.workload import WARM_UP_STEPS, WARM_UPS, Plan, Workload, plan
 
@@ -164,8 +163,8 @@ def measure(plan: Plan, *, progress: bool = True) -> Report:
         dtype=plan.dtype,
         settings=work,
         mesh={} if plan.mesh is None else dict(plan.mesh.shape),
-        target_bytes=nbytes(target),
-        drafter_bytes=nbytes(drafter),
+        target_bytes=sharding.nbytes(target),
+        drafter_bytes=sharding.nbytes(drafter),
         weights_s=weights_s,
         copy_bytes_per_s=bandwidth,
         matmul_flops_per_s=rate,

@@ -16,14 +16,14 @@ from tqdm.auto import tqdm
 
 from jaxspec import adaptive as adaptive_k
 from jaxspec.accept import COUPLED, Rule
-from jaxspec.decode import FAILED
+from jaxspec.completions import completion_of, logprobs_of, look
 from jaxspec.drafters.base import Drafter
 from jaxspec.gemma4 import Gemma4
-from jaxspec.logprobs import Logprobs
-from jaxspec.params import Chunk, Completion, Defaults, Logprob, SamplingParams, integer
+from jaxspec.params import Chunk, Completion, Defaults, SamplingParams, integer
+from jaxspec.programs import STEPS
 from jaxspec.replicas import Shards, Turns
 from jaxspec.request import Maker, Request, is_id, needs_of
-from jaxspec.runner import PAGE, PREFIX_BYTES, STEPS, Runner
+from jaxspec.runner import PAGE, PREFIX_BYTES, Runner
 from jaxspec.sampling import Needs
 from jaxspec.schedule import Turn
 from jaxspec.sharding import DATA, data_shards
@@ -127,10 +127,12 @@ class LLM:
         times = max((runner.times for runner in runners), key=lambda times: times.busy_seconds)
         return dataclasses.replace(
             self._totals,
-            **{name: sum(getattr(runner, name) for runner in runners) for name in ("compilations", "preemptions", "state_bytes")},
             busy_seconds=times.busy_seconds,
             host_times=tuple(times.host_times),
-            compile_seconds=max(runner.compile_seconds for runner in runners),
+            compilations=sum(len(runner.programs.compiled) for runner in runners),
+            compile_seconds=self._compile_seconds,
+            preemptions=sum(runner.preemptions for runner in runners),
+            state_bytes=sum(runner.state_bytes for runner in runners),
             weight_bytes=self._runner.weight_bytes,
             peak_bytes=self._runner.peak_bytes,
         )
@@ -155,7 +157,7 @@ class LLM:
         calls guess as many tokens as acceptance and these times make fastest. The tokens are the same."""
         needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
         runners = self._shards.runners
-        total = len(runners) * len(self._runner.programs(needs, self._choices))
+        total = len(runners) * len(self._runner.programs_for(needs, self._choices))
         with self._lock, tqdm(total=total, desc="Compiling", disable=not self.progress) as bar:
             self._shards.take(None)
             for runner in runners:
@@ -339,7 +341,7 @@ class LLM:
             while ended:
                 request = ended.pop(0)
                 if not request.params.stop:
-                    self._look(request)
+                    look(request, self.tokenizer)
                 completions.append(self._completion(request, turn))
 
         going = True
@@ -347,7 +349,7 @@ class LLM:
             going = self._step(turn, meanwhile=complete)
             for request in turn.active:
                 if request.params.stop:
-                    self._look(request)
+                    look(request, self.tokenizer)
             ended += turn.end()
             if not turn.waiting or any(request.rescored for request in ended):
                 complete()
@@ -361,7 +363,7 @@ class LLM:
                     with self._lock, self._timed():
                         while len(request.output) == known and not request.ended:
                             self._step(turn, steps)
-                        new, piece = self._look(request)
+                        new, piece = look(request, self.tokenizer)
                         completion = self._completion(request, turn) if turn.end() else None
                     logprobs = request.logprobs[known:] if request.in_loop else None
                     known = len(request.output)
@@ -373,56 +375,9 @@ class LLM:
             if request.output and not request.accounted:
                 self._account(request)
 
-    def _look(self, request: Request) -> tuple[list[int], str]:
-        """Takes in what came since the last time: the new tokens and text. Stop strings end a request here."""
-        for some in request.scored:
-            known = len(request.logprobs)
-            request.logprobs += self._named(request.output[known:], some, request.params.logprobs or 0)
-        request.scored.clear()
-        return request.take()
-
     def _completion(self, request: Request, turn: Turn | Turns) -> Completion:
-        found, params, prompt = request.text.found, request.params, len(request.prompt)
-        new, logprobs, prompt_logprobs = request.output, request.logprobs if request.in_loop else None, None
-        later, failed = params.logprobs if logprobs is None else None, request.status == FAILED
-        if not failed and (later is not None or params.prompt_logprobs is not None):
-            vocab = self.config.vocab_size
-            of_output, of_prompt = (vocab if n == -1 else n or 0 for n in (later, params.prompt_logprobs))
-            # As many as the next power of two, so that few programs serve all.
-            count = min(max(32, 1 << (max(of_output, of_prompt) - 1).bit_length()), vocab)
-            scored = turn.score(request, count)
-            if params.prompt_logprobs is not None:
-                prompt_logprobs = [None, *self._named(request.prompt[1:].tolist(), scored, of_prompt)]
-            if later is not None:
-                logprobs = self._named(new, jax.tree.map(lambda x: x[prompt - 1 :], scored), of_output)
-        by_id = request.stopped and found is None
-        completion = Completion(
-            text=request.text.text,
-            token_ids=new,
-            finish_reason="error" if failed else "stop" if by_id or found is not None else "length",
-            stop_reason=new[-1] if by_id and new[-1] not in request.own_ends else found,
-            prompt_token_ids=request.prompt.tolist(),
-            seed=request.seed,
-            stats=self._account(request),
-            index=request.index,
-            prompt_index=request.prompt_index,
-            num_cached_tokens=request.shared,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            error=_failure(request) if failed else None,
-        )
-        object.__setattr__(completion, "_tokenizer", self.tokenizer)  # for notebooks; no field, so that == and asdict pass it by
-        return completion
-
-    def _named(self, tokens: Sequence[int], found: Logprobs, count: int) -> list[dict[int, Logprob]]:
-        """Of each token a dict of itself and the `count` most likely tokens."""
-        rows = []
-        for token, chosen, rank, top, ids in zip(tokens, found.chosen, found.rank, found.top, found.ids, strict=False):
-            named = {token: Logprob(float(chosen), int(rank), self.tokenizer.token_text(token))}
-            for i, (other, value) in enumerate(zip(ids[:count].tolist(), top[:count].tolist(), strict=True), start=1):
-                named.setdefault(other, Logprob(value, i, self.tokenizer.token_text(other)))
-            rows.append(named)
-        return rows
+        logprobs = logprobs_of(request, self.tokenizer, self.config.vocab_size, turn.score)
+        return completion_of(request, self.tokenizer, self._account(request), *logprobs)
 
     def _account(self, request: Request) -> RoundStats:
         """The request's rounds, once they are added to the totals."""
@@ -436,7 +391,11 @@ class LLM:
 
     def _clock(self) -> float:
         """Seconds that stand still while programs are compiled."""
-        return time.perf_counter() - max(runner.compile_seconds for runner in self._shards.runners)
+        return time.perf_counter() - self._compile_seconds
+
+    @property
+    def _compile_seconds(self) -> float:
+        return max(runner.programs.compile_seconds for runner in self._shards.runners)
 
     def _worked(self) -> float:
         """What `stats.seconds` is at this moment."""
@@ -449,12 +408,6 @@ class LLM:
             yield
         finally:
             self._totals, self._begun = dataclasses.replace(self._totals, seconds=self._worked()), None
-
-
-def _failure(request: Request) -> str:
-    """What failed, and where."""
-    where = f"step {request.rounds}" if request.output else "the pass over the prompt"
-    return f"the target's logits at position {request.length}, of new token {len(request.output) + 1}, are not finite; it failed in {where}"
 
 
 def _is_ids(prompts: Any) -> bool:

@@ -15,7 +15,7 @@ from jaxspec.config import FULL, SLIDING, Gemma4Config
 from jaxspec.drafters.base import NoDraft
 from jaxspec.loading import DTYPES, MAX_SLOTS, max_len_of, num_draft_tokens_for, read_target
 from jaxspec.plan import size
-from jaxspec.runner import nbytes
+from jaxspec.sharding import nbytes
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -16,6 +16,11 @@ from jaxspec.sampling import seed_words
 FILTERS = (("top_k", np.int32, 0), ("top_p", np.float32, 1), ("min_p", np.float32, 0))  # with what changes nothing
 
 
+def padded(values: Sequence[Any], size: int, fill: Any = 0, dtype: Any = np.int32) -> Any:
+    """The values as an array [size], with `fill` in the places that are left."""
+    return np.asarray([*values, *[fill] * (size - len(values))], dtype)
+
+
 def packed(requests: Sequence[Request], size: int, max_len: int) -> decode.Requests:
     """Requests as `decode.admit` takes them, with all their known tokens; rows up to `size` are filled with what changes nothing."""
 
@@ -26,7 +31,7 @@ def packed(requests: Sequence[Request], size: int, max_len: int) -> decode.Reque
         return out
 
     def column(values: Sequence[Any], dtype: Any, fill: Any = 0) -> Any:
-        return np.asarray([*values, *[fill] * (size - len(values))], dtype)
+        return padded(values, size, fill, dtype)
 
     params = [r.params for r in requests]
     words: Any = np.full((size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, np.int32)

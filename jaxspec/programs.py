@@ -1,15 +1,35 @@
-"""What a runner compiles: functions of weights, the state and more that give the state and what the host reads of it. `admit` takes no
-weights, and a bare state."""
+"""What a runner runs on a device: functions of weights, the state and more that give the state and what the host reads of it. `admit` takes
+no weights, and a bare state."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxspec import decode as loop
+from jaxspec import graphs
+from jaxspec.accept import Rule
+from jaxspec.drafters.base import Drafter
+from jaxspec.gemma4 import Gemma4
+from jaxspec.logprobs import ROWS
+from jaxspec.packing import packed, padded
+from jaxspec.sampling import Needs
+from jaxspec.sharding import WHOLE, Layout
 from jaxspec.state import DecodeState
+from jaxspec.stats import Times
+
+STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt waits
+
+Key = tuple[Any, ...]
 
 
 def bare(state: DecodeState) -> DecodeState:
@@ -46,3 +66,165 @@ def decode(target, drafter, state, slots, known, steps, until_any, *, width, nee
 def score(target, drafter, state, slots, **static) -> Any:
     state, found = loop.score(target, state, slots, **static)
     return state, (found, state.starved | False)
+
+
+class Programs:
+    """Weights, one state of all slots, and the compiled programs that work on them, one for each static shape.
+
+    They are called by key: ("admit", size), ("fork",), ("prefill", size, chunk, needs), ("decode", size, needs, num_draft_tokens) or
+    ("score", size, chunk, count). size is a bucket, the static length of the list of slot ids that a program works on; shorter lists are
+    padded with an id out of range. Programs are compiled ahead of their first use, so that nothing compiles behind anybody's back.
+
+    init: makes the state of one data shard. slots, max_len, num_draft_tokens: what it was made for. mesh: as in `Runner`. times: learns
+    when the device has something to do. limits: what to lower where a device runs out of memory, with the values that these settings have.
+
+    state: None once a call that failed has taken it along, until `begin`. compiled: programs by key; compile_seconds: the time that they
+    took.
+    """
+
+    def __init__(
+        self,
+        target: Gemma4,
+        drafter: Drafter,
+        init: Callable[[], DecodeState],
+        *,
+        slots: int,
+        max_len: int,
+        num_draft_tokens: int,
+        accept: Rule,
+        attention: str,
+        draft_attention: str,
+        mesh: jax.sharding.Mesh | None,
+        times: Times,
+        limits: Mapping[str, int],
+    ):
+        self.target, self.drafter = target, drafter
+        self.slots, self.max_len, self.num_draft_tokens, self.accept = slots, max_len, num_draft_tokens, accept
+        self._attention = {"attention": attention, "draft_attention": draft_attention}
+        self._times, self._limits = times, dict(limits)
+        self.compiled: dict[Key, Callable[..., Any]] = {}
+        self.compile_seconds = 0.0
+        self._layout = None if mesh is None else Layout.of(mesh, drafter, init)
+        self._init = jax.jit(init) if self._layout is None else self._layout.empty
+        self.state: Any = None
+        self._last: Any = None  # what the newest call gives
+        self.begin()
+        self._devices = jax.tree.leaves(self.state)[0].devices()
+        self._gaps = graphs.keep_apart(self._devices)
+
+    def begin(self) -> None:
+        """Makes an empty state."""
+        with self._explained():
+            self.state = jax.block_until_ready(self._init())
+
+    def steps_for(self, needs: Needs, steps: int) -> int:
+        """How many of these rounds a call may run, lest log-probabilities are overwritten before they are read."""
+        return min(steps, STEPS if needs.logprobs is None else max(ROWS // (self.num_draft_tokens + 1), 1))
+
+    def compile(self, keys: Iterable[Key]) -> Iterator[str]:
+        """Compiles what is missing of these programs, as many at a time as there are cores, and gives a line about each that is ready,
+        those that were there first. XLA compiles without Python's lock; what leads to it does not."""
+        missing = list[Key]()
+        for key in keys:
+            if key in self.compiled:
+                yield _line(key)
+            else:
+                missing.append(key)
+        begun = time.perf_counter()
+        with self._explained(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            pending = {pool.submit(self._compiler(*key)): key for key in missing}
+            for done in concurrent.futures.as_completed(pending):
+                key = pending[done]
+                self.compiled[key] = done.result()
+                yield _line(key)
+        self.compile_seconds += time.perf_counter() - begun
+
+    def program(self, key: Key) -> Callable[..., Any]:
+        """A compiled program; if need be it is compiled now."""
+        if key not in self.compiled:
+            begun = time.perf_counter()
+            with self._explained():
+                self.compiled[key] = self._compiler(*key)()
+            self.compile_seconds += time.perf_counter() - begun
+        return self.compiled[key]
+
+    def run(self, key: Key, *args: Any) -> Any:
+        """Replaces the state by what a program makes of it, and gives what else it gives. A program that fails takes the state along."""
+        program = self.program(key)
+        state, self.state = self.state, None
+        # Before the call: the device begins while the host still hands over, and where it asks the host whether to go on, as a loop
+        # may on a GPU, the call returns only after its last round.
+        self._times.handed(going=not all(x.is_ready() for x in jax.tree.leaves(self._last)))
+        with self._explained():
+            if key[0] == "admit":
+                changed, found = program(bare(state), *args)
+                self.state = whole(changed, state)
+            else:
+                self.state, found = program(self.target, self.drafter, state, *args)
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        self._last = found
+        return found
+
+    def fetch(self, found: Any) -> Any:
+        """Waits for what calls give: a tree of arrays, as the host has them."""
+        try:
+            with self._explained():
+                return jax.device_get(found)
+        except Exception:
+            self.state = None  # what a failed program gives can never be read
+            raise
+        finally:
+            self._times.waited()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says what to lower where a device runs out of memory."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            settings = ", ".join(f"{name} ({value})" for name, value in self._limits.items())
+            reason = str(error).splitlines()[0]
+            raise MemoryError(f"the device ran out of memory; lower {settings} or memory_fraction: {reason}") from error
+
+    def _compiler(self, name: str, *key: Any) -> Callable[[], Any]:
+        """Lowers a program, and gives what compiles it."""
+        lowered = getattr(self, f"_lower_{name}")(*key)
+        return functools.partial(graphs.compiled, lowered, self._devices) if name == "decode" else lowered.compile
+
+    def _lower(self, function: Callable[..., Any], *args: Any) -> Any:
+        """(weights, state, *args) -> (state, more). The state is given away."""
+        return jax.jit(self._placed(function), donate_argnums=2).lower(self.target, self.drafter, self.state, *args)
+
+    def _placed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self._layout is None else self._layout.on(function, WHOLE)
+
+    def _lower_admit(self, size: int) -> Any:
+        args = self._nobody(self.slots), self._nobody(size), packed([], size, self.max_len)
+        return jax.jit(self._placed(admit), donate_argnums=0).lower(bare(self.state), *args)
+
+    def _lower_fork(self) -> Any:
+        return self._lower(fork, *[self._nobody(1)] * 3)
+
+    def _lower_prefill(self, size: int, chunk: int, needs: Needs) -> Any:
+        function = functools.partial(prefill, chunk=chunk, needs=needs, **self._attention)
+        return self._lower(function, *[self._nobody(size)] * 3)
+
+    def _lower_decode(self, size: int, needs: Needs, num_draft_tokens: int) -> Any:
+        static = {"num_draft_tokens": num_draft_tokens, "accept": self.accept, "needs": needs, **self._attention}
+        function = functools.partial(decode, width=self.steps_for(needs, STEPS) * (self.num_draft_tokens + 1), **static)
+        return self._lower(function, *[self._nobody(size)] * 2, np.int32(0), np.bool_(False))
+
+    def _lower_score(self, size: int, chunk: int, count: int) -> Any:
+        function = functools.partial(score, chunk=chunk, count=count, attention=self._attention["attention"])
+        return self._lower(function, self._nobody(size))
+
+    def _nobody(self, size: int) -> np.ndarray:
+        return padded([], size, self.slots)
+
+
+def _line(key: Key) -> str:
+    """What a progress bar shows of a program."""
+    return " ".join(str(part) for part in key if isinstance(part, str | int))

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jaxspec.logprobs import Logprobs
+from jaxspec.programs import STEPS
 from jaxspec.request import Request
-from jaxspec.runner import STEPS, Runner
+from jaxspec.runner import Runner
 from jaxspec.sampling import Needs
 from jaxspec.schedule import AHEAD, SEEN, Turn
 

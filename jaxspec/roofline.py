@@ -25,7 +25,7 @@ from jaxspec.drafters.gemma4_mtp import Gemma4MTP
 from jaxspec.drafters.mtp import MTPModules
 from jaxspec.drafters.ngram import NGram
 from jaxspec.gemma4 import DecoderLayer, Gemma4
-from jaxspec.runner import nbytes
+from jaxspec.sharding import nbytes
 
 
 @dataclasses.dataclass(frozen=True)

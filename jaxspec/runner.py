@@ -1,18 +1,11 @@
-"""The device side of an engine: weights, one state of all slots, and one compiled program for each static shape.
-
-A bucket is the static length of the list of slot ids that a program works on; shorter lists are padded with an id out of range.
-Programs are compiled ahead of their first use and called by key, so that nothing compiles behind anybody's back.
-"""
+"""Runner: requests in slots, and the calls that work on them."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -20,16 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import decode, graphs, programs
+from jaxspec import decode
 from jaxspec.accept import COUPLED, Rule
 from jaxspec.adaptive import Adaptive
 from jaxspec.drafters.base import Drafter
 from jaxspec.gemma4 import Gemma4
-from jaxspec.logprobs import ROWS, Logprobs
-from jaxspec.packing import packed
+from jaxspec.logprobs import Logprobs
+from jaxspec.packing import packed, padded
+from jaxspec.programs import Key, Programs
 from jaxspec.request import MAX_STOP_IDS, Request
 from jaxspec.sampling import PLAIN, Needs
-from jaxspec.sharding import WHOLE, Layout
+from jaxspec.sharding import nbytes
 from jaxspec.slots import Slots
 from jaxspec.stats import Times, accepted_by_call, histogram_of
 
@@ -37,7 +31,6 @@ BUCKET_RATIO = 8
 PREFILL_ROWS = 512  # rows of the largest prefill call; enough that reading the weights is not what it waits for
 PREFILL_CHUNK = 64  # rows for each sequence where several, or short ones, are prefilled
 CALL_ROWS = 256  # what a prefill call costs beside its rows, in rows: reading the weights
-STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt waits
 PAGE = 64  # positions in a page
 PREFIX_BYTES = 2**30  # snapshots of prompts, on each device
 
@@ -55,9 +48,8 @@ class Runner:
     may take, in idle slots beside those that run; they hold shared pages until sequences need these. mesh: the devices of one data shard,
     over which the weights lie as `sharding.spread` gives them, or None for one device. clock: what `times` go by.
 
-    adaptive: chooses how many tokens rounds guess, None where all guess num_draft_tokens. compilations, compile_seconds: programs made
-    ready so far, and the time that took. times: where the device's time went. preemptions: sequences that made room and were computed
-    again.
+    adaptive: chooses how many tokens rounds guess, None where all guess num_draft_tokens. times: where the device's time went.
+    preemptions: sequences that made room and were computed again.
     Raises ValueError for fewer pages than one sequence can need.
     """
 
@@ -81,35 +73,41 @@ class Runner:
     ):
         self.target, self.drafter = target, drafter
         self.slots, self.max_len, self.num_draft_tokens, self.page_size = slots, max_len, num_draft_tokens, page_size
-        self.compilations, self.compile_seconds, self.preemptions, self.times = 0, 0.0, 0, Times(clock)
-        accept.check(num_draft_tokens)
-        self.accept = accept
+        self.preemptions, self.times = 0, Times(clock)
         self.adaptive: Adaptive | None = None
+        accept.check(num_draft_tokens)
         self.kv_pages = slots * self.pages_for(max_len) if kv_pages is None else kv_pages
         check_pages(self.kv_pages, max_len, page_size)
-        self._attention = {"attention": attention, "draft_attention": draft_attention}
-        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._orders = itertools.count()
-        sizes = {
-            "max_len": max_len,
-            "num_draft_tokens": num_draft_tokens,
-            "kv_dtype": kv_dtype,
-            "page_size": page_size,
-            "full_pages": self.kv_pages,
-        }
-        init = functools.partial(self.init_state, target, drafter, **sizes)
+        init = functools.partial(
+            self.init_state,
+            target,
+            drafter,
+            max_len=max_len,
+            num_draft_tokens=num_draft_tokens,
+            kv_dtype=kv_dtype,
+            page_size=page_size,
+            full_pages=self.kv_pages,
+        )
         one, two = (nbytes(jax.eval_shape(functools.partial(init, slots=n))) for n in (1, 2))
         self.total_slots = slots + min(prefix_bytes // (two - one), slots)
-        init = functools.partial(init, slots=self.total_slots)
-        self._layout = None if mesh is None else Layout.of(mesh, drafter, init)
-        self._init = jax.jit(init) if self._layout is None else self._layout.empty
         self.held = Slots(self.total_slots)
-        self._state: Any = None
-        self._last: Any = None  # what the newest call gives
-        self.ready()
-        self._devices = jax.tree.leaves(self._state)[0].devices()
-        self._gaps = graphs.keep_apart(self._devices)
-        self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self._state)
+        self._free: Any = self.kv_pages  # an int, or what a call has yet to give
+        self.programs = Programs(
+            target,
+            drafter,
+            functools.partial(init, slots=self.total_slots),
+            slots=self.total_slots,
+            max_len=max_len,
+            num_draft_tokens=num_draft_tokens,
+            accept=accept,
+            attention=attention,
+            draft_attention=draft_attention,
+            mesh=mesh,
+            times=self.times,
+            limits={"max_slots": slots, "max_len": max_len, "kv_pages": self.kv_pages},
+        )
+        self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self.programs.state)
 
     @staticmethod
     def init_state(target: Gemma4, drafter: Drafter, **sizes: Any) -> decode.DecodeState:
@@ -149,14 +147,14 @@ class Runner:
     def free_pages(self) -> int:
         """Full-attention pages that nothing holds."""
         if not isinstance(self._free, int):
-            self._free = int(self._get(self._free))
+            self._free = int(self.programs.fetch(self._free))
         return self._free
 
     def pages_for(self, rows: int) -> int:
         """Full-attention pages of a sequence with so many rows, the drafts of its next round among them."""
         return math.ceil(min(rows, self.max_len) / self.page_size)
 
-    def programs(self, needs: Needs, choices: Sequence[int] = ()) -> list[tuple[Any, ...]]:
+    def programs_for(self, needs: Needs, choices: Sequence[int] = ()) -> list[Key]:
         """Keys of all programs that requests with these needs use. choices: numbers of drafts beside the runner's own."""
         counts = sorted({self.num_draft_tokens, *choices})
         return [
@@ -167,22 +165,9 @@ class Runner:
         ]
 
     def warmup(self, needs: Needs, choices: Sequence[int] = ()) -> Iterator[str]:
-        """Compiles every program that requests with these needs use, as many at a time as there are cores, and gives a line about each
-        that is ready. XLA compiles without Python's lock; what leads to it does not."""
+        """Compiles every program that requests with these needs use, and gives a line about each that is ready."""
         self.ready()
-        begun, missing = time.perf_counter(), [key for key in self.programs(needs, choices) if key not in self._programs]
-        with self._explained(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            pending = {pool.submit(self._compiled(name, *key)): (name, *key) for name, *key in missing}
-            for done in concurrent.futures.as_completed(pending):
-                key = pending[done]
-                self._programs[key] = done.result()
-                self.compilations += 1
-                yield " ".join(str(part) for part in key if isinstance(part, str | int))
-        self.compile_seconds += time.perf_counter() - begun
-
-    def steps_for(self, needs: Needs, steps: int) -> int:
-        """How many of these rounds a call may run, lest log-probabilities are overwritten before they are read."""
-        return min(steps, STEPS if needs.logprobs is None else max(ROWS // (self.num_draft_tokens + 1), 1))
+        return self.programs.compile(self.programs_for(needs, choices))
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Puts requests into slots, which there must be, with what others have computed of their tokens. `prefill` computes the rest."""
@@ -244,8 +229,8 @@ class Runner:
         """Starts one call that computes rows of some of the requests, those that came first before others."""
         goals, _, size, chunk = self._next_rows(requests)
         some = requests[:size]
-        until, known = (np.asarray([*values, *[0] * (size - len(some))], np.int32) for values in (goals[:size], [r.length for r in some]))
-        return some, 0, self._run(self._program("prefill", size, chunk, needs), self._ids(some, size), until, known)
+        until, known = padded(goals[:size], size), padded([r.length for r in some], size)
+        return some, 0, self.programs.run(("prefill", size, chunk, needs), self._ids(some, size), until, known)
 
     def used(self, requests: Sequence[Request]) -> float:
         """The share of the rows that a prefill call of the requests computes which is of use."""
@@ -266,17 +251,16 @@ class Runner:
         size = next(size for size in self.decode_buckets if size >= len(requests))
         count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         if num_draft_tokens is None and self.adaptive is not None:
-            count = self.adaptive.choose(size, [k for k in self.adaptive.choices if ("decode", size, needs, k) in self._programs])
-        known = np.asarray([*(r.length for r in requests), *[0] * (size - len(requests))], np.int32)
-        steps = self.steps_for(needs, steps)
-        program = self._program("decode", size, needs, count)
-        return requests, count, self._run(program, self._ids(requests, size), known, np.int32(steps), np.bool_(until_any))
+            count = self.adaptive.choose(size, [k for k in self.adaptive.choices if ("decode", size, needs, k) in self.programs.compiled])
+        known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
+        args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
+        return requests, count, self.programs.run(("decode", size, needs, count), *args)
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests. Whether one of them lacked pages, and left its requests as they were."""
-        reports = self._get([report for *_, report in calls])
+        reports = self.programs.fetch([report for *_, report in calls])
         for (requests, count, _), report in zip(calls, reports, strict=True):
-            self._free = report.free_pages
+            self._free = int(report.free_pages)
             for row, request in enumerate(requests):
                 if request is None:
                     continue
@@ -298,9 +282,10 @@ class Runner:
         try:
             self.held.put(slot, reader)
             self._release(ended, [reader])
-            program, found = self._program("score", size, chunk, count), list[Logprobs]()
+            found = list[Logprobs]()
             while len(found) < math.ceil(reader.length / chunk):
-                some, starved = self._get(self._run(program, self._ids([reader], size)))
+                call = self.programs.run(("score", size, chunk, count), self._ids([reader], size))
+                some, starved = self.programs.fetch(call)
                 if starved:
                     make_room(reader)
                 else:
@@ -318,113 +303,25 @@ class Runner:
         self.held.take_from(requests)
 
     def ready(self) -> None:
-        """Makes the state, at the beginning and after a call that failed has taken it along."""
-        if self._state is None:
+        """Begins anew after a call that failed has taken the state along."""
+        if self.programs.state is None:
             self.held.clear()
-            with self._explained():
-                self._state = jax.block_until_ready(self._init())
             self._free = self.kv_pages
+            self.programs.begin()
 
     def _ids(self, requests: Sequence[Request], size: int) -> np.ndarray:
-        return self._padded([request.slot for request in requests], size)
-
-    def _padded(self, slots: Sequence[int], size: int) -> np.ndarray:
-        return np.asarray([*slots, *[self.total_slots] * (size - len(slots))], np.int32)
+        return padded([request.slot for request in requests], size, self.total_slots)
 
     def _release(self, ended: Sequence[int], requests: Sequence[Request]) -> None:
         """Releases slots, then puts requests into theirs."""
         size = next(size for size in self.admit_buckets if size >= len(requests))
-        program, rows = self._program("admit", size), packed(requests, size, self.max_len)
-        free = self._run(program, self._padded(ended, self.total_slots), self._ids(requests, size), rows, bare=True)
+        args = padded(ended, self.total_slots, self.total_slots), self._ids(requests, size), packed(requests, size, self.max_len)
+        free = self.programs.run(("admit", size), *args)
         self.held.released(ended)
         self._free = free
 
     def _fork(self, source: int, slot: int, rows: int) -> None:
-        self._free = self._run(self._program("fork"), *(np.asarray([n], np.int32) for n in (source, slot, rows)))
-
-    def _run(self, program: Callable[..., Any], *args: Any, bare: bool = False) -> Any:
-        """Replaces the state by what a program makes of it, and gives what else it gives. A program that fails takes the state along.
-        bare: the program takes no weights, and of the state what `programs.bare` leaves."""
-        state, self._state = self._state, None
-        # Before the call: the device begins while the host still hands over, and where it asks the host whether to go on, as a loop
-        # may on a GPU, the call returns only after its last round.
-        self.times.handed(going=not all(x.is_ready() for x in jax.tree.leaves(self._last)))
-        with self._explained():
-            if bare:
-                changed, found = program(programs.bare(state), *args)
-                self._state = programs.whole(changed, state)
-            else:
-                self._state, found = program(self.target, self.drafter, state, *args)
-        for array in jax.tree.leaves(found):
-            array.copy_to_host_async()
-        self._last = found
-        return found
-
-    def _get(self, tree: Any) -> Any:
-        try:
-            with self._explained():
-                return jax.device_get(tree)
-        except Exception:
-            self._state = None  # what a failed program gives can never be read
-            raise
-        finally:
-            self.times.waited()
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Says what to lower where a device runs out of memory."""
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise MemoryError(
-                f"the device ran out of memory; lower max_slots ({self.slots}), max_len ({self.max_len}), kv_pages ({self.kv_pages}) or "
-                f"memory_fraction: {str(error).splitlines()[0]}"
-            ) from error
-
-    def _program(self, name: str, *key: Any) -> Callable[..., Any]:
-        """A compiled program: ("admit", size), ("fork",), ("prefill", size, chunk, needs), ("decode", size, needs, num_draft_tokens) or
-        ("score", size, chunk, count)."""
-        if (name, *key) not in self._programs:
-            begun = time.perf_counter()
-            with self._explained():
-                self._programs[name, *key] = self._compiled(name, *key)()
-            self.compilations += 1
-            self.compile_seconds += time.perf_counter() - begun
-        return self._programs[name, *key]
-
-    def _compiled(self, name: str, *key: Any) -> Callable[[], Any]:
-        """Lowers a program, and gives what compiles it."""
-        lowered = getattr(self, f"_lower_{name}")(*key)
-        return functools.partial(graphs.compiled, lowered, self._devices) if name == "decode" else lowered.compile
-
-    def _lower(self, function: Callable[..., Any], *args: Any) -> Any:
-        """(weights, state, *args) -> (state, more). The state is given away."""
-        return jax.jit(self._placed(function), donate_argnums=2).lower(self.target, self.drafter, self._state, *args)
-
-    def _placed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function if self._layout is None else self._layout.on(function, WHOLE)
-
-    def _lower_admit(self, size: int) -> Any:
-        args = self._padded([], self.total_slots), self._padded([], size), packed([], size, self.max_len)
-        return jax.jit(self._placed(programs.admit), donate_argnums=0).lower(programs.bare(self._state), *args)
-
-    def _lower_fork(self) -> Any:
-        return self._lower(programs.fork, *[self._padded([], 1)] * 3)
-
-    def _lower_prefill(self, size: int, chunk: int, needs: Needs) -> Any:
-        function = functools.partial(programs.prefill, chunk=chunk, needs=needs, **self._attention)
-        return self._lower(function, *[self._padded([], size)] * 3)
-
-    def _lower_decode(self, size: int, needs: Needs, num_draft_tokens: int) -> Any:
-        static = {"num_draft_tokens": num_draft_tokens, "accept": self.accept, "needs": needs, **self._attention}
-        function = functools.partial(programs.decode, width=self.steps_for(needs, STEPS) * (self.num_draft_tokens + 1), **static)
-        return self._lower(function, *[self._padded([], size)] * 2, np.int32(0), np.bool_(False))
-
-    def _lower_score(self, size: int, chunk: int, count: int) -> Any:
-        function = functools.partial(programs.score, chunk=chunk, count=count, attention=self._attention["attention"])
-        return self._lower(function, self._padded([], size))
+        self._free = self.programs.run(("fork",), *(padded([n], 1) for n in (source, slot, rows)))
 
 
 def check_pages(kv_pages: int, max_len: int, page_size: int = PAGE) -> None:
@@ -445,8 +342,3 @@ def _worth(left: Sequence[int], bucket: tuple[int, int]) -> float:
 
 def _used(left: Sequence[int], size: int, chunk: int) -> int:
     return sum(min(chunk, n) for n in left[:size])
-
-
-def nbytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree, over all devices a replica counted once."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jaxspec.logprobs import Logprobs
+from jaxspec.programs import STEPS
 from jaxspec.request import Request
-from jaxspec.runner import STEPS, Call, Runner
+from jaxspec.runner import Call, Runner
 from jaxspec.sampling import Needs
 from jaxspec.slots import boundary, common
 

@@ -136,7 +136,7 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
 
     turns, begun = itertools.cycle([3, 0, 2]), llm.stats
     monkeypatch.setattr(runner.adaptive, "choose", lambda size, among: next(turns))
-    monkeypatch.setattr(runner, "steps_for", lambda needs, steps: min(steps, 3))
+    monkeypatch.setattr(runner.programs, "steps_for", lambda needs, steps: min(steps, 3))
     outs = llm.generate(prompts, each)
     assert [out.token_ids for out in outs] == [out.token_ids for out in fixed] and llm.stats.compilations == made
     part = llm.stats - begun
@@ -153,4 +153,4 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
 @pytest.mark.parametrize("settings", [{"num_draft_tokens": 3}, {"accept": "standard"}])
 def test_a_number_that_was_asked_for_stays(folders, settings):
     llm = jaxspec.load(*folders, max_slots=1, max_len=64, progress=False, **settings)
-    assert llm._choices == () and len(llm._runner.programs(llm._needs([]), llm._choices)) == len(llm._runner.programs(llm._needs([])))
+    assert llm._choices == () and llm._runner.programs_for(llm._needs([]), llm._choices) == llm._runner.programs_for(llm._needs([]))

@@ -12,7 +12,7 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import SamplingParams, accept, decode, engine, request, runner, schedule, slots
+from jaxspec import SamplingParams, accept, completions, decode, engine, programs, request, runner, schedule, slots
 from jaxspec.drafters.base import NoDraft
 from jaxspec.params import Defaults
 from jaxspec.sampling import PLAIN, seed_words
@@ -251,7 +251,7 @@ def test_nothing_compiles_after_warmup(load, parrot, expected):
     llm = load(parrot, num_draft_tokens=2, max_slots=8)
     llm.warmup(params(0), params(1))
     made = llm.stats.compilations
-    assert made == len(llm._runner._programs) <= 8
+    assert made == len(llm._runner.programs.compiled) <= 8
     assert compiled  # the listener hears what JAX does
     compiled.clear()
     assert tokens(generate(llm)) == expected
@@ -278,7 +278,7 @@ def test_what_load_was_told_reaches_every_program(load, parrot, monkeypatch):
     for name, program in (("prefill", ("prefill", 1, 64, PLAIN)), ("decode_loop", ("decode", 1, PLAIN, 2))):
         monkeypatch.setattr(decode, name, spy(name))
         with pytest.raises(InterruptedError):
-            llm._runner._program(*program)
+            llm._runner.programs.program(program)
     both = {"attention": "xla", "draft_attention": "xla", "needs": PLAIN}
     assert seen == {"prefill": both | {"chunk": 64}, "decode_loop": both | {"num_draft_tokens": 2, "accept": rule}}
 
@@ -398,7 +398,7 @@ def test_bad_arguments_of_calls(speculative):
 def interrupted(function, at):
     """Calls a function, and raises KeyboardInterrupt before the line that is the at-th to run in the engine's own files. Returns how
     many lines ran."""
-    ours = {module.__file__ for module in (engine, request, runner, schedule, slots)}
+    ours = {module.__file__ for module in (completions, engine, programs, request, runner, schedule, slots)}
     count = 0
 
     def trace(frame, event, arg):
@@ -442,12 +442,12 @@ def test_an_interrupt_anywhere_leaves_the_llm_usable(llm, expected):
 def test_a_call_that_fails_costs_neither_the_llm_nor_open_streams(llm, expected, monkeypatch):
     stream = llm.stream(PROMPTS[0][0], params(0))
     begun = next(stream).token_ids
-    key = next(key for key in llm._runner._programs if key[0] == "decode" and key[1] == 3)
+    key = next(key for key in llm._runner.programs.compiled if key[0] == "decode" and key[1] == 3)
 
     def failing(*args):
         raise jax.errors.JaxRuntimeError(f"{reason}: 3 bytes more\nand a lot of detail")
 
-    monkeypatch.setitem(llm._runner._programs, key, failing)
+    monkeypatch.setitem(llm._runner.programs.compiled, key, failing)
     reason = "RESOURCE_EXHAUSTED"
     lower = r"lower max_slots \(3\), max_len \(96\), kv_pages \(6\) or memory_fraction: RESOURCE_EXHAUSTED: 3 bytes more$"
     with pytest.raises(MemoryError, match=lower):
@@ -513,7 +513,7 @@ def test_totals_and_how_things_show_themselves(load, parrot, folders):
     assert stats.histogram == tuple(sum(h) for h in zip(*(c.stats.histogram for c in completions), strict=True))
     assert stats.accepted == sum(c.stats.accepted for c in completions)
     assert 0 < stats.busy_seconds < stats.seconds and sum(stats.host_times) > 1 and 0 < stats.host_seconds() < stats.seconds
-    assert stats.compile_seconds > 0 and stats.compilations == len(llm._runner._programs)
+    assert stats.compile_seconds > 0 and stats.compilations == len(llm._runner.programs.compiled)
     assert stats.weight_bytes > 4 * 4096 * 32 and stats.state_bytes > 8 * MAX_LEN * 5
     stream = llm.stream(PROMPTS[0][0], params(0))
     given = len(next(stream).token_ids) + len(next(stream).token_ids)

@@ -56,7 +56,7 @@ def test_settings_reach_the_llm(folders):
     one, other = (jaxspec.load(*folders, **settings) for _ in range(2))
     assert (one.num_draft_tokens, one.max_slots, one.max_len) == (2, 2, 40)
     assert one.target.dtype == one.drafter.post_projection.weight.dtype == jnp.bfloat16
-    assert one._runner._state.cache.layers[0].k.dtype == jnp.bfloat16
+    assert one._runner.programs.state.cache.layers[0].k.dtype == jnp.bfloat16
     drawn = [llm._requests([[5]], SamplingParams())[0].seed for llm in (one, other)]
     assert drawn[0] == drawn[1]
     assert jaxspec.load(*folders, dtype=jnp.float32, progress=False).target.dtype == jnp.float32
@@ -65,7 +65,7 @@ def test_settings_reach_the_llm(folders):
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
 def test_a_cache_of_another_dtype(folders, kv_dtype):
     llm = jaxspec.load(*folders, kv_dtype=kv_dtype, max_slots=1, max_len=64, progress=False)
-    pools = next(pools for pools in llm._runner._state.cache.layers if pools is not None)
+    pools = next(pools for pools in llm._runner.programs.state.cache.layers if pools is not None)
     assert pools.k.dtype == pools.v.dtype == {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}[kv_dtype]
     assert llm.target.dtype == jnp.float32
 

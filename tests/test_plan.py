@@ -11,7 +11,8 @@ import tiny
 from jaxspec import cli, gemma4, info, loading, plan, shapes, sharding
 from jaxspec.config import Gemma4Config
 from jaxspec.drafters.base import NoDraft
-from jaxspec.runner import Runner, nbytes
+from jaxspec.runner import Runner
+from jaxspec.sharding import nbytes
 
 GIB = 2**30
 

@@ -12,7 +12,7 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import SamplingParams, decode, runner, state
+from jaxspec import SamplingParams, decode, programs, state
 from jaxspec.edits import MAX_BAD_WORDS, MAX_IDS
 from jaxspec.params import Defaults
 from jaxspec.train.losses import whole_rows
@@ -42,7 +42,7 @@ def params(row, **changes):
 def load(tmp_path_factory, unoptimised):
     folder = tiny.tiny_target(tmp_path_factory.mktemp("models") / "target")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (state, decode, runner):
+        for module in (state, decode, programs):
             patch.setattr(module, "ROWS", 16)
         few_programs(patch)
 
@@ -200,7 +200,7 @@ def test_requests_of_every_kind_share_a_batch_and_keep_their_texts(llm, texts):
     alone = [llm.generate(prompt, p)[0] for prompt, p in zip(PROMPTS, asked, strict=True)]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert together[0].token_ids == texts[0].token_ids and all(together[i].token_ids != texts[i].token_ids for i in (1, 2, 3))
-    assert {key[2].scope for key in llm._runner._programs if key[0] == "decode"} >= {"plain", "top", "search"}
+    assert {key[2].scope for key in llm._runner.programs.compiled if key[0] == "decode"} >= {"plain", "top", "search"}
 
 
 def test_allowed_ids_bad_words_and_biases(llm, texts):

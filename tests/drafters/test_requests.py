@@ -82,7 +82,7 @@ def llm_of(kind, **changes):
 
 def check(runner):
     """No page is held twice by a slot or lost, each knows how many slots hold it, and the host knows which slots those are."""
-    state = jax.device_get(runner._state.cache)
+    state = jax.device_get(runner.programs.state.cache)
     owned = [state.tables[FULL][slot, : state.held[slot]].tolist() for slot in range(runner.total_slots)]
     assert all(len(set(pages)) == len(pages) for pages in owned)
     holders = np.bincount(np.asarray(sum(owned, []), int), minlength=len(state.refs))
@@ -101,11 +101,11 @@ def check(runner):
 def only(llm, pages=None, prefixes=True):
     """The engine from its beginning with so many full pages, and with or without keeping prompts; checked after every call."""
     runner = llm._runner
-    runner._state = None
+    runner.programs.state = None
     runner.ready()
     runner.pages = runner.kv_pages if pages is None else pages
-    shrunk = dataclasses.replace(runner._state.cache, free_count=jnp.asarray(runner.pages, jnp.int32))
-    runner._state = dataclasses.replace(runner._state, cache=shrunk)
+    shrunk = dataclasses.replace(runner.programs.state.cache, free_count=jnp.asarray(runner.pages, jnp.int32))
+    runner.programs.state = dataclasses.replace(runner.programs.state, cache=shrunk)
     runner._free, read = runner.pages, Runner.read
 
     def checked(self, calls):
@@ -289,10 +289,11 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch):
     def poisoning(self, requests, *args, **kwargs):
         for request in requests:
             if request.seed == 2 and len(request.output) >= 5:
-                page, layer = int(self._state.cache.tables[FULL][request.slot, 0]), self._state.cache.kinds.index(FULL)
-                layers = list(self._state.cache.layers)
+                cache = self.programs.state.cache
+                page, layer, layers = int(cache.tables[FULL][request.slot, 0]), cache.kinds.index(FULL), list(cache.layers)
                 layers[layer] = dataclasses.replace(layers[layer], v=layers[layer].v.at[page].set(jnp.nan))
-                self._state = dataclasses.replace(self._state, cache=dataclasses.replace(self._state.cache, layers=tuple(layers)))
+                poisoned = dataclasses.replace(cache, layers=tuple(layers))
+                self.programs.state = dataclasses.replace(self.programs.state, cache=poisoned)
         return real(self, requests, 1, *args[1:], **kwargs)
 
     monkeypatch.setattr(Runner, "decode", poisoning)
