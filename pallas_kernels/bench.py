@@ -78,6 +78,13 @@ def copy_bandwidth() -> float:
     return 2 * x.nbytes / time_us(lambda x: x + jnp.float32(1), x) / 1e3
 
 
+def begin() -> float:
+    """Prints the device's name and what its copies reach, and gives that bandwidth: GB/s."""
+    bandwidth = copy_bandwidth()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: a copy moves {bandwidth:.0f} GB/s", flush=True)
+    return bandwidth
+
+
 def show(name: str, us: float, size: int, bandwidth: float, reference_us: float | None = None) -> None:
     """Prints a line: microseconds, GB/s of the `size` bytes that have to be moved, their share of `bandwidth`, and the reference's time."""
     speed = size / us / 1e3

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.add_norm import reference, triton
 from pallas_kernels.add_norm.shapes import SHAPES, Shape
-from pallas_kernels.bench import copy_bandwidth, show, time_us
+from pallas_kernels.bench import begin, show, time_us
 
 WARPS = (2, 4, 8, 16, 32)
 
@@ -47,8 +47,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time other numbers of warps too")
     parser.add_argument("names", nargs="*", help="shapes, by the start of their names")
     arguments = parser.parse_args()
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}: copies move {bandwidth:.0f} GB/s")
+    bandwidth = begin()
     for name, shape in SHAPES.items():
         if arguments.names and not name.startswith(tuple(arguments.names)):
             continue

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench import CALLS, copy_bandwidth, show, time_us
+from pallas_kernels.bench import CALLS, begin, show, time_us
 from pallas_kernels.centroid_head import reference, triton
 from pallas_kernels.centroid_head.shapes import SHAPES
 
 
 def main() -> None:
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}: copies move {bandwidth:.0f} GB/s")
+    bandwidth = begin()
     for name, shape in SHAPES.items():
 
         def normal(seed: int, rows: int, deviation: float = 1.0, width: int = shape.hidden) -> jax.Array:

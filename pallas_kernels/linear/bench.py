@@ -88,8 +88,7 @@ def main() -> None:
             tried = candidates(shape, rows)[: None if options.sweep else 1]
             plain = submit(REFERENCES[shape.kind], shape, rows)
             programs[name, rows] = plain, {t: submit(functools.partial(KERNELS[shape.kind], tiles=t), shape, rows) for t in tried}
-    bandwidth = bench.copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}: a copy moves {bandwidth:.0f} GB/s")
+    bandwidth = bench.begin()
     draws = jax.random.normal(jax.random.key(0), (max(2 * s.columns * s.width for _, s, _ in cases) + 2**22,), DTYPE)
     for name, shape, rows in cases:
         x, w, *others = shape.arguments(rows, DTYPE)

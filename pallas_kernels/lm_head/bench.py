@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench import copy_bandwidth, show, time_us
+from pallas_kernels.bench import begin, show, time_us
 from pallas_kernels.lm_head import reference, triton
 from pallas_kernels.lm_head.shapes import SHAPES, Shape
 
@@ -59,8 +59,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time other tiles too")
     parser.add_argument("names", nargs="*", help="shapes, by the start of their names")
     arguments = parser.parse_args()
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}: copies move {bandwidth:.0f} GB/s")
+    bandwidth = begin()
     for name, shape in SHAPES.items():
         if arguments.names and not name.startswith(tuple(arguments.names)):
             continue

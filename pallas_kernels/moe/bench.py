@@ -74,8 +74,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time other tiles too")
     parser.add_argument("--shapes", default="", help="only the shapes whose name holds this")
     options = parser.parse_args()
-    bandwidth = bench.copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}: a copy moves {bandwidth:.0f} GB/s")
+    bandwidth = bench.begin()
     for name, shape in SHAPES.items():
         if options.shapes not in name:
             continue

@@ -78,8 +78,7 @@ def main() -> None:
     parser.add_argument("--context", default="4096")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
-    bandwidth = bench.copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, copy {bandwidth:,.0f} GB/s")
+    bandwidth = bench.begin()
     batches, contexts = ([int(x) for x in text.split(",")] for text in (options.batch, options.context))
     for name, batch, context in itertools.product(options.shapes.split(","), batches, contexts):
         shape = SHAPES[name]

@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench import copy_bandwidth, show, time_us
+from pallas_kernels.bench import begin, show, time_us
 from pallas_kernels.top_candidates import reference, triton
 from pallas_kernels.top_candidates.shapes import SHAPES
 
 
 def main() -> None:
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}: copies move {bandwidth:.0f} GB/s")
+    bandwidth = begin()
     for name, shape in SHAPES.items():
         logits = 5 * jax.random.normal(jax.random.key(0), (shape.rows, shape.vocab), jnp.float32)
         kernel, plain, sort = (partial(f, k=shape.k) for f in (triton.top_candidates, reference.top_candidates, jax.lax.top_k))
