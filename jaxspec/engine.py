@@ -351,6 +351,7 @@ class LLM:
                 if request.params.stop:
                     look(request, self.tokenizer)
             ended += turn.end()
+            # Another pass over a text is made of calls, which have no place in the middle of a step.
             if not turn.waiting or any(request.rescored for request in ended):
                 complete()
         return completions

@@ -28,7 +28,8 @@ class Request:
 
     status, computed, rounds, drafted: as of the last call, see DecodeState. guessed: how many tokens each round guessed. output,
     from_draft: the new tokens so far, without what follows a stop string, and whether each was an accepted draft. text: the output's.
-    logprobs: of each new token that was looked at, if the loop gives them; scored: those of tokens that were not. slot: -1 while it has
+    logprobs: of each new token that was looked at, if the loop gives them; scored: those of tokens that were not. taken: how many tokens
+    `take` has given. slot: -1 while it has
     none. order: requests that were begun before. goals: rows at which its prompt is to be kept for others. shared: rows of its prompt
     that others had computed. keep: whether its slot may go on from an earlier turn, and be kept for the next. asked: when it was asked
     for; first_token_seconds: until its first token. accounted: whether the totals have it.

@@ -249,12 +249,16 @@ class Runner:
         """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. num_draft_tokens: of each round, at
         most the runner's own; by default what `adaptive` chooses among those that are compiled, else the runner's own."""
         size = next(size for size in self.decode_buckets if size >= len(requests))
-        count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        if num_draft_tokens is None and self.adaptive is not None:
-            count = self.adaptive.choose(size, [k for k in self.adaptive.choices if ("decode", size, needs, k) in self.programs.compiled])
+        count = self._count(size, needs) if num_draft_tokens is None else num_draft_tokens
         known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
         args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
         return requests, count, self.programs.run(("decode", size, needs, count), *args)
+
+    def _count(self, size: int, needs: Needs) -> int:
+        if self.adaptive is None:
+            return self.num_draft_tokens
+        there = [k for k in self.adaptive.choices if ("decode", size, needs, k) in self.programs.compiled]
+        return self.adaptive.choose(size, there)
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests. Whether one of them lacked pages, and left its requests as they were."""

@@ -250,8 +250,9 @@ def test_nothing_compiles_after_warmup(load, parrot, expected):
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event) if "compile" in event else None)
     llm = load(parrot, num_draft_tokens=2, max_slots=8)
     llm.warmup(params(0), params(1))
-    made = llm.stats.compilations
-    assert made == len(llm._runner.programs.compiled) <= 8
+    made, compiled_programs = llm.stats.compilations, llm._runner.programs.compiled
+    assert made == len(compiled_programs) <= 8
+    assert len(list(llm._runner.programs.compile(compiled_programs))) == made  # a bar runs to its end though nothing is missing
     assert compiled  # the listener hears what JAX does
     compiled.clear()
     assert tokens(generate(llm)) == expected
@@ -261,6 +262,13 @@ def test_nothing_compiles_after_warmup(load, parrot, expected):
     llm._runner.evict()
     assert compiled == []
     assert llm.stats.compilations == made
+
+
+def test_free_pages_that_a_call_told_of_are_not_waited_for_again(llm, monkeypatch):
+    """A wait counts as time in which the device had something to do."""
+    generate(llm, [0], max_tokens=4)
+    monkeypatch.setattr(llm._runner.programs, "fetch", lambda _: pytest.fail("the host waited for what it knew"))
+    assert llm._runner.free_pages > 0
 
 
 def test_what_load_was_told_reaches_every_program(load, parrot, monkeypatch):
