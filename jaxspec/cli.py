@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jaxspec import __version__
 from jaxspec.train import command as train_command
 
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # either, and not both
@@ -21,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 if a batch could not serve some requests, 2 for what the user got wrong, 130
     when interrupted."""
     args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):  # a model may write what a terminal cannot show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     # Set before JAX starts: what it says about the devices it looked for in vain is no news to a command's user.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
@@ -55,6 +60,7 @@ def _door() -> Iterator[None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding for Gemma 4 in JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     model = argparse.ArgumentParser(add_help=False)
@@ -62,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--drafter", help="hub id, folder or bundled name, such as pocket-mtp; none by default")
     model.add_argument("--k", type=int, metavar="K", help="tokens drafted in each round")
     model.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    model.add_argument("--kv-dtype", default="auto", help="of the target's cache: auto, float32, bfloat16 or fp8")
     model.add_argument("--max-len", type=int, metavar="N", help="tokens of a sequence, its prompt counted")
     model.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most; by default up to max-len")
     model.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; by default what the checkpoint says")
@@ -105,12 +112,14 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("target", metavar="MODEL", help="hub id, folder or bundled name")
     info.add_argument("--drafter", help="also say whether this drafter fits")
     info.add_argument("--mesh", metavar="AXIS=N,...", help="what lies where on a mesh, such as tensor=4 or data=2,tensor=4")
-    info.add_argument("--plan", action="store_true", help="what load would make of a device's memory")
-    info.add_argument("--memory", metavar="M", help="with --plan: of a device, such as 80GB; by default that of the device here")
-    info.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="with --plan: of what JAX takes (default: 0.9)")
-    info.add_argument("--max-len", type=int, metavar="N", help="with --plan: tokens of a sequence")
-    info.add_argument("--max-slots", type=int, metavar="N", help="with --plan: sequences in flight")
-    info.add_argument("--k", type=int, metavar="K", help="with --plan: tokens drafted in each round")
+    info.add_argument(
+        "--plan", action="store_true", help="what load would make of a device's memory; implied by --memory, --max-len, --max-slots and --k"
+    )
+    info.add_argument("--memory", metavar="M", help="for --plan: of a device, such as 80GB; by default that of the device here")
+    info.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="for --plan: of what JAX takes (default: 0.9)")
+    info.add_argument("--max-len", type=int, metavar="N", help="for --plan: tokens of a sequence")
+    info.add_argument("--max-slots", type=int, metavar="N", help="for --plan: sequences in flight")
+    info.add_argument("--k", type=int, metavar="K", help="for --plan: tokens drafted in each round")
     info.set_defaults(command=_info)
 
     text = "Writes fused weights in one dtype, for loads that only read: load DST, and DST/drafter as its drafter."
@@ -160,11 +169,19 @@ def _bench_parser(commands: Any) -> None:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(_list(text, int))
 
 
 def _floats(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+    return tuple(_list(text, float))
+
+
+def _list(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        expected = "whole numbers" if kind is int else "numbers"
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected {expected} with commas between them") from error
 
 
 def _rates(text: str) -> str | tuple[float, ...]:
@@ -184,6 +201,7 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
         args.drafter,
         num_draft_tokens=args.k,
         dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
         max_len=args.max_len,
         accept=args.accept,
         mesh=_mesh(args),
@@ -202,23 +220,15 @@ def _mesh(args: argparse.Namespace) -> Any:
     return mesh_of(args.mesh)
 
 
-def _show(chunks: Any) -> str:
-    """Prints a stream as it comes; returns its text."""
-    text = ""
-    for chunk in chunks:
-        print(chunk.text, end="", flush=True)
-        text += chunk.text
-    print()
-    return text
-
-
 def _generate(args: argparse.Namespace) -> None:
     with _door():
         llm, params = _load(args, max_slots=1)
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
         chunks = llm.stream(prompt, params)
     print(prompt, end="", flush=True)
-    _show(chunks)
+    for chunk in chunks:
+        print(chunk.text, end="", flush=True)
+    print()
     if args.stats:
         print(f"\n{llm.stats}")
 
@@ -227,19 +237,42 @@ def _chat(args: argparse.Namespace) -> None:
     with _door():
         llm, params = _load(args, max_slots=1)
     messages = [{"role": "system", "content": args.system}] if args.system else []
+    somebody = sys.stdin.isatty()
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
+            line = input("> " if somebody else "").strip()
         except EOFError:
             break
         if not line:
             continue
-        messages.append({"role": "user", "content": line})
-        with _door():
-            chunks = llm.stream_chat(messages, params, enable_thinking=args.thinking)
-        messages.append({"role": "assistant", "content": _show(chunks)})
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            with _door():
+                chunks = llm.stream_chat(asked, params, enable_thinking=args.thinking)
+        except _UserError as error:
+            if not somebody:
+                raise
+            print(f"jaxspec: {error}", file=sys.stderr)
+            continue
+        messages = [*asked, {"role": "assistant", "content": _answer(chunks, llm.tokenizer, somebody)}]
     if args.stats:
         print(f"\n{llm.stats}")
+
+
+def _answer(chunks: Any, tokenizer: Any, interruptible: bool) -> str:
+    """Prints an answer; returns it without its thoughts, which later turns are not to see. interruptible: whether an interrupt ends the
+    answer alone."""
+    text, ids = "", []
+    with contextlib.closing(chunks):
+        try:
+            for chunk in chunks:
+                print(chunk.text, end="", flush=True)
+                text, ids = text + chunk.text, ids + chunk.token_ids
+        except KeyboardInterrupt:
+            if not interruptible:
+                raise
+    print()
+    return text.removeprefix(tokenizer.thoughts(ids))
 
 
 def _batch(args: argparse.Namespace) -> int:
@@ -262,6 +295,9 @@ def _batch(args: argparse.Namespace) -> int:
             result = job.run()
         except ChangedInput as error:
             raise _UserError(error) from error
+        except KeyboardInterrupt:
+            print(f"\njaxspec: interrupted; {job.out} has what is done, and the same command goes on", end="", file=sys.stderr)
+            raise
         except Exception as error:
             if not together:
                 raise
@@ -288,12 +324,14 @@ def _info(args: argparse.Namespace) -> None:
         from jaxspec.info import describe, describe_mesh, describe_plan
 
         folder = checkpoint.resolve(args.target)
+        if args.drafter == "ngram":
+            raise ValueError("the drafter 'ngram' is no checkpoint: it fits every target and has no weights")
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
         lines = list(describe(folder, drafter))
         if args.mesh is not None:
             lines += describe_mesh(folder, drafter, args.mesh)
-        if args.plan:
-            asked = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots}
+        asked = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots}
+        if args.plan or args.memory is not None or any(value is not None for value in asked.values()):
             lines += describe_plan(folder, drafter, **_memory(args), **asked, mesh=args.mesh)
     print("\n".join(lines))
 
@@ -351,6 +389,8 @@ def _bench(args: argparse.Namespace) -> None:
         if "mesh" in given:
             given["mesh"] = _mesh(args)
         plan = bench.plan(**given)
+        if "json" in args:  # before minutes of measuring
+            open(args.json, "a").close()
     report = bench.measure(plan, progress=sys.stderr.isatty())
     print("\n".join(bench.lines(report)))
     if "json" in args:

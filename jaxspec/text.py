@@ -10,6 +10,7 @@ from typing import Any
 # its leading space, say), and a character has at most 4 bytes, so 8 tokens back nothing of that can reach the new ones.
 CONTEXT_TOKENS = 8
 CALLS = ("tool_calls", "tool_responses")  # what a message may have in place of content
+THOUGHTS = ("<|channel>", "<channel|>")  # what thoughts stand between
 INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character (yet)
 
 
@@ -43,6 +44,14 @@ class Tokenizer:
         """Text of ids. Special tokens and ids without a token are left out; bytes that are no UTF-8 character become U+FFFD."""
         # Through the backend: the clean-up that transformers may do after it is not local, so text could not be streamed.
         return self._hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def thoughts(self, ids: Sequence[int]) -> str:
+        """What `decode` gives of the thoughts that an output begins with, "" where it begins with none. Later turns of a conversation are
+        not to see them, and without the tokens around them a chat template cannot tell them from the answer."""
+        opening, closing = map(self._hf.backend_tokenizer.token_to_id, THOUGHTS)
+        if opening is None or not ids or ids[0] != opening:
+            return ""
+        return self.decode(ids[: ids.index(closing) if closing in ids else len(ids)])
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special tokens too; "" for an id without a token."""

@@ -11,7 +11,7 @@ import tiny
 
 import jaxspec
 from jaxspec import cli
-from jaxspec.params import SamplingParams
+from jaxspec.params import Chunk, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
@@ -67,6 +67,72 @@ def test_chat_answers_line_by_line_and_remembers(models, llm, capsys, monkeypatc
     assert capsys.readouterr().out == f"{first}\n{second}\n"
 
 
+class Talker:
+    """Thinks, answers "é", and is interrupted at the second turn. asked: what it was asked."""
+
+    stats = "none"
+
+    def __init__(self):
+        self.asked, self.tokenizer = [], self
+
+    def thoughts(self, ids):
+        return "hm " if ids[:1] == [100] else ""
+
+    def stream_chat(self, messages, params, *, enable_thinking):
+        if len(messages[-1]["content"]) > 9:
+            raise ValueError("prompt 0 has 99 tokens; expected at most 9")
+        self.asked.append(messages)
+        return self.chunks(len(self.asked) == 2)
+
+    def chunks(self, interrupted):
+        yield Chunk("hm ", [100])
+        if interrupted:
+            raise KeyboardInterrupt
+        yield Chunk("é", [7])
+
+
+def talk(monkeypatch, lines, *, somebody):
+    talker, waiting = Talker(), iter(lines)
+
+    def read(prompt):
+        line = next(waiting, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr(cli, "_load", lambda args, **settings: (talker, SamplingParams()))
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: somebody)
+    return cli.main(["chat"]), talker.asked
+
+
+def test_a_conversation_outlives_an_interrupted_answer_and_a_turn_too_long(monkeypatch, capsys):
+    status, asked = talk(monkeypatch, ["a", "b", "much too long", "c"], somebody=True)
+    assert (status, capsys.readouterr().err) == (0, "jaxspec: prompt 0 has 99 tokens; expected at most 9\n")
+    # Without the thoughts, which the interrupted answer has alone.
+    assert [message["content"] for message in asked[-1]] == ["a", "é", "b", "", "c"]
+    for lines, wanted in ((["a", "b", "c"], 130), (["a", "much too long"], 2)):  # where nobody types, each ends the command
+        assert talk(monkeypatch, lines, somebody=False)[0] == wanted
+
+
+def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", screen)
+    assert talk(monkeypatch, ["a"], somebody=False)[0] == 0
+    screen.flush()
+    assert screen.buffer.getvalue() == b"hm ?\n"
+
+
+def test_bench_refuses_a_bad_list_and_a_file_that_cannot_be_written_before_it_measures(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("jaxspec.bench.measure", lambda *args, **settings: pytest.fail("it measured"))
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--config", "e2b", "--batch", "1,x"])
+    assert "argument --batch: found '1,x', expected whole numbers with commas between them" in capsys.readouterr().err
+    assert cli.main(["bench", "--config", "e2b", "--json", str(tmp_path / "no" / "out.json")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "command", [["generate", "--prompt", "x"], ["chat"], ["batch", "in.jsonl", "out.jsonl"], ["convert", "pocket", "out"]]
 )
@@ -101,6 +167,11 @@ def test_info_says_what_a_checkpoint_is_and_needs(models, capsys):
     # By hand: embeddings 131,072 and 32,768, layers 6,577 and 7,617, the rest 292; K and V of 8 elements of 2 bytes, and where K = V
     # 4 rotary elements of K and 16 of V.
     assert lines["parameters"] == "178,326, of which 32,768 are per-layer embeddings"
+    assert "plan" not in lines
+    assert cli.main(["info", models[1], "--max-slots", "2"]) == 0
+    assert "plan        2 slots, " in capsys.readouterr().out
+    assert cli.main(["info", models[1], "--drafter", "ngram"]) == 2
+    assert capsys.readouterr().err == "jaxspec: the drafter 'ngram' is no checkpoint: it fits every target and has no weights\n"
     assert lines["KV cache"] == "sliding 32 bytes a token, for the window; full 40 bytes a token"
 
 

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from jaxspec import checkpoint
 from jaxspec.text import CONTEXT_TOKENS, INCOMPLETE, IncrementalDetokenizer, OutputText, load_tokenizer
 
 CORPUS = [
@@ -282,6 +283,14 @@ def test_chat_template(chat_folder):
     assert tokenizer.apply_chat_template(messages) == tokenizer.encode(opening + "<|turn>model\n")
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == tokenizer.encode(opening)
     assert tokenizer.apply_chat_template(messages, think=True) == tokenizer.encode(opening + "<|turn>model\nthink")
+
+
+def test_thoughts_are_what_an_output_begins_with_up_to_the_end_of_its_channel():
+    tokenizer = load_tokenizer(checkpoint.resolve("pocket"))
+    thought, answer = tokenizer.encode_word("<|channel>thought\nlong\n<channel|>"), tokenizer.encode_word("short")
+    assert tokenizer.thoughts(thought + answer) == tokenizer.thoughts(thought) == "thought\nlong\n"
+    assert tokenizer.thoughts(thought[:-1]) == "thought\nlong\n" and tokenizer.decode(thought + answer) == "thought\nlong\nshort"
+    assert tokenizer.thoughts(answer + thought) == tokenizer.thoughts([]) == ""
 
 
 @pytest.mark.parametrize(
