@@ -18,7 +18,20 @@ from jaxspec.plan import size
 from jaxspec.sharding import nbytes
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
+CONFIGS = ["config.json", "generation_config.json"]
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def folder_of(target: str) -> Path:
+    """The folder of a target's configs: as `checkpoint.resolve`, but of a hub id they alone are downloaded, and no weights."""
+    if target.count("/") != 1 or Path(target).expanduser().exists() or target.startswith((".", "~", "/")):
+        return checkpoint.resolve(target)
+    import huggingface_hub  # here, because it takes a while to import and only downloads need it
+
+    try:
+        return Path(huggingface_hub.snapshot_download(target, allow_patterns=CONFIGS, ignore_patterns=["*/*"]))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{target!r} is no folder, and the hub did not give a model of that id: {error}") from error
 
 
 def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
@@ -139,10 +152,10 @@ def describe_mesh(folder: Path, drafter: Path | None, text: str) -> Iterator[str
 
 def bytes_of(text: str) -> int:
     """Of a number with a unit, such as 80GB or 24GiB. Raises ValueError."""
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text)
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text, re.IGNORECASE)
     if not found:
         raise ValueError(f"{text!r} is no amount of memory; expected a number with one of {', '.join(UNITS)}, such as 80GB")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(found[1]) * next(count for unit, count in UNITS.items() if unit.lower() == found[2].lower()))
 
 
 def kv_bytes_per_token(config: Gemma4Config, kind: str, itemsize: int) -> int:

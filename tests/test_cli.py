@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import huggingface_hub
 import jax
 import pytest
 import tiny
@@ -173,6 +174,18 @@ def test_info_says_what_a_checkpoint_is_and_needs(models, capsys):
     assert cli.main(["info", models[1], "--drafter", "ngram"]) == 2
     assert capsys.readouterr().err == "jaxspec: the drafter 'ngram' is no checkpoint: it fits every target and has no weights\n"
     assert lines["KV cache"] == "sliding 32 bytes a token, for the window; full 40 bytes a token"
+
+
+def test_info_downloads_no_weights(models, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **settings: asked.append((name, settings)) or models[1])
+    assert cli.main(["info", "google/gemma-4-31B-it"]) == 0
+    [(name, settings)] = asked
+    files = ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json"]
+    assert (name, list(huggingface_hub.utils.filter_repo_objects(files, **settings))) == ("google/gemma-4-31B-it", files[::2])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **settings: (_ for _ in ()).throw(OSError("gone")))
+    assert cli.main(["info", "nobody/nothing"]) == 2
+    assert capsys.readouterr().err == "jaxspec: 'nobody/nothing' is no folder, and the hub did not give a model of that id: gone\n"
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def test_plans_that_make_no_sense_are_refused(folders, capsys):
         assert cli.main(["info", str(folders[0]), "--plan", *options]) == 2
         assert capsys.readouterr().err.startswith(f"jaxspec: {message}")
     assert info.bytes_of("1.5 GiB") == 3 * 2**29
+    assert info.bytes_of("80gb") == 80 * 10**9
 
 
 def test_load_takes_the_slots_and_pages_that_the_device_has_memory_for(tmp_path, monkeypatch):
