@@ -179,6 +179,11 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
     expect(text, "attention_bias", (False,))
     expect(text, "use_bidirectional_attention", (None, "vision"))
     expect(text, "tie_word_embeddings", (True,))
+    expect(text, "hidden_act", (None, "gelu_pytorch_tanh"))
+    expect(text, "attn_logit_softcapping", (None,))
+    expect(text, "rope_scaling", (None,))
+    if not text.get("layer_types"):
+        expect(text, "sliding_window_pattern", (6, None))
     hidden = int(require(text, "hidden_size"))
     count = int(require(text, "num_hidden_layers"))
     # A config without layer_types means five sliding layers to a full one, and the last is always full.
@@ -279,8 +284,11 @@ def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[float, int
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     }
     rope = require(text.get("rope_parameters") or default, kind)
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in ("default", "proportional") or float(rope.get("factor", 1.0)) != 1.0:
-        raise ValueError(f"rope_parameters of {kind} are {dict(rope)}; implemented: rope_type 'default' or 'proportional' with factor 1")
-    fraction = float(rope.get("partial_rotary_factor", 1.0)) if rope_type == "proportional" else 1.0
+    rope_type, fraction = rope.get("rope_type", "default"), float(rope.get("partial_rotary_factor", 1.0))
+    known = rope_type == "proportional" or rope_type == "default" and fraction == 1.0
+    if not known or float(rope.get("factor", 1.0)) != 1.0:
+        raise ValueError(
+            f"rope_parameters of {kind} are {dict(rope)}; implemented: rope_type 'default' over whole heads or 'proportional', "
+            "with factor 1"
+        )
     return float(require(rope, "rope_theta")), int(fraction * head_dim // 2)

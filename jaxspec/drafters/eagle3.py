@@ -22,7 +22,7 @@ from flax import struct
 from jaxspec import cache as paged
 from jaxspec import checkpoint
 from jaxspec.cache import LayerKV, PagedKV
-from jaxspec.config import Gemma4Config, LayerSpec, refuse_quantised, require
+from jaxspec.config import FULL, Gemma4Config, LayerSpec, refuse_quantised, require
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.parts import SiluMLP, check_target, head, named_taps, plain_spec, unread_keys
 from jaxspec.gemma4 import Gemma4, take_row
@@ -85,7 +85,7 @@ class Eagle3Config:
                 raise ValueError(f"the drafter has hidden_size {hidden} and no {name} of its own; this target's has {theirs}")
         if draft_vocab != vocab and not own_head:
             raise ValueError(f"draft_vocab_size is {draft_vocab} of {vocab} tokens, and the checkpoint has no lm_head.weight")
-        layers = _gemma_layers(config) if gemma else (plain_spec(inner),) * int(inner.get("num_hidden_layers") or 1)
+        layers = _gemma_layers(config) if gemma else _plain_layers(inner)
         kept = unread_keys(speculators or gemma, own_head=own_head, own_embedding=own_embedding, own_d2t=draft_vocab != vocab)
         return cls(
             layers=layers,
@@ -122,6 +122,17 @@ def _proposed(config: Mapping[str, Any]) -> int | None:
     """How many tokens a round a speculators config proposes."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return methods[0].get("speculative_tokens")
+
+
+def _plain_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
+    """Layers of Llama's kind, which all see everything before them."""
+    kinds, count = config.get("layer_types") or (), int(config.get("num_hidden_layers") or 1)
+    if config.get("use_sliding_window") or set(kinds[:count]) - {FULL}:
+        raise ValueError(
+            f"the drafter's layers have layer_types {list(kinds)} and use_sliding_window {config.get('use_sliding_window')}; "
+            f"implemented: {FULL!r} without"
+        )
+    return (plain_spec(config),) * count
 
 
 def _gemma_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:

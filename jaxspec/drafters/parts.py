@@ -54,8 +54,9 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_the
     expect(config, "mlp_bias", (False,))
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_layer = any(isinstance(value, Mapping) for value in scaling.values())
-    kind, part = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("partial_rotary_factor", 1)
-    if kind != "default" or part != 1 or by_layer:
+    kind, part = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("partial_rotary_factor")
+    expect(config, "partial_rotary_factor", (None, 1))
+    if kind != "default" or part not in (None, 1) or by_layer:
         raise ValueError(f"the drafter's RoPE is {dict(scaling)}; implemented: rope_type 'default' over whole heads")
     heads = int(require(config, "num_attention_heads"))
     kv_heads = int(config.get("num_key_value_heads") or heads)
