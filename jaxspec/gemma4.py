@@ -278,11 +278,8 @@ class Gemma4:
 
     def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
         """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32."""
-        attn = self.layers[owner].self_attn
-        if cache is None:
-            return Keys(None, None, length, None, count, attn.key_weight)
-        table = jnp.take(cache.tables[attn.spec.kind], slots, axis=0, mode="clip")
-        return Keys(cache.layers[owner], table, length, None, count, attn.key_weight)
+        pages = (None, None) if cache is None else cache.pages_of(owner, slots)
+        return Keys(*pages, length, None, count, self.layers[owner].self_attn.key_weight)
 
 
 def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
