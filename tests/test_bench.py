@@ -227,7 +227,7 @@ def test_options_that_are_no_numbers(capsys, options):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench", "--config", "pocket", *options])
     assert stopped.value.code == 2
-    assert f"argument {options[0]}: invalid" in capsys.readouterr().err
+    assert f"argument {options[0]}: found {options[1]!r}, expected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
