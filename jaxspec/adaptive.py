@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 HALF_LIFE = 2000.0  # rounds, each sequence's counted, after which a count is half forgotten
 HOPED, HOPED_ROUNDS = 0.8, 10.0  # what a draft is taken to be accepted by where nothing is known, and how many rounds that weighs
 MARGIN = 1.05
-# Rounds at warm-up, of which the fastest call counts. A CUDA graph is recorded in the second run of a loop's body.
+# Rounds at warm-up: a round takes what TIMED more of them add to a call, by the fastest of so many calls, since a call takes time beside its
+# rounds and most run many. A CUDA graph is recorded in the second run of a loop or of its body.
 WARM, TIMED, CALLS = 3, 4, 3
 
 
@@ -94,7 +95,7 @@ def measured(
     Everything is compiled. requests: gives that many, of short prompts, which nothing ends early.
     """
     counts, costs = sorted(choices), {}
-    rounds = min(TIMED, ((runner.max_len - 2) // sum(k + 1 for k in counts) - WARM) // CALLS)
+    rounds = min(TIMED, ((runner.max_len - 2) // sum(k + 1 for k in counts) - WARM) // CALLS - 2)
     if rounds < 1 or runner.free_slots < runner.slots:
         return None
     for size in runner.decode_buckets:
@@ -105,14 +106,15 @@ def measured(
                 if runner.read([runner.prefill(waiting, needs)]):
                     return None
             for k in counts:
-                calls = []
-                for count in (WARM, *[rounds] * CALLS):
+                fastest = dict.fromkeys((WARM, 1, 1 + rounds), float("inf"))
+                for count in (WARM, *[1] * CALLS, *[1 + rounds] * CALLS):
                     before, begun = active[0].rounds, time.perf_counter()
                     runner.read([runner.decode(active, count, needs=needs, num_draft_tokens=k)])
-                    calls.append((time.perf_counter() - begun) / count)
+                    fastest[count] = min(fastest[count], time.perf_counter() - begun)
                     if active[0].rounds - before < count:
                         return None
-                costs[size, k] = min(calls[1:])
+                short, long = fastest[1], fastest[1 + rounds]
+                costs[size, k] = (long - short) / rounds if long > short else long / (1 + rounds)
         finally:
             runner.end(active)
     return costs

@@ -1,6 +1,7 @@
 """The choice of K on made-up costs and acceptance, and of an LLM."""
 
 import itertools
+import types
 
 import numpy as np
 import pytest
@@ -113,6 +114,32 @@ def test_costs_must_be_known(table, message):
         Adaptive((0, 2), table)
 
 
+@pytest.mark.parametrize(("max_len", "found"), [(4096, {(1, 0): 1.0, (1, 3): 2.5}), (40, None)])
+def test_a_round_costs_what_it_adds_to_a_call(monkeypatch, max_len, found):
+    """Not what a call takes beside its rounds, nor what the first ones take; None where a sequence ends before enough were timed."""
+    now, calls = [0.0], []
+    request = types.SimpleNamespace(rounds=0, ready=True)
+
+    def decode(active, rounds, *, needs, num_draft_tokens):
+        now[0] += 7.0 + 100.0 * (len(calls) < 2) + rounds * (1.0 + 0.5 * num_draft_tokens)
+        request.rounds += rounds
+        return calls.append(rounds)
+
+    runner = types.SimpleNamespace(
+        max_len=max_len,
+        free_slots=1,
+        slots=1,
+        decode_buckets=[1],
+        admit=lambda active: None,
+        end=lambda active: None,
+        decode=decode,
+        read=lambda calls: False,
+    )
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    costs = adaptive.measured(runner, (0, 3), None, lambda count: [request] * count)
+    assert costs == (found and pytest.approx(found))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
@@ -125,7 +152,7 @@ def params(seed):
 
 def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
     """Its tokens are those of a fixed K, its counts those of the rounds as they were, and nothing is compiled on the way."""
-    llm = jaxspec.load(*folders, max_slots=1, max_len=64, progress=False)
+    llm = jaxspec.load(*folders, max_slots=1, max_len=128, progress=False)
     prompts, each = [[5, 6, 7], [8, 9], [10]], [params(0), params(1), params(2)]
     fixed = llm.generate(prompts, each)  # K = 3, as the drafter says: nothing is known of costs yet
     assert {out.stats.drafted for out in fixed} == {3 * out.stats.steps for out in fixed} and llm._runner.adaptive is None
