@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 HALF_LIFE = 2000.0  # rounds, each sequence's counted, after which a count is half forgotten
 HOPED, HOPED_ROUNDS = 0.8, 10.0  # what a draft is taken to be accepted by where nothing is known, and how many rounds that weighs
 MARGIN = 1.05
-# Rounds at warm-up: a round takes what TIMED more of them add to a call, by the fastest of so many calls, since a call takes time beside its
-# rounds and most run many. A CUDA graph is recorded in the second run of a loop or of its body.
+# Rounds at warm-up: one takes what TIMED more of them add to a call, by the fastest of CALLS calls, since a call takes time beside its
+# rounds, and most run many. A CUDA graph is recorded in the second run of a loop or of its body.
 WARM, TIMED, CALLS = 3, 4, 3
 
 
