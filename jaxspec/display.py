@@ -70,6 +70,8 @@ def completion_html(completion: Completion, tokenizer: Tokenizer | None) -> str:
     """The end of the prompt and the output, token by token, accepted drafts shaded; without a tokenizer, the text alone."""
     stats, new = completion.stats, len(completion.token_ids)
     facts = [f"{new} tokens", f"finish_reason {completion.finish_reason!r}", f"seed {completion.seed}"]
+    if completion.error is not None:
+        facts.append(html.escape(completion.error))
     if stats.drafted:
         facts.append(f"{stats.accepted} of {stats.drafted} drafts accepted, {stats.acceptance_length:.2f} tokens a step")
     if tokenizer is None:

@@ -229,7 +229,7 @@ class Completion:
         return (
             f"Completion(text={self.text!r}, tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r}, "
             f"prompt_tokens={len(self.prompt_token_ids)}, seed={self.seed}, "
-            f"acceptance_length={self.stats.acceptance_length:.2f})"
+            f"acceptance_length={self.stats.acceptance_length:.2f}{'' if self.error is None else f', error={self.error!r}'})"
         )
 
     def _repr_html_(self) -> str:

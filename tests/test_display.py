@@ -119,6 +119,8 @@ def test_long_texts_are_cut_and_a_completion_without_a_tokenizer_shows_its_text(
     shown, pieces = parsed(page)
     assert "… 7 more tokens" in shown and len(pieces) == display.MAX_TOKENS + display.MAX_PROMPT_TOKENS
     assert parsed(display.completion_html(completion([300], [False], text="a < b"), None))[0].startswith("a < b")
+    failed = completion([300], [False], finish_reason="error", error="x < y is not finite")
+    assert "finish_reason 'error' · seed 5 · x < y is not finite" in parsed(display.completion_html(failed, pocket))[0]
 
 
 def test_a_completion_s_tokenizer_is_no_part_of_it(pocket):

@@ -110,3 +110,5 @@ def test_a_completion_shows_itself_in_a_line():
     stats = RoundStats.of(np.array([False, True, False, False]), drafted=4, num_draft_tokens=2)
     completion = Completion("a\nb", [5, 6, 7, 1], "stop", None, [2, 3], 9, stats)
     assert repr(completion) == (r"Completion(text='a\nb', tokens=4, finish_reason='stop', prompt_tokens=2, seed=9, acceptance_length=1.50)")
+    failed = dataclasses.replace(completion, finish_reason="error", error="not finite")
+    assert repr(failed).endswith("acceptance_length=1.50, error='not finite')")
