@@ -294,6 +294,9 @@ def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served
     )
     assert cli.main(["batch", str(requests), str(out), "--seed", "4"]) == 2
     assert capsys.readouterr().err.startswith(f"jaxspec: {out} was made with run_seed 0, not 4: ask for the same")
+    monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(dies=3), SamplingParams(seed=args.seed)))
+    assert cli.main(["batch", str(requests), str(tmp_path / "third.jsonl")]) == 130
+    assert capsys.readouterr().err == f"\njaxspec: interrupted; {tmp_path}/third.jsonl has what is done, and the same command goes on\n"
     changed = write_lines(tmp_path / "changed.jsonl", [{"prompt": "x"}])
     assert cli.main(["batch", str(changed), str(out)]) == 2
     assert capsys.readouterr().err.startswith(f"jaxspec: {out} has line 1 under another id than 1")
