@@ -82,7 +82,8 @@ def main() -> None:
         placed = tuple(sharding.shard_tree(tree, mesh) for tree in trees)
         target, drafter = (sharding.spread(tree, mesh) for tree in shapes.random_weights(placed, args.seed))
     jax.block_until_ready((target, drafter))
-    print(f"{device.device_kind}, {args.mesh or 'one device'}, jax {jax.__version__}: {args.config} with {args.drafter}, {args.dtype}, K = {args.k}")
+    work = f"{args.config} with {args.drafter}, {args.dtype}, K = {args.k}"
+    print(f"{device.device_kind}, {args.mesh or 'one device'}, jax {jax.__version__}: {work}")
     print(
         f"random weights {time.perf_counter() - begun:.1f} s; {args.prompts} prompts of {args.lengths[0]} to {args.lengths[1]} tokens,",
         end="",

@@ -52,14 +52,15 @@ class Linear:
         leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
         rows = x.reshape(math.prod(leading), -1)
         chosen = for_rows(implementation, rows)
-        in_kernel = implementation != "xla" and self.sum_over is not None and serves(len(rows), math.prod(out), x.dtype, self.mail)
+        spread = self.sum_over is not None
+        in_kernel = spread and implementation != "xla" and serves(len(rows), math.prod(out), x.dtype, self.mail)
         if self.gather_over is not None or (chosen == "xla" and not in_kernel):
             return self(x) if over == 1 else self.of_heads(x)
         weight = self.weight.reshape(math.prod(out), -1)
-        if self.sum_over is not None and not in_kernel:
+        if spread and not in_kernel:
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
         parts = partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)
-        return Unsummed(parts, self.mail) if in_kernel else parts
+        return Unsummed(parts, self.mail) if in_kernel and self.mail is not None else parts
 
 
 @struct.dataclass
