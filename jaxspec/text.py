@@ -33,12 +33,14 @@ class Tokenizer:
         self.byte_ids = _byte_ids(backend)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text, with the special tokens that the checkpoint's tokenizer adds (Gemma: bos first). Raises TypeError, and
-        ValueError for half of a surrogate pair, which is no character."""
+        """Token ids of text, with the special tokens that the checkpoint's tokenizer adds (Gemma: bos first, unless the text itself
+        begins with it, as that of a chat template does). Raises TypeError, and ValueError for half of a surrogate pair, which is no
+        character."""
         if not isinstance(text, str):
             raise TypeError(f"encode() takes one str, found {type(text).__name__}")
         _check_characters(text)
-        return self._hf.encode(text)
+        ids = self._hf.encode(text)
+        return ids[1:] if self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2 else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids. Special tokens and ids without a token are left out; bytes that are no UTF-8 character become U+FFFD."""

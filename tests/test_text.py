@@ -279,7 +279,8 @@ def test_chat_template(chat_folder):
     tokenizer = load_tokenizer(chat_folder)
     messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "Hi"}]
     opening = "<|turn>system\nshort<turn|>\n<|turn>user\nHi<turn|>\n"
-    # encode() adds bos, and so does the template: once is right.
+    # encode() adds bos, and so does the template: once is right, also where the template's text is encoded.
+    assert tokenizer.encode(f"<bos>{opening}") == tokenizer.encode(opening)
     assert tokenizer.apply_chat_template(messages) == tokenizer.encode(opening + "<|turn>model\n")
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == tokenizer.encode(opening)
     assert tokenizer.apply_chat_template(messages, think=True) == tokenizer.encode(opening + "<|turn>model\nthink")
