@@ -5,6 +5,7 @@ others, some of which need torch, are not even read.
 """
 
 import gc
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -21,7 +22,10 @@ if platform not in PLATFORMS:
 collect_ignore_glob = ["test_*.py", "drafters", "kernels", "train"] if platform == "gpu" else []
 # In the environment rather than in jax.config, so that the command line's tests hand them on to their processes.
 os.environ["JAX_PLATFORMS"] = PLATFORMS[platform]
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+flags = ["--xla_force_host_platform_device_count=8"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA's older code generator compiles faster; later releases have it no more
+    flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), *flags]))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for a hub, not even by mistake
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -43,6 +47,15 @@ gc.set_threshold(50_000, 10, 10)
 # The same examples every time, and no limit on how long one takes: the first call of a jitted function compiles it.
 hypothesis.settings.register_profile("jaxspec", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("jaxspec")
+
+
+# Of which each takes one process a minute or more: begun last, one of them would leave the other processes idle.
+LONG = [f"test_{name}.py" for name in ("pocket", "mesh_tokens", "notebooks", "draft_model", "decode", "readme", "engine")]
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(autouse=True, scope="session")
