@@ -142,15 +142,13 @@ POSITIONS = np.arange(ROWS * STEPS, dtype=np.int32).reshape(ROWS, STEPS)
 
 @pytest.mark.parametrize(("scope", "edited"), [("plain", False), ("top", False), ("whole", False), ("search", False), ("plain", True)])
 def test_a_vocabulary_on_several_devices_chooses_what_a_whole_one_does(scope, edited):
-    shard = Shard("tensor", VOCAB // DEVICES)
-    wanted = choose(jnp.asarray(logits()), jnp.asarray(POSITIONS), sampling(scope, None, edited))
-    expected, ids = probabilities(jnp.asarray(logits()), sampling(scope, None, edited))
-
-    def both(x, positions):
+    def both(x, positions, shard=None):
         how = sampling(scope, shard, edited)
         return choose(x, positions, how), probabilities(x, how)
 
-    found, (chances, found_ids) = shown(both, logits(), POSITIONS)
+    wanted, (expected, ids) = meshes.compiled(both)(logits(), POSITIONS)
+    of_a_shard = functools.partial(both, shard=Shard("tensor", VOCAB // DEVICES))
+    found, (chances, found_ids) = shown(of_a_shard, logits(), POSITIONS)
     for device in range(DEVICES):
         np.testing.assert_array_equal(found[device], wanted)
         np.testing.assert_allclose(chances[device], expected, rtol=1e-5)

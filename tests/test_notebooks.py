@@ -2,7 +2,7 @@
 
 Each runs in a kernel of its own, on the bundled models, and shares compiled programs with the other tests. JAXSPEC_SHORT leaves out
 what a first look needs but a test does not: most of the points of a curve, most of the steps of a training run. Engines have fewer
-programs than a user's, which pick the one nearest to a call's size.
+programs than a user's, which pick the one nearest to a call's size, and these are not optimised.
 """
 
 import ast
@@ -45,6 +45,7 @@ def cells(path, kind):
 def kernel_environment(tmp_path, monkeypatch):
     settings = {
         "JAXSPEC_SHORT": "1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(jax.config.jax_compilation_cache_max_size),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
