@@ -22,6 +22,7 @@ from jaxspec.drafters import draft_model
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.draft_model import DraftModel
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 LIMIT = 1e-4
 # Of the family what is least like the target of `rounds`: per-layer inputs, shared KV, other head sizes and another window.
 TEXT = {
@@ -47,7 +48,7 @@ def models():
 def nearby():
     """A target that the draft model of `models` guesses now and then."""
     rng = np.random.default_rng(7)
-    return jax.tree.map(lambda x: x + jnp.asarray(0.05 * rng.standard_normal(x.shape), x.dtype), models()[1].model)
+    return jax.tree.map(lambda x: jnp.asarray(x + (0.05 * rng.standard_normal(x.shape)).astype(x.dtype)), jax.device_get(models()[1].model))
 
 
 @jax.jit
@@ -76,12 +77,12 @@ def reference(texts, count):
 
 def check(state):
     """The next guesses are what the reference says, from its logits."""
-    found = rounds.drafts(nearby(), models()[1], state, k=3)
+    found = jax.device_get(rounds.drafts(nearby(), models()[1], state, k=3))
     texts = [text[:n].tolist() for text, n in zip(rounds.tokens(state), rounds.lengths(state), strict=True)]
     for k, (logits, tokens) in enumerate(reference(texts, 3)):
         for row in range(len(texts)):
             assert oracle.relative_error(found.logits[row, k], logits[row]) <= LIMIT, (row, k, len(texts[row]))
-        assert np.asarray(found.tokens)[:-1, k].tolist() == tokens
+        assert found.tokens[:-1, k].tolist() == tokens
 
 
 def test_drafts_of_whole_rounds():
