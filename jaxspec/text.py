@@ -80,7 +80,7 @@ class Tokenizer:
                 f"{self._folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
                 "it is not a chat checkpoint; use generate() with plain text, or an instruction-tuned checkpoint"
             )
-        if isinstance(messages, str | Mapping) or not messages:
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             example = [{"role": "user", "content": "Hi"}]
             raise ValueError(f"chat takes a list of at least one message, such as {example}, found {messages!r}")
         for i, message in enumerate(messages):

@@ -300,6 +300,7 @@ def test_thoughts_are_what_an_output_begins_with_up_to_the_end_of_its_channel():
         ([], "at least one message.*found \\[\\]"),
         ("Hi", "list of at least one message.*found 'Hi'"),
         ({"role": "user", "content": "Hi"}, "list of at least one message"),
+        (iter([{"role": "user", "content": "Hi"}]), "list of at least one message.*found <list_iterator"),
         ([{"role": "user", "content": "Hi"}, "Hi"], "message 1 is 'Hi', expected a dict with 'role' and 'content'"),
         ([{"content": "Hi"}], "message 0 is {'content': 'Hi'}, expected a dict"),
         ([{"role": "user", "text": "Hi"}], "message 0 has no content; found role, text, expected 'role' and 'content'"),
