@@ -18,8 +18,8 @@ from flax import struct
 from jaxspec import cache as paged
 from jaxspec.cache import LayerKV, PagedKV
 from jaxspec.config import Gemma4Config, LayerSpec
-from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap
-from jaxspec.moe import Experts, Router, times
+from jaxspec.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap, times
+from jaxspec.moe import Experts, Router
 from jaxspec.parallel import Shard
 from jaxspec.sampling import Sampling, choose_by_head
 from pallas_kernels.add_norm import add_norm

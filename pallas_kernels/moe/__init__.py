@@ -33,8 +33,8 @@ def route(
     That softmax is the softmax over all experts, renormalised over the chosen (transformers `Gemma4TextRouter`). Among equal scores
     the expert of lower index comes first, as with `jax.lax.top_k`. Computed in float32.
 
-    scores: [N, E]; per_expert_scale: [E]. Returns weights [N, top_k] in scores' dtype, ids [N, top_k] int32, and the groups of these
-    ids where the kernel has them at hand, else None. A row whose scores hold NaN gets NaN weights, and ids that may be E.
+    scores: [N, E]; per_expert_scale: [E]. Returns weights [N, top_k] float32, ids [N, top_k] int32, and the groups of these ids
+    where the kernel has them at hand, else None. A row whose scores hold NaN gets NaN weights, and ids that may be E.
 
     implementation: see `dialect.select`. Raises ValueError for an unknown one, or if top_k is not within 1 .. E.
     """
@@ -59,9 +59,9 @@ def experts(
 ) -> jax.Array:
     """The weighted sum of the chosen experts' outputs, down(gelu_tanh(gate x) * up x), for each row.
 
-    x: [N, H]; gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]; weights: [N, top_k]; ids: [N, top_k] int32, not negative. An id >= E
-    stands for no expert and adds nothing, so a part of the experts can be computed with ids counted from the part's first and E for
-    the others. groups: those of `ids`, as `route` gives them. Returns [N, H] in x's dtype.
+    x: [N, H]; gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]; weights: [N, top_k], in any float dtype; ids: [N, top_k] int32, not
+    negative. An id >= E stands for no expert and adds nothing, so a part of the experts can be computed with ids counted from the
+    part's first and E for the others. groups: those of `ids`, as `route` gives them. Returns [N, H] in x's dtype.
 
     Products are summed in float32. The kernel rounds to x's dtype after the activation, after down_proj and after the sum; the
     reference also rounds the two halves of the activation, so in bfloat16 the two differ by a few units in the last place of the

@@ -11,8 +11,7 @@ from pallas_kernels.linear.reference import activation
 def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.moe.route`."""
     top, ids = jax.lax.top_k(scores.astype(jnp.float32), top_k)
-    weights = jax.nn.softmax(top, axis=-1) * jnp.take(per_expert_scale.astype(jnp.float32), ids, axis=0)
-    return weights.astype(scores.dtype), ids
+    return jax.nn.softmax(top, axis=-1) * jnp.take(per_expert_scale.astype(jnp.float32), ids, axis=0), ids
 
 
 def experts(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:

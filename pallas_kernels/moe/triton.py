@@ -79,7 +79,7 @@ def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int, *, interpr
     width = pl.next_power_of_2(experts)
     alone = rows <= min(ALONE, SCORES // width)
     block = pl.next_power_of_2(rows) if alone else max(1, min(16, SCORES // width))
-    out_shape = [jax.ShapeDtypeStruct((rows, top_k), scores.dtype), jax.ShapeDtypeStruct((rows, top_k), jnp.int32)]
+    out_shape = [jax.ShapeDtypeStruct((rows, top_k), jnp.float32), jax.ShapeDtypeStruct((rows, top_k), jnp.int32)]
     if alone:
         out_shape += [jax.ShapeDtypeStruct((experts,), jnp.int32), jax.ShapeDtypeStruct((experts, rows), jnp.int32)]
     weights, ids, *groups = dialect.call(
@@ -120,7 +120,7 @@ def _route(scores_ref, scale_ref, weights_ref, ids_ref, *group_refs, top_k, bloc
     total = functools.reduce(jnp.add, shares)
     for k, (share, best) in enumerate(zip(shares, ids, strict=True)):
         scale = plgpu.load(scale_ref.at[best], mask=best < experts, other=jnp.zeros((), scale_ref.dtype)).astype(jnp.float32)
-        plgpu.store(weights_ref.at[row, k], (share / total * scale).astype(weights_ref.dtype), mask=real)
+        plgpu.store(weights_ref.at[row, k], share / total * scale, mask=real)
         plgpu.store(ids_ref.at[row, k], best, mask=real)
     if group_refs:
         counts_ref, pairs_ref = group_refs
