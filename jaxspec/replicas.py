@@ -60,7 +60,7 @@ class Turns:
         shards: Shards,
         requests: Iterator[Request],
         needs_of: Callable[[list[Request]], Needs],
-        kinds: dict[tuple, Request] | None = None,
+        kinds: dict[tuple, Request],
     ):
         self._shards, self._requests, self._next = shards, requests, next(requests, None)
         self._dealt = [_Dealt() for _ in shards.runners]

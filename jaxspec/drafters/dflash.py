@@ -73,6 +73,7 @@ class DFlashConfig:
                 raise ValueError(f"config.json has {field}={dflash.get(field) or config.get(field)!r}; implemented: none")
         expect(config, "is_neox_style", (True,))
         expect(config, "sample_from_anchor", (False, None))
+        expect(config, "shift_label", (False, None))
         expect(config, "projector_type", ("dflash",))
         hidden, vocab = int(require(inner, "hidden_size")), int(require(inner, "vocab_size"))
         layers, causal = _layers(inner, config, dflash)
@@ -134,7 +135,8 @@ def _layers(
         kinds = [FULL if i < first else SLIDING for i in range(count)]
     if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
         raise ValueError(f"layer_types has {len(kinds)} entries of {sorted(set(kinds))}; expected {count} of {SLIDING!r} and {FULL!r}")
-    explicit = next((c for c in (config.get("is_causal"), dflash.get("causal")) if c is not None), None)
+    places = config.get("is_causal"), dflash.get("is_causal"), dflash.get("causal")
+    explicit = next((place for place in places if place is not None), None)
     both_ways = config.get("sliding_window_non_causal", False)
     causal = tuple(bool(explicit) if explicit is not None else kind == SLIDING and not both_ways for kind in kinds)
     if dflash.get("use_swa") and SLIDING not in kinds:
