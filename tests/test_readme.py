@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from quick import few_programs
 
-from jaxspec import cli, compile_check
+from jaxspec import cli, compile_check, loading
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,6 +27,7 @@ COMMANDS, WEIGHTS = ([line for kind, block in BLOCKS if kind == wanted for line 
 def quick_to_compile(unoptimised):
     with pytest.MonkeyPatch.context() as patch:
         few_programs(patch)
+        patch.setattr(loading, "MAX_SLOTS", 2)  # as many as the most prompts of one call
         yield
 
 

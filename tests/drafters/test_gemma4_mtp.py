@@ -31,6 +31,7 @@ from jaxspec.layers import Embedding
 from jaxspec.sampling import Sampling
 from pallas_kernels.noise import gumbel, row_keys
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = ("long", "short")  # the rows of a batch; the first is past the window
 PAGE, K, MAX_LEN = 4, 4, 48  # with the window of 8, sliding rings hold 12 positions

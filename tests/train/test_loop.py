@@ -10,6 +10,7 @@ import pytest
 from jaxspec.train import curves, loop
 from jaxspec.train.loop import Run, fit, read_metrics
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 RUN = Run(steps=6, batch=8, every=2, peak=1e-1, dtype="float32")
 
 
