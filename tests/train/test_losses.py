@@ -128,11 +128,13 @@ def test_a_drafter_learns_a_batch_by_heart(kind):
     moments = tx.init(trained)
     change = jax.jit(tx.update)
     (_, before), _ = graded(trained, kept, texts, MIXED)
-    for _ in range(150):
+    for step in range(150):
         (_, metrics), gradient = graded(trained, kept, texts, MIXED)
         with jax.numpy_dtype_promotion("standard"):
             changes, moments = change(gradient, moments)
         trained = optax.apply_updates(trained, changes)
+        if step % 30 == 29 and metrics["acceptance_length"] - 1 > 0.9 * STEPS:
+            break
     assert before["acceptance_length"] < 2.5 < 0.9 * STEPS < metrics["acceptance_length"] - 1
 
 
