@@ -13,6 +13,8 @@ from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 from jaxspec.watch import AcceptanceWarning, Watch
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 
 def warned(drafter, requests, rule=accept.COUPLED):
     """After how many of these (rounds, kept, temperature) a watch warns, once; None if it does not."""
