@@ -30,6 +30,7 @@ TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "m
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONVERTED = "jaxspec.json"  # what tells a folder that `jaxspec convert` wrote
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]  # the last to be refused, not overlooked
+CONFIGS = ["config.json", "generation_config.json"]
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 INTEGERS = {"I64": np.int64, "I32": np.int32}
@@ -39,8 +40,9 @@ MAX_LISTED = 20
 COMPARED = 1 << 20  # bytes of two tensors at a time
 
 
-def resolve(name: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint: a bundled name such as "pocket", a local folder, or a hub id, which is downloaded.
+def resolve(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
+    """The folder of a checkpoint: a bundled name such as "pocket", a local folder, or a hub id, which is downloaded. weights: whether all
+    of it is, or its configs alone.
 
     Raises FileNotFoundError if it is none of them or cannot be downloaded, ValueError for a single file.
     """
@@ -56,11 +58,13 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     if path.is_file():
         raise ValueError(f"{text!r} is a file; expected the folder that holds it and its config.json")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text):
-        raise FileNotFoundError(f"{text!r} is neither a folder, nor a hub id (owner/name), nor bundled ({', '.join(sorted(bundled))})")
+        raise FileNotFoundError(
+            f"{text!r} is neither a folder, nor a hub id (owner/name), nor bundled ({', '.join(sorted(bundled))}), nor the drafter 'ngram'"
+        )
     import huggingface_hub  # here, because it takes a while to import and only downloads need it
 
     try:
-        folder = huggingface_hub.snapshot_download(text, allow_patterns=DOWNLOADED, ignore_patterns=["*/*"])
+        folder = huggingface_hub.snapshot_download(text, allow_patterns=DOWNLOADED if weights else CONFIGS, ignore_patterns=["*/*"])
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{text!r} is no folder, and the hub did not give a model of that id: {error}") from error
     return Path(folder)

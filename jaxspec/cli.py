@@ -321,9 +321,9 @@ def _batch(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> None:
     with _door():
         from jaxspec import checkpoint
-        from jaxspec.info import describe, describe_mesh, describe_plan, folder_of
+        from jaxspec.info import describe, describe_mesh, describe_plan
 
-        folder = folder_of(args.target)
+        folder = checkpoint.resolve(args.target, weights=False)
         if args.drafter == "ngram":
             raise ValueError("the drafter 'ngram' is no checkpoint: it fits every target and has no weights")
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)

@@ -90,4 +90,5 @@ def completion_of(
 def _failure(request: Request) -> str:
     """What failed, and where."""
     where = f"step {request.rounds}" if request.output else "the pass over the prompt"
-    return f"the target's logits at position {request.length}, of new token {len(request.output) + 1}, are not finite; it failed in {where}"
+    what = f"the target's logits at position {request.length}, of new token {len(request.output) + 1}, are not finite"
+    return f"{what}; it failed in {where}" if not request.edited else f"{what}, or the request allows none; it failed in {where}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -180,7 +181,10 @@ class LLM:
         Raises ValueError or TypeError, before anything is computed, for a prompt that is empty, longer than max_len - 1 or has ids
         out of range, and for params that do not fit.
         """
-        listed = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        one = isinstance(prompts, str) or _is_ids(prompts)
+        if not one and (isinstance(prompts, bytes | Mapping) or hasattr(prompts, "columns") or not hasattr(prompts, "__iter__")):
+            raise TypeError(f"prompts are of type {type(prompts).__name__}, expected a str, a list of token ids, or a list of either")
+        listed = [prompts] if one else list(prompts)
         return self._generate(self._requests(listed, params))
 
     def as_completed(
@@ -281,12 +285,6 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool = False) -> list[int]:
         """The token ids of a conversation up to the model's turn: what `chat` generates from."""
-        for i, message in enumerate(messages):
-            content = message.get("content") if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, list | tuple) else ():
-                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                if kind != "text":
-                    raise ValueError(f"message {i} holds content of type {kind!r}; only text can be read")
         return self.tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking)
 
     def _requests(self, prompts: Sequence[Any], params: Any, *, keep: bool = False) -> list[Request]:
@@ -294,6 +292,8 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(prompts)
         else:
+            if not isinstance(params, list | tuple):
+                raise TypeError(f"params is {type(params).__name__}, expected SamplingParams, a list of them or None")
             each = list(params)
             if len(each) != len(prompts):
                 raise ValueError(f"found {len(each)} params for {len(prompts)} prompts; expected one for each, or one for all")
@@ -373,7 +373,7 @@ class LLM:
                         return
                     yield Chunk(piece, new, logprobs=logprobs)
         finally:
-            if request.output and not request.accounted:
+            if request.output and not request.accounted and not sys.is_finalizing():
                 self._account(request)
 
     def _completion(self, request: Request, turn: Turn | Turns) -> Completion:

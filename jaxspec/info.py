@@ -18,20 +18,7 @@ from jaxspec.plan import size
 from jaxspec.sharding import nbytes
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
-CONFIGS = ["config.json", "generation_config.json"]
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-def folder_of(target: str) -> Path:
-    """The folder of a target's configs: as `checkpoint.resolve`, but of a hub id they alone are downloaded, and no weights."""
-    if target.count("/") != 1 or Path(target).expanduser().exists() or target.startswith((".", "~", "/")):
-        return checkpoint.resolve(target)
-    import huggingface_hub  # here, because it takes a while to import and only downloads need it
-
-    try:
-        return Path(huggingface_hub.snapshot_download(target, allow_patterns=CONFIGS, ignore_patterns=["*/*"]))
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{target!r} is no folder, and the hub did not give a model of that id: {error}") from error
 
 
 def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters, gemma4, plan, sharding
 from jaxspec.accept import Rule, rule_of
-from jaxspec.config import ASSISTANT_TYPES, Gemma4Config
+from jaxspec.config import Gemma4Config
 from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import LLM
@@ -82,7 +82,7 @@ def load(
     mesh = _mesh(mesh, tensor)
     place, spread = _placement(mesh)
 
-    folder = checkpoint.resolve(target)
+    folder = checkpoint.resolve(target, weights=False)
     config, generation = read_target(folder)
     try:
         defaults = Defaults.of(generation)
@@ -116,6 +116,7 @@ def load(
     shards = 1 if mesh is None else mesh.shape[sharding.DATA]
     chosen = plan.fit(sizes, room, None if max_slots is None else -(-max_slots // shards), kv_pages, default_slots=MAX_SLOTS)
 
+    folder = checkpoint.resolve(target)  # only now, since a target's weights are a long download
     tokenizer = load_tokenizer(folder)
     _enable_compilation_cache()
     weights = load_target(folder, abstract, progress=progress)
@@ -150,7 +151,7 @@ def read_target(folder: Path) -> tuple[Gemma4Config, dict[str, Any]]:
     try:
         config = Gemma4Config.from_hf(raw)
     except ValueError as error:
-        hint = "; it is a drafter, to be given as drafter=" if raw.get("model_type") in ASSISTANT_TYPES else ""
+        hint = "; it is a drafter, to be given as drafter=" if drafters.is_drafter(raw) else ""
         raise ValueError(f"the target {folder} cannot be loaded: {error}{hint}") from error
     return config, checkpoint.read_generation_config(folder)
 

@@ -80,7 +80,9 @@ def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:
 
 
 def check(mesh: Mesh) -> None:
-    """Raises ValueError for a mesh of other axes, and for one that spreads data over processes."""
+    """Raises TypeError for what is no mesh, ValueError for one of other axes or one that spreads data over processes."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is {mesh!r}, expected a Mesh, as jaxspec.mesh(data=2, tensor=4) makes it")
     if mesh.axis_names != (DATA, TENSOR):
         raise ValueError(f"mesh has axes {mesh.axis_names}, expected 'data' and 'tensor' in this order")
     data, processes = mesh.shape[DATA], _processes(mesh)

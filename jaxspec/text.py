@@ -240,9 +240,12 @@ def _check_content(i: int, message: Mapping[str, Any]) -> None:
         raise ValueError(f"message {i} has no content; found {', '.join(message)}, expected 'role' and 'content'")
     if not isinstance(content, str | list | tuple | None):
         raise ValueError(f"the content of message {i} is {content!r}, expected a str or a list of parts")
-    for text in (content,) if isinstance(content, str) else (part.get("text") for part in content or () if isinstance(part, Mapping)):
-        if isinstance(text, str):
-            _check_characters(text)
+    for part in ({"type": "text", "text": content},) if isinstance(content, str) else content or ():
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"message {i} holds content of type {kind!r}; only text can be read")
+        if isinstance(part.get("text"), str):
+            _check_characters(part["text"])
 
 
 def _listing(folder: Path) -> str:

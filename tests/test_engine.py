@@ -3,6 +3,7 @@
 import functools
 import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -393,6 +394,13 @@ def test_bad_arguments_of_calls(speculative):
         speculative.generate(["x"], [SamplingParams()] * 2)
     with pytest.raises(TypeError, match="params of prompt 0 are of type dict, expected SamplingParams"):
         speculative.generate(["x"], [{"max_tokens": 3}])
+    with pytest.raises(TypeError, match="params is dict, expected SamplingParams, a list of them or None"):
+        speculative.generate(["x"], {"max_tokens": 3})
+    for prompts in ({"prompt": "x"}, b"x", None, 5, types.SimpleNamespace(columns=["prompt"])):
+        with pytest.raises(TypeError, match=f"prompts are of type {type(prompts).__name__}, expected a str, a list of token ids, or a l"):
+            speculative.generate(prompts)
+    with pytest.raises(ValueError, match="chat takes a list of at least one message, such as .*, found None"):
+        speculative.chat(None)
     with pytest.raises(TypeError, match="params is list, expected SamplingParams or None"):
         speculative.stream("x", [SamplingParams()])
     with pytest.raises(ValueError, match="steps is 0, expected at least 1"):

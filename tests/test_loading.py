@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import pytest
@@ -95,6 +96,7 @@ def test_a_drafter_may_be_an_object(folders, llm):
         ({"seed": -1}, ValueError, "seed is -1, expected at least 0"),
         ({"drafter": None, "num_draft_tokens": 2}, ValueError, "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter"),
         ({"drafter": "bigram"}, FileNotFoundError, "'bigram' is neither a folder, nor a hub id"),
+        ({"mesh": "tensor=2"}, TypeError, "mesh is 'tensor=2', expected a Mesh, as jaxspec.mesh"),
         ({"drafter": 3}, TypeError, "drafter is of type int without taps, init, observe, draft; expected a checkpoint's name"),
     ],
 )
@@ -104,10 +106,24 @@ def test_a_bad_setting_is_refused_before_weights_are_read(folders, monkeypatch, 
         jaxspec.load(folders[0], **{"drafter": folders[1], "progress": False, **settings})
 
 
+def test_a_drafter_that_does_not_fit_is_refused_before_a_target_is_downloaded(folders, monkeypatch):
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **settings: asked.append(settings) or str(folders[0]))
+    with pytest.raises(FileNotFoundError, match="'bigram' is neither .* nor the drafter 'ngram'"):
+        jaxspec.load("google/gemma-4-31B-it", "bigram", progress=False)
+    [settings] = asked
+    assert list(huggingface_hub.utils.filter_repo_objects(["config.json", "model.safetensors"], **settings)) == ["config.json"]
+    llm = jaxspec.load("google/gemma-4-31B-it", max_slots=1, max_len=8, progress=False)
+    assert "model.safetensors" in huggingface_hub.utils.filter_repo_objects(["model.safetensors"], **asked[-1]) and len(llm.target.layers)
+
+
 def test_a_checkpoint_of_another_kind_is_refused(folders, tmp_path):
     target, assistant = folders
     with pytest.raises(ValueError, match="the target .* model_type is 'gemma4_assistant'.*it is a drafter, to be given as drafter="):
         jaxspec.load(assistant)
+    block = edited(assistant, tmp_path / "block", "config.json", model_type="qwen3", architectures=["DFlashDraftModel"])
+    with pytest.raises(ValueError, match="the target .* model_type is 'qwen3'.*it is a drafter, to be given as drafter="):
+        jaxspec.load(block)
     other = edited(assistant, tmp_path / "other", "config.json", model_type="qwen3")
     with pytest.raises(ValueError, match="the drafter .* has model_type 'qwen3'; expected one of 'gemma4_assistant'"):
         jaxspec.load(target, other)

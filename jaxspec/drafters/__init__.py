@@ -33,18 +33,25 @@ REGISTRY: dict[str, Callable[[Path, Mapping[str, Any], Gemma4Config, Any], Any]]
 }
 
 
+def names_of(config: Mapping[str, Any]) -> list[Any]:
+    """What a config.json calls its model, what says most first: many drafters have the model_type of the decoder that they resemble."""
+    return [*(config.get("architectures") or ()), config.get("speculators_model_type"), config.get("model_type")]
+
+
+def is_drafter(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a drafter which can be nothing else."""
+    return any(name in REGISTRY and name not in TARGET_TYPES for name in names_of(config))
+
+
 def abstract_drafter(folder: Path, target: Gemma4Config, dtype: Any) -> Any:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs, bound to its target.
 
     Raises ValueError if the checkpoint is no drafter, or does not fit the target.
     """
     config = checkpoint.read_config(folder)
-    # An architecture says more than a model_type: many drafters have that of the decoder that they resemble.
-    architectures = list(config.get("architectures") or ())
-    names = [*architectures, config.get("speculators_model_type"), config.get("model_type")]
-    make = next((REGISTRY[name] for name in names if name in REGISTRY), None)
+    make = next((REGISTRY[name] for name in names_of(config) if name in REGISTRY), None)
     if make is None:
-        kind = config.get("model_type")
+        kind, architectures = config.get("model_type"), config.get("architectures")
         known = ", ".join(map(repr, REGISTRY))
         named = f" ({', '.join(architectures)})" if architectures else ""
         raise ValueError(f"the drafter {folder} has model_type {kind!r}{named}; expected one of {known}")
@@ -84,4 +91,4 @@ def _check_token_ids(folder: Path, drafter: Any) -> None:
             )
 
 
-__all__ = ["REGISTRY", "Drafter", "NoDraft", "abstract_drafter", "load_drafter"]
+__all__ = ["REGISTRY", "Drafter", "NoDraft", "abstract_drafter", "is_drafter", "load_drafter", "names_of"]
