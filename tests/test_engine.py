@@ -458,6 +458,7 @@ def test_an_interrupt_anywhere_leaves_the_llm_usable(llm, expected):
 def test_a_call_that_fails_costs_neither_the_llm_nor_open_streams(llm, expected, monkeypatch):
     stream = llm.stream(PROMPTS[0][0], params(0))
     begun = next(stream).token_ids
+    generate(llm, [0, 1])  # compiles the program that is to fail
     key = next(key for key in llm._runner.programs.compiled if key[0] == "decode" and key[1] == 3)
 
     def failing(*args):
