@@ -146,8 +146,7 @@ class Batch:
         if self._params.seed is not None:
             raise ValueError(f"params.seed is {self._params.seed}, which all lines would share; expected None, and the run's own seed")
         settings = {
-            "model": llm.name,
-            "max_len": llm.max_len,
+            **llm.settings,
             "run_seed": self._seed,
             "shard": f"{self._shard}/{self._shards}",
             "token_ids": token_ids,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
@@ -99,6 +100,10 @@ class LLM:
         self._watch = Watch(drafter, accept)
         self._seeds = random.Random(seed)
         self.progress, self.name = progress, name
+        # What texts depend on beside requests and, with rules other than "coupled", the drafter.
+        dtype = target.dtype.name
+        kv_dtype = dtype if kv_dtype is None else jnp.dtype(kv_dtype).name
+        self.settings = {"model": name, "max_len": max_len, "dtype": dtype, "kv_dtype": kv_dtype, "accept": accept.name}
         self._lock = threading.RLock()
 
     @property

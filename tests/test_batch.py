@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import jax
 import pytest
@@ -25,6 +25,7 @@ class FakeLLM:
     """Answers with the prompt's ids, its temperature and its seed, a few requests at a time, in any order. dies: after how many."""
 
     name, progress, max_len, target = "fake", False, 32, ()
+    settings = MappingProxyType({"model": "fake", "max_len": 32, "dtype": "float32"})
     tokenizer = SimpleNamespace(encode=lambda text: [ord(c) % 100 for c in text])
 
     def __init__(self, dies=None, fails=()):
@@ -258,6 +259,10 @@ def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
         batch.run_batch(FakeLLM(8), requests, out, seed=1)
     with pytest.raises(ValueError, match=r"was made with run_seed 1, not 2; temperature None, not 0\.5: ask for the same to go on"):
         batch.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=2)
+    other = FakeLLM()
+    other.settings = {**other.settings, "dtype": "bfloat16"}
+    with pytest.raises(ValueError, match=r"was made with dtype 'float32', not 'bfloat16': ask for the same to go on"):
+        batch.run_batch(other, requests, out, seed=1)
     line = read_lines(out)[0]["line"]
     lines = requests.read_text().splitlines()
     changed = write_lines(tmp_path / "changed.jsonl", [*lines[: line - 1], '{"id": "other", "prompt": "x"}', *lines[line:]])

@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     option("unroll", "draft steps that are trained (default: the kind's)", type=int, metavar="N", dest="objective_steps")
     option("anchors", "places of a text that draft (default: 64)", type=int, metavar="N", dest="objective_anchors")
     weights = {
-        "decay": "a draft step's, against the one before it",
+        "decay": "of a draft step, against the one before it",
         "soft": "of cross-entropy to the target's distribution",
         "hard": "of cross-entropy to its best token",
         "tv": "of total variation, which bounds acceptance",
