@@ -225,9 +225,8 @@ def _generate(args: argparse.Namespace) -> None:
         llm, params = _load(args, max_slots=1)
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
         chunks = llm.stream(prompt, params)
-    print(prompt, end="", flush=True)
-    for chunk in chunks:
-        print(chunk.text, end="", flush=True)
+    for i, chunk in enumerate(chunks):  # until the first one, programs may be compiled, and a line about it stands here
+        print(chunk.text if i else prompt + chunk.text, end="", flush=True)
     print()
     if args.stats:
         print(f"\n{llm.stats}")

@@ -89,6 +89,7 @@ class LLM:
             "kv_pages": kv_pages,
             "page_size": page_size,
             "prefix_bytes": prefix_bytes,
+            "progress": progress,
         }
         parts = [(target, drafter, None)] if mesh is None else data_shards((target, drafter), mesh)
         self._totals, self._begun = Stats(), None

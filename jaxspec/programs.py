@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from tqdm.auto import tqdm
 
 from jaxspec import decode as loop
 from jaxspec import graphs
@@ -77,6 +78,7 @@ class Programs:
 
     init: makes the state of one data shard. slots, max_len, num_draft_tokens: what it was made for. mesh: as in `Runner`. times: learns
     when the device has something to do. limits: what to lower where a device runs out of memory, with the values that these settings have.
+    progress: whether to say what is compiled while others wait for it.
 
     state: None once a call that failed has taken it along, until `begin`. compiled: programs by key; compile_seconds: the time that they
     took.
@@ -97,11 +99,12 @@ class Programs:
         mesh: jax.sharding.Mesh | None,
         times: Times,
         limits: Mapping[str, int],
+        progress: bool = False,
     ):
         self.target, self.drafter = target, drafter
         self.slots, self.max_len, self.num_draft_tokens, self.accept = slots, max_len, num_draft_tokens, accept
         self._attention = {"attention": attention, "draft_attention": draft_attention}
-        self._times, self._limits = times, dict(limits)
+        self._times, self._limits, self._progress = times, dict(limits), progress
         self.compiled: dict[Key, Callable[..., Any]] = {}
         self.compile_seconds = 0.0
         self._layout = None if mesh is None else Layout.of(mesh, drafter, init)
@@ -140,10 +143,11 @@ class Programs:
         self.compile_seconds += time.perf_counter() - begun
 
     def program(self, key: Key) -> Callable[..., Any]:
-        """A compiled program; if need be it is compiled now."""
+        """A compiled program; if need be it is compiled now, and somebody who waits is told."""
         if key not in self.compiled:
             begun = time.perf_counter()
-            with self._explained():
+            told = tqdm(desc=f"Compiling {_line(key)}", bar_format="{desc}", leave=False, disable=not self._progress)
+            with self._explained(), told:
                 self.compiled[key] = self._compiler(*key)()
             self.compile_seconds += time.perf_counter() - begun
         return self.compiled[key]

@@ -46,7 +46,8 @@ class Runner:
     implementations for the target's and the drafter's attention. kv_dtype: of the target's cache, None for that of its weights.
     kv_pages: full-attention pages that all sequences share, None for as many as they can fill. prefix_bytes: what snapshots of prompts
     may take, in idle slots beside those that run; they hold shared pages until sequences need these. mesh: the devices of one data shard,
-    over which the weights lie as `sharding.spread` gives them, or None for one device. clock: what `times` go by.
+    over which the weights lie as `sharding.spread` gives them, or None for one device. clock: what `times` go by. progress: as in
+    `Programs`.
 
     adaptive: chooses how many tokens rounds guess, None where all guess num_draft_tokens. times: where the device's time went.
     preemptions: sequences that made room and were computed again.
@@ -70,6 +71,7 @@ class Runner:
         prefix_bytes: int = PREFIX_BYTES,
         mesh: jax.sharding.Mesh | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        progress: bool = False,
     ):
         self.target, self.drafter = target, drafter
         self.slots, self.max_len, self.num_draft_tokens, self.page_size = slots, max_len, num_draft_tokens, page_size
@@ -106,6 +108,7 @@ class Runner:
             mesh=mesh,
             times=self.times,
             limits={"max_slots": slots, "max_len": max_len, "kv_pages": self.kv_pages},
+            progress=progress,
         )
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self.programs.state)
 

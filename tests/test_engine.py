@@ -411,6 +411,17 @@ def test_bad_arguments_of_calls(speculative):
         speculative.chat([])
 
 
+def test_who_waits_for_a_program_is_told(llm, monkeypatch, capsys):
+    programs, key = llm._runner.programs, ("decode", 7)
+    monkeypatch.setattr(programs, "_compiler", lambda *key: lambda: print("compiles", file=sys.stderr) or key)
+    monkeypatch.setattr(programs, "compiled", dict(programs.compiled))
+    for progress in (True, False):
+        monkeypatch.setattr(programs, "_progress", progress)
+        assert programs.program(key) == key
+        assert ("Compiling decode 7" in capsys.readouterr().err.partition("compiles")[0]) == progress
+        del programs.compiled[key]
+
+
 def interrupted(function, at):
     """Calls a function, and raises KeyboardInterrupt before the line that is the at-th to run in the engine's own files. Returns how
     many lines ran."""
