@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import logging
 import os
 import re
@@ -225,7 +226,7 @@ def _generate(args: argparse.Namespace) -> None:
         llm, params = _load(args, max_slots=1)
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
         chunks = llm.stream(prompt, params)
-    for i, chunk in enumerate(chunks):  # until the first one, programs may be compiled, and a line about it stands here
+    for i, chunk in enumerate(_compiled(chunks)):
         print(chunk.text if i else prompt + chunk.text, end="", flush=True)
     print()
     if args.stats:
@@ -264,7 +265,7 @@ def _answer(chunks: Any, tokenizer: Any, interruptible: bool) -> str:
     text, ids = "", []
     with contextlib.closing(chunks):
         try:
-            for chunk in chunks:
+            for chunk in _compiled(chunks):
                 print(chunk.text, end="", flush=True)
                 text, ids = text + chunk.text, ids + chunk.token_ids
         except KeyboardInterrupt:
@@ -272,6 +273,13 @@ def _answer(chunks: Any, tokenizer: Any, interruptible: bool) -> str:
                 raise
     print()
     return text.removeprefix(tokenizer.thoughts(ids))
+
+
+def _compiled(chunks: Any) -> Iterator[Any]:
+    """The chunks of a stream, the first one with the second: until then programs are compiled, and a line that says so stands where the
+    text is to begin."""
+    yield from list(itertools.islice(chunks, 2))
+    yield from chunks
 
 
 def _batch(args: argparse.Namespace) -> int:
