@@ -49,6 +49,8 @@ class LLM:
     adaptive: whether `warmup` measures what rounds cost, and calls then choose how many tokens, up to num_draft_tokens, rounds guess;
     with the rule "coupled" and in one process only. The other settings are those of `jaxspec.load`; page_size and prefix_bytes are as in
     `Runner`. mesh: where the weights lie, as `sharding.spread` gives them; None for one device. kv_pages are those of a data shard.
+
+    settings: by name, what texts depend on beside requests and, with rules other than "coupled", the drafter.
     """
 
     def __init__(
@@ -101,7 +103,6 @@ class LLM:
         self._watch = Watch(drafter, accept)
         self._seeds = random.Random(seed)
         self.progress, self.name = progress, name
-        # What texts depend on beside requests and, with rules other than "coupled", the drafter.
         dtype = target.dtype.name
         kv_dtype = dtype if kv_dtype is None else jnp.dtype(kv_dtype).name
         self.settings = {"model": name, "max_len": max_len, "dtype": dtype, "kv_dtype": kv_dtype, "accept": accept.name}
