@@ -59,8 +59,10 @@ def _write(folder: Path, name: str, layers: int | None) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from jaxspec import checkpoint, gemma4, shapes
-    from jaxspec.config import Gemma4Config
+    from jaxspec import released as shapes
+    from jaxspec.checkpoint import load as checkpoint
+    from jaxspec.model import gemma4
+    from jaxspec.model.config import Gemma4Config
 
     config = json.loads(json.dumps(shapes.TARGETS[name]))
     text = config.get("text_config", config)
@@ -98,7 +100,8 @@ def _read(folder: Path, tensor: int) -> None:
     import jax.numpy as jnp
     import tensorstore  # noqa: F401 (so that its import is not timed)
 
-    from jaxspec import gemma4, loading, sharding
+    from jaxspec import loading, sharding
+    from jaxspec.model import gemma4
 
     config, _ = loading.read_target(folder)
     abstract = gemma4.abstract(config, jnp.bfloat16)

@@ -13,8 +13,10 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jaxspec import SamplingParams, checkpoint, gemma4, shapes
-from jaxspec.engine import LLM
+from jaxspec import SamplingParams, checkpoint
+from jaxspec import released as shapes
+from jaxspec.engine.llm import LLM
+from jaxspec.model import gemma4
 from jaxspec.text import load_tokenizer
 
 

@@ -20,12 +20,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import SamplingParams, checkpoint, gemma4, plan, shapes, sharding
-from jaxspec.accept import synthetic
-from jaxspec.engine import LLM
+from jaxspec import SamplingParams, checkpoint, sharding
+from jaxspec import released as shapes
+from jaxspec.bench.workload import RATES
+from jaxspec.decode.accept import synthetic
+from jaxspec.engine import memory as plan
+from jaxspec.engine.llm import LLM
 from jaxspec.loading import DTYPES, MAX_SLOTS, memory_limit
+from jaxspec.model import gemma4
 from jaxspec.text import load_tokenizer
-from jaxspec.workload import RATES
 from pallas_kernels import dialect
 
 COLUMNS = (

@@ -9,23 +9,34 @@ __version__ = "0.1.0"
 _EXPORTS: dict[str, str] = {
     "load": "jaxspec.loading",
     "convert": "jaxspec.converting",
-    "LLM": "jaxspec.engine",
-    "SamplingParams": "jaxspec.params",
-    "Completion": "jaxspec.params",
-    "Chunk": "jaxspec.params",
-    "Logprob": "jaxspec.params",
-    "Stats": "jaxspec.stats",
+    "LLM": "jaxspec.engine.llm",
+    "SamplingParams": "jaxspec.engine.params",
+    "Completion": "jaxspec.engine.params",
+    "Chunk": "jaxspec.engine.params",
+    "Logprob": "jaxspec.engine.params",
+    "Stats": "jaxspec.engine.stats",
     "plot_acceptance": "jaxspec.plots",
-    "mesh": "jaxspec.sharding",
-    "run_batch": "jaxspec.batch",
-    "BatchResult": "jaxspec.batch",
+    "mesh": "jaxspec.sharding.layout",
+    "run_batch": "jaxspec.batch.job",
+    "BatchResult": "jaxspec.batch.job",
 }
-_MODULES = ("accept", "cache", "checkpoint", "config", "decode", "drafters", "gemma4", "sampling", "sharding")
+# Public modules by the name that `from jaxspec import NAME` takes.
+_MODULES: dict[str, str] = {
+    "accept": "jaxspec.decode.accept",
+    "cache": "jaxspec.model.paged_kv",
+    "checkpoint": "jaxspec.checkpoint",
+    "config": "jaxspec.model.config",
+    "decode": "jaxspec.decode",
+    "drafters": "jaxspec.drafters",
+    "gemma4": "jaxspec.model.gemma4",
+    "sampling": "jaxspec.sampling",
+    "sharding": "jaxspec.sharding",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(_MODULES[name])
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)

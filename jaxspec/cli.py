@@ -191,8 +191,8 @@ def _rates(text: str) -> str | tuple[float, ...]:
 
 def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
     """(llm, sampling params). settings: of `load`, beside those that every command has."""
+    from jaxspec.engine.params import SamplingParams
     from jaxspec.loading import load
-    from jaxspec.params import SamplingParams
 
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed", "ignore_eos")
     params = SamplingParams(**{name: getattr(args, name) for name in names})
@@ -216,7 +216,7 @@ def _mesh(args: argparse.Namespace) -> Any:
     """The mesh that was asked for, or None."""
     if args.mesh is None:
         return None
-    from jaxspec.sharding import mesh_of
+    from jaxspec.sharding.layout import mesh_of
 
     return mesh_of(args.mesh)
 
@@ -285,8 +285,8 @@ def _compiled(chunks: Any) -> Iterator[Any]:
 def _batch(args: argparse.Namespace) -> int:
     import jax
 
-    from jaxspec.batch import Batch
-    from jaxspec.results import ChangedInput
+    from jaxspec.batch.job import Batch
+    from jaxspec.batch.results import ChangedInput
 
     seed, args.seed = args.seed or 0, None  # of the run, of which each line has its own
     with contextlib.ExitStack() as stack:
@@ -389,7 +389,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    from jaxspec import bench
+    from jaxspec.bench import timing as bench
 
     given = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
     with _door():

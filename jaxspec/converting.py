@@ -23,8 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import checkpoint, drafters, gemma4, loading, placing, sharding
+from jaxspec import drafters, loading
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.checkpoint import onto_devices as placing
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.model import gemma4
+from jaxspec.sharding import layout as sharding
 
 VERSION = 2
 WEIGHTS, DRAFTER = "weights", "drafter"

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, drafters, gemma4, plan, sharding
-from jaxspec.config import FULL, SLIDING, Gemma4Config
+from jaxspec import checkpoint, drafters, sharding
 from jaxspec.drafters.base import NoDraft
+from jaxspec.engine import memory as plan
+from jaxspec.engine.memory import size
 from jaxspec.loading import DTYPES, MAX_SLOTS, max_len_of, num_draft_tokens_for, read_target
-from jaxspec.plan import size
-from jaxspec.sharding import nbytes
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.sharding.layout import nbytes
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -10,14 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, drafters, gemma4, plan, sharding
-from jaxspec.accept import Rule, rule_of
-from jaxspec.config import Gemma4Config
+from jaxspec import drafters, sharding
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import LLM
-from jaxspec.params import Defaults, integer
-from jaxspec.runner import check_pages
+from jaxspec.engine import memory as plan
+from jaxspec.engine.llm import LLM
+from jaxspec.engine.params import Defaults, integer
+from jaxspec.engine.runner import check_pages
+from jaxspec.model import gemma4
+from jaxspec.model.config import Gemma4Config
 from jaxspec.text import load_tokenizer
 from pallas_kernels import device, dialect
 

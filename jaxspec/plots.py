@@ -6,7 +6,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.stats import RoundStats, Stats
+from jaxspec.engine.stats import RoundStats, Stats
 
 MARKERS = "osD^vPX*"
 

@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from jaxspec import accept, checkpoint, decode, gemma4, loading, sharding
-from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
-from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, load_drafter, mtp
+from jaxspec import checkpoint, decode, loading, sharding
+from jaxspec.decode import accept
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.drafters import dflash, draft_model, eagle3, load_drafter
+from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 
 VOCAB, SLOTS, MAX_LEN, MAX_K, PAGE, CHUNK = 64, 8, 40, 3, 4, 16
 TEXT = {**tiny.THREE_LAYERS, "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB}

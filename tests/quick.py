@@ -1,6 +1,6 @@
 """Engines of few programs, where a test is about something else than which of them runs."""
 
-from jaxspec import runner
+from jaxspec.engine import runner
 
 
 def few_programs(patch):

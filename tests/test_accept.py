@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import accept
+from jaxspec.decode import accept
 from jaxspec.drafters.base import Drafts
-from jaxspec.sampling import Sampling
+from jaxspec.sampling.choice import Sampling
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])

@@ -8,8 +8,8 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import adaptive
-from jaxspec.adaptive import Adaptive
+from jaxspec.engine import draft_count as adaptive
+from jaxspec.engine.draft_count import Adaptive
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 CHEAP = {0: 1.0, 2: 1.1, 4: 1.2}  # a round's cost by K, where the target's weights are all that counts

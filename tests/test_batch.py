@@ -14,9 +14,11 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import batch, cli, results
-from jaxspec.params import SamplingParams
-from jaxspec.stats import RoundStats
+from jaxspec import cli
+from jaxspec.batch import job as batch
+from jaxspec.batch import results
+from jaxspec.engine.params import SamplingParams
+from jaxspec.engine.stats import RoundStats
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxspec import cli, gemma4, kernel_times, roofline, shapes, workload
-from jaxspec.accept import COUPLED
-from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
+from jaxspec import cli
+from jaxspec import released as shapes
+from jaxspec.bench import kernel_times, roofline, workload
+from jaxspec.decode.accept import COUPLED
+from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import NoDraft
+from jaxspec.model import gemma4
+from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
@@ -245,7 +248,7 @@ def test_filters_that_do_nothing_are_not_compiled(sampling, scope):
 
 
 def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(capsys, monkeypatch):
-    monkeypatch.setattr("jaxspec.workload.MEMORY_FRACTION", 1e-6)
+    monkeypatch.setattr("jaxspec.bench.workload.MEMORY_FRACTION", 1e-6)
     assert cli.main(["bench", "--config", "31b", "--drafter", "mtp", "--batch", "1,8"]) == 2
     message = capsys.readouterr().err
     assert "31b needs 65.11 GiB: target 57.18, drafter 0.87, 8 slots of 1084 positions 7.06" in message and "cpu has 0.00" in message

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxspec import cache as paged
-from jaxspec.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from pallas_kernels.paged_attention.reference import ring_positions
 
 LAYERS = Gemma4Config.from_hf(tiny.TARGET).layers  # sliding with window 8 (1 KV head x 8), full (1 x 16)

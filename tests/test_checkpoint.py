@@ -16,9 +16,11 @@ import transformers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import checkpoint, gemma4, placing
-from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.checkpoint import onto_devices as placing
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.model import gemma4
+from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 INDEX = "model.safetensors.index.json"
 
@@ -406,7 +408,7 @@ def test_resolve_a_folder_and_a_bundled_name(tmp_path: Path) -> None:
     assert checkpoint.resolve(tmp_path) == tmp_path
     assert checkpoint.resolve(str(tmp_path)) == tmp_path
     target = checkpoint.resolve("pocket")
-    assert target == Path(checkpoint.__file__).parent / "pocket" / "target"
+    assert target == Path(checkpoint.__file__).parent.parent / "pocket" / "target"
     assert (target / "tokenizer.json").is_file()
 
 
@@ -416,7 +418,7 @@ def test_resolve_other_bundled_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / "pocket" / name).mkdir(parents=True)
         (tmp_path / "pocket" / name / "config.json").touch()
     (tmp_path / "pocket" / "notes").mkdir()
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "checkpoint.py"))
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "checkpoint" / "load.py"))
     assert checkpoint.resolve("pocket-mtp") == tmp_path / "pocket" / "mtp"
     with pytest.raises(FileNotFoundError, match=r"'pocket-notes' is neither .* nor bundled \(pocket, pocket-mtp\)"):
         checkpoint.resolve("pocket-notes")

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from jaxspec import compile_cases, compile_check
-from jaxspec.compile_cases import Case
-from jaxspec.compile_check import GPUS
+from jaxspec.compile_check import cases as compile_cases
+from jaxspec.compile_check import check as compile_check
+from jaxspec.compile_check.cases import Case
+from jaxspec.compile_check.check import GPUS
 from pallas_kernels import device
 
 

@@ -7,7 +7,7 @@ import oracle
 import pytest
 from real_configs import ASSISTANTS, FULL, SLIDING, TARGETS
 
-from jaxspec.config import AssistantConfig, Gemma4Config
+from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 MODELS = list(TARGETS)
 

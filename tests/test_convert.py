@@ -17,9 +17,13 @@ import tensorstore
 import tiny
 
 import jaxspec
-from jaxspec import checkpoint, cli, converting, drafters, gemma4, loading, placing, sharding
-from jaxspec.config import Gemma4Config
-from jaxspec.drafters import dflash, eagle3, mtp
+from jaxspec import cli, converting, drafters, loading, sharding
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.checkpoint import onto_devices as placing
+from jaxspec.drafters import dflash, eagle3
+from jaxspec.drafters import mtp_modules as mtp
+from jaxspec.model import gemma4
+from jaxspec.model.config import Gemma4Config
 
 INNER = {
     "model_type": "llama",

@@ -10,14 +10,17 @@ import pytest
 import tiny
 from flax import struct
 
-from jaxspec import accept, decode, edits, gemma4
-from jaxspec import cache as paged
-from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.decode import EMPTY, FAILED, FULL_LENGTH, RUNNING, STOPPED
-from jaxspec.drafters import gemma4_mtp
+from jaxspec.decode import accept
+from jaxspec.decode import step as decode
+from jaxspec.decode.step import EMPTY, FAILED, FULL_LENGTH, RUNNING, STOPPED
+from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import Drafts, NoDraft
-from jaxspec.filters import Filters
-from jaxspec.sampling import Needs, choose
+from jaxspec.model import gemma4
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.sampling import logit_edits as edits
+from jaxspec.sampling.choice import Needs, choose
+from jaxspec.sampling.filters import Filters
 from jaxspec.train.losses import whole_rows
 from pallas_kernels.noise import gumbel, row_keys
 

@@ -13,9 +13,9 @@ import test_text
 import tiny
 from flax import struct
 
-from jaxspec import display
-from jaxspec.params import Completion
-from jaxspec.stats import RoundStats, Stats
+from jaxspec.engine import html as display
+from jaxspec.engine.params import Completion
+from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.text import load_tokenizer
 
 

@@ -13,8 +13,10 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import batch, cli, sharding
-from jaxspec.params import SamplingParams
+from jaxspec import cli
+from jaxspec.batch import job as batch
+from jaxspec.engine.params import SamplingParams
+from jaxspec.sharding import layout as sharding
 
 LINES = 120
 

@@ -11,7 +11,7 @@ import pytest
 import jaxspec
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("jaxspec", "jaxspec/drafters", "jaxspec/train", "pallas_kernels")
+PACKAGES = [*(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("jaxspec/**/__init__.py")), "pallas_kernels"]
 
 
 @pytest.fixture(scope="module")

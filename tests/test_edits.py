@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import edits
-from jaxspec.edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS, NOBODY
-from jaxspec.sampling import Sampling, choose
+from jaxspec.sampling import logit_edits as edits
+from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS, NOBODY
 
 BATCH, LENGTH, K, VOCAB = 6, 30, 4, 12  # so few ids that all of them come again
 RNG = np.random.default_rng(0)

@@ -13,10 +13,16 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import SamplingParams, accept, completions, decode, engine, programs, request, runner, schedule, slots
+from jaxspec import SamplingParams
+from jaxspec.decode import accept
+from jaxspec.decode import step as decode
 from jaxspec.drafters.base import NoDraft
-from jaxspec.params import Defaults
-from jaxspec.sampling import PLAIN, seed_words
+from jaxspec.engine import finish as completions
+from jaxspec.engine import llm as engine
+from jaxspec.engine import programs, request, runner, slots
+from jaxspec.engine import turn as schedule
+from jaxspec.engine.params import Defaults
+from jaxspec.sampling.choice import PLAIN, seed_words
 
 MAX_LEN = 96
 K = 4

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from test_lossless import row_probabilities
 
-from jaxspec import filters
-from jaxspec.filters import CANDIDATES, Filters, filtered
-from jaxspec.sampling import Sampling, choose, probabilities
+from jaxspec.sampling import filters
+from jaxspec.sampling.choice import Sampling, choose, probabilities
+from jaxspec.sampling.filters import CANDIDATES, Filters, filtered
 
 ROWS, VOCAB = 40, 700
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from transformers.models.gemma4 import modeling_gemma4 as reference
 
-from jaxspec import cache as paged
-from jaxspec import checkpoint, gemma4, layers
-from jaxspec.config import FULL, SLIDING, Gemma4Config
-from jaxspec.moe import Router
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.model import gemma4, layers
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.moe import Router
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 MEMBERS = list(oracle.MEMBERS)

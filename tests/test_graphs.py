@@ -5,7 +5,7 @@ import types
 import jax
 import pytest
 
-from jaxspec import graphs
+from jaxspec.engine import cuda_graphs as graphs
 
 
 def gpu(capability="9.0", process_index=0):

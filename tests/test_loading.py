@@ -10,9 +10,11 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import accept, loading, sharding
-from jaxspec.drafters.gemma4_mtp import Gemma4MTP
-from jaxspec.params import Defaults, SamplingParams
+from jaxspec import loading
+from jaxspec.decode import accept
+from jaxspec.drafters.assistant import Gemma4MTP
+from jaxspec.engine.params import Defaults, SamplingParams
+from jaxspec.sharding import layout as sharding
 
 
 @pytest.fixture(scope="module")

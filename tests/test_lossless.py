@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec import accept
+from jaxspec.decode import accept
 from jaxspec.drafters.base import Drafts
-from jaxspec.filters import Filters
-from jaxspec.sampling import Sampling, choose
+from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.filters import Filters
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 TOKENS, LENGTH = 5, 3

@@ -9,9 +9,10 @@ import pytest
 from lowering import for_cuda
 from real_configs import ASSISTANTS, TARGETS
 
-from jaxspec import checkpoint, decode, gemma4
-from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
+from jaxspec import checkpoint, decode
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.model import gemma4
+from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 # Attention of one sequence is divided between programs, and merged.
 EVERY_MODEL = {"linear", "qkv", "add_norm", "gated", "lm_head", "paged_attention", "paged_attention_merge"}

@@ -12,13 +12,17 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from lowering import for_cuda
 
-from jaxspec import accept, decode, gemma4, shapes, sharding
-from jaxspec.config import FULL, SLIDING, Gemma4Config
-from jaxspec.edits import defaults, tables
-from jaxspec.filters import Filters, top_candidates
-from jaxspec.layers import Linear
-from jaxspec.parallel import Shard, whole, without
-from jaxspec.sampling import Sampling, choose, probabilities
+from jaxspec import decode
+from jaxspec import released as shapes
+from jaxspec.collectives import Shard, whole, without
+from jaxspec.decode import accept
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.layers import Linear
+from jaxspec.sampling.choice import Sampling, choose, probabilities
+from jaxspec.sampling.filters import Filters, top_candidates
+from jaxspec.sampling.logit_edits import defaults, tables
+from jaxspec.sharding import layout as sharding
 from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import Unsummed, mailboxes
 

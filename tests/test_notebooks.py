@@ -18,7 +18,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from jaxspec import checkpoint, display
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.engine import html as display
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -62,7 +63,7 @@ def kernel_environment(tmp_path, monkeypatch):
     startup.mkdir(parents=True)
     (startup / "programs.py").write_text(STARTUP)
     # A kernel finds the package as this process does, and not by the folder that it starts in.
-    folders = [str(Path(display.__file__).parent.parent), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(display.__file__).parents[2]), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     return tmp_path
 

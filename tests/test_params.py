@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.params import Completion, Defaults, SamplingParams
-from jaxspec.stats import RoundStats
+from jaxspec.engine.params import Completion, Defaults, SamplingParams
+from jaxspec.engine.stats import RoundStats
 
 
 def test_values_are_kept_as_plain_python_numbers():

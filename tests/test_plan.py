@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxspec import cli, gemma4, info, loading, plan, shapes, sharding
-from jaxspec.config import Gemma4Config
+from jaxspec import cli, info, loading, sharding
+from jaxspec import released as shapes
 from jaxspec.drafters.base import NoDraft
-from jaxspec.runner import Runner
-from jaxspec.sharding import nbytes
+from jaxspec.engine import memory as plan
+from jaxspec.engine.runner import Runner
+from jaxspec.model import gemma4
+from jaxspec.model.config import Gemma4Config
+from jaxspec.sharding.layout import nbytes
 
 GIB = 2**30
 

@@ -5,8 +5,8 @@ import builtins
 import pytest
 
 import jaxspec
+from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.plots import plot_acceptance, plot_frequencies, plot_sweep
-from jaxspec.stats import RoundStats, Stats
 
 STATS = Stats(steps=8, stepped_tokens=14, histogram=(4, 2, 2))
 

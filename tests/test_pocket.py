@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import decode, gemma4, loading
-from jaxspec.checkpoint import resolve
+from jaxspec import decode, loading
+from jaxspec.checkpoint.load import resolve
 from jaxspec.drafters import NoDraft, load_drafter
+from jaxspec.model import gemma4
 from jaxspec.text import load_tokenizer
 from jaxspec.train.corpus import BOS, held_out_texts
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from quick import few_programs
 
-from jaxspec import cli, compile_check, loading
+from jaxspec import cli, loading
+from jaxspec.compile_check import check as compile_check
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,9 +9,11 @@ import pytest
 import real_configs
 from real_configs import ASSISTANTS, FULL, SLIDING, TARGETS
 
-from jaxspec import checkpoint, decode, gemma4
-from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
+from jaxspec import decode
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.model import gemma4
+from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 MODELS = list(TARGETS)
 

@@ -12,9 +12,11 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import SamplingParams, decode, programs, state
-from jaxspec.edits import MAX_BAD_WORDS, MAX_IDS
-from jaxspec.params import Defaults
+from jaxspec import SamplingParams, decode
+from jaxspec.decode import state
+from jaxspec.engine import programs
+from jaxspec.engine.params import Defaults
+from jaxspec.sampling.logit_edits import MAX_BAD_WORDS, MAX_IDS
 from jaxspec.train.losses import whole_rows
 
 MAX_LEN, K = 64, 3

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec.layers import softcap
-from jaxspec.sampling import Sampling, choose, choose_by_head, seed_words
+from jaxspec.model.layers import softcap
+from jaxspec.sampling.choice import Sampling, choose, choose_by_head, seed_words
 from pallas_kernels.noise import gumbel, row_keys
 
 SEEDS = 200_000

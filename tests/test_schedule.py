@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxspec import decode
-from jaxspec.request import Request
-from jaxspec.runner import Runner
-from jaxspec.sampling import PLAIN
-from jaxspec.schedule import AHEAD, BESIDE, Turn
-from jaxspec.slots import Slots
-from jaxspec.stats import Times
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.slots import Slots
+from jaxspec.engine.stats import Times
+from jaxspec.engine.turn import AHEAD, BESIDE, Turn
+from jaxspec.sampling.choice import PLAIN
 
 
 class Text:

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec
 from quick import few_programs
 
 import jaxspec
-from jaxspec import cli, decode, gemma4, sharding
-from jaxspec.config import Gemma4Config
+from jaxspec import cli, decode
+from jaxspec.model import gemma4
+from jaxspec.model.config import Gemma4Config
+from jaxspec.sharding import layout as sharding
 from tests import real_configs, tiny
 
 GREEDY = jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

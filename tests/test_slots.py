@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxspec.request import Request
-from jaxspec.slots import Kept, Slots, boundary, common
+from jaxspec.engine.request import Request
+from jaxspec.engine.slots import Kept, Slots, boundary, common
 
 
 def ids(*numbers):

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.stats import RoundStats, Stats, Times, accepted_by_round, rates_of
+from jaxspec.engine.stats import RoundStats, Stats, Times, accepted_by_round, rates_of
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import tiny
 from scipy import stats
 
 import jaxspec
-from jaxspec import accept, watch
+from jaxspec.decode import accept
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
-from jaxspec.watch import AcceptanceWarning, Watch
+from jaxspec.engine import acceptance_watch as watch
+from jaxspec.engine.acceptance_watch import AcceptanceWarning, Watch
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 

@@ -13,10 +13,11 @@ import numpy as np
 from flax import struct
 
 import jaxspec
-from jaxspec import checkpoint, gemma4
-from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
+from jaxspec import checkpoint
+from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import Drafts
+from jaxspec.model import gemma4
+from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 POCKET = Path(jaxspec.__file__).parent / "pocket" / "target"
 VOCAB = 4096

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec import checkpoint
-from jaxspec.config import TARGET_TYPES, AssistantConfig, Gemma4Config
-from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.drafters import dflash, draft_model, eagle3
+from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import Drafter, NoDraft, fitted
+from jaxspec.model.config import TARGET_TYPES, AssistantConfig, Gemma4Config
 
 
 def _assistant(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> gemma4_mtp.Gemma4MTP:

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.cache import PagedKV
-from jaxspec.config import Gemma4Config
-from jaxspec.gemma4 import Gemma4
-from jaxspec.sampling import Sampling
+from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.paged_kv import PagedKV
+from jaxspec.sampling.choice import Sampling
 
 NUM_DRAFT_TOKENS = 4  # of a drafter that names no number
 

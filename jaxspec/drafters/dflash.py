@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec import cache as paged
-from jaxspec import checkpoint
-from jaxspec.cache import LayerKV, PagedKV
-from jaxspec.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, refuse_quantised, require
+from jaxspec.checkpoint import load as checkpoint
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.drafters.parts import SiluMLP, check_target, head, named_taps, plain_spec, unread_keys
-from jaxspec.gemma4 import Gemma4
-from jaxspec.layers import Linear, RMSNorm, Weight, rope, softcap
-from jaxspec.sampling import Sampling, choose
+from jaxspec.drafters.blocks import SiluMLP, check_target, head, named_taps, plain_spec, unread_keys
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, refuse_quantised, require
+from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.layers import Linear, RMSNorm, Weight, rope, softcap
+from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.sampling.choice import Sampling, choose
 from pallas_kernels.paged_attention import paged_attention
 
 NAMES = ("DFlashDraftModel", "DFlashSpeculator", "dflash")

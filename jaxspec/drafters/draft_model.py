@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec import cache as paged
-from jaxspec import gemma4
-from jaxspec.cache import PagedKV
-from jaxspec.config import FULL, Gemma4Config
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.gemma4 import Gemma4, Rows
-from jaxspec.sampling import Sampling, choose
+from jaxspec.model import gemma4
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import FULL, Gemma4Config
+from jaxspec.model.gemma4 import Gemma4, Rows
+from jaxspec.model.paged_kv import PagedKV
+from jaxspec.sampling.choice import Sampling, choose
 
 
 @struct.dataclass

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.sampling import Sampling
+from jaxspec.sampling.choice import Sampling
 
 
 @struct.dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 
 MODULES = 3
 DRAFT_VOCABULARY = 32_000

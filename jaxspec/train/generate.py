@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decode
+from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, NoDraft
-from jaxspec.gemma4 import Gemma4
-from jaxspec.state import DecodeState
+from jaxspec.model.gemma4 import Gemma4
 from jaxspec.train.data import packed
 from jaxspec.train.guesses import XLA
 from jaxspec.train.losses import Batch
@@ -30,7 +30,7 @@ def beginnings(texts: Batch, count: int, seed: int) -> list[list[int]]:
 
 def written(llm: Any, prompts: Sequence[list[int]], width: int, *, temperature: float, seed: int) -> Batch:
     """What an LLM writes behind prompts, until it ends there or with the row of `width` tokens. Prompt i has seed + i."""
-    from jaxspec.params import SamplingParams
+    from jaxspec.engine.params import SamplingParams
 
     params = [SamplingParams(max_tokens=width - len(p), temperature=temperature, seed=seed + i) for i, p in enumerate(prompts)]
     done = llm.generate(prompts, params)

@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec import cache as paged
-from jaxspec.cache import LayerKV, PagedKV
-from jaxspec.config import FULL, SLIDING, LayerSpec
 from jaxspec.drafters import eagle3
+from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.dflash import DFlash, DFlashState
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.eagle3 import Eagle3
-from jaxspec.drafters.gemma4_mtp import Gemma4MTP
-from jaxspec.drafters.mtp import MTPModules
-from jaxspec.gemma4 import Gemma4, Hidden, Keys, Rows, take_row
-from jaxspec.layers import Linear
+from jaxspec.drafters.mtp_modules import MTPModules
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import FULL, SLIDING, LayerSpec
+from jaxspec.model.gemma4 import Gemma4, Hidden, Keys, Rows, take_row
+from jaxspec.model.layers import Linear
+from jaxspec.model.paged_kv import LayerKV, PagedKV
 
 XLA = "xla"
 

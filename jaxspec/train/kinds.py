@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import checkpoint
-from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.drafters import dflash, draft_model, eagle3
+from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import fitted
-from jaxspec.gemma4 import Gemma4
-from jaxspec.layers import Linear
+from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.layers import Linear
 from jaxspec.train.losses import Objective
 
 

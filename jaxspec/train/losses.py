@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafters.gemma4_mtp import Gemma4MTP
-from jaxspec.gemma4 import Gemma4
+from jaxspec.drafters.assistant import Gemma4MTP
+from jaxspec.model.gemma4 import Gemma4
 from jaxspec.train.guesses import XLA, Guess, guesses, pick, whole_rows
 
 

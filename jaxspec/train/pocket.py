@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import gemma4
-from jaxspec.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.train import distil
 from jaxspec.train.data import packed, windows
 from jaxspec.train.kinds import initial

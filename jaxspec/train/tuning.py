@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec import checkpoint, gemma4, plan
+from jaxspec.checkpoint import load as checkpoint
 from jaxspec.drafters import abstract_drafter, load_drafter
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.dflash import DFlash
-from jaxspec.gemma4 import Gemma4
+from jaxspec.engine import memory as plan
 from jaxspec.loading import DTYPES, eos_token_ids, load_target, memory_limit, read_target
+from jaxspec.model import gemma4
+from jaxspec.model.gemma4 import Gemma4
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, rows_of
@@ -216,7 +218,7 @@ def _own(
             own = Batch(found["ids"], found["first"], found["length"])
     if len(own.ids) == count:
         return own
-    from jaxspec.engine import LLM
+    from jaxspec.engine.llm import LLM
 
     config, generation = read_target(folder)
     slots = min(count, _slots(model, how.length, mesh))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.gemma4 import Gemma4
+from jaxspec.model.gemma4 import Gemma4
 from jaxspec.train.generate import generate
 from jaxspec.train.guesses import XLA, whole_rows
 from jaxspec.train.loop import Run, fit

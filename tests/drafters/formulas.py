@@ -12,11 +12,12 @@ import rounds
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import checkpoint, gemma4
-from jaxspec.config import FULL, Gemma4Config
+from jaxspec.checkpoint import load as checkpoint
 from jaxspec.drafters.base import Observed, Target
-from jaxspec.layers import Embedding
-from jaxspec.sampling import Sampling
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, Gemma4Config
+from jaxspec.model.layers import Embedding
+from jaxspec.sampling.choice import Sampling
 from pallas_kernels.noise import gumbel, row_keys
 
 GOLDEN = Path(__file__).parent.parent / "golden"

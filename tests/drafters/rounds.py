@@ -9,10 +9,11 @@ import numpy as np
 import tiny
 from flax import struct
 
-from jaxspec import decode, gemma4
-from jaxspec.config import Gemma4Config
+from jaxspec import decode
 from jaxspec.drafters.base import Drafts, NoDraft, Target
-from jaxspec.sampling import Sampling
+from jaxspec.model import gemma4
+from jaxspec.model.config import Gemma4Config
+from jaxspec.sampling.choice import Sampling
 
 VOCAB, WINDOW, PAGE, MAX_LEN, MAX_K, CHUNK = 61, 8, 3, 43, 7, 5
 TEXT = {**tiny.THREE_LAYERS, "vocab_size": VOCAB, "sliding_window": WINDOW}

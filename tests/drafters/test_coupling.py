@@ -18,15 +18,18 @@ import tiny
 from flax import struct
 from test_lossless import row_probabilities
 
-from jaxspec import cache as paged
-from jaxspec import decode, gemma4
-from jaxspec.cache import LayerKV
-from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
-from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
+from jaxspec import decode
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.drafters import dflash, draft_model, eagle3
+from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
-from jaxspec.filters import Filters
-from jaxspec.sampling import Needs
+from jaxspec.model import gemma4
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
+from jaxspec.model.paged_kv import LayerKV
+from jaxspec.sampling.choice import Needs
+from jaxspec.sampling.filters import Filters
 
 VOCAB, SEEDS = 64, 500  # seeds behind each prefix
 TEXT = {**rounds.TEXT, "vocab_size": VOCAB}

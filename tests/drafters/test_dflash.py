@@ -20,11 +20,12 @@ from formulas import attend, check_round, close, greedy, guesses, rms, rotate, s
 from real_configs import FULL, SLIDING
 from safetensors.numpy import load_file
 
-from jaxspec import checkpoint, drafters, shapes
-from jaxspec.config import Gemma4Config
+from jaxspec import checkpoint, drafters
+from jaxspec import released as shapes
 from jaxspec.drafters import dflash
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.dflash import DFlash, DFlashConfig
+from jaxspec.model.config import Gemma4Config
 
 
 @pytest.mark.parametrize("name", ["dflash_full", "dflash_sliding"])

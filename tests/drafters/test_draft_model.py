@@ -16,11 +16,13 @@ import rounds
 import tiny
 
 import jaxspec
-from jaxspec import checkpoint, decode, drafters, gemma4, sampling
-from jaxspec.config import FULL, SLIDING, Gemma4Config
+from jaxspec import checkpoint, decode, drafters
 from jaxspec.drafters import draft_model
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.sampling import choice as sampling
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 LIMIT = 1e-4

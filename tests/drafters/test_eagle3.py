@@ -21,10 +21,10 @@ from real_configs import FULL, SLIDING
 from safetensors.numpy import load_file
 
 from jaxspec import checkpoint, drafters
-from jaxspec.config import Gemma4Config
 from jaxspec.drafters import eagle3
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.eagle3 import Eagle3, Eagle3Config
+from jaxspec.model.config import Gemma4Config
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_norm_before_residual"])

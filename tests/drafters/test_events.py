@@ -13,7 +13,7 @@ from test_coupling import KINDS
 from test_requests import PLAIN, fixed, only
 
 from jaxspec import SamplingParams
-from jaxspec.accept import synthetic
+from jaxspec.decode.accept import synthetic
 
 small = test_requests.small  # few programs
 # Those that know most of a sequence: rows that depend on the tokens after them, and rows that are still to be computed.

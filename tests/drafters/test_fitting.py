@@ -17,11 +17,14 @@ from test_eagle3 import CONFIGS as EAGLE3
 from test_mtp import config as modules_config
 
 import jaxspec
-from jaxspec import checkpoint, drafters, loading
-from jaxspec.config import AssistantConfig, Gemma4Config
-from jaxspec.drafters import dflash, draft_model, eagle3, gemma4_mtp, mtp
+from jaxspec import drafters, loading
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.drafters import dflash, draft_model, eagle3
+from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import NoDraft, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
+from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 TEXT = {**rounds.TEXT, "hidden_size_per_layer_input": 0}
 CONFIG = Gemma4Config.from_hf(TEXT)

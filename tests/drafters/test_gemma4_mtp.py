@@ -21,14 +21,17 @@ import torch
 from flax import struct
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import accept, decode, drafters, gemma4, loading, sampling
-from jaxspec.config import FULL, SLIDING, AssistantConfig, Gemma4Config
-from jaxspec.drafters import gemma4_mtp
+from jaxspec import decode, drafters, loading
+from jaxspec.decode import accept
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.drafters.gemma4_mtp import Gemma4MTP
-from jaxspec.gemma4 import Gemma4, Keys
-from jaxspec.layers import Embedding
-from jaxspec.sampling import Sampling
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4 import Gemma4, Keys
+from jaxspec.model.layers import Embedding
+from jaxspec.sampling import choice as sampling
+from jaxspec.sampling.choice import Sampling
 from pallas_kernels.noise import gumbel, row_keys
 
 pytestmark = pytest.mark.usefixtures("unoptimised")

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import pytest
 from lowering import for_cuda
 
-from jaxspec import decode, gemma4, shapes
-from jaxspec.config import FULL, SLIDING, Gemma4Config
+from jaxspec import decode
+from jaxspec import released as shapes
 from jaxspec.drafters import dflash
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 
 LAYERS = 6  # of the target's 60; its other fields, and the drafters, are those of the released models
 TEXT = {**shapes.TARGETS["31b"]["text_config"], "num_hidden_layers": LAYERS, "layer_types": [SLIDING] * 5 + [FULL]}

@@ -17,11 +17,14 @@ import real_configs
 import rounds
 from flax import struct
 
-from jaxspec import checkpoint, decode, drafters, gemma4, sampling
-from jaxspec.config import FULL, SLIDING, Gemma4Config
-from jaxspec.drafters import mtp
-from jaxspec.drafters.mtp import ModulesConfig, MTPModules
-from jaxspec.gemma4 import Rows
+from jaxspec import decode, drafters
+from jaxspec.checkpoint import load as checkpoint
+from jaxspec.drafters import mtp_modules as mtp
+from jaxspec.drafters.mtp_modules import ModulesConfig, MTPModules
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.gemma4 import Rows
+from jaxspec.sampling import choice as sampling
 
 LIMIT = 1e-4
 KINDS = (SLIDING, FULL, SLIDING)  # of the modules

@@ -18,15 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_coupling import CONFIG, KINDS, VOCAB
 
-from jaxspec import SamplingParams, gemma4, schedule
-from jaxspec.accept import rule_of
-from jaxspec.config import FULL
+from jaxspec import SamplingParams
+from jaxspec.decode.accept import rule_of
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine import LLM
-from jaxspec.logprobs import MAX_LOGPROBS
-from jaxspec.runner import Runner
-from jaxspec.sampling import Needs
-from jaxspec.slots import Kept, Slots
+from jaxspec.engine import turn as schedule
+from jaxspec.engine.llm import LLM
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.slots import Kept, Slots
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL
+from jaxspec.sampling.choice import Needs
+from jaxspec.sampling.logprobs import MAX_LOGPROBS
 
 MAX_LEN, PAGE, CHUNK, SLOTS, K = 400, 8, 16, 3, 3
 LONGEST, MOST = 340, 55  # tokens of a prompt, and new ones
@@ -117,7 +119,7 @@ def only(llm, pages=None, prefixes=True):
         patch.setattr(Runner, "read", checked)
         if not prefixes:
             patch.setattr(Slots, "find", lambda *_: (-1, 0))
-            patch.setattr("jaxspec.schedule.boundary", lambda *_: 0)
+            patch.setattr("jaxspec.engine.turn.boundary", lambda *_: 0)
         yield
     assert runner.free_slots == SLOTS
     runner.flush()

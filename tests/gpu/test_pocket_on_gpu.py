@@ -10,7 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from test_pocket import assert_same, assistant, put, target, texts  # noqa: F401
 
 from jaxspec import decode
-from jaxspec.compile_check import GRAPH, loop_commands
+from jaxspec.compile_check.check import GRAPH, loop_commands
 from jaxspec.drafters import NoDraft
 from pallas_kernels import dialect
 

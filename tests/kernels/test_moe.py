@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import for_cuda
 
-from jaxspec.layers import Linear
-from jaxspec.moe import Experts, Router
+from jaxspec.model.layers import Linear
+from jaxspec.model.moe import Experts, Router
 from pallas_kernels import moe
 from pallas_kernels.moe import triton
 from pallas_kernels.moe.shapes import SHAPES

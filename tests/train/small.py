@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from jaxspec import gemma4
-from jaxspec.config import FULL, SLIDING, Gemma4Config
 from jaxspec.drafters.base import fitted
+from jaxspec.model import gemma4
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.train import kinds
 from jaxspec.train.generate import generate
 from jaxspec.train.guesses import whole_rows

@@ -9,7 +9,7 @@ from small import STEPS
 
 from jaxspec import decode
 from jaxspec.drafters.base import Target
-from jaxspec.sampling import Sampling
+from jaxspec.sampling.choice import Sampling
 from jaxspec.train import guesses
 from jaxspec.train.kinds import KINDS
 

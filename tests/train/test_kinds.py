@@ -11,8 +11,8 @@ import real_configs
 import small
 
 from jaxspec import drafters
-from jaxspec.config import Gemma4Config
 from jaxspec.drafters.base import fitted
+from jaxspec.model.config import Gemma4Config
 from jaxspec.train import command, kinds
 from jaxspec.train.defaults import default_config
 from jaxspec.train.kinds import KINDS, balanced_clusters, draft_vocabulary

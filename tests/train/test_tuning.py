@@ -12,8 +12,9 @@ import small
 import tiny
 
 import jaxspec
-from jaxspec import cli, plan
+from jaxspec import cli
 from jaxspec.drafters import NoDraft
+from jaxspec.engine import memory as plan
 from jaxspec.train import distil, finetune, tuning
 from jaxspec.train.loop import read_metrics
 

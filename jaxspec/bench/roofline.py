@@ -1,0 +1,223 @@
+"""What a step has to move and a prefill has to compute, counted from shapes alone, and how fast the device does either.
+
+A step reads every weight that it uses once and the visible K and V of every sequence once, for the target's pass and for each pass of
+the drafter. What a step writes, and rows gathered from embedding tables, are thousands of times less and are not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.drafters.assistant import Gemma4MTP
+from jaxspec.drafters.base import NoDraft
+from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.eagle3 import Eagle3
+from jaxspec.drafters.mtp_modules import MTPModules
+from jaxspec.drafters.ngram import NGram
+from jaxspec.model.config import LayerSpec
+from jaxspec.model.gemma4 import DecoderLayer, Gemma4
+from jaxspec.sharding.layout import nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBytes:
+    """Bytes that a step reads: weights and K and V, of the target's pass and of all passes of the drafter."""
+
+    target: float
+    target_kv: float
+    drafter: float
+    drafter_kv: float
+
+    @property
+    def total(self) -> float:
+        return self.target + self.target_kv + self.drafter + self.drafter_kv
+
+    def over(self, devices: int) -> StepBytes:
+        """Those that each of several devices reads, if nothing is read twice."""
+        return StepBytes(*(size / devices for size in dataclasses.astuple(self)))
+
+
+def step_bytes(target: Gemma4, drafter: Any, *, batch: int, num_draft_tokens: int, context: float) -> StepBytes:
+    """What one step of `batch` sequences with `context` cached positions each has to read.
+
+    target, drafter: weights or their shapes. Of experts those are counted that random routing of all rows is expected to choose, and
+    of a centroid head the same.
+    """
+    rows = batch * (num_draft_tokens + 1)
+    kv = _visible((spec for spec in target.config.layers if spec.owns_kv), target.dtype, context)
+    drafted = PASSES[type(drafter)](drafter, _Step(target, batch, num_draft_tokens, context)) if num_draft_tokens else (0, 0)
+    return StepBytes(_target_weights(target, rows), batch * kv, *drafted)
+
+
+def expected_distinct(chosen: int, of: int, rows: int) -> float:
+    """How many of `of` things are chosen by at least one of `rows` rows that each choose `chosen` of them at random."""
+    return of * (1 - (1 - chosen / of) ** rows)
+
+
+def _target_weights(target: Gemma4, rows: int) -> float:
+    """The tied embedding counts as the head; per-layer embeddings are only gathered from."""
+    size: float = nbytes(target) - nbytes(target.embed_tokens_per_layer)
+    for layer in target.layers:
+        size = _experts_read(size, layer, rows)
+    return size
+
+
+def _experts_read(size: float, layer: DecoderLayer, rows: int) -> float:
+    """`size` bytes less those of the layer's experts that no row chooses."""
+    spec = layer.self_attn.spec
+    if not spec.num_experts:
+        return size
+    return size - (1 - expected_distinct(spec.top_k_experts, spec.num_experts, rows) / spec.num_experts) * nbytes(layer.experts)
+
+
+def _visible(layers: Iterable[LayerSpec], dtype: Any, context: float) -> float:
+    """Bytes of one sequence's K and V that the queries of these layers see."""
+    itemsize = jnp.dtype(dtype).itemsize
+    return sum(min(context, s.window or context) * s.num_kv_heads * (s.key_dims + s.head_dim) * itemsize for s in layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The step that a drafter is part of."""
+
+    target: Gemma4
+    batch: int
+    k: int
+    context: float
+
+
+def _assistant(drafter: Gemma4MTP, step: _Step) -> tuple[float, float]:
+    config, target = drafter.config, step.target
+    size: float = nbytes(drafter)
+    if drafter.masked_embedding is not None:
+        table, ordering = drafter.model.embed_tokens.weight, drafter.masked_embedding.token_ordering
+        share = expected_distinct(config.centroid_intermediate_top_k, config.num_centroids, step.batch) / config.num_centroids
+        size -= (1 - share) * nbytes((table, ordering))
+    sources = {spec.kv_source for spec in config.text.layers}
+    kv = _visible((target.config.layers[i] for i in sources if i is not None), target.dtype, step.context)
+    return step.k * size, step.k * step.batch * kv
+
+
+def _dflash(drafter: DFlash, step: _Step) -> tuple[float, float]:
+    """One pass over the block; the head is the target's where the drafter has none."""
+    head = 0 if drafter.lm_head is not None else nbytes(step.target.embed_tokens)
+    return nbytes(drafter) + head, step.batch * _visible(drafter.config.layers, drafter.fc.weight.dtype, step.context)
+
+
+def _eagle3(drafter: Eagle3, step: _Step) -> tuple[float, float]:
+    """The features' projection once; layers and head for every draft."""
+    head = 0 if drafter.lm_head is not None else nbytes(step.target.embed_tokens)
+    once = nbytes((drafter.fc, drafter.input_norm, drafter.fc_norm))
+    each = nbytes(drafter) - once - nbytes(drafter.embed_tokens) + head
+    layers = (dataclasses.replace(spec, k_eq_v=False) for spec in drafter.config.layers)  # keys are stored whole
+    return once + step.k * each, step.k * step.batch * _visible(layers, drafter.fc.weight.dtype, step.context)
+
+
+def _modules(drafter: MTPModules, step: _Step) -> tuple[float, float]:
+    """A module for each draft, in turn."""
+    turns = [i % len(drafter.modules) for i in range(step.k)]
+    layers = [drafter.config.layers[i] for i in turns]
+    size = sum(_experts_read(nbytes(drafter.modules[i]), drafter.modules[i].mtp_block, step.batch) for i in turns)
+    return size, step.batch * _visible(layers, drafter.modules[0].eh_proj.weight.dtype, step.context)
+
+
+def _draft_model(drafter: DraftModel, step: _Step) -> tuple[float, float]:
+    """A pass for each draft."""
+    model = drafter.model
+    kv = _visible((spec for spec in model.config.layers if spec.owns_kv), model.dtype, step.context)
+    return step.k * _target_weights(model, step.batch), step.k * step.batch * kv
+
+
+def _no_weights(drafter: Any, step: _Step) -> tuple[float, float]:
+    return 0, 0
+
+
+# Kind of drafter -> (weights, K and V): bytes that all its passes of a step read.
+PASSES: dict[type, Callable[[Any, _Step], tuple[float, float]]] = {
+    NoDraft: _no_weights,
+    NGram: _no_weights,
+    Gemma4MTP: _assistant,
+    DFlash: _dflash,
+    Eagle3: _eagle3,
+    MTPModules: _modules,
+    DraftModel: _draft_model,
+}
+
+
+def prefill_flops(target: Gemma4, length: int, chunk: int, taps: tuple[int, ...] = ()) -> float:
+    """Floating-point operations that a prompt of `length` tokens needs, computed in chunks: two for each weight of a matrix and row,
+    and those of attention over the keys that each row sees. Layers that share K and V run a chunk's last row alone, unless a tap
+    lies above the first of them; so does the head."""
+    config = target.config
+    calls = math.ceil(length / chunk)
+    cut = config.first_shared_layer if max(taps, default=0) <= config.first_shared_layer else config.num_hidden_layers
+    flops = 2.0 * calls * target.embed_tokens.weight.size
+    if target.per_layer_model_projection is not None:
+        flops += 2.0 * length * target.per_layer_model_projection.weight.size
+    for i, layer in enumerate(target.layers):
+        spec = layer.self_attn.spec
+        last = [min((n + 1) * chunk, length) for n in range(calls)]
+        rows, seen = (length, _seen(length, spec.window)) if i < cut else (calls, sum(min(n, spec.window or n) for n in last))
+        flops += 2.0 * rows * _matrices(target, layer) + 4.0 * spec.num_heads * spec.head_dim * seen
+    return flops
+
+
+def step_flops(target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> float:
+    """Floating-point operations of the target's pass of a step, counted as those of a prompt. A drafter needs some percent of that, which
+    are left out."""
+    weights = target.embed_tokens.weight.size
+    if target.per_layer_model_projection is not None:
+        weights += target.per_layer_model_projection.weight.size
+    flops = 2.0 * weights
+    for layer in target.layers:
+        spec = layer.self_attn.spec
+        flops += 2.0 * _matrices(target, layer) + 4.0 * spec.num_heads * spec.head_dim * min(context, spec.window or context)
+    return batch * (num_draft_tokens + 1) * flops
+
+
+def _matrices(target: Gemma4, layer: DecoderLayer) -> int:
+    """Weights of a layer's matrices that a row is multiplied with."""
+    spec, experts = layer.self_attn.spec, nbytes(layer.experts) // jnp.dtype(target.dtype).itemsize
+    always = sum(leaf.size for leaf in jax.tree.leaves(layer) if len(leaf.shape) > 1) - experts
+    return always + experts * spec.top_k_experts // max(spec.num_experts, 1)
+
+
+def _seen(length: int, window: int | None) -> int:
+    """Keys that all rows of a sequence see together."""
+    ramp = min(length, window or length)
+    return ramp * (ramp + 1) // 2 + (length - ramp) * ramp
+
+
+def copy_bandwidth(size: int) -> float:
+    """Bytes a second, read and written counted both, of an elementwise operation on an array of `size` bytes."""
+    add = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)
+    return 2 * size / _seconds(add, jnp.zeros(size // 4, jnp.float32))
+
+
+def matmul_rate(width: int, dtype: Any) -> float:
+    """Floating-point operations a second of a product of two square random matrices."""
+    # Deviation 1/sqrt(width) keeps the products as large as the factor: a device may run faster on zeros.
+    factor = (jax.random.normal(jax.random.key(0), (width, width), jnp.float32) * width**-0.5).astype(dtype)
+    multiply = jax.jit(jnp.matmul)
+    return 2 * width**3 / _seconds(lambda x: multiply(x, factor), factor)
+
+
+def _seconds(fn: Callable[[jax.Array], jax.Array], x: jax.Array, calls: int = 10, samples: int = 5) -> float:
+    """Seconds of one call, the median of samples of several calls in a row, each on what the call before gave."""
+    times = []
+    for _ in range(1 + samples):
+        begun = time.perf_counter()
+        for _ in range(calls):
+            x = fn(x)
+        jax.block_until_ready(x)
+        times.append((time.perf_counter() - begun) / calls)
+    return statistics.median(times[1:])

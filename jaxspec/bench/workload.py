@@ -1,0 +1,202 @@
+"""What `jaxspec bench` is asked to time, checked before anything is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxspec import decode, sharding
+from jaxspec import released as shapes
+from jaxspec.decode.accept import Rule, rule_of, synthetic
+from jaxspec.drafters.base import NoDraft
+from jaxspec.engine.params import integer
+from jaxspec.engine.runner import PREFILL_ROWS
+from jaxspec.loading import DTYPES, memory_limit
+from jaxspec.model import gemma4
+from jaxspec.model.config import Gemma4Config
+from jaxspec.sampling.choice import PLAIN, Needs
+from jaxspec.sampling.filters import CANDIDATES
+from pallas_kernels.dialect import IMPLEMENTATIONS
+
+RATES = (0.92, 0.78, 0.67, 0.57)
+WARM_UPS, WARM_UP_STEPS = 3, 3  # a CUDA graph is recorded in the second run of a program's loop body
+MEMORY_FRACTION = 0.95  # of what JAX may use; the rest is for temporary arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is asked of the model. context: tokens of a prompt. tokens: new tokens of a sequence in a timed call, about. temperature,
+    top_k, top_p: of every sequence; 0, 0 and 1 use nothing. prefill_chunk: rows of a prefill call, at most. profile: folder for traces.
+    """
+
+    num_draft_tokens: int
+    accept: Rule
+    context: int = 512
+    tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    attention: str = "auto"
+    draft_attention: str = "auto"
+    repeats: int = 3
+    prefill_chunk: int = PREFILL_ROWS
+    seed: int = 0
+    profile: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """Rounds by which a timed call is longer than one of a single round."""
+        expected = 1 + sum(self.accept.rates[: self.num_draft_tokens])
+        return max(math.ceil(self.tokens / expected), 1)
+
+    @property
+    def max_len(self) -> int:
+        """Room for every round to accept everything."""
+        rounds = WARM_UPS * WARM_UP_STEPS + self.repeats * (2 + self.steps) + (self.profile is not None) * self.steps
+        return self.context + 2 + rounds * (self.num_draft_tokens + 1)
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """Static arguments of every call."""
+        plain = not self.temperature or (not self.top_k and self.top_p == 1)
+        needs = PLAIN if plain else Needs("top" if 0 < self.top_k <= CANDIDATES else "search")
+        return {"needs": needs, **self.implementations}
+
+    @property
+    def implementations(self) -> dict[str, Any]:
+        return {"attention": self.attention, "draft_attention": self.draft_attention}
+
+    def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
+        return decode.init_state(target, drafter, slots=slots, max_len=max_len, num_draft_tokens=self.num_draft_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A target and a drafter by name and as trees of ShapeDtypeStructs, batch sizes and temperatures to decode at, lengths of prompts,
+    and the workload, whose own temperature is that of the prompts. mesh: devices to spread all of it over, None for one."""
+
+    config: str
+    drafter: str
+    dtype: str
+    target_tree: Any
+    drafter_tree: Any
+    batches: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    prefill: tuple[int, ...]
+    work: Workload
+    mesh: jax.sharding.Mesh | None = None
+
+    @property
+    def shards(self) -> int:
+        """Over how many data shards a batch is spread."""
+        return 1 if self.mesh is None else self.mesh.shape[sharding.DATA]
+
+    @property
+    def devices_of_a_shard(self) -> int:
+        return 1 if self.mesh is None else self.mesh.shape[sharding.TENSOR]
+
+    def placed(self) -> tuple[Any, Any]:
+        """The trees as they lie on the mesh."""
+        mesh, trees = self.mesh, (self.target_tree, self.drafter_tree)
+        if mesh is None:
+            return trees
+        return tuple(sharding.spread(sharding.shard_tree(tree, mesh), mesh) for tree in trees)
+
+    def init(self, target: Any, drafter: Any, slots: int, max_len: int) -> Any:
+        """(), which makes the empty state of one data shard's share of the slots."""
+        return functools.partial(self.work.init_state, target, drafter, slots=slots // self.shards, max_len=max_len)
+
+
+def plan(
+    config: str,
+    drafter: str = "none",
+    *,
+    num_draft_tokens: int | None = None,
+    batches: Sequence[int] = (1,),
+    temperatures: Sequence[float] = (0.0,),
+    prefill: Sequence[int] = (),
+    acceptance: Sequence[float] | str = RATES,
+    dtype: str = "bfloat16",
+    mesh: jax.sharding.Mesh | None = None,
+    **workload: Any,
+) -> Plan:
+    """Checks what is to be timed: steps of each batch size at each temperature, and prompts of each length in `prefill`.
+
+    config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
+    `shapes.DRAFTERS`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, see
+    `accept.synthetic`, or the name of a rule, which accepts next to nothing of random drafts but costs what it costs. mesh: as
+    `sharding.mesh` makes it; its data axis divides each of `batches`, and is 1 where prompts are timed. workload: other fields of
+    `Workload`.
+    Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
+    target_config = shapes.target_config(config)
+    target: Any = gemma4.abstract(target_config, DTYPES[dtype])
+    draft: Any = shapes.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
+    drafting = not isinstance(draft, NoDraft)
+    count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
+    if count and not drafting:
+        raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
+    accept = rule_of(acceptance) if isinstance(acceptance, str) else synthetic(acceptance)
+    accept.check(count)
+    work = Workload(count, accept, **workload)
+    _check(work, target_config, batches, temperatures, prefill)
+    made = Plan(config, drafter, dtype, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work, mesh)
+    for batch in [*batches, *[1] * len(prefill)]:
+        if batch % made.shards:
+            raise ValueError(f"a batch of {batch} is spread over the {made.shards} data shards of a mesh; expected a multiple of them")
+    _check_memory(made)
+    return made
+
+
+def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], temperatures: Sequence[float], prefill: Sequence[int]) -> None:
+    for name in ("context", "tokens", "repeats", "prefill_chunk"):
+        integer(name, getattr(work, name), 1)
+    for temperature in temperatures:
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature is {temperature}, expected a finite number of at least 0")
+    integer("top_k", work.top_k, 0)
+    if not 0 < work.top_p <= 1:
+        raise ValueError(f"top_p is {work.top_p}, expected more than 0 and at most 1")
+    for name in ("attention", "draft_attention"):
+        if getattr(work, name) not in ("auto", *IMPLEMENTATIONS):
+            raise ValueError(f"{name} is {getattr(work, name)!r}; available: {', '.join(map(repr, ('auto', *IMPLEMENTATIONS)))}")
+    longest = config.max_position_embeddings
+    for batch in batches:
+        integer("batch", batch, 1)
+    for length in prefill:
+        integer("prefill", length, 1, longest - 2)
+    if batches and work.max_len > longest:
+        raise ValueError(
+            f"context {work.context} and {work.repeats} timed calls of {work.steps} steps may take {work.max_len} positions; "
+            f"the config has max_position_embeddings {longest}"
+        )
+
+
+def _check_memory(plan: Plan) -> None:
+    """Raises ValueError if a device's part of the weights and of the largest state cannot fit."""
+    work, trees = plan.work, plan.placed()
+    sizes = [(batch, work.max_len) for batch in plan.batches] + [(1, length + 2) for length in plan.prefill]
+
+    def state_bytes(slots: int, max_len: int) -> int:
+        init = plan.init(*trees, slots, max_len)
+        shapes = jax.eval_shape(init) if plan.mesh is None else sharding.Layout.of(plan.mesh, trees[1], init).shapes
+        return sharding.bytes_per_device(shapes)
+
+    state, slots, length = max(((state_bytes(*size), *size) for size in sizes), default=(0, 0, 0))
+    device, gib = jax.devices()[0], 2**30
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device.platform == "cpu" else memory_limit(device)
+    target, drafter = map(sharding.bytes_per_device, trees)
+    needed = target + drafter + state
+    if limit is not None and needed > MEMORY_FRACTION * limit:
+        raise ValueError(
+            f"{plan.config} needs {needed / gib:.2f} GiB: target {target / gib:.2f}, drafter {drafter / gib:.2f}, "
+            f"{slots} slots of {length} positions {state / gib:.2f}; {device.device_kind} has {MEMORY_FRACTION * limit / gib:.2f}"
+        )

@@ -1,0 +1,5 @@
+"""Checkpoints: from files to arrays and back. It knows no class of models, and may import `collectives`, `trees` and `checks`."""
+
+from jaxspec.checkpoint.load import load_weights, read_config, read_generation_config, resolve, save_weights
+
+__all__ = ["load_weights", "read_config", "read_generation_config", "resolve", "save_weights"]

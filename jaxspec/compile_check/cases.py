@@ -1,0 +1,157 @@
+"""The programs that `compile_check` compiles: every kernel at the shapes that models give it, and `spec_step` of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import checkpoint, decode
+from jaxspec import released as shapes
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.model import gemma4
+from jaxspec.model.config import AssistantConfig, Gemma4Config
+from pallas_kernels import add_norm, all_reduce, centroid_head, device, linear, lm_head, moe, paged_attention, qkv, top_candidates
+from pallas_kernels.add_norm import bench as add_norm_bench
+from pallas_kernels.add_norm import shapes as add_norm_shapes
+from pallas_kernels.centroid_head import shapes as centroid_head_shapes
+from pallas_kernels.linear import shapes as linear_shapes
+from pallas_kernels.lm_head import shapes as lm_head_shapes
+from pallas_kernels.moe import shapes as moe_shapes
+from pallas_kernels.paged_attention import bench as attention_bench
+from pallas_kernels.paged_attention import mosaic
+from pallas_kernels.paged_attention import shapes as attention_shapes
+from pallas_kernels.top_candidates import shapes as top_candidates_shapes
+
+STEP = "step"  # what a step has for a kernel's name
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program. args: trees of ShapeDtypeStructs. donate: which of them it may overwrite. further: whether one much like it is there,
+    and it is left to --all."""
+
+    kernel: str
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    further: bool = False
+
+    def program(self) -> Any:
+        """Equal for cases that are the same program."""
+        function: Any = self.function
+        leaves, tree = jax.tree.flatten(self.args)
+        return function.func, function.args, tuple(function.keywords.items()), tuple(leaves), tree
+
+
+def kernel_cases() -> list[Case]:
+    """Every kernel at the named shapes of its package, through its public function, in bfloat16, as "auto" serves it on the current device
+    of `pallas_kernels.device`. What several models have in common is there once, under the first one's name."""
+    cases: dict[Any, Case] = {}
+    for case in _named_cases():
+        cases.setdefault(case.program(), case)
+    return list(cases.values())
+
+
+def _named_cases() -> Iterator[Case]:
+    dtype = jnp.bfloat16
+
+    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    for name, shape in attention_shapes.SHAPES.items():
+        function = functools.partial(paged_attention.paged_attention, causal=shape.causal, window=shape.window)
+        for batch in (1,) if shape.queries > 64 else (1, 32):
+            args: Any = jax.eval_shape(functools.partial(attention_bench.arguments, shape, batch, 4096))
+            yield Case("paged_attention", f"{name} x {batch}", function, args, further=batch > 1)
+            q, positions, pools, table, lengths, fresh, fresh_count, key_weight, _ = args
+            if not mosaic.unsupported(q, pools, fresh, key_weight, None, shape.window) and mosaic.is_faster(q):
+                triton = functools.partial(function, implementation="triton")
+                yield Case("paged_attention", f"{name} x {batch}, Triton", triton, args, further=batch > 1)
+            pools = jax.tree.map(lambda pool: array(*pool.shape, dtype=jnp.float8_e4m3fn), pools)
+            args = (q, positions, pools, table, lengths, fresh, fresh_count, key_weight, array(2, dtype=jnp.float32))
+            yield Case("paged_attention", f"{name} x {batch}, fp8", function, args, further=batch > 1)
+    heads = {(s.kv_heads, s.group, s.head_dim, s.rotary, s.fresh * (1 if s.rotary else 2)) for s in attention_shapes.SHAPES.values()}
+    for kv_heads, group, width, rotary, owned in sorted(heads):
+        pools = [array(8, attention_shapes.PAGE, kv_heads, dims) for dims in (rotary or width, width)]
+        one = array(1, dtype=jnp.int32)
+        pages: Any = (*pools, array(1, 8, dtype=jnp.int32), one, one)
+        turns = [array(1, 5, width // 2, dtype=jnp.float32)] * 2
+        weights = array(width), array(width) if owned else None
+        function = functools.partial(qkv.qkv, group=group, key_dims=rotary or width, eps=1e-6)
+        args = (array(1, 5, kv_heads, group + owned, width), *turns, *weights, qkv.Pages(*pages) if owned else None)
+        yield Case("qkv", f"{kv_heads} x {group} + {owned} of {width}", function, args)
+    for name, shape in add_norm_shapes.SHAPES.items():
+        x, y, weight, scalar, after = jax.eval_shape(functools.partial(add_norm_bench.inputs, shape, dtype))
+        function = functools.partial(_add_norm, add_norm.add_norm)
+        yield Case("add_norm", name, function, (x, y, weight, scalar, after))
+    for devices, rows in ((2, 5), (2, 40), (4, 5), (4, 40)):
+        name, width, x = f"31B x {rows} over {devices}", array(5376), array(rows, 5376)
+        mail: Any = array(devices + 1, 2, dtype=jnp.int32)
+        parts: Any = array(2, *x.shape, dtype=jnp.float32)
+        yield Case("all_reduce", name, functools.partial(_all_reduce), (x, mail))
+        function = functools.partial(_add_norm, add_norm.add_norm)
+        args = (x, all_reduce.Unsummed(parts, mail), width, array(1), (width,))
+        yield Case("all_reduce", f"{name}, norm", function, args, further=rows > 5)
+        pairs = array(2, rows, dtype=jnp.int32)
+        yield Case("all_reduce", f"{name}, gather", functools.partial(_all_gather), (pairs, mail), further=rows > 5)
+    for name, shape in linear_shapes.SHAPES.items():
+        for rows in (5, 40):
+            function = functools.partial(getattr(linear, shape.kind))
+            yield Case("linear", f"{name} x {rows}", function, shape.arguments(rows, dtype))
+    for name, shape in lm_head_shapes.SHAPES.items():
+        sampling = array(shape.rows, 2, dtype=jnp.uint32), array(shape.rows, dtype=jnp.float32)
+        function = functools.partial(lm_head.lm_head, softcap=shape.softcap)
+        args = (array(shape.rows, shape.hidden), array(shape.vocab, shape.hidden), *sampling)
+        between = min(lm_head_shapes.TARGETS.values()) < shape.hidden < max(lm_head_shapes.TARGETS.values())
+        yield Case("lm_head", name, function, args, further=between)
+    for name, shape in centroid_head_shapes.SHAPES.items():
+        ordering = array(shape.vocab, dtype=jnp.int32)
+        args = array(shape.rows, shape.hidden), array(shape.centroids, shape.hidden), ordering, array(shape.vocab, shape.hidden)
+        sampling = array(shape.rows, 2, dtype=jnp.uint32), array(shape.rows, dtype=jnp.float32)
+        yield Case("centroid_head", f"{name}, candidates", functools.partial(centroid_head.candidates, top_k=shape.top_k), args)
+        yield Case("centroid_head", f"{name}, choice", functools.partial(centroid_head.choose, top_k=shape.top_k), (*args, *sampling))
+    for name, shape in moe_shapes.SHAPES.items():
+        yield Case("moe", name, functools.partial(_experts, moe, shape.top_k), shape.layer(dtype))
+    for name, shape in top_candidates_shapes.SHAPES.items():
+        function = functools.partial(top_candidates.top_candidates, k=shape.k)
+        logits = array(shape.rows, shape.vocab, dtype=jnp.float32)
+        yield Case("top_candidates", name, function, (logits,), further=shape.rows > 1)
+
+
+def _add_norm(add_norm: Any, x: Any, y: Any, weight: Any, scalar: Any, next_weights: Any) -> Any:
+    return add_norm(x, y, weight, scalar=scalar, next_weights=next_weights, eps=1e-6)
+
+
+def _all_reduce(x: Any, mail: Any) -> Any:
+    return all_reduce.all_reduce(x, "tensor", mail)
+
+
+def _all_gather(x: Any, mail: Any) -> Any:
+    return all_reduce.all_gather(x, "tensor", mail)
+
+
+def _experts(moe: Any, top_k: int, x: Any, gate_up: Any, down: Any, scores: Any, scale: Any) -> Any:
+    weights, ids, groups = moe.route(scores, scale, top_k)
+    return moe.experts(x, gate_up, down, weights, ids, groups)
+
+
+def step_case(name: str, dtype: str) -> Case:
+    """`decode_loop` of a model and its assistant at one sequence and K = 4. dtype: "auto" is the current device's default."""
+    if name == "pocket":
+        configs = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
+    else:
+        configs = [shapes.TARGETS[name], shapes.ASSISTANTS[name]]
+    config, assistant = Gemma4Config.from_hf(configs[0]), AssistantConfig.from_hf(configs[1])
+    numbers = jnp.dtype(device.float_dtype(config.dtype) if dtype == "auto" else dtype)
+    target, drafter = gemma4.abstract(config, numbers), gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config), numbers)
+    settings = {"slots": 1, "max_len": 4096, "num_draft_tokens": 4}
+    state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
+    slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    loop = functools.partial(decode.decode_loop, num_draft_tokens=4)
+    return Case(STEP, f"{name}, {numbers.name}", loop, (target, drafter, state, slots, steps), donate=(2,))

@@ -1,0 +1,363 @@
+"""Compiles every kernel and a loop of steps for GPUs that need not be there: `python -m jaxspec.compile_check`.
+
+Where JAX's CUDA plug-in and its compiler are installed (`pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm`,
+the first two with --no-deps and of jaxlib's version), programs are compiled to the end for a device that is described in numbers.
+Printed are the shared memory, registers and spilled bytes of each kernel, the most of all its shapes, and the memory of a step. Where
+kernels serve, a step has to be one CUDA graph.
+Without the plug-in programs are lowered for CUDA, which finds what the Triton dialect refuses. Nothing runs, and nothing is timed.
+
+What "auto" takes on a GPU is what is compiled for it. Where that is Mosaic, the Triton kernel that also serves is compiled too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import glob
+import itertools
+import multiprocessing
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxspec.compile_check.cases import Case
+
+STEPS = ("pocket", "e2b", "26b", "31b")
+GRAPH = "kCommandBuffer"  # XLA's name of a CUDA graph
+MOSAIC = "mosaic"  # the name under which kernels in that dialect are counted
+SAID = "stdout"  # a file
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What XLA asks of a device, from its vendor's data sheet and CUDA's table of technical specifications. memory: bytes; bandwidth:
+    bytes a second; shared: bytes of a multiprocessor, of which a program may use 1 KiB less where it may use more than 64 KiB."""
+
+    kind: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    threads: int
+    shared: int
+    l2: int
+    memory: int
+    bandwidth: int
+    clock_ghz: float
+
+    @property
+    def program_shared(self) -> int:
+        return self.shared if self.shared <= 65_536 else self.shared - 1024
+
+    def description(self) -> str:
+        """The device as text of XLA's GpuTargetConfigProto."""
+        major, minor = self.capability
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {self.program_shared}
+  shared_memory_per_core: {self.shared}
+  threads_per_core_limit: {self.threads}
+  core_count: {self.multiprocessors}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {self.bandwidth}
+  l2_cache_size: {self.l2}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{self.kind}"
+"""
+
+
+GPUS = {
+    "t4": Gpu("Tesla T4", (7, 5), 40, 1024, 64 << 10, 4 << 20, 15 * 10**9, 320 * 10**9, 1.59),
+    "a100": Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 2048, 164 << 10, 40 << 20, 40 * 10**9, 1555 * 10**9, 1.41),
+    "l4": Gpu("NVIDIA L4", (8, 9), 58, 1536, 100 << 10, 48 << 20, 23 * 10**9, 300 * 10**9, 2.04),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 2048, 228 << 10, 50 << 20, 141 * 10**9, 4800 * 10**9, 1.98),
+}
+
+
+@dataclasses.dataclass
+class Figures:
+    """Of a kernel, the most of all programs that hold it. None where they were only lowered."""
+
+    shared: int | None = None
+    registers: int | None = None
+    spilled: int | None = None
+
+    def add(self, **found: int | None) -> None:
+        for name, value in found.items():
+            if value is not None:
+                setattr(self, name, max(getattr(self, name) or 0, value))
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a case. kernels: by name, none where XLA serves. memory: bytes of a compiled program's arguments and temporaries.
+    failure: why it did not compile, or is not what it has to be."""
+
+    kernels: dict[str, Figures] = dataclasses.field(default_factory=dict)
+    memory: tuple[int, int] | None = None
+    failure: str | None = None
+
+
+class Compiler:
+    """Compiles for one GPU. dump: where XLA leaves what it makes, or None where no plug-in is and programs are lowered alone."""
+
+    def __init__(self, gpu: Gpu, dump: Path | None):
+        import jax
+        from jax.experimental import topologies
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from pallas_kernels.device import Described
+
+        self.gpu, self.dump = gpu, dump
+        if dump is None:
+            self.device: Any = Described(gpu.kind, ".".join(map(str, gpu.capability)))
+            self.sharding = None
+        else:
+            topology = topologies.get_topology_desc(platform="cuda", target_config=gpu.description(), topology="1x1x1")
+            self.device = topology.devices[0]
+            self.sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+        # What was traced for another device holds the tiles that were chosen for it.
+        jax.clear_caches()
+
+    @contextlib.contextmanager
+    def decisions(self) -> Iterator[None]:
+        """Tracing within is for this GPU."""
+        import jax
+
+        from pallas_kernels.device import described_as
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(described_as(self.device))
+            if jax.__version_info__ >= (0, 11):  # from here on, a kernel is lowered for a GPU that is named
+                kind = jax.sharding.AbstractDevice(device_kind=self.gpu.kind, num_cores=None, platform="gpu")
+                stack.enter_context(jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind)))
+            yield
+
+    def __call__(self, case: Case) -> Outcome:
+        try:
+            return self._compiled(case)
+        except Exception as error:  # whatever a compiler raises
+            return Outcome(failure=" ".join(str(error).split())[:300])
+
+    def _compiled(self, case: Case) -> Outcome:
+        import jax
+
+        from jaxspec.compile_check.cases import STEP
+
+        def place(x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding)
+
+        jitted, args = jax.jit(case.function, donate_argnums=case.donate), jax.tree.map(place, case.args)
+        lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",)) if self.dump is None else jitted.lower(*args)
+        text = lowered.as_text()
+        outcome = Outcome({name: Figures() for name in re.findall(r'name = "(\w+)", num_stages', text)})
+        if "@mosaic_gpu" in text:  # whose modules are bytecode
+            outcome.kernels[MOSAIC] = Figures()
+        if self.dump is None or not (outcome.kernels or case.kernel == STEP):
+            return outcome
+        for path in self.dump.iterdir():
+            os.truncate(path, 0) if path.name == SAID else path.unlink()
+        memory: Any = lowered.compile().memory_analysis()
+        outcome.memory = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        commands = loop_commands(self._dumped("thunk_sequence_after_thunk_passes.txt"))
+        if case.kernel == STEP and outcome.kernels and commands != [GRAPH]:
+            outcome.failure = f"a step is {len(commands)} commands ({', '.join(sorted(set(commands)))}), expected one CUDA graph"
+        for name, shared in re.findall(r" (\w+) grid: .*shared_memory: (\d+) bytes", self._dumped("thunk_sequence.txt")):
+            if name in outcome.kernels:
+                outcome.kernels[name].add(shared=int(shared))
+        ctypes.CDLL(None).fflush(None)
+        for said in (self._dumped(SAID), *self._assembled()):
+            pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+            for name, spilled, registers in re.findall(pattern, said, re.DOTALL):
+                name = MOSAIC if name.endswith("_mosaic_gpu_kernel") else name
+                if name in outcome.kernels:
+                    outcome.kernels[name].add(registers=int(registers), spilled=int(spilled))
+        return outcome
+
+    def _dumped(self, end: str) -> str:
+        assert self.dump is not None
+        return "".join(path.read_text() for path in self.dump.glob(f"*{end}"))
+
+    def _assembled(self) -> Iterator[str]:
+        """What NVIDIA's assembler says of each module that XLA made: it is there in XLA, too, but says nothing."""
+        assembler = next(iter(_installed("bin/ptxas")), shutil.which("ptxas"))
+        assert self.dump is not None
+        for path in self.dump.glob("*.ptx") if assembler else ():
+            target = re.search(r"^\.target (\w+)", path.read_text(), re.MULTILINE)
+            if target is None:  # a module of constants
+                continue
+            command = [assembler, "-v", f"-arch={target[1]}", path, "-o", os.devnull]
+            yield subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def loop_commands(dumped: str) -> list[str]:
+    """What the body of a program's loop runs one after the other, by XLA's dump of that: `GRAPH`, or kinds of kernels and copies."""
+    _, _, body = dumped.partition("body:\n")
+    depth = min((len(indent) for indent in re.findall(r"^( *)\d+: k\w+", body, re.MULTILINE)), default=0)
+    return re.findall(rf"^ {{{depth}}}\d+: (\w+)", body, re.MULTILINE)
+
+
+def _installed(path: str) -> list[str]:
+    """Files of NVIDIA's packages for Python."""
+    return [found for entry in sys.path for found in glob.glob(os.path.join(entry, "nvidia", "cu*", path))]
+
+
+def _has_plugin() -> bool:
+    try:
+        import jax_plugins  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return False
+    return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(jax_plugins.__path__))
+
+
+def _start(folder: str) -> None:
+    """Sets a process up to compile, before JAX is imported. What is written to standard output goes to a file, Mosaic's reports."""
+    global _dump
+    _dump = Path(tempfile.mkdtemp(dir=folder))
+    compiler = [f"--xla_gpu_cuda_data_dir={path}" for path in _installed("")[:1]]
+    flags = ["--xla_gpu_autotune_level=0", f"--xla_dump_to={_dump}", *compiler]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    os.dup2(os.open(_dump / SAID, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+
+
+_dump: Path | None = None  # of a process that compiles
+
+
+@functools.lru_cache(maxsize=1)
+def _of(gpu: str) -> tuple[Compiler, list[Case]]:
+    """What compiles for a GPU, and its kernels' cases."""
+    from jaxspec.compile_check import cases as compile_cases
+    from pallas_kernels import device
+
+    compiler = Compiler(GPUS[gpu], _dump)
+    with compiler.decisions():
+        return compiler, [] if device.obstacle() else compile_cases.kernel_cases()
+
+
+def _check(work: tuple[str, int | str, str]) -> Outcome:
+    """What becomes of a GPU's case, the number of a kernel's or a step's name, in a dtype."""
+    from jaxspec.compile_check import cases as compile_cases
+
+    gpu, case, dtype = work
+    compiler, cases = _of(gpu)
+    with compiler.decisions():
+        return compiler(cases[case] if isinstance(case, int) else compile_cases.step_case(case, dtype))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 if anything did not compile, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m jaxspec.compile_check", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gpus", default=",".join(GPUS), help=f"some of {','.join(GPUS)} (default: all)")
+    parser.add_argument("--kernels", default="", help="only kernels' cases that hold this in kernel and name, all of them")
+    parser.add_argument("--steps", help=f"models whose step is compiled, of {','.join(STEPS)} (default: those that fit)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the steps (default: auto)")
+    parser.add_argument("--all", action="store_true", help="also shapes and steps much like others: batches, more widths, larger models")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile (default: as many as there are cores)")
+    options = parser.parse_args(arguments)
+    gpus = [name for name in options.gpus.split(",") if name]
+    if unknown := sorted(set(gpus) - set(GPUS)):
+        parser.error(f"unknown GPU {', '.join(unknown)}; available: {', '.join(GPUS)}")
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}, expected at least 1")
+    with contextlib.ExitStack() as stack:
+        run: Any = map
+        if plugin := _has_plugin():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compile-check-"))
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            settings = {"mp_context": multiprocessing.get_context("spawn"), "initializer": _start, "initargs": (folder,)}
+            run = stack.enter_context(concurrent.futures.ProcessPoolExecutor(options.jobs, **settings)).map
+        else:
+            print("No CUDA plug-in to compile with: programs are only lowered.")
+        wanted = {name: _wanted(name, options) for name in gpus}
+        work = [(name, case, options.dtype) for name in gpus for case in wanted[name]]
+        outcomes = run(_check, work)
+        failed = sum(_print(name, wanted[name], itertools.islice(outcomes, len(wanted[name]))) for name in gpus)
+    print(f"{failed} of {len(work)} programs failed." if failed else f"{len(work)} programs {'compiled' if plugin else 'were lowered'}.")
+    return bool(failed)
+
+
+def _wanted(gpu: str, options: argparse.Namespace) -> dict[int | str, str]:
+    """The cases for a GPU, as `_check` takes them, with their names. Steps take longest and come first."""
+    import jax
+
+    from jaxspec.compile_check import cases as compile_cases
+
+    compiler, cases = _of(gpu)
+    named = options.steps is not None
+    steps = options.steps.split(",") if named else [] if options.kernels else STEPS
+    wanted: dict[int | str, str] = {}
+    with compiler.decisions():
+        for step in filter(None, steps):
+            case = compile_cases.step_case(step, options.dtype)
+            held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.args))
+            if options.all or named or held < GPUS[gpu].memory:
+                wanted[step] = f"{case.kernel} of {case.name}"
+    for i, case in enumerate(cases):
+        if options.kernels in f"{case.kernel} {case.name}" and (options.all or options.kernels or not case.further):
+            wanted[i] = f"{case.kernel}: {case.name}"
+    return wanted
+
+
+def _print(gpu: str, wanted: dict[int | str, str], outcomes: Iterator[Outcome]) -> int:
+    """Prints what became of a GPU's cases; returns how many failed."""
+    from pallas_kernels import device
+
+    compiler, described = _of(gpu)[0], GPUS[gpu]
+    capability = ".".join(map(str, described.capability))
+    print(f"\n{described.kind}, compute capability {capability}, {described.program_shared:,} bytes of shared memory a program")
+    with compiler.decisions():
+        if reason := device.obstacle():
+            print(f"  no kernels: {reason}")
+    programs, most, worst, failed = collections.Counter[str](), dict[str, Figures](), dict[str, str](), 0
+    for (case, name), outcome in zip(wanted.items(), outcomes, strict=True):
+        if outcome.failure is not None:
+            failed += 1
+            print(f"  FAILED {name}: {outcome.failure}", flush=True)
+        elif isinstance(case, str):
+            print(f"  {name}: {', '.join(sorted(outcome.kernels)) or 'no kernels'}", flush=True)
+            if outcome.memory is not None:
+                held, spare = (count / 1e9 for count in outcome.memory)
+                fits = "" if held + spare < described.memory / 1e9 else f", more than the {described.memory / 1e9:.0f} GB of one device"
+                print(f"    weights and state {held:.2f} GB, temporary {spare:.3f} GB{fits}", flush=True)
+        for kernel, figures in outcome.kernels.items():
+            programs[kernel] += 1
+            highest = most.setdefault(kernel, Figures())
+            if (figures.spilled or 0) > (highest.spilled or 0):
+                worst[kernel] = f"  in {name}"
+            highest.add(**dataclasses.asdict(figures))
+    if most:
+        print(f"  {'kernel':24} {'programs':>8} {'shared bytes':>12} {'registers':>9} {'spilled bytes':>13}")
+    for kernel, figures in sorted(most.items()):
+        shared, registers, spilled = ("-" if x is None else f"{x:,}" for x in dataclasses.astuple(figures))
+        print(f"  {kernel:24} {programs[kernel]:8} {shared:>12} {registers:>9} {spilled:>13}{worst.get(kernel, '')}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""DecodeState: the sequences of all slots, and how they come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafters.base import Drafter
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.gemma4 import Gemma4, init_cache
+from jaxspec.model.paged_kv import PagedKV
+from jaxspec.sampling import logit_edits as edits
+from jaxspec.sampling.filters import Filters
+from jaxspec.sampling.logit_edits import Edits
+from jaxspec.sampling.logprobs import MAX_LOGPROBS, ROWS, Logprobs
+
+EMPTY, RUNNING, STOPPED, FULL_LENGTH, FAILED = 0, 1, 2, 3, 4
+
+
+@struct.dataclass
+class DecodeState:
+    """All slots' sequences. Donate it to every call.
+
+    tokens: [S, max_len] int32. from_draft: [S, max_len] bool, tokens that were accepted drafts. length: [S] int32, known tokens.
+    computed: [S] int32, rows whose K and V are in the cache. prompt: [S] int32, prompt tokens. limit: [S] int32, length at which to
+    stop, at most max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id), FULL_LENGTH or FAILED (the logits of the next
+    token are no numbers). stop_ids: [S, N] int32, padded with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits:
+    how each slot chooses, see `Sampling` and `Edits`. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted
+    so far. logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool,
+    the last call needed more full-attention pages than were free and left every sequence as it was. drafter: the drafter's state.
+    mail: of a state on a mesh, what kernels that sum over its devices have to know, or None; see `sharding`.
+    """
+
+    cache: PagedKV
+    drafter: Any
+    tokens: jax.Array
+    from_draft: jax.Array
+    length: jax.Array
+    computed: jax.Array
+    prompt: jax.Array
+    limit: jax.Array
+    status: jax.Array
+    stop_ids: jax.Array
+    seed: jax.Array
+    temperature: jax.Array
+    filters: Filters
+    edits: Edits
+    rounds: jax.Array
+    drafted: jax.Array
+    logprobs: Logprobs
+    starved: jax.Array
+    mail: Any = None
+
+    @property
+    def slots(self) -> int:
+        return self.tokens.shape[0]
+
+
+@struct.dataclass
+class Requests:
+    """B sequences to put into slots. tokens: [B, L] int32 with L <= max_len, the first `length` of them known and the first `prompt`
+    of those the prompt (more only for a sequence that is resumed). limit, stop_ids, seed, temperature: as in DecodeState, and so are
+    filters and edits, None where nobody has any. rounds, drafted: [B] int32, of a resumed sequence what it had, so that no noise is
+    drawn again; None for all 0. computed: [B] int32, rows of the slot's last sequence that serve this one
+    too: they and the drafter's view of them stay, if the slot was not released and its rings still hold them; None for all 0."""
+
+    tokens: jax.Array
+    length: jax.Array
+    prompt: jax.Array
+    limit: jax.Array
+    stop_ids: jax.Array
+    seed: jax.Array
+    temperature: jax.Array
+    rounds: jax.Array | None = None
+    drafted: jax.Array | None = None
+    filters: Filters | None = None
+    edits: Edits | None = None
+    computed: jax.Array | None = None
+
+
+def init_state(
+    target: Gemma4,
+    drafter: Drafter,
+    *,
+    slots: int,
+    max_len: int,
+    num_draft_tokens: int,
+    page_size: int = 64,
+    full_pages: int | None = None,
+    max_stop_ids: int = 16,
+    kv_dtype: Any = None,
+) -> DecodeState:
+    """A state of empty slots. num_draft_tokens: the largest K to be used with it. kv_dtype: the target's dtype by default."""
+    cache = init_cache(
+        target.config,
+        slots=slots,
+        max_len=max_len,
+        num_draft_tokens=num_draft_tokens,
+        page_size=page_size,
+        full_pages=full_pages,
+        dtype=target.dtype if kv_dtype is None else kv_dtype,
+    )
+
+    def per_slot(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.zeros((slots, *shape), dtype)
+
+    return DecodeState(
+        cache=cache,
+        drafter=drafter.init(slots, max_len, num_draft_tokens),
+        tokens=per_slot(max_len),
+        from_draft=per_slot(max_len, dtype=jnp.bool_),
+        length=per_slot(),
+        computed=per_slot(),
+        prompt=per_slot(),
+        limit=per_slot(),
+        status=per_slot(),
+        stop_ids=per_slot(max_stop_ids) - 1,
+        seed=per_slot(2, dtype=jnp.uint32),
+        temperature=per_slot(dtype=jnp.float32),
+        filters=_no_filters(slots),
+        edits=edits.defaults(slots),
+        rounds=per_slot(),
+        drafted=per_slot(),
+        logprobs=Logprobs(
+            chosen=per_slot(ROWS, dtype=jnp.float32),
+            rank=per_slot(ROWS),
+            top=per_slot(ROWS, MAX_LOGPROBS, dtype=jnp.float32),
+            ids=per_slot(ROWS, MAX_LOGPROBS),
+        ),
+        starved=jnp.zeros((), jnp.bool_),
+    )
+
+
+def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeState:
+    """Puts sequences into empty slots; `prefill` then computes them. slots: [B] int32, ids >= slots are ignored.
+
+    A sequence that has its `limit` of tokens already has ended.
+    """
+
+    def put(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[slots].set(value.astype(field.dtype), mode="drop")
+
+    zero, count = jnp.zeros_like(slots), slots.shape[0]
+    filters = _no_filters(count) if requests.filters is None else requests.filters
+    edited = edits.defaults(count) if requests.edits is None else requests.edits
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[slots, : requests.tokens.shape[1]].set(requests.tokens, mode="drop"),
+        from_draft=put(state.from_draft, jnp.zeros((count, state.from_draft.shape[1]), jnp.bool_)),
+        length=put(state.length, requests.length),
+        computed=put(state.computed, zero if requests.computed is None else requests.computed),
+        prompt=put(state.prompt, requests.prompt),
+        limit=put(state.limit, requests.limit),
+        status=put(state.status, jnp.where(requests.length < requests.limit, RUNNING, FULL_LENGTH)),
+        stop_ids=put(state.stop_ids, requests.stop_ids),
+        seed=put(state.seed, requests.seed),
+        temperature=put(state.temperature, requests.temperature),
+        filters=jax.tree.map(put, state.filters, dataclasses.replace(filters, scope=state.filters.scope)),
+        edits=jax.tree.map(put, state.edits, edited),
+        rounds=put(state.rounds, zero if requests.rounds is None else requests.rounds),
+        drafted=put(state.drafted, zero if requests.drafted is None else requests.drafted),
+    )
+
+
+def release(state: DecodeState, slots: jax.Array) -> DecodeState:
+    """Empties slots and returns their pages. slots: [B] int32, each at most once; ids >= slots are ignored."""
+    return dataclasses.replace(
+        state,
+        cache=paged.release(state.cache, slots),
+        status=state.status.at[slots].set(EMPTY, mode="drop"),
+        starved=jnp.zeros_like(state.starved),
+    )
+
+
+def fork(state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Array) -> DecodeState:
+    """Gives slots, which hold no pages, the first `rows` computed rows of other slots: the cache's and the drafter's view of them.
+
+    A source must have computed `rows` positions and no more, so that its rings and its drafter are where the copy is to go on; the
+    tokens before, and the one after, must be those of both. sources, slots, rows: [B] int32, ids >= slots are ignored. Where there
+    are no pages for it the slots have computed nothing. May come before or after `admit` of the slots.
+    """
+    cache, ok = paged.share(state.cache, sources, slots, rows)
+    into = jnp.where(sources < state.slots, slots, state.slots)
+
+    def copy(part: Any) -> Any:
+        if isinstance(part, PagedKV):
+            return paged.duplicate(part, sources, into)
+        return part.at[into].set(jnp.take(part, sources, axis=0, mode="clip"), mode="drop")
+
+    return dataclasses.replace(
+        state,
+        cache=cache,
+        drafter=jax.tree.map(copy, state.drafter, is_leaf=lambda part: isinstance(part, PagedKV)),
+        computed=state.computed.at[into].set(jnp.where(ok, rows, 0), mode="drop"),
+    )
+
+
+@struct.dataclass
+class Report:
+    """What the host learns of B slots after a call, in one array since each has its cost. rows: [B, 7 + W] int32, of each slot the length,
+    computed, status, rounds and drafted, see DecodeState; of all, how many full pages are unused and whether the call was starved; then the
+    tokens at the positions that the host did not know, as many as the length grew, at most W, and ~token where it was a draft. logprobs:
+    of the same tokens, or None."""
+
+    rows: jax.Array
+    logprobs: Logprobs | None
+
+    @property
+    def free_pages(self) -> int:
+        return int(self.rows[0, 5])
+
+    @property
+    def starved(self) -> bool:
+        return bool(self.rows[0, 6])
+
+
+def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, logprobs: bool = False) -> Report:
+    """slots: [B] int32, an id >= slots reports nonsense. start: [B] int32, how many tokens of each the host knows. width (static): how
+    many more it can have. logprobs (static): whether to report them."""
+
+    def of(field: jax.Array) -> jax.Array:
+        return field.at[slots].get(mode="clip")
+
+    at = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    kept = at[:, :ROWS] % ROWS
+    pages = (jnp.broadcast_to(x, slots.shape) for x in (state.cache.free_count, state.starved.astype(jnp.int32)))
+    numbers = jnp.stack([*map(of, (state.length, state.computed, state.status, state.rounds, state.drafted)), *pages], axis=1)
+    tokens, from_draft = (x.at[slots[:, None], at].get(mode="clip") for x in (state.tokens, state.from_draft))
+    return Report(
+        jnp.concatenate([numbers, jnp.where(from_draft, ~tokens, tokens)], axis=1),
+        logprobs=jax.tree.map(lambda x: x.at[slots[:, None], kept].get(mode="clip"), state.logprobs) if logprobs else None,
+    )
+
+
+def _no_filters(count: int) -> Filters:
+    one = jnp.ones((count,), jnp.float32)
+    return Filters(jnp.zeros((count,), jnp.int32), one, one - 1)

@@ -1,0 +1,307 @@
+"""Multi-token prediction with one module for each draft step.
+
+Every module is one whole decoder layer of the target's kind, with K and V and a head of its own. Draft step s uses module s mod M.
+At the row of position p it reads the token s + 1 places further on and, beside it, a hidden state of the same row: module 0 the
+target's after its final norm, any other what the module before it gave, not normed. Positions do not advance: the guess of every step
+is read at row P, the target's last. So K and V of module k at row p depend on tokens up to p + k + 1, and near the end of the text on
+guesses. Facts: Step-3.5-Flash and vLLM `step3p5_mtp` with its multi-module speculator; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
+
+The schedule. The pages of every module hold the rows before the last M, all of whose tokens are known: they depend on the text alone,
+not on what was guessed, nor on K. The last M rows, and those committed since the last `draft`, are kept as tokens and hidden states.
+Each of the first M steps runs its module over all kept rows and stores those that are not among the last M; each later step runs the
+last M rows again over the same pages, takes what the step before it gave, and stores nothing. Where this differs from the published
+proposer: that one stores K and V of guesses too and computes them again after a rejection, and with K > M its modules leave in the
+cache what their last step wrote, which depends on K (it wants K to be a multiple of M; this one does not).
+
+A checkpoint is laid out like Step-3.5-Flash's, with the parts of a Gemma 4 layer: module i is `model.layers.{N + i}` with N the
+target's layers, made of a decoder layer's tensors, `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` and `shared_head.output`. Its
+config.json has `model_type` "gemma4_mtp_modules", `num_nextn_predict_layers` M, and in `text_config` the target's, whose `layer_types`
+go on for the modules. Norms are Gemma 4's, with plain weights, where Step-3.5's have weights offset by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafters.base import Drafts, Observed, Target
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import FULL, TEXT_TYPES, Gemma4Config, LayerSpec, refuse_quantised
+from jaxspec.model.gemma4 import DecoderLayer, Keys, abstract_layer, decoder_layer, take_row
+from jaxspec.model.layers import Linear, RMSNorm, softcap
+from jaxspec.model.paged_kv import PagedKV
+from jaxspec.sampling.choice import Sampling, choose
+
+MODEL_TYPE = "gemma4_mtp_modules"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModulesConfig:
+    """What the modules were made for, and a LayerSpec for each. num_hidden_layers: the target's."""
+
+    layers: tuple[LayerSpec, ...]
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+    final_logit_softcapping: float | None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModulesConfig:
+        """Reads config.json. Raises ValueError for another model type, or a value that this implementation does not have."""
+        if config.get("model_type") != MODEL_TYPE:
+            raise ValueError(f"model_type is {config.get('model_type')!r}; MTP modules have {MODEL_TYPE!r}")
+        refuse_quantised(config)
+        count, text = config.get("num_nextn_predict_layers"), config.get("text_config")
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"num_nextn_predict_layers is {count!r}; expected at least 1")
+        if not isinstance(text, Mapping) or text.get("model_type") not in TEXT_TYPES:
+            raise ValueError(f"text_config must be the target's, with a model_type of {', '.join(map(repr, TEXT_TYPES))}")
+        layers, kinds = text.get("num_hidden_layers"), list(text.get("layer_types") or ())
+        if not isinstance(layers, int) or len(kinds) != layers + count:
+            raise ValueError(f"layer_types has {len(kinds)} entries; expected {layers} of num_hidden_layers and {count} of the modules")
+        # Modules own their K and V and have no per-layer inputs. A target's last layer is always full: one more keeps theirs as they are.
+        own = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
+        read = Gemma4Config.from_hf({**text, **own, "num_hidden_layers": len(kinds) + 1, "layer_types": [*kinds, FULL]})
+        return cls(read.layers[layers:-1], layers, read.hidden_size, read.vocab_size, read.final_logit_softcapping)
+
+
+@struct.dataclass
+class SharedHead:
+    """norm: [H]; output: [V, H]. One for each module, in spite of its name."""
+
+    norm: RMSNorm
+    output: Linear
+
+
+@struct.dataclass
+class Module:
+    """One draft step. enorm, hnorm: [H]; eh_proj: [H, 2 H], of [embedding, hidden]; mtp_block: the layer."""
+
+    enorm: RMSNorm
+    hnorm: RMSNorm
+    eh_proj: Linear
+    mtp_block: DecoderLayer
+    shared_head: SharedHead
+
+    def __call__(
+        self, embedded: jax.Array, hidden: jax.Array, positions: jax.Array, keys: Keys, attention: str = "auto"
+    ) -> tuple[jax.Array, Keys]:
+        """embedded: [B, T, H], of each row's token (its scale does not matter: it is normed); hidden: [B, T, H]; positions: [B, T]
+        int32. Returns the block's output [B, T, H] and the keys with the rows' own."""
+        dtype = self.eh_proj.weight.dtype
+        both = [self.enorm(embedded.astype(dtype)), self.hnorm(hidden.astype(dtype))]
+        x = self.eh_proj(jnp.concatenate(both, axis=-1))
+        normed = self.mtp_block.input_layernorm(x)
+        x, _, keys = decoder_layer(self.mtp_block, x, normed, positions, keys, None, None, attention)
+        return x, keys
+
+
+@struct.dataclass
+class MTPModel:
+    """layers: a module by its index in the checkpoint, which goes on where the target's layers end."""
+
+    layers: dict[str, Module]
+
+
+@struct.dataclass
+class Kept:
+    """Rows whose K and V are not in the pages: R at most, of which the first are real.
+
+    base: [B] int32, the position of the first, which is how many positions the pages hold. hidden: [B, R, H], the target's after its
+    final norm. ids: [B, R] int32, the token after each row.
+    """
+
+    base: jax.Array
+    hidden: jax.Array
+    ids: jax.Array
+
+    def of(self, slots: jax.Array) -> Kept:
+        return jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), self)
+
+    def put(self, slots: jax.Array, rows: Kept) -> Kept:
+        """slots: [B] int32; ids >= slots are ignored."""
+        width = self.ids.shape[1]
+        fitting = Kept(rows.base, rows.hidden[:, :width].astype(self.hidden.dtype), rows.ids[:, :width])
+        return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), self, fitting)
+
+    def without(self, count: jax.Array) -> Kept:
+        """The rows after the first `count`, [B] int32."""
+        at = count[:, None] + jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None, :]
+        ids = jnp.take_along_axis(self.ids, at, axis=1, mode="clip")
+        return Kept(self.base + count, jnp.take_along_axis(self.hidden, at[..., None], axis=1, mode="clip"), ids)
+
+
+@struct.dataclass
+class ModulesState:
+    """cache: one layer for each module in use. kept: for every slot.
+
+    drafted: `draft` has run since the last `observe` and left room for a block's rows. It is a property of the program, never of the
+    data: false in any state that a program takes or gives.
+    """
+
+    cache: PagedKV
+    kept: Kept
+    drafted: bool = struct.field(pytree_node=False, default=False)
+
+
+@struct.dataclass
+class MTPModules:
+    """The modules' weights; paths are the checkpoint's keys, but for `mtp_block`. page_size: positions in a page of their cache."""
+
+    model: MTPModel
+    config: ModulesConfig = struct.field(pytree_node=False)
+    page_size: int = struct.field(pytree_node=False, default=64)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.config.num_hidden_layers,)
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        first = self.config.num_hidden_layers
+        return tuple(self.model.layers[str(first + i)] for i in range(len(self.config.layers)))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """One for each module."""
+        return len(self.config.layers)
+
+    def bind(self, target: Gemma4Config) -> MTPModules:
+        bind(self.config, target)
+        return self
+
+    def init(self, slots: int, max_len: int, num_draft_tokens: int) -> ModulesState:
+        used = self.config.layers[: max(num_draft_tokens, 1)]  # a later module is never reached
+        dtype = self.modules[0].eh_proj.weight.dtype
+        cache = paged.fixed(used, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens, page_size=self.page_size, dtype=dtype)
+        rows = len(used) + num_draft_tokens + 1
+        hidden = jnp.zeros((slots, rows, self.config.hidden_size), dtype)
+        return ModulesState(cache, Kept(jnp.zeros((slots,), jnp.int32), hidden, jnp.zeros((slots, rows), jnp.int32)))
+
+    def observe(self, state: ModulesState, rows: Observed) -> ModulesState:
+        used, width = len(state.cache.layers), state.kept.ids.shape[1]
+        live, start = rows.committed > 0, rows.positions[:, 0]
+        kept = state.kept.of(rows.slots)
+        base = jnp.where(start == 0, 0, kept.base)
+        before = jnp.clip(start - base, 0, width)
+        # Each row's next token: the block's own, and after the last committed row the anchor.
+        block = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)[None, :]
+        following = jnp.where(block == rows.committed[:, None] - 1, rows.anchor[:, None], jnp.roll(rows.ids, -1, axis=1))
+        hidden = rows.model.norm(rows.taps[0]).astype(kept.hidden.dtype)
+        # The block's rows go right behind those kept before.
+        row = jnp.arange(width + rows.ids.shape[1], dtype=jnp.int32)[None, :]
+        at = jnp.where(row < before[:, None], row, jnp.minimum(row - before[:, None], rows.ids.shape[1] - 1) + width)
+        ids = jnp.take_along_axis(jnp.concatenate([kept.ids, following], axis=1), at, axis=1)
+        hidden = jnp.take_along_axis(jnp.concatenate([kept.hidden, hidden], axis=1), at[..., None], axis=1)
+        kept, cache = Kept(base, hidden, ids), state.cache
+        if not state.drafted:
+            done = jnp.where(live, jnp.maximum(before + rows.committed - used, 0), 0)
+            x, longest = hidden[:, :-used], row.shape[1] - used
+            ids = jnp.pad(ids, ((0, 0), (0, used)))
+            for s in range(used):
+                x, keys = self._run(s, rows.model.embed(ids[:, s : s + longest]), x, base, done, cache, rows.slots, rows.draft_attention)
+                cache = _store(cache, s, keys, base, done)
+            kept = kept.without(done)
+        slots = jnp.where(live, rows.slots, state.kept.base.shape[0])
+        return ModulesState(cache, state.kept.put(slots, kept))
+
+    def draft(self, state: ModulesState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, ModulesState]:
+        if num_draft_tokens == 0:
+            return Drafts.joined([], target.slots.shape[0]), state
+        used, cache = len(state.cache.layers), state.cache
+        kept = state.kept.of(target.slots)
+        base, x, width = kept.base, kept.hidden, kept.ids.shape[1]
+        count = jnp.clip(target.length - base, 0, width)
+        done = jnp.where(target.slots < cache.slots, jnp.maximum(count - used, 0), 0)
+        # The kept rows' tokens, the anchor last, then room for the guesses and for the rows that a module never run for a guess reads.
+        ids = jnp.pad(kept.ids, ((0, 0), (0, max(num_draft_tokens, used))))
+        steps = []
+        for s in range(max(num_draft_tokens, used)):
+            if s == used:
+                at = done[:, None] + jnp.arange(ids.shape[1] - width + used, dtype=jnp.int32)[None, :]
+                ids = jnp.take_along_axis(ids, at, axis=1, mode="clip")
+                x = jnp.take_along_axis(x, at[:, :used, None], axis=1, mode="clip")
+                base, count, width = base + done, jnp.minimum(count, used), used
+            embedded = target.model.embed(ids[:, s : s + width])
+            x, keys = self._run(s, embedded, x, base, count, cache, target.slots, target.draft_attention)
+            if s < used:
+                cache = _store(cache, s, keys, base, done)
+            if s < num_draft_tokens:
+                logits = self.logits(s, take_row(x, jnp.maximum(count - 1, 0)))
+                token = choose(logits, target.length[:, None] + s + 1, sampling)
+                steps.append((token, logits, None))
+                column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+                ids = jnp.where(column == count[:, None] + s, token, ids)
+        after = ModulesState(cache, state.kept.put(target.slots, kept.without(done)), drafted=True)
+        return Drafts.joined(steps, target.slots.shape[0]), after
+
+    def _run(
+        self,
+        step: int,
+        embedded: jax.Array,
+        hidden: jax.Array,
+        base: jax.Array,
+        count: jax.Array,
+        cache: PagedKV,
+        slots: jax.Array,
+        attention: str,
+    ) -> tuple[jax.Array, Keys]:
+        """The module of a step over rows that follow the `base` positions in its pages; `count` of them are real."""
+        m = step % len(cache.layers)
+        module = self.modules[m]
+        keys = Keys(*cache.pages_of(m, slots), base, None, count, module.mtp_block.self_attn.key_weight)
+        positions = base[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
+        return module(embedded, hidden, positions, keys, attention)
+
+    def logits(self, step: int, hidden: jax.Array) -> jax.Array:
+        """What the module of a step makes of its block's output: [B, T, H] -> [B, T, V] float32."""
+        head = self.modules[step % len(self.modules)].shared_head
+        return softcap(head.output(head.norm(hidden), dtype=jnp.float32), self.config.final_logit_softcapping)
+
+
+def _store(cache: PagedKV, layer: int, keys: Keys, start: jax.Array, count: jax.Array) -> PagedKV:
+    """Writes the first `count` of the fresh rows."""
+    assert keys.pools is not None and keys.table is not None and keys.fresh is not None
+    layers = list(cache.layers)
+    layers[layer] = paged.write(keys.pools, keys.table, start, count, *keys.fresh)
+    return dataclasses.replace(cache, layers=tuple(layers))
+
+
+def bind(config: ModulesConfig, target: Gemma4Config) -> ModulesConfig:
+    """The config, if the modules were made for this target. Raises ValueError, naming both numbers, if they were not."""
+    for field in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if getattr(config, field) != getattr(target, field):
+            raise ValueError(
+                f"the modules were made for a target of {field} {getattr(config, field)}, this target has {getattr(target, field)}"
+            )
+    return config
+
+
+def abstract(config: ModulesConfig, dtype: Any = jnp.bfloat16) -> MTPModules:
+    """The modules as a tree of ShapeDtypeStructs."""
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def module(spec: LayerSpec) -> Module:
+        hidden = spec.hidden_size
+        return Module(
+            enorm=RMSNorm(leaf(hidden), spec.eps),
+            hnorm=RMSNorm(leaf(hidden), spec.eps),
+            eh_proj=Linear(leaf(hidden, 2 * hidden)),
+            mtp_block=abstract_layer(spec, dtype),
+            shared_head=SharedHead(RMSNorm(leaf(hidden), spec.eps), Linear(leaf(config.vocab_size, hidden))),
+        )
+
+    return MTPModules(MTPModel({str(config.num_hidden_layers + i): module(spec) for i, spec in enumerate(config.layers)}), config)
+
+
+def from_checkpoint(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> MTPModules:
+    """The modules that a config.json tells of, as a tree of ShapeDtypeStructs."""
+    return abstract(ModulesConfig.from_hf(config), dtype)

@@ -1,0 +1,63 @@
+"""What the device is told of requests: one array for each field, a row for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec import decode
+from jaxspec.engine.request import MAX_STOP_IDS, Request
+from jaxspec.sampling.choice import seed_words
+from jaxspec.sampling.filters import Filters
+from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS, NOBODY, Edits
+
+FILTERS = (("top_k", np.int32, 0), ("top_p", np.float32, 1), ("min_p", np.float32, 0))  # with what changes nothing
+
+
+def padded(values: Sequence[Any], size: int, fill: Any = 0, dtype: Any = np.int32) -> Any:
+    """The values as an array [size], with `fill` in the places that are left."""
+    return np.asarray([*values, *[fill] * (size - len(values))], dtype)
+
+
+def packed(requests: Sequence[Request], size: int, max_len: int) -> decode.Requests:
+    """Requests as `decode.admit` takes them, with all their known tokens; rows up to `size` are filled with what changes nothing."""
+
+    def array(values: Sequence[Any], dtype: Any, *shape: int, fill: Any = 0) -> Any:
+        out = np.full((size, *shape), fill, dtype)
+        for row, value in zip(out, values, strict=False):
+            row[: len(value)] = value
+        return out
+
+    def column(values: Sequence[Any], dtype: Any, fill: Any = 0) -> Any:
+        return padded(values, size, fill, dtype)
+
+    params = [r.params for r in requests]
+    words: Any = np.full((size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, np.int32)
+    for row, request in zip(words, requests, strict=False):
+        for slot, word in zip(row, request.bad_words, strict=False):
+            slot[-len(word) :] = word
+    return decode.Requests(
+        tokens=array([r.tokens for r in requests], np.int32, max_len),
+        length=column([r.length for r in requests], np.int32),
+        prompt=column([len(r.prompt) for r in requests], np.int32),
+        limit=column([r.limit for r in requests], np.int32),
+        stop_ids=array([r.stop_ids for r in requests], np.int32, MAX_STOP_IDS, fill=-1),
+        seed=array([seed_words(r.seed) for r in requests], np.uint32, 2),
+        temperature=column([r.temperature for r in requests], np.float32),
+        rounds=column([r.rounds for r in requests], np.int32),
+        drafted=column([r.drafted for r in requests], np.int32),
+        computed=column([r.computed for r in requests], np.int32),
+        filters=Filters(*(column([getattr(r, name) for r in requests], dtype, fill) for name, dtype, fill in FILTERS)),
+        edits=Edits(
+            repetition=column([r.repetition_penalty for r in requests], np.float32, 1),
+            frequency=column([p.frequency_penalty for p in params], np.float32),
+            presence=column([p.presence_penalty for p in params], np.float32),
+            min_tokens=column([p.min_tokens for p in params], np.int32),
+            bias_ids=array([list(p.logit_bias) for p in params], np.int32, MAX_IDS, fill=NOBODY),
+            bias=array([list(p.logit_bias.values()) for p in params], np.float32, MAX_IDS),
+            allowed=array([p.allowed_token_ids or () for p in params], np.int32, MAX_IDS, fill=NOBODY),
+            bad_words=words,
+        ),
+    )

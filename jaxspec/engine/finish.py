@@ -1,0 +1,94 @@
+"""From a request to what its caller gets: tokens and text as they come, log-probabilities by token, and the Completion at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jaxspec.decode.step import FAILED
+from jaxspec.engine.params import Completion, Logprob
+from jaxspec.engine.request import Request
+from jaxspec.engine.stats import RoundStats
+from jaxspec.sampling.logprobs import Logprobs
+from jaxspec.text import Tokenizer
+
+LEAST_SCORED = 32  # most likely tokens that another pass over a text gives at least
+
+Named = list[dict[int, Logprob]]
+
+
+def look(request: Request, tokenizer: Tokenizer) -> tuple[list[int], str]:
+    """Takes in what came since the last time: the new tokens and text. Stop strings end a request here."""
+    for some in request.scored:
+        known = len(request.logprobs)
+        request.logprobs += named(request.output[known:], some, request.params.logprobs or 0, tokenizer)
+    request.scored.clear()
+    return request.take()
+
+
+def logprobs_of(
+    request: Request, tokenizer: Tokenizer, vocab_size: int, score: Callable[[Request, int], Logprobs]
+) -> tuple[Named | None, list[dict[int, Logprob] | None] | None]:
+    """Those of an ended request's output and of its prompt, None where it did not ask, or failed before the loop gave them. score: see
+    `Turn.score`; called where the loop gave none."""
+    params, of_output, of_prompt = request.params, request.logprobs if request.in_loop else None, None
+    if request.status == FAILED or not request.rescored:
+        return of_output, of_prompt
+    asked = None if request.in_loop else params.logprobs
+    count, prompt_count = (vocab_size if n == -1 else n or 0 for n in (asked, params.prompt_logprobs))
+    # As many as the next power of two, so that few programs serve all.
+    most = max(LEAST_SCORED, 1 << (max(count, prompt_count) - 1).bit_length())
+    found = score(request, min(most, vocab_size))
+    if asked is not None:
+        of_output = named(request.output, jax.tree.map(lambda x: x[len(request.prompt) - 1 :], found), count, tokenizer)
+    if params.prompt_logprobs is not None:
+        of_prompt = [None, *named(request.prompt[1:].tolist(), found, prompt_count, tokenizer)]
+    return of_output, of_prompt
+
+
+def named(tokens: Sequence[int], found: Logprobs, count: int, tokenizer: Tokenizer) -> Named:
+    """Of each token a dict of itself and the `count` most likely tokens."""
+    rows = []
+    for token, chosen, rank, top, ids in zip(tokens, found.chosen, found.rank, found.top, found.ids, strict=False):
+        row = {token: Logprob(float(chosen), int(rank), tokenizer.token_text(token))}
+        for i, (other, value) in enumerate(zip(ids[:count].tolist(), top[:count].tolist(), strict=True), start=1):
+            row.setdefault(other, Logprob(value, i, tokenizer.token_text(other)))
+        rows.append(row)
+    return rows
+
+
+def completion_of(
+    request: Request,
+    tokenizer: Tokenizer,
+    stats: RoundStats,
+    logprobs: Named | None,
+    prompt_logprobs: list[dict[int, Logprob] | None] | None,
+) -> Completion:
+    """Of a request that has ended and was looked at since."""
+    failed, found, output = request.status == FAILED, request.text.found, request.output
+    by_id = request.stopped and found is None
+    made = Completion(
+        text=request.text.text,
+        token_ids=output,
+        finish_reason="error" if failed else "stop" if by_id or found is not None else "length",
+        stop_reason=output[-1] if by_id and output[-1] not in request.own_ends else found,
+        prompt_token_ids=request.prompt.tolist(),
+        seed=request.seed,
+        stats=stats,
+        index=request.index,
+        prompt_index=request.prompt_index,
+        num_cached_tokens=request.shared,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        error=_failure(request) if failed else None,
+    )
+    object.__setattr__(made, "_tokenizer", tokenizer)  # for notebooks; no field, so that == and asdict pass it by
+    return made
+
+
+def _failure(request: Request) -> str:
+    """What failed, and where."""
+    where = f"step {request.rounds}" if request.output else "the pass over the prompt"
+    what = f"the target's logits at position {request.length}, of new token {len(request.output) + 1}, are not finite"
+    return f"{what}; it failed in {where}" if not request.edited else f"{what}, or the request allows none; it failed in {where}"

@@ -1,0 +1,128 @@
+"""What notebooks show of an LLM and of a Completion: HTML whose tints work on light and on dark pages."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from jaxspec.text import IncrementalDetokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from jaxspec.engine.llm import LLM
+    from jaxspec.engine.params import Completion
+
+MAX_TOKENS = 2000  # of an output that are shown; a page with many more becomes slow
+MAX_PROMPT_TOKENS = 100
+TINTS = {"draft": "rgba(46,160,67,.30)", "mixed": "rgba(46,160,67,.15)", "target": "rgba(128,128,128,.14)", "prompt": "transparent"}
+TITLES = {"draft": "an accepted draft", "mixed": "partly an accepted draft", "target": "the target's own choice", "prompt": "prompt"}
+LABEL = "border:1px solid;border-radius:3px;padding:0 .2em;font-size:85%;opacity:.75"
+KEPT = "\n\t\u200c\u200d"  # unprintable, yet text: line breaks, tabs and what joins the parts of an emoji
+
+
+class Span(NamedTuple):
+    """Some tokens that make up whole characters. text: theirs; where `special`, the name of one token that has no text. kind: "draft"
+    if all of them were drafts, "target" if none was, else "mixed"; or "prompt"."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    kind: str
+    special: bool = False
+
+
+def spans(tokenizer: Tokenizer, token_ids: Sequence[int], from_draft: Sequence[bool] | None = None) -> Iterator[Span]:
+    """Cuts a sequence into as many spans as its characters allow; the texts that are not special make up `tokenizer.decode` of it.
+
+    from_draft: for each token, whether it was an accepted draft; None for a prompt. A character whose bytes are spread over several
+    tokens is one span of them all.
+    """
+    pieces, held = IncrementalDetokenizer(tokenizer), list[int]()
+
+    def kind(places: Sequence[int]) -> str:
+        if from_draft is None:
+            return "prompt"
+        flags = {bool(from_draft[i]) for i in places}
+        return "mixed" if len(flags) == 2 else "draft" if True in flags else "target"
+
+    def span(text: str, places: Sequence[int], special: bool = False) -> Span:
+        return Span(text, tuple(int(token_ids[i]) for i in places), kind(places), special)
+
+    for i, token in enumerate(map(int, token_ids)):
+        if not tokenizer.has_text(token):
+            yield span(tokenizer.token_text(token) or f"id {token}", [i], special=True)
+            continue
+        piece = pieces.push([token])
+        before = tokenizer.decode([int(token_ids[j]) for j in held]) if held else ""
+        if before and token not in tokenizer.byte_ids and piece.startswith(before) and len(piece) > len(before):
+            yield span(before, held)  # bytes that were whole characters, but certain only once another token came
+            piece, held = piece[len(before) :], []
+        held.append(i)
+        if piece:
+            yield span(piece, held)
+            held = []
+    if held:
+        yield span(pieces.flush(), held)
+
+
+def completion_html(completion: Completion, tokenizer: Tokenizer | None) -> str:
+    """The end of the prompt and the output, token by token, accepted drafts shaded; without a tokenizer, the text alone."""
+    stats, new = completion.stats, len(completion.token_ids)
+    facts = [f"{new} tokens", f"finish_reason {completion.finish_reason!r}", f"seed {completion.seed}"]
+    if completion.error is not None:
+        facts.append(html.escape(completion.error))
+    if stats.drafted:
+        facts.append(f"{stats.accepted} of {stats.drafted} drafts accepted, {stats.acceptance_length:.2f} tokens a step")
+    if tokenizer is None:
+        body = html.escape(completion.text)
+    else:
+        prompt = completion.prompt_token_ids[-MAX_PROMPT_TOKENS:]
+        body = "…" if len(prompt) < len(completion.prompt_token_ids) else ""
+        body += "".join(_span(span) for span in spans(tokenizer, prompt))
+        body += "".join(_span(span) for span in spans(tokenizer, completion.token_ids[:MAX_TOKENS], stats.from_draft))
+        body += f"… {new - MAX_TOKENS} more tokens" if new > MAX_TOKENS else ""
+        facts += [f'<span style="background:{TINTS[kind]}">{TITLES[kind]}</span>' for kind in ("draft", "target") if stats.drafted]
+    style = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;line-height:1.5"
+    return f'<div style="{style}">{body}</div><div style="font-size:85%;opacity:.8;margin-top:.4em">{" · ".join(facts)}</div>'
+
+
+def llm_html(llm: LLM, name: str) -> str:
+    """What an LLM is made of, and what it has done so far."""
+    stats = llm.stats
+    rows: list[tuple[str, Any]] = [
+        ("target", f"{name} ({_millions(llm.target)}, {llm.target.dtype})"),
+        ("drafter", f"{type(llm.drafter).__name__} ({_millions(llm.drafter)}), {llm.num_draft_tokens} drafts a step"),
+        ("slots", f"{llm.max_slots} of {llm.max_len} tokens"),
+        ("device", ", ".join(sorted({device.device_kind for device in jax.tree.leaves(llm.target)[0].devices()}))),
+        ("memory", f"weights {stats.weight_bytes / 2**20:.1f} MiB, state {stats.state_bytes / 2**20:.1f} MiB"),
+    ]
+    if stats.steps:
+        rows.append(("so far", f"{stats.tokens} tokens, {stats.tokens_per_second:.1f} a second, compiling excluded"))
+        rows.append(("acceptance", f"{stats.acceptance_length:.2f} tokens a step"))
+    cells = "".join(f'<tr><th style="text-align:left">{key}</th><td>{html.escape(str(value))}</td></tr>' for key, value in rows)
+    return f"<table>{cells}</table>"
+
+
+def _span(span: Span) -> str:
+    ids = f"token{'s' if len(span.token_ids) > 1 else ''} {', '.join(map(str, span.token_ids))}"
+    style = f"background:{TINTS[span.kind]}"
+    if span.kind == "prompt":
+        style += ";opacity:.65"
+    text = html.escape(_visible(span.text))
+    if span.special:
+        text = f'<span style="{LABEL}">{text}</span>'
+    # A line break has no width of its own to shade. The mark is left out when the text is copied.
+    text = text.replace("\n", '<span style="user-select:none;opacity:.45">⏎</span>\n') if span.kind != "prompt" else text
+    return f'<span title="{ids}: {TITLES[span.kind]}" style="{style}">{text}</span>'
+
+
+def _visible(text: str) -> str:
+    """With escapes for control characters and the like, which would hide or reorder what is around them."""
+    return "".join(
+        c if c.isprintable() or c in KEPT or (c.isspace() and ord(c) > 127) else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def _millions(tree: Any) -> str:
+    return f"{sum(leaf.size for leaf in jax.tree.leaves(tree)) / 1e6:.1f} million parameters"

@@ -1,0 +1,254 @@
+"""What a request asks for and what comes back: SamplingParams, Completion, Chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.engine.stats import RoundStats
+
+MAX_SEED = 2**63  # seeds are two 32-bit words on the device; the top bit is left out so that they fit every int64
+MAX_BIAS = 100.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to generate, with vLLM's names and meanings. Values are checked when the object is made.
+
+    Where temperature, top_k, top_p, min_p or repetition_penalty is None, the checkpoint's generation_config.json says.
+
+    max_tokens: new tokens at most, the stop token counted; None means up to the engine's max_len, which bounds every request.
+    min_tokens: no stop token is chosen before so many new tokens, and no stop string is looked for in them.
+    temperature: 0 is greedy. top_k: only the k most likely tokens, 0 or -1 for all. top_p: only the most likely tokens that together
+    reach this probability. min_p: only tokens at least this share as likely as the most likely one. They apply in the order
+    temperature, min_p, top_k, top_p; tokens of equal probability are kept or dropped together.
+    seed: 0 .. 2**63 - 1, the same seed gives the same text (with acceptance "coupled" whatever the drafter and the batch); None draws
+    one. n: completions of each prompt, which is computed once; sample i uses seed + i.
+    stop: strings that end the text; the text ends before the string, with include_stop_str_in_output behind it (and then shows a
+    stop token's text too). stop_token_ids: end after any of these, besides the checkpoint's own end tokens. ignore_eos: do not end
+    at the checkpoint's own.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output. presence_penalty,
+    frequency_penalty: subtracted for tokens in the output, once and for each time. logit_bias: token id -> what is added to its
+    logit, cut to -100 .. 100. allowed_token_ids: no other token is chosen. bad_words: their last token is not chosen where it would
+    complete them.
+    logprobs: report each new token's log-probability and those of so many most likely tokens, -1 for the whole vocabulary. They are
+    the model's own, before temperature, filters, penalties and biases. More than 20 take another pass over the text at its end.
+    prompt_logprobs: the same for the prompt's tokens, by another pass over it.
+
+    Raises TypeError for a wrong type, ValueError for a value out of range.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int = 1
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": lambda name, x: integer(name, x, 1),
+            "min_tokens": lambda name, x: integer(name, x, 0),
+            "temperature": _temperature,
+            "top_k": lambda name, x: max(integer(name, x, -1), 0),
+            "top_p": lambda name, x: number(name, x, 0, 1, above=True),
+            "min_p": lambda name, x: number(name, x, 0, 1),
+            "seed": lambda name, x: integer(name, x, 0, MAX_SEED - 1),
+            "n": lambda name, x: integer(name, x, 1),
+            "stop": _strings,
+            "stop_token_ids": _ids,
+            "include_stop_str_in_output": _flag,
+            "ignore_eos": _flag,
+            "repetition_penalty": lambda name, x: number(name, x, 0, above=True),
+            "presence_penalty": lambda name, x: number(name, x, -2, 2),
+            "frequency_penalty": lambda name, x: number(name, x, -2, 2),
+            "logit_bias": _biases,
+            "allowed_token_ids": _ids,
+            "bad_words": _strings,
+            "logprobs": lambda name, x: integer(name, x, -1),
+            "prompt_logprobs": lambda name, x: integer(name, x, -1),
+        }
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            # None is a value where it is the default.
+            if value is not None or field.default is not None:
+                object.__setattr__(self, field.name, checks[field.name](field.name, value))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, expected at most max_tokens, {self.max_tokens}")
+        if self.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids is empty; expected at least one token id, or None for all")
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` as an int. Raises TypeError if it is not an integer (a bool is not), ValueError if it is not in low .. high."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected an integer")
+    found = int(value)
+    if found < low or (high is not None and found > high):
+        raise ValueError(f"{name} is {found}, expected {f'at least {low}' if high is None else f'{low} .. {high}'}")
+    return found
+
+
+def number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> float:
+    """`value` as a finite float of low .. high, without low itself if `above`. Raises TypeError or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected a number")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    # The device holds it as a float32.
+    if not (low <= found <= high and abs(found) < 2.0**127 and (found > low or not above)):
+        least = f"more than {low}" if above else f"at least {low}"
+        raise ValueError(f"{name} is {found}, expected a finite number of {least}{'' if high == math.inf else f' and at most {high}'}")
+    return found
+
+
+def _temperature(name: str, value: Any) -> float:
+    return number(name, value, 0)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, expected True or False")
+    return value
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str | bytes | numbers.Number) or not hasattr(value, "__iter__"):
+        raise TypeError(f"{name} is {value!r}, expected a list of token ids")
+    return tuple(dict.fromkeys(integer(f"{name}[{i}]", x, 0, 2**31 - 2) for i, x in enumerate(value)))
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    listed = (value,) if isinstance(value, str) and name == "stop" else value
+    if isinstance(listed, str | bytes | numbers.Number | Mapping) or not hasattr(listed, "__iter__"):
+        raise TypeError(f"{name} is {value!r}, expected a list of strings")
+    for i, text in enumerate(listed):
+        if not isinstance(text, str):
+            raise TypeError(f"{name}[{i}] is {text!r} of type {type(text).__name__}, expected a str")
+        if not text:
+            raise ValueError(f"{name}[{i}] is empty; expected a text")
+    return tuple(dict.fromkeys(listed))
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is {value!r}, expected a dict of token id to bias")
+    found = {}
+    for token, bias in value.items():
+        key = int(token) if isinstance(token, str) and token.isdecimal() else token  # as JSON has it
+        key = integer(f"a token id of {name}", key, 0, 2**31 - 2)
+        if isinstance(bias, numbers.Real) and not isinstance(bias, bool) and math.isnan(bias):
+            raise ValueError(f"{name}[{key}] is nan, expected a number")
+        if not isinstance(bias, numbers.Real) or isinstance(bias, bool):
+            raise TypeError(f"{name}[{key}] is {bias!r} of type {type(bias).__name__}, expected a number")
+        found[key] = float(min(max(bias, -MAX_BIAS), MAX_BIAS))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What requests that say nothing use, from a checkpoint's generation_config.json. suppress_tokens: ids that are never chosen."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    suppress_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, generation: Mapping[str, Any]) -> Defaults:
+        """temperature is 0 unless the file samples, then 1 where it names none; what else it leaves out changes nothing.
+
+        Raises TypeError or ValueError, as SamplingParams does, for values that make no sense.
+        """
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        read: dict[str, Any] = {name: generation.get(name) for name in names}
+        given = SamplingParams(**read)
+        values = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+        values["temperature"] = values.get("temperature", 1.0) if generation.get("do_sample") else 0.0
+        return cls(**values, suppress_tokens=_ids("suppress_tokens", generation.get("suppress_tokens") or ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability, its rank among all tokens (1 is the most likely), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What was generated from one prompt.
+
+    text: without the stop token, the stop string and special tokens. token_ids: with the stop token. finish_reason: "stop" (a stop
+    token or stop string came), "length" (max_tokens or max_len was reached) or "error" (this request alone failed; what it had by then
+    is given). stop_reason: the stop string; or the id, if it was one of stop_token_ids; None if it was the checkpoint's own end token.
+    seed: the one that was used. stats: the rounds that it took. index: which of the prompt's n samples. prompt_index: which of the
+    call's prompts. num_cached_tokens: prompt tokens that had been computed for another request. logprobs: for each new token a dict of
+    token id -> Logprob, of the token itself and of the most likely ones, None unless asked for; prompt_logprobs: the same for the
+    prompt, where the first token has None. error: what failed, None unless finish_reason is "error".
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None
+    prompt_token_ids: list[int]
+    seed: int
+    stats: RoundStats
+    index: int = 0
+    prompt_index: int = dataclasses.field(default=0, compare=False)
+    num_cached_tokens: int = dataclasses.field(default=0, compare=False)
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Completion(text={self.text!r}, tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r}, "
+            f"prompt_tokens={len(self.prompt_token_ids)}, seed={self.seed}, "
+            f"acceptance_length={self.stats.acceptance_length:.2f}{'' if self.error is None else f', error={self.error!r}'})"
+        )
+
+    def _repr_html_(self) -> str:
+        from jaxspec.engine.html import completion_html
+
+        return completion_html(self, self.__dict__.get("_tokenizer"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tokenizer that the engine leaves for `_repr_html_`: a copy that is pickled shows its text alone."""
+        return {name: value for name, value in self.__dict__.items() if name != "_tokenizer"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A piece of a stream. text and token_ids: what is new; text that may still change is held back. logprobs: of token_ids, if
+    asked for and at most 20. The last chunk has a finish_reason and the whole Completion; before it both are None."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    completion: Completion | None = dataclasses.field(default=None, repr=False)
+    logprobs: list[dict[int, Logprob]] | None = None

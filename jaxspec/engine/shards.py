@@ -1,0 +1,138 @@
+"""Turns on several data shards, side by side. Each shard has a runner with slots, pages and programs of its own, and goes at its own pace:
+no shard waits for another's prompts or for its longest sequence."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from jaxspec.engine.programs import STEPS
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.turn import AHEAD, SEEN, Turn
+from jaxspec.sampling.choice import Needs
+from jaxspec.sampling.logprobs import Logprobs
+
+
+class Shards:
+    """The runners of all data shards, each on a thread of its own while it steps. Steps of one call alone are under way at a time."""
+
+    def __init__(self, runners: Sequence[Runner]):
+        self.runners = list(runners)
+        self.seen = [collections.deque[np.ndarray](maxlen=SEEN) for _ in runners]
+        self.pool = concurrent.futures.ThreadPoolExecutor(len(self.runners), "jaxspec-shard")
+        self._owner: Turns | None = None
+
+    def turn(self, requests: Iterator[Request], needs_of: Callable[[list[Request]], Needs], kinds: dict[tuple, Request]) -> Turn | Turns:
+        """A call's turn: see `Turn`."""
+        if len(self.runners) > 1:
+            return Turns(self, requests, needs_of, kinds)
+        return Turn(self.runners[0], requests, needs_of, self.seen[0], kinds)
+
+    def take(self, owner: Turns | None) -> None:
+        """Lets another call step, once what the last one has under way is done."""
+        if self._owner is not None and self._owner is not owner:
+            self._owner.wait()
+        self._owner = owner
+
+
+class _Dealt(collections.deque[Request]):
+    """Requests that a shard's turn reads; there may be more after there were none."""
+
+    def __next__(self) -> Request:
+        if not self:
+            raise StopIteration
+        return self.popleft()
+
+    def __iter__(self) -> Iterator[Request]:
+        return self
+
+
+class Turns:
+    """The turns of one call on all data shards, with the methods of one `Turn`. Requests are dealt out one by one, to the shard that has
+    least to do; a conversation goes where it was held before. `active` and `end` tell of the shards that are not stepping."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        requests: Iterator[Request],
+        needs_of: Callable[[list[Request]], Needs],
+        kinds: dict[tuple, Request],
+    ):
+        self._shards, self._requests, self._next = shards, requests, next(requests, None)
+        self._dealt = [_Dealt() for _ in shards.runners]
+        parts = zip(shards.runners, self._dealt, shards.seen, strict=True)
+        self._turns = [Turn(runner, dealt, needs_of, seen, kinds) for runner, dealt, seen in parts]
+        self._stepping: dict[concurrent.futures.Future[bool], int] = {}
+
+    @property
+    def _resting(self) -> list[int]:
+        return [i for i in range(len(self._turns)) if i not in self._stepping.values()]
+
+    @property
+    def active(self) -> list[Request]:
+        return [request for i in self._resting for request in self._turns[i].active]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are requests without a slot."""
+        return self._next is not None or any(map(len, self._dealt)) or any(self._turns[i].waiting for i in self._resting)
+
+    def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Lets every shard that has something to do begin a step, and waits until one of them has done its. meanwhile: called in between.
+        False once nothing is left to do. Raises RuntimeError if others hold all slots."""
+        self._shards.take(self)
+        self._deal()
+        for i in self._resting:
+            if self._load(i):
+                self._stepping[self._shards.pool.submit(self._turns[i].step, steps)] = i
+        if not self._stepping:
+            return False
+        meanwhile()
+        done, _ = concurrent.futures.wait(self._stepping, return_when=concurrent.futures.FIRST_COMPLETED)
+        for step in done:
+            del self._stepping[step]
+        for step in done:
+            step.result()
+        return True
+
+    def end(self) -> list[Request]:
+        """Takes out the requests that have ended."""
+        return [request for i in self._resting for request in self._turns[i].end()]
+
+    def score(self, request: Request, count: int) -> Logprobs:
+        """As `Turn.score`, on a shard that is not stepping, as there is after every step."""
+        self._shards.take(self)
+        return self._turns[self._resting[0]].score(request, count)
+
+    def wait(self) -> None:
+        """Waits until no shard is stepping. What the steps gave is taken in by the next `step`."""
+        concurrent.futures.wait(self._stepping)
+
+    def close(self) -> None:
+        """Frees all slots."""
+        self.wait()
+        self._stepping.clear()
+        for turn, dealt in zip(self._turns, self._dealt, strict=True):
+            turn.close()
+            dealt.clear()
+
+    def _load(self, i: int) -> int:
+        return len(self._dealt[i]) + len(self._turns[i].waiting) + len(self._turns[i].active)
+
+    def _deal(self) -> None:
+        """Deals requests to the shards that are not stepping, a few more than they have slots for."""
+        runners, resting = self._shards.runners, self._resting
+        while self._next is not None:
+            room = {i: runners[i].free_slots + AHEAD - self._load(i) + len(self._turns[i].active) for i in resting}
+            usable = [i for i in resting if room[i] > 0 and (self._turns[i].active or runners[i].free_slots)]
+            if not usable:
+                if self._stepping or any(map(self._load, resting)):
+                    return
+                usable = resting  # where others hold all slots, the turn says so
+            request, self._next = self._next, next(self._requests, None)
+            kept = {i: runners[i].held.find(request.tokens)[1] if request.keep else 0 for i in usable}
+            self._dealt[max(usable, key=lambda i: (kept[i], -self._load(i)))].append(request)

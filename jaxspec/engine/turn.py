@@ -1,0 +1,191 @@
+"""Turn: the requests of one call on their way through the slots. It is host code that decides what the device does next."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jaxspec.engine.programs import STEPS
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Call, Runner
+from jaxspec.engine.slots import boundary, common
+from jaxspec.sampling.choice import Needs
+from jaxspec.sampling.logprobs import Logprobs
+
+AHEAD = 4  # requests that are read before there is a slot for them
+# Rounds between two calls that compute prompts: at most so many, and as many as the sequences that decode are for each of those that wait
+# for their prompts, in eighths. A round takes about as long for few as for many, so while few decode it is better spent on prompts.
+BESIDE, SHARE = 4, 8
+# The next call that computes prompts waits on the device for the end of a turn's rounds, so that there is no pause while the host takes in
+# what they gave; but only if this share of its rows is of use without the prompts that get a slot then.
+ENOUGH = 0.5
+SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
+
+
+class Turn:
+    """Requests that share the slots until all have ended.
+
+    requests: read as slots come free. needs_of: what calls that work on some requests are compiled for. kinds: one request of each
+    profile, where all are known; else calls are compiled for what has come so far. waiting: read, without a slot. active: in a slot,
+    oldest first.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        requests: Iterator[Request],
+        needs_of: Callable[[list[Request]], Needs],
+        seen: collections.deque[np.ndarray],
+        kinds: dict[tuple, Request] | None = None,
+    ):
+        self._runner, self._requests, self._needs_of, self._seen = runner, requests, needs_of, seen
+        self._kinds = dict(kinds or {})
+        self.waiting, self.active = collections.deque[Request](), list[Request]()
+        self._ahead: Call | None = None
+
+    def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Fills free slots, then computes some rows of the prompts, if any wait for it, and up to `steps` rounds of the sequences that
+        decode. The next rows of prompts may be under way when it returns; the step after this one reads them. meanwhile: what the host has
+        to do, called while the device computes rows of prompts, if it does. False once nothing is left to do. Raises RuntimeError if
+        others hold all slots."""
+        runner = self._runner
+        runner.ready()
+        self._readmit([r for r in self.active if r.slot < 0])
+        self.waiting.extend(itertools.islice(self._requests, max(runner.free_slots + AHEAD - len(self.waiting), 0)))
+        if not (self.waiting or self.active):
+            return False
+        if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
+            self._preempt(runner.held.running[-1])  # one that had a slot and lost it gets one again
+        self._admit()
+        if not self.active:
+            raise RuntimeError(f"all {runner.slots} slots are held by open streams; close some, or load with more max_slots")
+        needs = self._needs_of(list(self._kinds.values()))
+        computing, decoding = [r for r in self.active if not r.ready], [r for r in self.active if r.ready]
+        call = self._ahead or (runner.prefill(computing, needs) if computing else None)
+        prompts, self._ahead = [] if call is None else [call], None
+        meanwhile()
+        rounds = []
+        if decoding:
+            if computing:
+                steps = min(steps, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
+            rounds = [runner.decode(decoding, steps, until_any=bool(computing or self.waiting), needs=needs)]
+        starved, kept = runner.read(prompts), [r for r in computing if r.computed in r.goals]
+        left = [r for r in computing if not (r.ready or r.ended)]
+        if left and not (starved or kept) and runner.used(left) >= ENOUGH:
+            self._ahead = runner.prefill(left, needs)
+        starved |= runner.read(rounds)
+        runner.times.turn()
+        for request in kept:
+            request.goals.remove(request.computed)
+            runner.snapshot(request)
+        if starved and not any(r.ended for r in self.active):  # those that have ended make room, and are no longer to give way
+            self.make_room()
+        return True
+
+    def end(self) -> list[Request]:
+        """Takes out the requests that have ended."""
+        ended = [r for r in self.active if r.ended]
+        if ended:
+            self._runner.end(ended)
+            self._leave(ended)
+        return ended
+
+    def close(self) -> None:
+        """Frees all slots."""
+        self._runner.end(self.active)
+        self.active.clear()
+        self.waiting.clear()
+        self._ahead = None
+
+    def score(self, request: Request, count: int) -> Logprobs:
+        """See `Runner.score`."""
+        return self._runner.score(request, count, self.make_room)
+
+    def make_room(self, reader: Request | None = None) -> None:
+        """Frees pages: those of sequences that have ended or are kept for later prompts, else those of this turn's youngest sequence;
+        of another turn's, where only one is left that makes use of the room, be it a `reader`."""
+        runner = self._runner
+        if runner.held.ended:
+            runner.flush()
+        elif runner.evict(needed=False):
+            pass
+        elif len(self.active) > (reader is None):
+            self._preempt(self.active[-1])
+        elif not runner.evict():
+            self._preempt([r for r in runner.held.running if r is not reader and r not in self.active][-1])
+
+    def _preempt(self, request: Request) -> None:
+        self._runner.preempt(request)
+        self._readmit([r for r in self.active if r is request])
+
+    def _readmit(self, lost: list[Request]) -> None:
+        """Puts active requests that have lost their slots at the head of those that wait."""
+        self._leave(lost)
+        self.waiting.extendleft(reversed(lost))
+
+    def _leave(self, gone: list[Request]) -> None:
+        """Takes out active requests. They are not told what a call that is under way says of them: it is no longer true."""
+        self.active = [r for r in self.active if r not in gone]
+        if self._ahead is not None:
+            requests, count, report = self._ahead
+            told = [None if r in gone else r for r in requests]
+            self._ahead = (told, count, report) if any(told) else None
+
+    def _admit(self) -> None:
+        """Gives slots to those that wait, in order, as far as there are pages for what they know. Who begins like a prompt that is being
+        computed for others waits for it."""
+        runner, fresh, free = self._runner, list[Request](), self._runner.free_slots
+        promised = sum(self._to_come(r) for r in self.active if not r.ready)
+        for request in list(self.waiting) if free else ():
+            source, rows = runner.held.find(request.tokens)
+            beside = len(self.active) + len(fresh)
+            # One page is to spare for each sequence that may need one soon. A sequence alone finds room.
+            needed = runner.pages_for(request.length + runner.num_draft_tokens) - rows // runner.page_size + promised + beside
+            if len(fresh) >= free or (beside and not self._room(needed, source)):
+                break
+            if self._deferred(request, rows, fresh):
+                continue
+            self.waiting.remove(request)
+            self._plan(request, rows)
+            fresh.append(request)
+            promised += self._to_come(request)
+        if fresh:
+            self.active += fresh  # first, so that an interrupt finds them here
+            runner.admit(fresh)
+            self._kinds |= {r.profile: r for r in fresh}
+            self.active.sort(key=lambda r: r.order)
+
+    def _to_come(self, request: Request) -> int:
+        """Pages that the rest of its prompt will take."""
+        return self._runner.pages_for(request.goal) - self._runner.pages_for(request.computed)
+
+    def _room(self, needed: int, source: int) -> bool:
+        """Whether there are so many free pages, if need be those of sequences that are kept, but the one in slot `source`."""
+        runner = self._runner
+        while runner.free_pages < needed:
+            if runner.held.ended:
+                runner.flush()
+            elif not runner.evict(needed=False, but=source):
+                return False
+        return True
+
+    def _deferred(self, request: Request, rows: int, fresh: list[Request]) -> bool:
+        """Whether a prompt that is on its way through a slot will be kept where it serves this one, and serves it better than any other:
+        for more than `rows`."""
+        ahead = [r for r in [*self.active, *fresh] if r.goals]
+        return any(goal >= rows + self._runner.page_size and common(request.tokens, r.prompt) > goal for r in ahead for goal in r.goals)
+
+    def _plan(self, request: Request, rows: int) -> None:
+        """Decides where its prompt is kept: where it serves others best, and at its end if the conversation may go on otherwise. rows:
+        of it that are kept already."""
+        if request.output:
+            return
+        runner, prompt = self._runner, request.prompt
+        others = [r.prompt for r in self.waiting] + [other for other in self._seen if other is not prompt]
+        goal = boundary(prompt, rows, others, runner.page_size)
+        goals = {goal, len(prompt) - 1 if request.keep else 0}
+        request.goals[:] = sorted(goal for goal in goals if goal >= rows + runner.page_size)
+        self._seen.append(prompt)

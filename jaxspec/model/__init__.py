@@ -1,0 +1,2 @@
+"""One forward pass of a target: its config, its layers and its cache, as tensors. A family of models is a file. It may import
+`collectives`, `trees` and `checks`, and knows nothing of choosing tokens."""

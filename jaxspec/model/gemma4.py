@@ -1,0 +1,418 @@
+"""The Gemma 4 target: hidden states of a block of rows for each sequence, reading and extending a paged cache.
+
+Facts: transformers `modeling_gemma4.py` 5.23, vLLM `gemma4.py`, google-deepmind/gemma. The text path of the whole family:
+sliding and full layers with their own head_dim and KV heads, K = V projections, proportional RoPE, per-layer embeddings,
+layers that share KV, mixture of experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.collectives import Shard
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import Gemma4Config, LayerSpec
+from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap, times
+from jaxspec.model.moe import Experts, Router
+from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.sampling.choice import Sampling, choose_by_head
+from pallas_kernels.add_norm import add_norm
+from pallas_kernels.all_reduce import Unsummed
+from pallas_kernels.linear import gated_by
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.qkv import Pages, qkv
+
+
+@struct.dataclass
+class Rows:
+    """A block of consecutive rows for each of B sequences.
+
+    ids: [B, T] int32. start: [B] int32, the position of a sequence's first row, which is also how many positions its cache holds.
+    count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
+    sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0.
+    """
+
+    ids: jax.Array
+    start: jax.Array
+    count: jax.Array
+    slots: jax.Array
+
+    @property
+    def positions(self) -> jax.Array:
+        return self.start[:, None] + jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None, :]
+
+
+@struct.dataclass
+class Hidden:
+    """What a forward pass returns. hidden: [B, T, H] after the final norm, or [B, 1, H] where only the last row was asked for.
+    taps: one [B, T, H] for each tap asked for; tap i is the output of layer i - 1, tap 0 the scaled embedding.
+    keys: for each layer that owns K and V, what its queries attended to, fresh rows included."""
+
+    hidden: jax.Array
+    taps: tuple[jax.Array, ...]
+    keys: dict[int, Keys]
+
+
+@struct.dataclass
+class Keys:
+    """What a layer's queries attend to: positions 0 .. length - 1 in pages, then `count` fresh rows.
+
+    pools, table ([B, W] int32): the owning layer's pages, or None. length: [B] int32. fresh: K [B, T, KV, key_dims] and V
+    [B, T, KV, D] of rows that are not in the pages yet, or None; count: [B] int32. weight: [D], the owner's k_norm where its keys
+    are stored in part (`LayerSpec.key_dims`), else None. store_first: the owner puts its rows into the pages and then reads them
+    there, so that none are fresh; it must have places for them beside all that they see.
+    """
+
+    pools: LayerKV | None
+    table: jax.Array | None
+    length: jax.Array
+    fresh: tuple[jax.Array, jax.Array] | None
+    count: jax.Array
+    weight: jax.Array | None
+    store_first: bool = struct.field(pytree_node=False, default=False)
+
+
+@struct.dataclass
+class PerLayerInput:
+    """all: [B, T, layers, P], what each layer's gate of the per-layer embeddings lets through or not. layer: [] int32, which is meant."""
+
+    all: jax.Array
+    layer: jax.Array
+
+
+@struct.dataclass
+class Attention:
+    """qkv_proj: [KV, G + owned, D, H], by KV head its G query heads, then its key and (unless k_eq_v) its value; a layer that
+    shares KV has the query heads alone and no k_norm. o_proj: [H, KV, G, D]."""
+
+    qkv_proj: Linear
+    o_proj: Linear
+    q_norm: RMSNorm
+    k_norm: RMSNorm | None
+    spec: LayerSpec = struct.field(pytree_node=False)
+
+    def heads(
+        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Normed and rotated queries [B, T, KV, G, D] of a projection or its parts, and the keys and values or the pools that hold
+        them: see `qkv`."""
+        spec = self.spec
+        cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        settings = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "implementation": implementation}
+        return qkv(projected, cos, sin, self.q_norm.weight, k_weight, pages, **settings)
+
+    @property
+    def key_weight(self) -> jax.Array | None:
+        """What turns a stored value into the part of its key that is not stored: [D], or None where keys are stored whole."""
+        return self.k_norm.weight if self.k_norm is not None and self.spec.key_dims < self.spec.head_dim else None
+
+
+@struct.dataclass
+class DecoderLayer:
+    """One Gemma 4 layer: sandwich norms around attention and feed-forward, per-layer input, then the whole stream x layer_scalar.
+
+    The fields past layer_scalar are None unless the config has per-layer embeddings or experts.
+    """
+
+    self_attn: Attention
+    mlp: GatedMLP
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm
+    post_feedforward_layernorm: RMSNorm
+    layer_scalar: Weight
+    per_layer_input_gate: Linear | None
+    per_layer_projection: Linear | None
+    post_per_layer_input_norm: RMSNorm | None
+    router: Router | None
+    experts: Experts | None
+    post_feedforward_layernorm_1: RMSNorm | None
+    post_feedforward_layernorm_2: RMSNorm | None
+    pre_feedforward_layernorm_2: RMSNorm | None
+
+    def feed_forward(
+        self,
+        x: jax.Array,
+        attended: jax.Array | Unsummed,
+        per_layer_input: PerLayerInput | None,
+        next_weight: jax.Array | None,
+        implementation: str,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The layer after attention, whose output it adds first. x: [B, T, H]; attended: the same, or parts of it.
+        Returns the stream and its norm with next_weight (None without), [B, T, H] each."""
+        add = functools.partial(add_norm, eps=self.post_attention_layernorm.eps, implementation=implementation)
+        if self.router is None:
+            x, normed = add(x, attended, self.post_attention_layernorm.weight, next_weights=(self.pre_feedforward_layernorm.weight,))
+            out = self.mlp.parts(normed, implementation)
+        else:
+            assert self.experts and self.post_feedforward_layernorm_1
+            assert self.pre_feedforward_layernorm_2 and self.post_feedforward_layernorm_2
+            entering = (self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight)
+            x, normed, tokens = add(x, attended, self.post_attention_layernorm.weight, next_weights=entering)
+            flat = (-1, x.shape[-1])
+            routed = self.experts(tokens.reshape(flat), *self.router(x.reshape(flat), implementation), implementation)
+            routed = routed.reshape(x.shape)
+            norms = (self.post_feedforward_layernorm_1.weight, self.post_feedforward_layernorm_2.weight)
+            out = ((self.mlp.parts(normed, implementation), norms[0]), (routed, norms[1]))
+        weight = self.post_feedforward_layernorm.weight
+        if per_layer_input is not None:
+            assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm
+            (x,) = add(x, out, weight)
+            rows, inputs = x.reshape(-1, x.shape[-1]), per_layer_input.all
+            inputs = inputs.reshape(-1, *inputs.shape[-2:])
+            gate, chosen = self.per_layer_input_gate.weight, for_rows(implementation, rows)
+            gated = gated_by(rows, gate, inputs, per_layer_input.layer, implementation=chosen)
+            out = self.per_layer_projection.parts(gated.reshape(*x.shape[:-1], -1), implementation)
+            weight = self.post_per_layer_input_norm.weight
+        x, *normed = add(x, out, weight, scalar=self.layer_scalar, next_weights=() if next_weight is None else (next_weight,))
+        return x, normed[0] if normed else None
+
+
+@struct.dataclass
+class Gemma4:
+    """The target's weights; the path of a field is its Hugging Face key without the `model.` prefix. The head is tied to embed_tokens."""
+
+    embed_tokens: Embedding
+    layers: tuple[DecoderLayer, ...]
+    norm: RMSNorm
+    embed_tokens_per_layer: Embedding | None
+    per_layer_model_projection: Linear | None
+    per_layer_projection_norm: RMSNorm | None
+    config: Gemma4Config = struct.field(pytree_node=False)
+
+    @property
+    def dtype(self) -> Any:
+        return self.embed_tokens.weight.dtype
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """Scaled token embeddings. ids: [...] int32 -> [..., H]."""
+        return self.embed_tokens(ids)
+
+    @property
+    def shard(self) -> Shard | None:
+        """The device's part of the vocabulary: see `Embedding.shard`."""
+        return self.embed_tokens.shard
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Soft-capped logits in float32 of hidden states after the final norm, of the device's part of the vocabulary.
+        [..., H] -> [..., V]."""
+        logits = Linear(self.embed_tokens.weight)(hidden, dtype=jnp.float32)
+        return softcap(logits, self.config.final_logit_softcapping)
+
+    def choose(
+        self, hidden: jax.Array, positions: jax.Array, sampling: Sampling, suppressed: tuple[int, ...] = (), implementation: str = "auto"
+    ) -> tuple[jax.Array, jax.Array]:
+        """The tokens that `unembed`'s logits choose by a temperature alone, and their values: see `choose_by_head`."""
+        settings = {"softcap": self.config.final_logit_softcapping, "suppressed": suppressed, "implementation": implementation}
+        return choose_by_head(hidden, self.embed_tokens.weight, positions, sampling, **settings)
+
+    def per_layer_inputs(self, ids: jax.Array, embedded: jax.Array) -> jax.Array | None:
+        """Per-layer embeddings of every row: [B, T, layers, P], or None where the model has none."""
+        if self.embed_tokens_per_layer is None:
+            return None
+        assert self.per_layer_model_projection and self.per_layer_projection_norm
+        shape = (*ids.shape, self.config.num_hidden_layers, self.config.hidden_size_per_layer_input)
+        context = times(self.per_layer_model_projection(embedded), self.config.hidden_size**-0.5)
+        context = self.per_layer_projection_norm(context.reshape(shape))
+        return times(context + self.embed_tokens_per_layer(ids).reshape(shape), 2.0**-0.5)
+
+    def __call__(
+        self,
+        rows: Rows,
+        cache: PagedKV | None,
+        *,
+        taps: tuple[int, ...] = (),
+        last_only: bool = False,
+        attention: str = "auto",
+    ) -> tuple[Hidden, PagedKV | None]:
+        """Runs a block of rows and stores their K and V. A row sees its sequence's cached positions and the rows before it.
+
+        cache: None runs the rows as whole sequences from position `start` (0, as a rule) and stores nothing. taps: indices of
+        hidden states to return. last_only: only the last real row's hidden state is wanted, so layers that share KV run that
+        row alone (unless a tap lies above the first of them). attention: implementation of `decoder_layer`'s kernels.
+        """
+        config = self.config
+        bad = [i for i in taps if not 0 <= i <= config.num_hidden_layers]
+        if bad:
+            raise ValueError(f"taps {bad} are outside 0 .. {config.num_hidden_layers}, the target's hidden states")
+        with jax.named_scope("embed"):
+            x = self.embed(rows.ids)
+            per_layer = self.per_layer_inputs(rows.ids, x)
+        positions, last = rows.positions, jnp.maximum(rows.count - 1, 0)
+        # Layers that share KV read the rows' K and V of another layer and write none: rows nobody reads can be left out of them.
+        cut = config.num_hidden_layers
+        if last_only and max(taps, default=0) <= config.first_shared_layer:
+            cut = config.first_shared_layer
+        fresh: dict[int, Keys] = {}
+        tapped: dict[int, jax.Array] = {}
+        normed = self.layers[0].input_layernorm(x)
+        for i, (layer, next_weight) in enumerate(zip(self.layers, next_weights(self.layers, self.norm), strict=True)):
+            if i in taps:
+                tapped[i] = x
+            if i == cut:
+                x, normed, positions = take_row(x, last), take_row(normed, last), take_row(positions, last)
+                per_layer = None if per_layer is None else take_row(per_layer, last)
+            spec = layer.self_attn.spec
+            source = i if spec.kv_source is None else spec.kv_source
+            inputs = None if per_layer is None else PerLayerInput(per_layer, jnp.asarray(i, jnp.int32))
+            if source in fresh:
+                keys = fresh[source]
+            else:
+                keys = self.cached_keys(cache, source, rows.slots, rows.start, rows.count)
+                keys = dataclasses.replace(keys, store_first=cache is not None and paged.has_room(cache, spec, rows.ids.shape[1]))
+            x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention)
+        if config.num_hidden_layers in taps:
+            tapped[config.num_hidden_layers] = x
+        if last_only and cut == config.num_hidden_layers:
+            normed = take_row(normed, last)
+        if cache is not None:
+            cache = _store(cache, rows, fresh)
+        return Hidden(normed, tuple(tapped[i] for i in taps), fresh), cache
+
+    def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
+        """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32."""
+        pages = (None, None) if cache is None else cache.pages_of(owner, slots)
+        return Keys(*pages, length, None, count, self.layers[owner].self_attn.key_weight)
+
+
+def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
+    """One row of each sequence. x: [B, T, ...], index: [B] int32 -> [B, 1, ...]."""
+    return jnp.take_along_axis(x, index.reshape((-1,) + (1,) * (x.ndim - 1)), axis=1)
+
+
+def next_weights(layers: tuple[DecoderLayer, ...], norm: RMSNorm) -> tuple[Weight, ...]:
+    """For each layer the weight of the norm that reads its output: the next layer's, and `norm` after the last. All have one eps."""
+    return (*(layer.input_layernorm.weight for layer in layers[1:]), norm.weight)
+
+
+# Jitted by itself so that layers with equal specs are traced once; XLA inlines it.
+@jax.jit(static_argnames="attention")
+def decoder_layer(
+    layer: DecoderLayer,
+    x: jax.Array,
+    normed: jax.Array,
+    positions: jax.Array,
+    keys: Keys,
+    per_layer_input: PerLayerInput | None,
+    next_weight: jax.Array | None,
+    attention: str,
+) -> tuple[jax.Array, jax.Array | None, Keys]:
+    """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; next_weight: [H], of the norm
+    that reads the output, or None. attention: implementation of attention and of the kernels around it. Returns x, that norm of it (or
+    None), and the keys that the layer attended to: those given, with its own fresh K and V if it owns any."""
+    attn, spec = layer.self_attn, layer.self_attn.spec
+    with jax.named_scope(spec.kind):
+        projected = attn.qkv_proj.parts(normed, attention)
+        assert not isinstance(projected, Unsummed)
+        pages, pools = None, keys.pools
+        if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == x.dtype and pools.scales is None:
+            assert keys.table is not None
+            pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
+        q, k, v = attn.heads(projected, positions, pages, attention)
+        if pages is not None:
+            assert k is not None and v is not None
+            keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)
+        elif k is not None and v is not None:
+            # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
+            k, v = (k, v) if pools is None else pools.as_stored(k, v)
+            if keys.store_first:
+                assert pools is not None and keys.table is not None
+                pools = paged.write(pools, keys.table, keys.length, keys.count, k, v)
+                keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
+            else:
+                keys = dataclasses.replace(keys, fresh=(k, v))
+        heads = paged_attention(
+            q,
+            positions,
+            None if keys.pools is None else (keys.pools.k, keys.pools.v),
+            keys.table,
+            keys.length,
+            keys.fresh,
+            keys.count,
+            keys.weight,
+            None if keys.pools is None else keys.pools.scales,
+            window=spec.window,
+            implementation=attention,
+        )
+        attended = attn.o_proj.parts(heads, attention, over=3)
+    with jax.named_scope("feed_forward"):
+        return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention), keys
+
+
+def _store(cache: PagedKV, rows: Rows, fresh: dict[int, Keys]) -> PagedKV:
+    """The cache with every owning layer's rows. Those that are still fresh are written once all layers have read the pools as they
+    were: a chunk longer than a ring's spare places overwrites what its first rows see."""
+    layers = list(cache.layers)
+    for i, keys in fresh.items():
+        assert keys.pools is not None and keys.table is not None
+        pools = keys.pools
+        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, rows.count, *keys.fresh)
+    return dataclasses.replace(cache, layers=tuple(layers))
+
+
+def abstract(config: Gemma4Config, dtype: Any = jnp.bfloat16) -> Gemma4:
+    """The model as a tree of ShapeDtypeStructs: what loading, random init and sharding are maps over."""
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    hidden, ple, count = config.hidden_size, config.hidden_size_per_layer_input, config.num_hidden_layers
+    return Gemma4(
+        embed_tokens=Embedding(leaf(config.vocab_size, hidden), hidden**0.5),
+        layers=tuple(abstract_layer(spec, dtype) for spec in config.layers),
+        norm=RMSNorm(leaf(hidden), config.rms_norm_eps),
+        embed_tokens_per_layer=Embedding(leaf(config.vocab_size_per_layer_input, count * ple), ple**0.5) if ple else None,
+        per_layer_model_projection=Linear(leaf(count * ple, hidden)) if ple else None,
+        per_layer_projection_norm=RMSNorm(leaf(ple), config.rms_norm_eps) if ple else None,
+        config=config,
+    )
+
+
+def abstract_layer(spec: LayerSpec, dtype: Any) -> DecoderLayer:
+    """One layer as a tree of ShapeDtypeStructs."""
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def norm(width: int) -> RMSNorm:
+        return RMSNorm(leaf(width), spec.eps)
+
+    hidden, ple, experts = spec.hidden_size, spec.per_layer_input, spec.num_experts
+    owned = 0 if not spec.owns_kv else 1 if spec.k_eq_v else 2
+    return DecoderLayer(
+        self_attn=Attention(
+            qkv_proj=Linear(leaf(spec.num_kv_heads, spec.group + owned, spec.head_dim, hidden)),
+            o_proj=Linear(leaf(hidden, spec.num_kv_heads, spec.group, spec.head_dim)),
+            q_norm=norm(spec.head_dim),
+            k_norm=norm(spec.head_dim) if spec.owns_kv else None,
+            spec=spec,
+        ),
+        mlp=GatedMLP(Linear(leaf(2, spec.intermediate_size, hidden)), Linear(leaf(hidden, spec.intermediate_size))),
+        input_layernorm=norm(hidden),
+        post_attention_layernorm=norm(hidden),
+        pre_feedforward_layernorm=norm(hidden),
+        post_feedforward_layernorm=norm(hidden),
+        layer_scalar=leaf(1),
+        per_layer_input_gate=Linear(leaf(ple, hidden)) if ple else None,
+        per_layer_projection=Linear(leaf(hidden, ple)) if ple else None,
+        post_per_layer_input_norm=norm(hidden) if ple else None,
+        router=Router(Linear(leaf(experts, hidden)), leaf(hidden), leaf(experts), spec.top_k_experts, spec.eps) if experts else None,
+        experts=Experts(leaf(experts, 2, spec.moe_intermediate_size, hidden), leaf(experts, hidden, spec.moe_intermediate_size))
+        if experts
+        else None,
+        post_feedforward_layernorm_1=norm(hidden) if experts else None,
+        post_feedforward_layernorm_2=norm(hidden) if experts else None,
+        pre_feedforward_layernorm_2=norm(hidden) if experts else None,
+    )
+
+
+def init_cache(config: Gemma4Config, **settings: Any) -> PagedKV:
+    """An empty cache for this target; `settings` are those of `paged_kv.init`."""
+    return paged.init(config.layers, **settings)

@@ -1,0 +1,169 @@
+"""The layers that target and drafters share: Linear, Embedding, RMSNorm, rotary position, gated MLP, softcap.
+
+A module is a `flax.struct.dataclass`: its fields are weights, named so that the path is the Hugging Face key, and static settings.
+Weights keep Hugging Face's [out, in] order. Matrices that are always used together are fused at load along new axes:
+query, key and value heads by KV head, gate and up projections as a pair; see `checkpoint.py` for the mapping.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.collectives import Shard, gathered, own, summed
+from pallas_kernels.all_reduce import Unsummed, serves
+from pallas_kernels.linear import MOST_ROWS, gated, linear, partials
+from pallas_kernels.qkv.reference import rms_norm, rotate
+
+# A weight: an array, a ShapeDtypeStruct in an abstract tree, or a sharding in a tree of shardings.
+Weight = Any
+
+
+@struct.dataclass
+class Linear:
+    """y = x W^T. weight: [*out, in]; the output axes may be several, for fused matrices. sum_over, gather_over: the mesh axis over
+    which the inputs or the last output axis lie, where the product is wanted whole. mail: what kernels that sum over devices need, or
+    None; see `parallel`."""
+
+    weight: Weight
+    sum_over: str | None = struct.field(pytree_node=False, default=None)
+    gather_over: str | None = struct.field(pytree_node=False, default=None)
+    mail: jax.Array | None = None
+
+    def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
+        """x: [..., in] -> [..., *out], in x's dtype or in `dtype`; products are summed in float32 on GPU."""
+        contract = (((x.ndim - 1,), (self.weight.ndim - 1,)), ((), ()))
+        product = jax.lax.dot_general(x, self.weight, contract, preferred_element_type=dtype)
+        return gathered(summed(product, self.sum_over), self.gather_over)
+
+    def of_heads(self, heads: jax.Array) -> jax.Array:
+        """heads: [B, T, KV, G, D] -> [B, T, H], by a weight [H, KV, G, D]."""
+        return summed(jax.lax.dot_general(heads, self.weight, (((2, 3, 4), (1, 2, 3)), ((), ()))), self.sum_over)
+
+    def parts(self, x: jax.Array, implementation: str, over: int = 1) -> jax.Array | Unsummed:
+        """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
+        [S, ..., *out] whose sum it is, or whose sum over devices; else the product. x: [..., *in]; over: how many axes `in` are, 3 for
+        heads."""
+        leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
+        rows = x.reshape(math.prod(leading), -1)
+        chosen = for_rows(implementation, rows)
+        spread = self.sum_over is not None
+        in_kernel = spread and implementation != "xla" and serves(len(rows), math.prod(out), x.dtype, self.mail)
+        if self.gather_over is not None or (chosen == "xla" and not in_kernel):
+            return self(x) if over == 1 else self.of_heads(x)
+        weight = self.weight.reshape(math.prod(out), -1)
+        if spread and not in_kernel:
+            return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
+        parts = partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)
+        return Unsummed(parts, self.mail) if in_kernel and self.mail is not None else parts
+
+
+@struct.dataclass
+class Embedding:
+    """Rows of a table times a constant, which is rounded to the table's dtype first (Gemma: sqrt(hidden)). axis: the mesh axis over
+    which the table's rows lie, or None. mail: as for `Linear`."""
+
+    weight: Weight
+    scale: float = struct.field(pytree_node=False, default=1.0)
+    axis: str | None = struct.field(pytree_node=False, default=None)
+    mail: jax.Array | None = None
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """ids: [...] int32 -> [..., H]."""
+        return self._rows(ids) * jnp.asarray(self.scale, self.weight.dtype)
+
+    @property
+    def shard(self) -> Shard | None:
+        """The device's part of the vocabulary, inside `shard_map`; None where every device has the whole."""
+        return None if self.axis is None else Shard(self.axis, self.weight.shape[0], self.mail)
+
+    def _rows(self, ids: jax.Array) -> jax.Array:
+        if self.axis is None:
+            return jnp.take(self.weight, ids, axis=0, mode="clip")
+        size = self.weight.shape[0]
+        at = own(jnp.clip(ids, 0, size * jax.lax.axis_size(self.axis) - 1), size, self.axis, size)
+        return summed(jnp.take(self.weight, at, axis=0, mode="fill", fill_value=0), self.axis, self.mail)
+
+
+@struct.dataclass
+class RMSNorm:
+    """x / rms(x) * weight, in float32, rounded once at the end. weight: [H], not offset by one."""
+
+    weight: Weight
+    eps: float = struct.field(pytree_node=False, default=1e-6)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms(x: jax.Array, eps: float) -> jax.Array:
+    """RMS norm without a weight."""
+    return rms_norm(x, None, eps)
+
+
+def last_axis(vector: jax.Array, ndim: int) -> jax.Array:
+    """A vector shaped to broadcast along the last of `ndim` axes."""
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+@struct.dataclass
+class GatedMLP:
+    """down(gelu_tanh(gate x) * up x). gate_up_proj: [2, I, H], down_proj: [H, I]."""
+
+    gate_up_proj: Linear
+    down_proj: Linear
+
+    def __call__(self, x: jax.Array, implementation: str = "auto") -> jax.Array:
+        """implementation: of the gated product, where there are few enough rows for it."""
+        return self.down_proj(self._hidden(x, implementation))
+
+    def parts(self, x: jax.Array, implementation: str) -> jax.Array | Unsummed:
+        """The output as `Linear.parts` gives it."""
+        return self.down_proj.parts(self._hidden(x, implementation), implementation)
+
+    def _hidden(self, x: jax.Array, implementation: str) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])
+        hidden = gated(rows, self.gate_up_proj.weight, implementation=for_rows(implementation, rows))
+        return hidden.reshape(*x.shape[:-1], -1)
+
+
+def for_rows(implementation: str, rows: jax.Array) -> str:
+    """The implementation asked for if it serves that many rows, else XLA. rows: [N, H]."""
+    return implementation if rows.shape[0] <= MOST_ROWS else "xla"
+
+
+def times(x: jax.Array, number: float) -> jax.Array:
+    """x by a number that is not rounded to x's dtype first, as transformers multiplies: 2816 ** -0.5 is a quarter of a percent less in
+    bfloat16."""
+    return (x.astype(jnp.float32) * number).astype(x.dtype)
+
+
+def softcap(logits: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(logits / cap), or the logits where there is no cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def rope_frequencies(head_dim: int, theta: float, rotary_angles: int) -> np.ndarray:
+    """Radians a position for each of head_dim / 2 pairs, float32 [head_dim / 2].
+
+    The first `rotary_angles` pairs rotate and the rest stand still ("proportional" RoPE); exponents run over the whole head_dim.
+    """
+    exponent = np.arange(0, 2 * rotary_angles, 2) / head_dim
+    return np.concatenate([theta**-exponent, np.zeros(head_dim // 2 - rotary_angles)]).astype(np.float32)
+
+
+def rope_angles(positions: jax.Array, head_dim: int, theta: float, rotary_angles: int) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles by which pairs turn. positions: [B, T] int32 -> [B, T, head_dim / 2] float32 each."""
+    frequencies = rope_frequencies(head_dim, theta, rotary_angles)
+    angles = positions[..., None].astype(jnp.float32) * last_axis(jnp.asarray(frequencies), 3)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(x: jax.Array, positions: jax.Array, theta: float, rotary_angles: int) -> jax.Array:
+    """Rotates pairs (d, d + D/2) of the last axis by position. x: [B, T, ..., D], positions: [B, T] int32. Angles in float32."""
+    return rotate(x, *rope_angles(positions, x.shape[-1], theta, rotary_angles))

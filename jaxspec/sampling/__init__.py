@@ -1,0 +1,5 @@
+"""From logits to a token: edits, filters, the noise and the choice. It may import `collectives`, `trees` and `checks`."""
+
+from jaxspec.sampling.choice import PLAIN, Needs, Sampling, choose, probabilities, seed_words
+
+__all__ = ["PLAIN", "Needs", "Sampling", "choose", "probabilities", "seed_words"]

@@ -1,0 +1,145 @@
+"""How a token is chosen: argmax(logits / T + gumbel(seed, position, id)), by the target and by its drafters alike.
+
+`position` is that of the token being chosen. Temperature 0 drops the noise. Because the noise depends on nothing else, a draft
+equals what the target would choose at its position exactly when both put the same id on top. Rules that need independent noise
+give a request another seed for each kind of it and each round (`stream_seed`); everything else stays the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.collectives import Shard, part, whole
+from jaxspec.sampling.filters import Filters, filtered
+from jaxspec.sampling.logit_edits import Tables
+from pallas_kernels import lm_head
+from pallas_kernels.noise import gumbel, row_keys
+
+# Kinds of noise beside that of the positions themselves.
+ACCEPTANCE, DRAFT, RESIDUAL = 1, 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What the requests of a call need beside a temperature. Static: what nobody needs is not compiled.
+
+    scope: "plain" if no request filters, else as in `Filters`. edits: some request has penalties, biases or other `Edits`. logprobs:
+    most likely tokens to report with each token, None for no log-probabilities at all. suppress_tokens: ids that are never chosen.
+    """
+
+    scope: str = "plain"
+    edits: bool = False
+    logprobs: int | None = None
+    suppress_tokens: tuple[int, ...] = ()
+
+    @property
+    def choice_alone(self) -> bool:
+        """Whether nothing of the logits is needed but which token they choose."""
+        return self.scope == "plain" and not self.edits and self.logprobs is None
+
+
+PLAIN = Needs()
+
+
+@struct.dataclass
+class Sampling:
+    """How B requests choose. seed: [B, 2] uint32 (low and high word); temperature: [B] float32, 0 for greedy. filters, tables: what
+    else applies, or None. shard: the device's part of a vocabulary that lies over several, or None. weighed: of drafts, whether the
+    acceptance rule uses the logits that each is chosen from."""
+
+    seed: jax.Array
+    temperature: jax.Array
+    filters: Filters | None = None
+    tables: Tables | None = None
+    shard: Shard | None = None
+    weighed: bool = struct.field(pytree_node=False, default=False)
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """A 64-bit seed as its low and high 32-bit words."""
+    return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+
+
+def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> jax.Array:
+    """The token ids chosen at `positions`.
+
+    logits: [B, T, C] float32, of the whole vocabulary, of the device's `sampling.shard` of it, or of candidates. positions: [B, T]
+    int32. ids: [B, T, C] int32, the token ids of the candidates; by default candidate i is token i. Returns [B, T] int32. Of equal
+    values the first candidate wins.
+    """
+    logits, ids = allowed(logits, sampling, ids)
+    shard = part(logits, ids, sampling.shard)
+    first = jnp.int32(0) if shard is None else shard.first
+    candidates = first + jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
+    temperature = sampling.temperature[:, None, None]
+    keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions)
+    noisy = logits / jnp.maximum(temperature, jnp.float32(1e-30)) + gumbel(keys, candidates)
+    values = jnp.where(temperature > 0, noisy, logits)
+    best = jnp.argmax(values, axis=-1).astype(jnp.int32)
+    if shard is not None:
+        return shard.best(jnp.max(values, axis=-1), first + best)[0]
+    return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
+
+
+def choose_by_head(
+    hidden: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    sampling: Sampling,
+    *,
+    softcap: float | None,
+    suppressed: tuple[int, ...] = (),
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """What `choose` gives for the logits of a head, by a temperature alone, without these where a kernel serves so few rows.
+
+    hidden: [B, T, H]. table: [V, H], or the device's `sampling.shard` of it. positions: [B, T] int32. suppressed: ids that are never
+    chosen. Returns the ids [B, T] int32 and the values that they reached [B, T] float32, noise included.
+    """
+    shard, rows = sampling.shard, hidden.reshape(-1, hidden.shape[-1])
+    keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
+    temperature = jnp.broadcast_to(sampling.temperature[:, None], positions.shape).reshape(-1)
+    settings = {"softcap": softcap, "suppressed": suppressed, "first_id": None if shard is None else shard.first}
+    implementation = implementation if rows.shape[0] <= lm_head.MOST_ROWS else "xla"
+    chosen, maxima = lm_head.lm_head(rows, table, keys, temperature, **settings, implementation=implementation)
+    if shard is not None:
+        chosen, maxima = shard.best(maxima, chosen)
+    return chosen.reshape(positions.shape), maxima.reshape(positions.shape)
+
+
+def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """The logits that `choose` chooses by, with -inf for what may not be chosen, and the candidates that they belong to."""
+    if sampling.tables is not None:
+        logits = logits if ids is not None else whole(logits, sampling.shard)
+        logits = sampling.tables.applied(logits, ids)
+    if sampling.filters is not None:
+        logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters, part(logits, ids, sampling.shard))
+    return logits, ids
+
+
+def probabilities(logits: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """The distribution that `choose` draws from: [B, T, C] float32, of the whole vocabulary or of candidates, and the candidates' token
+    ids or None. A greedy row has a 1."""
+    logits, ids = allowed(logits, sampling, ids)
+    logits = logits if ids is not None else whole(logits, sampling.shard)
+    temperature = sampling.temperature[:, None, None]
+    best = jnp.argmax(logits, axis=-1)[..., None]
+    greedy = (jnp.arange(logits.shape[-1])[None, None, :] == best).astype(jnp.float32)
+    sampled = jax.nn.softmax(logits / jnp.maximum(temperature, jnp.float32(1e-30)), axis=-1)
+    return jnp.where(temperature > 0, sampled, greedy), ids
+
+
+def stream_seed(seed: jax.Array, stream: int, rounds: jax.Array) -> jax.Array:
+    """The seed of one kind of noise in one round, independent of the request's own. seed: [B, 2] uint32; rounds: [B] int32."""
+    return row_keys(row_keys(seed, jnp.full_like(rounds, stream)), rounds)
+
+
+def uniform(seed: jax.Array, stream: int, rounds: jax.Array, count: int) -> jax.Array:
+    """Uniform numbers of 0 <= u < 1, keyed by (seed, stream, round, index): [B, count] float32."""
+    index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None, :], (seed.shape[0], count))
+    keys = row_keys(jnp.broadcast_to(stream_seed(seed, stream, rounds)[:, None, :], (*index.shape, 2)), index)
+    return (keys[..., 0] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
