@@ -59,29 +59,30 @@ def _write(folder: Path, name: str, layers: int | None) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from jaxspec import released as shapes
-    from jaxspec.checkpoint import load as checkpoint
+    from jaxspec import released
+    from jaxspec.checkpoint import hub, layout
     from jaxspec.model import gemma4
     from jaxspec.model.config import Gemma4Config
+    from jaxspec.trees import leaves
 
-    config = json.loads(json.dumps(shapes.TARGETS[name]))
+    config = json.loads(json.dumps(released.TARGETS[name]))
     text = config.get("text_config", config)
     if layers:
         shared = max(0, layers - (text["num_hidden_layers"] - (text.get("num_kv_shared_layers") or 0)))
         text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers], "num_kv_shared_layers": shared}
-    leaves = checkpoint._leaves(gemma4.abstract(Gemma4Config.from_hf(config)))
+    leaves = leaves(gemma4.abstract(Gemma4Config.from_hf(config)))
     sizes = {path: leaf.shape for path, leaf in leaves.items()}
     files: dict[str, dict[str, tuple[int, ...]]] = {}
     for path in leaves:
         stem = path.split(".")
         file = f"model-{stem[1] if stem[0] == 'layers' else stem[0]}.safetensors"
-        files.setdefault(file, {}).update({f"model.language_model.{part.key}": part.shape for part in checkpoint.layouts(path, sizes)[0]})
+        files.setdefault(file, {}).update({f"model.language_model.{part.key}": part.shape for part in layout.layouts(path, sizes)[0]})
     noise = np.random.default_rng(0).standard_normal(1 << 20).astype(ml_dtypes.bfloat16)
     folder.mkdir(parents=True)
     for file, tensors in files.items():
         save_file({key: np.resize(noise, shape) for key, shape in tensors.items()}, folder / file)
     index = {key: file for file, tensors in files.items() for key in tensors}
-    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": index}))
+    (folder / hub.INDEX_FILE).write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -100,16 +101,16 @@ def _read(folder: Path, tensor: int) -> None:
     import jax.numpy as jnp
     import tensorstore  # noqa: F401 (so that its import is not timed)
 
-    from jaxspec import loading, sharding
+    from jaxspec import sharding, targets
     from jaxspec.model import gemma4
 
-    config, _ = loading.read_target(folder)
+    config, _ = targets.read_target(folder)
     abstract = gemma4.abstract(config, jnp.bfloat16)
     if tensor > 1:
         abstract = sharding.shard_tree(abstract, sharding.mesh(tensor=tensor))
     jax.block_until_ready(jnp.zeros(8) + 1)
     before, start, worked = _memory("VmRSS"), time.perf_counter(), time.process_time()
-    weights = loading.load_target(folder, abstract, progress=False)
+    weights = targets.load_target(folder, abstract, progress=False)
     seconds, worked = time.perf_counter() - start, time.process_time() - worked
     shards = [shard.data for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards]
     own = {shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}  # a CPU's devices may share one

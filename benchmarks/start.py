@@ -13,8 +13,8 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jaxspec import SamplingParams, checkpoint
-from jaxspec import released as shapes
+from jaxspec import SamplingParams, checkpoint, released
+from jaxspec.bench.random_weights import random_weights
 from jaxspec.engine.llm import LLM
 from jaxspec.model import gemma4
 from jaxspec.text import load_tokenizer
@@ -28,12 +28,12 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8, help="sequences in flight (default: 8)")
     parser.add_argument("--max-len", type=int, default=4096, help="tokens of a sequence (default: 4096)")
     args = parser.parse_args()
-    config = shapes.target_config(args.config)
-    trees = gemma4.abstract(config, jnp.bfloat16), shapes.abstract_drafter(args.drafter, args.config, config, jnp.bfloat16)
+    config = released.target_config(args.config)
+    trees = gemma4.abstract(config, jnp.bfloat16), released.abstract_drafter(args.drafter, args.config, config, jnp.bfloat16)
     tokenizer = load_tokenizer(checkpoint.resolve("pocket"))
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
-        target, drafter = jax.block_until_ready(shapes.random_weights(trees, 0))
+        target, drafter = jax.block_until_ready(random_weights(trees, 0))
         print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: random weights of {args.config} {time.perf_counter() - begun:.1f} s")
         jax.config.update("jax_compilation_cache_dir", folder)
         for cache in ("empty", "full"):

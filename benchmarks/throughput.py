@@ -20,14 +20,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import SamplingParams, checkpoint, sharding
-from jaxspec import released as shapes
+from jaxspec import SamplingParams, checkpoint, released, sharding
+from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.workload import RATES
 from jaxspec.decode.accept import synthetic
 from jaxspec.engine import memory as plan
 from jaxspec.engine.llm import LLM
-from jaxspec.loading import DTYPES, MAX_SLOTS, memory_limit
+from jaxspec.loading import MAX_SLOTS, memory_limit
 from jaxspec.model import gemma4
+from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
 
@@ -70,20 +71,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: 0)")
     args = parser.parse_args()
 
-    config, device = shapes.target_config(args.config), jax.devices()[0]
+    config, device = released.target_config(args.config), jax.devices()[0]
     dtype, limit = DTYPES[args.dtype], memory_limit(device)
     room = None if limit is None else int(args.memory_fraction * limit)
-    trees = gemma4.abstract(config, dtype), shapes.abstract_drafter(args.drafter, args.config, config, dtype)
+    trees = gemma4.abstract(config, dtype), released.abstract_drafter(args.drafter, args.config, config, dtype)
     mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
     shards = 1 if mesh is None else mesh.shape[sharding.DATA]
     max_len = args.lengths[1] + args.tokens
     sizes = plan.sizes_of(*trees, max_len=max_len, num_draft_tokens=args.k, kernels=dialect.obstacle() is None, mesh=mesh)
     begun = time.perf_counter()
     if mesh is None:
-        target, drafter = shapes.random_weights(trees, args.seed)
+        target, drafter = random_weights(trees, args.seed)
     else:
         placed = tuple(sharding.shard_tree(tree, mesh) for tree in trees)
-        target, drafter = (sharding.spread(tree, mesh) for tree in shapes.random_weights(placed, args.seed))
+        target, drafter = (sharding.spread(tree, mesh) for tree in random_weights(placed, args.seed))
     jax.block_until_ready((target, drafter))
     work = f"{args.config} with {args.drafter}, {args.dtype}, K = {args.k}"
     print(f"{device.device_kind}, {args.mesh or 'one device'}, jax {jax.__version__}: {work}")

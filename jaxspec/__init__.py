@@ -16,7 +16,7 @@ _EXPORTS: dict[str, str] = {
     "Logprob": "jaxspec.engine.params",
     "Stats": "jaxspec.engine.stats",
     "plot_acceptance": "jaxspec.plots",
-    "mesh": "jaxspec.sharding.layout",
+    "mesh": "jaxspec.sharding.meshes",
     "run_batch": "jaxspec.batch.job",
     "BatchResult": "jaxspec.batch.job",
 }

@@ -216,7 +216,7 @@ def _mesh(args: argparse.Namespace) -> Any:
     """The mesh that was asked for, or None."""
     if args.mesh is None:
         return None
-    from jaxspec.sharding.layout import mesh_of
+    from jaxspec.sharding.meshes import mesh_of
 
     return mesh_of(args.mesh)
 

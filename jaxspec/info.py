@@ -14,10 +14,11 @@ from jaxspec import checkpoint, drafters, sharding
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import memory as plan
 from jaxspec.engine.memory import size
-from jaxspec.loading import DTYPES, MAX_SLOTS, max_len_of, num_draft_tokens_for, read_target
+from jaxspec.loading import MAX_SLOTS, num_draft_tokens_for
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
-from jaxspec.sharding.layout import nbytes
+from jaxspec.targets import DTYPES, max_len_of, read_target
+from jaxspec.trees import nbytes
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

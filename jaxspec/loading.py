@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec import drafters, sharding
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec import checkpoint, drafters, sharding
+from jaxspec.checks import integer
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import memory as plan
 from jaxspec.engine.llm import LLM
-from jaxspec.engine.params import Defaults, integer
+from jaxspec.engine.params import Defaults
 from jaxspec.engine.runner import check_pages
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
+from jaxspec.targets import DTYPES, eos_token_ids, load_target, max_len_of, read_target, weights_dtype
 from jaxspec.text import load_tokenizer
-from pallas_kernels import device, dialect
+from pallas_kernels import dialect
 
-MAX_LEN = 4096
 MAX_SLOTS = 8
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 KV_DTYPES = {"auto": None, **DTYPES, "fp8": jnp.float8_e4m3fn}
 
 
@@ -92,18 +91,18 @@ def load(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
     max_len = max_len_of(config, max_len)
-    weights_dtype = _dtype(dtype, config.dtype)
+    chosen_dtype = weights_dtype(dtype, config.dtype)
 
     if isinstance(drafter, str | os.PathLike) and drafter != "ngram":
         draft_folder = checkpoint.resolve(drafter)
-        planned = place(drafters.abstract_drafter(draft_folder, config, weights_dtype))
+        planned = place(drafters.abstract_drafter(draft_folder, config, chosen_dtype))
     else:
         draft_folder, planned = None, _object(drafter, config)
         drafter = planned if mesh is None else jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), planned, place(planned))
     count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
     rule.check(count)
 
-    abstract = place(gemma4.abstract(config, weights_dtype))
+    abstract = place(gemma4.abstract(config, chosen_dtype))
     sizes = plan.sizes_of(
         abstract,
         planned,
@@ -124,7 +123,7 @@ def load(
     _enable_compilation_cache()
     weights = load_target(folder, abstract, progress=progress)
     if draft_folder is not None:
-        drafter = drafters.load_drafter(draft_folder, config, weights_dtype, place=place, progress=progress)
+        drafter = drafters.load_drafter(draft_folder, config, chosen_dtype, place=place, progress=progress)
     return LLM(
         spread(weights),
         spread(drafter),
@@ -148,28 +147,6 @@ def load(
     )
 
 
-def read_target(folder: Path) -> tuple[Gemma4Config, dict[str, Any]]:
-    """The config and generation config of a target's folder. Raises FileNotFoundError or ValueError."""
-    raw = checkpoint.read_config(folder)
-    try:
-        config = Gemma4Config.from_hf(raw)
-    except ValueError as error:
-        hint = "; it is a drafter, to be given as drafter=" if drafters.is_drafter(raw) else ""
-        raise ValueError(f"the target {folder} cannot be loaded: {error}{hint}") from error
-    return config, checkpoint.read_generation_config(folder)
-
-
-def load_target(folder: Path, abstract: gemma4.Gemma4, *, progress: bool = True) -> gemma4.Gemma4:
-    """A target's weights in the shapes, dtypes and shardings of `gemma4.abstract`."""
-    return checkpoint.load_weights(folder, abstract, prefixes=checkpoint.TARGET_PREFIXES, skip=checkpoint.TOWERS, progress=progress)
-
-
-def max_len_of(config: Gemma4Config, asked: int | None) -> int:
-    """Positions of a sequence: what was asked for, by default the model's maximum, but at most 4096."""
-    longest = config.max_position_embeddings
-    return min(longest, MAX_LEN) if asked is None else integer("max_len", asked, 2, longest)
-
-
 def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, max_len: int) -> int:
     """Drafts a round: what was asked for, by default what the drafter's generation config or its kind says. folder: None for a drafter
     that is no checkpoint."""
@@ -180,14 +157,6 @@ def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, m
     if count and isinstance(drafter, NoDraft):
         raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
     return count
-
-
-def eos_token_ids(config: Gemma4Config, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """What ends a sequence: the generation config's eos_token_id, else the config's."""
-    value = generation.get("eos_token_id")
-    if value is None:
-        return config.eos_token_id
-    return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
 
 
 def _check_choices(**chosen: str) -> None:
@@ -215,15 +184,6 @@ def _object(drafter: Any, config: Gemma4Config) -> Drafter:
         return fitted(drafter, config)
     except ValueError as error:
         raise ValueError(f"the drafter {type(drafter).__name__} cannot be used with this target: {error}") from error
-
-
-def _dtype(dtype: Any, checkpoint_dtype: str) -> Any:
-    if isinstance(dtype, str) and dtype == "auto":
-        return DTYPES[device.float_dtype(checkpoint_dtype)]
-    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}; available: 'auto', {', '.join(map(repr, DTYPES))}")
-    return DTYPES[name]
 
 
 def _mesh(mesh: jax.sharding.Mesh | None, tensor: int | None) -> jax.sharding.Mesh | None:

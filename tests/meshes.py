@@ -13,10 +13,11 @@ import tiny
 from jaxspec import checkpoint, decode, loading, sharding
 from jaxspec.decode import accept
 from jaxspec.drafters import assistant as gemma4_mtp
-from jaxspec.drafters import dflash, draft_model, eagle3, load_drafter
+from jaxspec.drafters import dflash, draft_model, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
+from jaxspec.drafters.registry import load_drafter
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 

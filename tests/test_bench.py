@@ -11,7 +11,7 @@ import tiny
 
 from jaxspec import cli
 from jaxspec import released as shapes
-from jaxspec.bench import kernel_times, roofline, workload
+from jaxspec.bench import kernel_times, random_weights, roofline, workload
 from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import NoDraft
@@ -139,7 +139,7 @@ def test_layers_that_share_keys_run_one_row_of_a_chunk():
 def test_random_weights():
     config = Gemma4Config.from_hf({**tiny.TARGET, "text_config": {**tiny.TEXT, "enable_moe_block": True, **MOE}})
     trees = gemma4.abstract(config), gemma4_mtp.abstract(AssistantConfig.from_hf(tiny.ASSISTANT))
-    target, drafter = shapes.random_weights(trees)
+    target, drafter = random_weights.random_weights(trees)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), (target, drafter)) == jax.tree.map(lambda x: (x.shape, x.dtype), trees)
     for ones in (target.norm.weight, target.layers[0].layer_scalar, target.layers[0].router.per_expert_scale):
         assert (ones == 1).all()
@@ -295,5 +295,5 @@ class Trace:
 
 def test_no_random_weight_is_infinite():
     """Billions are drawn: the rarest bits come up too."""
-    drawn = np.asarray(shapes.normal_of(jnp.asarray([0, 1, 2**31, 2**32 - 2, 2**32 - 1], jnp.uint32)))
+    drawn = np.asarray(random_weights.normal_of(jnp.asarray([0, 1, 2**31, 2**32 - 2, 2**32 - 1], jnp.uint32)))
     assert np.isfinite(drawn).all() and drawn[0] == -drawn[-1] and 5 < drawn[-1] < 6

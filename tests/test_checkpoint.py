@@ -16,7 +16,8 @@ import transformers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec import checkpoint
+from jaxspec.checkpoint import hub, safetensors
 from jaxspec.checkpoint import onto_devices as placing
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model import gemma4
@@ -35,7 +36,7 @@ def abstract(member: str, dtype=jnp.float32) -> gemma4.Gemma4:
 
 
 def load(folder: Path, tree):
-    return checkpoint.load_weights(folder, tree, prefixes=checkpoint.TARGET_PREFIXES, skip=checkpoint.TOWERS, progress=False)
+    return checkpoint.load_weights(folder, tree, prefixes=gemma4.CHECKPOINT_PREFIXES, skip=gemma4.TOWERS, progress=False)
 
 
 def put(folder: Path, tensors: dict[str, np.ndarray], name: str = "model.safetensors") -> Path:
@@ -197,8 +198,8 @@ def test_goes_to_the_sharding_of_the_tree() -> None:
 def test_the_host_holds_one_leaf_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leaf is on its device before the next one is read: at most q, k and v are read in between."""
     events = []
-    read, place = checkpoint.Stored.read, placing._place
-    monkeypatch.setattr(checkpoint.Stored, "read", lambda self: events.append("r") or read(self))
+    read, place = safetensors.Stored.read, placing._place
+    monkeypatch.setattr(safetensors.Stored, "read", lambda self: events.append("r") or read(self))
     monkeypatch.setattr(placing, "_place", lambda *args: events.append("p") or place(*args))
     plain("E2B")
     assert set("".join(events).split("p")) == {"r", "rr", "rrr", ""}
@@ -223,10 +224,10 @@ def test_a_large_tensor_goes_to_its_devices_by_chunks(
     leaf = jax.ShapeDtypeStruct((12, 4, 2, 6), dtype, sharding=None if spec is None else NamedSharding(mesh, spec))
     tree = {"small": jax.ShapeDtypeStruct((3,), jnp.float32), "self_attn": {"q_proj": {"weight": leaf}}}
     put(tmp_path, {"small": np.ones(3, np.float32), "self_attn.q_proj.weight": value})
-    sizes, read = [], checkpoint.Stored.read
+    sizes, read = [], safetensors.Stored.read
     monkeypatch.setattr(placing, "LARGE", 100)
     monkeypatch.setattr(placing, "CHUNK", 5 * 96)
-    monkeypatch.setattr(checkpoint.Stored, "read", lambda self: sizes.append(self.nbytes) or read(self))
+    monkeypatch.setattr(safetensors.Stored, "read", lambda self: sizes.append(self.nbytes) or read(self))
     found = checkpoint.load_weights(tmp_path, tree)["self_attn"]["q_proj"]["weight"]
     np.testing.assert_array_equal(np.asarray(found), value.astype(dtype).reshape(leaf.shape))
     halves = spec is not None and len(spec) > 0 and spec[0] is not None
@@ -270,7 +271,7 @@ def test_all_that_does_not_fit_is_listed_before_anything_is_read(tmp_path: Path,
     tensors["model.layers.0.self_attn.k_proj.weight"] = tensors["model.layers.0.self_attn.k_proj.weight"].T
     tensors["model.layers.0.layer_scalar"] = np.zeros(1, np.int64)
     tensors["model.layers.2.self_attn.sinks"] = np.zeros(4, np.float32)
-    monkeypatch.setattr(checkpoint.Stored, "read", lambda self: pytest.fail("read a tensor"))
+    monkeypatch.setattr(safetensors.Stored, "read", lambda self: pytest.fail("read a tensor"))
     with pytest.raises(ValueError) as error:
         load(put(tmp_path, tensors), abstract("E2B"))
     assert str(error.value).splitlines() == [
@@ -335,7 +336,7 @@ def test_truncated(keep: int, tmp_path: Path) -> None:
 
 def test_truncated_while_it_is_read(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    tensor = checkpoint.read_header(put(tmp_path, {"a": np.zeros(4, np.float32)}) / file.name)["a"]
+    tensor = safetensors.read_header(put(tmp_path, {"a": np.zeros(4, np.float32)}) / file.name)["a"]
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(ValueError, match="ended while it was read: found 13 bytes of a tensor of 16"):
         tensor.read()
@@ -408,7 +409,7 @@ def test_resolve_a_folder_and_a_bundled_name(tmp_path: Path) -> None:
     assert checkpoint.resolve(tmp_path) == tmp_path
     assert checkpoint.resolve(str(tmp_path)) == tmp_path
     target = checkpoint.resolve("pocket")
-    assert target == Path(checkpoint.__file__).parent.parent / "pocket" / "target"
+    assert target == Path(checkpoint.__file__).parents[1] / "pocket" / "target"
     assert (target / "tokenizer.json").is_file()
 
 
@@ -418,7 +419,7 @@ def test_resolve_other_bundled_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / "pocket" / name).mkdir(parents=True)
         (tmp_path / "pocket" / name / "config.json").touch()
     (tmp_path / "pocket" / "notes").mkdir()
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "checkpoint" / "load.py"))
+    monkeypatch.setattr(hub, "__file__", str(tmp_path / "checkpoint" / "hub.py"))
     assert checkpoint.resolve("pocket-mtp") == tmp_path / "pocket" / "mtp"
     with pytest.raises(FileNotFoundError, match=r"'pocket-notes' is neither .* nor bundled \(pocket, pocket-mtp\)"):
         checkpoint.resolve("pocket-notes")

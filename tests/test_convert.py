@@ -17,13 +17,14 @@ import tensorstore
 import tiny
 
 import jaxspec
-from jaxspec import cli, converting, drafters, loading, sharding
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec import checkpoint, cli, converting, drafters, loading, sharding, targets
+from jaxspec.checkpoint import fused
 from jaxspec.checkpoint import onto_devices as placing
 from jaxspec.drafters import dflash, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
+from jaxspec.trees import leaves
 
 INNER = {
     "model_type": "llama",
@@ -97,15 +98,15 @@ def test_load_takes_a_converted_target_and_drafter(folders):
 def test_nothing_is_left_to_fuse_or_cast(folders):
     """What lies on disk has the shapes and dtypes of the trees that load makes, in OCDBT, for Orbax to read without us."""
     target, _, converted = folders
-    stored = converting.describe(converted)
-    assert stored == {path: leaf for path, leaf in checkpoint._leaves(abstract()).items()}
+    stored = fused.describe(converted)
+    assert stored == {path: leaf for path, leaf in leaves(abstract()).items()}
     draft = drafters.abstract_drafter(converted / "drafter", Gemma4Config.from_hf(tiny.TARGET), jnp.bfloat16)
-    assert converting.describe(converted / "drafter") == checkpoint._leaves(draft)
+    assert fused.describe(converted / "drafter") == leaves(draft)
     assert (converted / "weights" / "manifest.ocdbt").is_file()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         args = ocp.args.PyTreeRestore(restore_args={path: ocp.RestoreArgs(restore_type=np.ndarray) for path in stored})
         found = checkpointer.restore(converted / "weights", args=args)
-    wanted = checkpoint._leaves(loading.load_target(target, abstract(), progress=False))
+    wanted = leaves(loading.load_target(target, abstract(), progress=False))
     for path in wanted:
         np.testing.assert_array_equal(found[path], np.asarray(wanted[path]), err_msg=path)
     assert checkpoint.read_config(converted) == {**checkpoint.read_config(target), "dtype": "bfloat16"}
@@ -115,7 +116,7 @@ def test_another_dtype(folders, tmp_path):
     """A conversion in float32 is what a load in float32 gives, and says so; any conversion can be cast as it is loaded."""
     target, _, converted = folders
     wide = jaxspec.convert(target, tmp_path / "wide", dtype="float32", progress=False)
-    assert {leaf.dtype for leaf in converting.describe(wide).values()} == {np.dtype(np.float32)}
+    assert {leaf.dtype for leaf in fused.describe(wide).values()} == {np.dtype(np.float32)}
     assert loading.read_target(wide)[0].dtype == "float32"
     assert_same(loading.load_target(wide, abstract(jnp.float32), progress=False), loading.load_target(target, abstract(jnp.float32)))
     exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loading.load_target(target, abstract()))
@@ -167,22 +168,22 @@ def test_a_converted_checkpoint_can_be_converted(folders, tmp_path, monkeypatch)
 
 def test_chunks_fit_meshes():
     """An array that a mesh cuts by heads or experts lies in chunks of one head or expert; widths are left to Orbax."""
-    assert converting._few_parts("layers.0.self_attn.qkv_proj.weight", (8, 4, 256, 3840)) == (0,)
-    assert converting._few_parts("layers.0.self_attn.o_proj.weight", (3840, 8, 2, 256)) == (1,)
-    assert converting._few_parts("layers.0.experts.down_proj", (128, 2816, 704)) == (0,)
-    assert converting._few_parts("layers.0.mlp.gate_up_proj.weight", (2, 15360, 3840)) == ()
-    assert converting._few_parts("embed_tokens.weight", (262144, 64)) == ()
+    assert converting._cut_axes("layers.0.self_attn.qkv_proj.weight", (8, 4, 256, 3840)) == (0,)
+    assert converting._cut_axes("layers.0.self_attn.o_proj.weight", (3840, 8, 2, 256)) == (1,)
+    assert converting._cut_axes("layers.0.experts.down_proj", (128, 2816, 704)) == (0,)
+    assert converting._cut_axes("layers.0.mlp.gate_up_proj.weight", (2, 15360, 3840)) == ()
+    assert converting._cut_axes("embed_tokens.weight", (262144, 64)) == ()
 
 
 def test_large_arrays_are_read_by_rows(folders, tmp_path, monkeypatch, capsys):
     """Where devices have memory of their own the host holds a few rows of a large array at a time, and each part is read once."""
-    put, start, read = jax.device_put, converting._read, list[int]()
+    put, start, read = jax.device_put, fused._read, list[int]()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_put", lambda x, *to: put(np.array(x) if isinstance(x, np.ndarray) else x, *to))
     monkeypatch.setattr(placing, "LARGE", 60_000)
     monkeypatch.setattr(placing, "CHUNK", 20_000)
-    monkeypatch.setattr(converting, "CHUNK", 10_000)
-    monkeypatch.setattr(converting, "_read", lambda *args: (read.append(value.nbytes) or value for value in start(*args)))
+    monkeypatch.setattr(fused, "CHUNK", 10_000)
+    monkeypatch.setattr(fused, "_read", lambda *args: (read.append(value.nbytes) or value for value in start(*args)))
     target = folders[0]
     converted = jaxspec.convert(target, tmp_path / "out", mesh=sharding.mesh(tensor=4), progress=False)
     wanted = loading.load_target(target, abstract())
@@ -203,7 +204,7 @@ def test_the_command_line(folders, tmp_path, capsys):
     assert cli.main(["convert", str(target), str(tmp_path / "out"), "--drafter", str(assistant), "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out'}\n"
     for name in ("", "drafter"):
-        assert converting.describe(tmp_path / "out" / name) == converting.describe(converted / name)
+        assert fused.describe(tmp_path / "out" / name) == fused.describe(converted / name)
     assert cli.main(["convert", str(target), str(tmp_path / "out")]) == 2
     assert "jaxspec: " in (said := capsys.readouterr().err) and "expected nothing or an empty folder" in said
 
@@ -214,15 +215,15 @@ def test_the_command_line(folders, tmp_path, capsys):
 def test_a_conversion_that_fails_leaves_nothing(folders, tmp_path, monkeypatch):
     target, assistant, _ = folders
     (tmp_path / "out").mkdir()
-    write = converting._save
+    write = fused.save
 
-    def fail(folder, leaves):
+    def fail(folder, *args):
         if folder.parent.name == "drafter":
             assert (tmp_path / ".out.unfinished" / "jaxspec.json").is_file()
             raise KeyboardInterrupt
-        write(folder, leaves)
+        write(folder, *args)
 
-    monkeypatch.setattr(converting, "_save", fail)
+    monkeypatch.setattr(fused, "save", fail)
     with pytest.raises(KeyboardInterrupt):
         jaxspec.convert(target, tmp_path / "out", drafter=assistant, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and not list((tmp_path / "out").iterdir())
@@ -234,11 +235,12 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from jaxspec import converting
-save = converting._save
-def kill(folder, leaves):
-    save(folder, leaves)
+from jaxspec.checkpoint import fused
+save = fused.save
+def kill(folder, *args):
+    save(folder, *args)
     os.kill(os.getpid(), signal.SIGKILL)
-converting._save = kill
+fused.save = kill
 converting.convert(sys.argv[1], sys.argv[2], progress=False)
 """
 
@@ -262,7 +264,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_looks_finished(folders,
 
 @pytest.mark.parametrize(("make", "found"), [(Path.touch, "a file"), (Path.mkdir, "a folder with kept.txt")])
 def test_a_destination_that_exists(make, found, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(targets, "load_target", lambda *_, **__: pytest.fail("weights were read"))
     out = tmp_path / "out"
     make(out)
     if out.is_dir():
@@ -273,7 +275,7 @@ def test_a_destination_that_exists(make, found, folders, tmp_path, monkeypatch):
 
 def test_what_load_refuses(folders, tmp_path, monkeypatch):
     target, assistant, _ = folders
-    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(targets, "load_target", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match="it is a drafter, to be given as drafter="):
         jaxspec.convert(assistant, tmp_path / "out")
     with pytest.raises(ValueError, match="made for a target of hidden_size 40, this target has 32"):
@@ -328,7 +330,7 @@ def test_weights_that_cannot_be_read(copy, monkeypatch):
 
 
 def test_a_checkpoint_of_another_config(copy, monkeypatch):
-    monkeypatch.setattr(converting, "_read", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(fused, "_read", lambda *_: pytest.fail("weights were read"))
     other = gemma4.abstract(Gemma4Config.from_hf({**tiny.TEXT, "intermediate_size": 64, "attention_k_eq_v": False}), jnp.bfloat16)
     with pytest.raises(ValueError) as error:
         loading.load_target(copy, other, progress=False)

@@ -10,9 +10,9 @@ import pytest
 import tiny
 from flax import struct
 
-from jaxspec.decode import accept
-from jaxspec.decode import step as decode
-from jaxspec.decode.step import EMPTY, FAILED, FULL_LENGTH, RUNNING, STOPPED
+from jaxspec import decode
+from jaxspec.decode import EMPTY, FAILED, FULL_LENGTH, RUNNING, STOPPED, accept
+from jaxspec.decode.rows import sound_choices
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import Drafts, NoDraft
 from jaxspec.model import gemma4
@@ -550,8 +550,8 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone():
 def test_hidden_states_tell_where_a_fused_head_misses_a_nan():
     most = jnp.asarray([[1.0, 2.0, jnp.nan, jnp.inf, -jnp.inf]], jnp.float32)
     hidden = jnp.zeros((1, 5, 3), jnp.float32).at[0, 1, 2].set(jnp.nan)
-    assert decode._sound(most, None).tolist() == [[True, True, False, False, False]]
-    assert decode._sound(most, None, hidden).tolist() == [[True, False, False, False, False]]
+    assert sound_choices(most, None).tolist() == [[True, True, False, False, False]]
+    assert sound_choices(most, None, hidden).tolist() == [[True, False, False, False, False]]
 
 
 def test_a_fork_goes_on_as_if_it_had_computed_what_it_shares():

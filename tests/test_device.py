@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import loading
+from jaxspec import loading, targets
 from pallas_kernels import device, dialect
 
 KINDS = {
@@ -31,9 +31,9 @@ KINDS = {
 def test_what_each_device_runs_by_default(kind, implementation, dtype, shared):
     with device.described_as(KINDS[kind]):
         assert dialect.select("auto") == implementation
-        assert loading._dtype("auto", "bfloat16") == dtype
+        assert targets.weights_dtype("auto", "bfloat16") == dtype
         # float16 overflows in the residual stream, wherever it runs.
-        assert loading._dtype("auto", "float16") == loading._dtype("auto", "float32") == jnp.float32
+        assert targets.weights_dtype("auto", "float16") == targets.weights_dtype("auto", "float32") == jnp.float32
         assert shared is None or device.shared_memory() == shared
     assert dialect.select("auto") == "xla" and device.current() is jax.devices()[0]
 

@@ -16,7 +16,7 @@ import jaxspec
 from jaxspec import cli
 from jaxspec.batch import job as batch
 from jaxspec.engine.params import SamplingParams
-from jaxspec.sharding import layout as sharding
+from jaxspec.sharding import meshes as mesh_files
 
 LINES = 120
 
@@ -98,7 +98,7 @@ def test_processes_that_share_nothing_need_no_mesh(tmp_path, capsys, monkeypatch
     for mesh in ([], ["--mesh", "tensor=2"]):
         assert cli.main([*one, *mesh]) == 2
         assert capsys.readouterr().err == "jaxspec: the processes have 8 devices; expected a mesh of all; --shard shares none\n"
-    monkeypatch.setattr(sharding, "_processes", lambda mesh: 2)
+    monkeypatch.setattr(mesh_files, "_processes", lambda mesh: 2)
     assert cli.main([*one, "--mesh", "data=2,tensor=4"]) == 2
     assert capsys.readouterr().err.startswith("jaxspec: the mesh has data=2 and lies in 2 processes; expected tensor alone")
     assert not list(tmp_path.iterdir())

@@ -13,9 +13,8 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import SamplingParams
+from jaxspec import SamplingParams, decode
 from jaxspec.decode import accept
-from jaxspec.decode import step as decode
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import finish as completions
 from jaxspec.engine import llm as engine

@@ -14,11 +14,12 @@ import pytest
 import torch
 from transformers.models.gemma4 import modeling_gemma4 as reference
 
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec import checkpoint
 from jaxspec.model import gemma4, layers
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.model.moe import Router
+from jaxspec.model.rows import Rows
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 MEMBERS = list(oracle.MEMBERS)
@@ -32,7 +33,7 @@ SLOT_IDS = jnp.asarray([2, 0, SLOTS], jnp.int32)  # the third row of every call 
 def load(member: str) -> gemma4.Gemma4:
     _, folder = oracle.target(member)
     abstract = gemma4.abstract(Gemma4Config.from_hf(checkpoint.read_config(folder)), jnp.float32)
-    return checkpoint.load_weights(folder, abstract, prefixes=checkpoint.TARGET_PREFIXES, skip=checkpoint.TOWERS, progress=False)
+    return checkpoint.load_weights(folder, abstract, prefixes=gemma4.CHECKPOINT_PREFIXES, skip=gemma4.TOWERS, progress=False)
 
 
 @functools.cache
@@ -46,11 +47,11 @@ def close(found, wanted) -> None:
     assert oracle.relative_error(found, wanted) <= LIMIT
 
 
-def whole(ids) -> gemma4.Rows:
+def whole(ids) -> Rows:
     """Rows that are whole sequences."""
     batch, length = ids.shape
     zero = jnp.zeros(batch, jnp.int32)
-    return gemma4.Rows(jnp.asarray(ids, jnp.int32), zero, zero + length, jnp.arange(batch, dtype=jnp.int32))
+    return Rows(jnp.asarray(ids, jnp.int32), zero, zero + length, jnp.arange(batch, dtype=jnp.int32))
 
 
 def empty_cache(config: Gemma4Config) -> paged.PagedKV:
@@ -65,7 +66,7 @@ def empty_cache(config: Gemma4Config) -> paged.PagedKV:
 def step(target, cache, ids, start, count):
     """A call of a block of rows for SLOT_IDS. Returns logits [3, T, V], the cache, and whether there were pages."""
     cache, ok = paged.reserve(cache, SLOT_IDS, jnp.where(count > 0, start + count, 0), ids.shape[1])
-    out, cache = target(gemma4.Rows(ids, start, count, SLOT_IDS), cache)
+    out, cache = target(Rows(ids, start, count, SLOT_IDS), cache)
     return target.unembed(out.hidden), cache, ok
 
 
@@ -209,7 +210,7 @@ def test_last_only_prefill(taps: tuple[int, ...]) -> None:
     target, (ids, _, states) = load("E2B"), expected("E2B")
     assert target.config.first_shared_layer == 4
     cache = empty_cache(target.config)
-    rows = gemma4.Rows(jnp.asarray(ids[:, :CHUNK], jnp.int32), jnp.zeros(2, jnp.int32), jnp.asarray([CHUNK, 6], jnp.int32), SLOT_IDS[:2])
+    rows = Rows(jnp.asarray(ids[:, :CHUNK], jnp.int32), jnp.zeros(2, jnp.int32), jnp.asarray([CHUNK, 6], jnp.int32), SLOT_IDS[:2])
     cache, _ = paged.reserve(cache, rows.slots, rows.count, CHUNK)
     last, kept = jax.jit(functools.partial(gemma4.Gemma4.__call__, taps=taps, last_only=True))(target, rows, cache)
     assert last.hidden.shape == (2, 1, target.config.hidden_size)

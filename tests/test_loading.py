@@ -10,11 +10,11 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import loading
+from jaxspec import loading, sharding
 from jaxspec.decode import accept
 from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.engine.params import Defaults, SamplingParams
-from jaxspec.sharding import layout as sharding
+from jaxspec.sharding import meshes as mesh_files
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, m
 def test_data_shards_of_several_processes_are_refused(folders, monkeypatch):
     """Whoever made the mesh: each process would serve requests that the others do not know of."""
     mesh = sharding.mesh(data=2, tensor=2)
-    monkeypatch.setattr(sharding, "_processes", lambda mesh: 2)
+    monkeypatch.setattr(mesh_files, "_processes", lambda mesh: 2)
     message = "^the mesh has data=2 and lies in 2 processes; expected tensor alone over processes, .*: jaxspec batch --shard i/2$"
     with pytest.raises(ValueError, match=message):
         jaxspec.load(*folders, mesh=mesh, progress=False)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from lowering import for_cuda
 
-from jaxspec import decode
+from jaxspec import decode, sharding
 from jaxspec import released as shapes
 from jaxspec.collectives import Shard, whole, without
 from jaxspec.decode import accept
@@ -22,7 +22,7 @@ from jaxspec.model.layers import Linear
 from jaxspec.sampling.choice import Sampling, choose, probabilities
 from jaxspec.sampling.filters import Filters, top_candidates
 from jaxspec.sampling.logit_edits import defaults, tables
-from jaxspec.sharding import layout as sharding
+from jaxspec.sharding import specs
 from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import Unsummed, mailboxes
 
@@ -48,7 +48,7 @@ def check(data, tensor, member, kind, k=meshes.MAX_K):
     tokens, state = placed.texts(0 if kind == "none" else k)
     np.testing.assert_array_equal(tokens, meshes.texts(member))
     same = jax.tree.map(lambda x, to: x.sharding.is_equivalent_to(to, x.ndim), state, placed.shardings)
-    assert jax.tree.all(same), [sharding._name(path) for path, ok in jax.tree_util.tree_leaves_with_path(same) if not ok]
+    assert jax.tree.all(same), [specs.dotted(path) for path, ok in jax.tree_util.tree_leaves_with_path(same) if not ok]
     return placed, state
 
 
@@ -101,7 +101,7 @@ def test_guesses_are_those_of_one_device_everywhere(tensor, member, kind):
 
 
 def test_a_large_draft_model_is_spread(monkeypatch):
-    monkeypatch.setattr(sharding, "SMALL_LAYER", 0)
+    monkeypatch.setattr(specs, "SMALL_LAYER", 0)
     placed, state = check(1, 2, "31B", "draft model")
     assert placed.drafter.model.embed_tokens.axis == "tensor"
     assert state.drafter.cache.layers[0].k.sharding.spec == PartitionSpec("data", None, "tensor", None)
@@ -292,7 +292,7 @@ def test_what_lies_on_every_device(tensor):
             kind = type(tree).__name__
             for path, leaf in jax.tree_util.tree_leaves_with_path(placed):
                 if "tensor" not in leaf.sharding.spec and leaf.size > 2**19:
-                    replicated.add(f"{kind} {re.sub(r'[.]?[0-9]+[.]?', '.', sharding._name(path))}")
+                    replicated.add(f"{kind} {re.sub(r'[.]?[0-9]+[.]?', '.', specs.dotted(path))}")
             if kind != "Gemma4MTP":
                 share = sharding.bytes_per_device(tree) / sharding.bytes_per_device(placed)
                 assert share > 0.9 * tensor, (kind, name)

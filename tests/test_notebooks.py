@@ -18,7 +18,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec.checkpoint import hub
 from jaxspec.engine import html as display
 
 ROOT = Path(__file__).parent.parent
@@ -120,7 +120,7 @@ def test_files_that_are_named_exist(path):
 
 def test_every_bundled_drafter_is_compared():
     (listed,) = re.findall(r"^DRAFTERS = (\[.*\])$", "\n".join(cell.source for cell in cells(numbered("03"), "code")), re.MULTILINE)
-    assert set(ast.literal_eval(listed)) == set(checkpoint._bundled()) - {"pocket"} | {"ngram"}
+    assert set(ast.literal_eval(listed)) == set(hub.bundled()) - {"pocket"} | {"ngram"}
 
 
 def test_one_place_says_where_the_repository_is_published(tmp_path):

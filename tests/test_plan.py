@@ -15,7 +15,7 @@ from jaxspec.engine import memory as plan
 from jaxspec.engine.runner import Runner
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
-from jaxspec.sharding.layout import nbytes
+from jaxspec.trees import nbytes
 
 GIB = 2**30
 

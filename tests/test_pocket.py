@@ -10,9 +10,11 @@ import pytest
 
 import jaxspec
 from jaxspec import decode, loading
-from jaxspec.checkpoint.load import resolve
-from jaxspec.drafters import NoDraft, load_drafter
+from jaxspec.checkpoint.hub import resolve
+from jaxspec.drafters import NoDraft
+from jaxspec.drafters.registry import load_drafter
 from jaxspec.model import gemma4
+from jaxspec.model.rows import Rows
 from jaxspec.text import load_tokenizer
 from jaxspec.train.corpus import BOS, held_out_texts
 
@@ -97,7 +99,7 @@ def assert_same(target, found, expected, temperature, seed):
     if found.shape == expected.shape and (found == expected).all():
         return 0
     at = int(np.argmin(found[: len(expected)] == expected[: len(found)]))
-    out, _ = target(gemma4.Rows(jnp.asarray(expected[None, :at]), jnp.zeros(1, jnp.int32), jnp.full(1, at), jnp.zeros(1, jnp.int32)), None)
+    out, _ = target(Rows(jnp.asarray(expected[None, :at]), jnp.zeros(1, jnp.int32), jnp.full(1, at), jnp.zeros(1, jnp.int32)), None)
     logits = target.unembed(out.hidden)[0, -1]
     if temperature:
         from pallas_kernels.noise import gumbel, row_keys
@@ -189,7 +191,7 @@ def test_transformers_loads_the_target_with_the_same_logits(target, texts):
     ids = texts[0][:300]
     with torch.no_grad():
         expected = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0].numpy()
-    rows = gemma4.Rows(jnp.asarray(ids[None]), jnp.zeros(1, jnp.int32), jnp.full(1, len(ids)), jnp.zeros(1, jnp.int32))
+    rows = Rows(jnp.asarray(ids[None]), jnp.zeros(1, jnp.int32), jnp.full(1, len(ids)), jnp.zeros(1, jnp.int32))
     found = np.asarray(jax.jit(lambda target, rows: target.unembed(target(rows, None)[0].hidden))(target, rows)[0])
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 

@@ -10,10 +10,11 @@ import real_configs
 from real_configs import ASSISTANTS, FULL, SLIDING, TARGETS
 
 from jaxspec import decode
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec.checkpoint import layout
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model import gemma4
 from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.rows import Rows
 
 MODELS = list(TARGETS)
 
@@ -26,7 +27,7 @@ def keys(tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of this model: key and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
-    return {prefix + part.key: part.shape for path in shapes for part in checkpoint.layouts(path, shapes)[0]}
+    return {prefix + part.key: part.shape for path in shapes for part in layout.layouts(path, shapes)[0]}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,7 +86,7 @@ def test_prefill(name: str) -> None:
     cache = jax.eval_shape(functools.partial(gemma4.init_cache, config, slots=4, max_len=4096, num_draft_tokens=4))
     batch, chunk = 2, 512
     column = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    rows = gemma4.Rows(jax.ShapeDtypeStruct((batch, chunk), jnp.int32), column, column, column)
+    rows = Rows(jax.ShapeDtypeStruct((batch, chunk), jnp.int32), column, column, column)
     taps = (0, config.first_shared_layer)
     out, after = jax.eval_shape(functools.partial(gemma4.Gemma4.__call__, taps=taps, last_only=True), target, rows, cache)
     assert (out.hidden.shape, out.hidden.dtype) == ((batch, 1, config.hidden_size), jnp.bfloat16)

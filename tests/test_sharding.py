@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from quick import few_programs
 
 import jaxspec
-from jaxspec import cli, decode
+from jaxspec import cli, decode, sharding
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
-from jaxspec.sharding import layout as sharding
+from jaxspec.sharding import kv_heads
 from tests import real_configs, tiny
 
 GREEDY = jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -121,9 +121,9 @@ def test_kv_heads_that_a_mesh_does_not_divide_are_repeated(tensor, sliding, full
 def test_query_heads_are_dealt_out_to_copies():
     """A KV head of three query heads on two devices: two heads and one, and a head of zeros."""
     weight = jnp.arange(1, 5, dtype=jnp.float32).reshape(1, 4, 1)  # three queries and a key
-    np.testing.assert_array_equal(sharding._deal(weight, 0, 3, 2, 2)[..., 0], [[1, 2, 4], [3, 0, 4]])
+    np.testing.assert_array_equal(kv_heads._deal(weight, 0, 3, 2, 2)[..., 0], [[1, 2, 4], [3, 0, 4]])
     outputs = jnp.arange(1, 4, dtype=jnp.float32).reshape(1, 1, 3)
-    np.testing.assert_array_equal(sharding._deal(outputs, 1, 3, 2, 2), [[[1, 2], [3, 0]]])
+    np.testing.assert_array_equal(kv_heads._deal(outputs, 1, 3, 2, 2), [[[1, 2], [3, 0]]])
 
 
 def test_meshes_that_cannot_be_used_are_refused():

@@ -29,7 +29,8 @@ from jax.experimental import multihost_utils
 from tqdm.auto import tqdm
 
 from jaxspec.batch.results import ChangedInput, Known, parsed, remove_errors, sync, write
-from jaxspec.engine.params import MAX_SEED, Completion, SamplingParams, integer
+from jaxspec.checks import integer
+from jaxspec.engine.params import MAX_SEED, Completion, SamplingParams
 
 SYNC_SECONDS = 1.0  # what a power cut may undo
 KEYS = ("id", "prompt", "messages", "params")

@@ -25,7 +25,7 @@ from jaxspec.drafters.mtp_modules import MTPModules
 from jaxspec.drafters.ngram import NGram
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.gemma4 import DecoderLayer, Gemma4
-from jaxspec.sharding.layout import nbytes
+from jaxspec.trees import nbytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec import decode, sharding
-from jaxspec import released as shapes
 from jaxspec.bench import kernel_times, roofline
+from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, Plan, Workload, plan
 from jaxspec.engine import cuda_graphs as graphs
 from jaxspec.model.config import Gemma4Config
@@ -147,7 +147,7 @@ def measure(plan: Plan, *, progress: bool = True) -> Report:
         rate = roofline.matmul_rate(256 if on_cpu else 8192, plan.target_tree.dtype)
         stage("random weights")
         begun = time.perf_counter()
-        target, drafter = jax.block_until_ready(shapes.random_weights(plan.placed(), work.seed))
+        target, drafter = jax.block_until_ready(random_weights(plan.placed(), work.seed))
         weights_s = time.perf_counter() - begun
         gaps = graphs.keep_apart([device] if plan.mesh is None else plan.mesh.devices.flat)
         decoded = tuple(_decode_all(plan, target, drafter, (bandwidth, rate), stage))

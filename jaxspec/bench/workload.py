@@ -13,15 +13,16 @@ import jax
 
 from jaxspec import decode, sharding
 from jaxspec import released as shapes
+from jaxspec.checks import integer
 from jaxspec.decode.accept import Rule, rule_of, synthetic
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine.params import integer
 from jaxspec.engine.runner import PREFILL_ROWS
-from jaxspec.loading import DTYPES, memory_limit
+from jaxspec.loading import memory_limit
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.filters import CANDIDATES
+from jaxspec.targets import DTYPES
 from pallas_kernels.dialect import IMPLEMENTATIONS
 
 RATES = (0.92, 0.78, 0.67, 0.57)

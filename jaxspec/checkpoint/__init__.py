@@ -1,5 +1,7 @@
 """Checkpoints: from files to arrays and back. It knows no class of models, and may import `collectives`, `trees` and `checks`."""
 
-from jaxspec.checkpoint.load import load_weights, read_config, read_generation_config, resolve, save_weights
+from jaxspec.checkpoint.hub import read_config, read_generation_config, resolve
+from jaxspec.checkpoint.load import load_weights, read_headers
+from jaxspec.checkpoint.save import save_weights
 
-__all__ = ["load_weights", "read_config", "read_generation_config", "resolve", "save_weights"]
+__all__ = ["load_weights", "read_config", "read_generation_config", "read_headers", "resolve", "save_weights"]

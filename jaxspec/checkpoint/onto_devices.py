@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from jaxspec.checkpoint.load import Part, Stored
+from jaxspec.checkpoint.layout import Part
+from jaxspec.checkpoint.safetensors import Stored
 
 Box = tuple[tuple[int, int], ...]  # a part of an array: along each axis its start, and where it stops
 

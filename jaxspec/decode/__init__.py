@@ -1,6 +1,7 @@
 """The draft/verify loop: pure functions of (weights, state), to be jitted, donated and sharded by the caller. It knows no host and no mesh,
 and may import drafters, models, sampling and what lies below them."""
 
+from jaxspec.decode.prompts import prefill, score
 from jaxspec.decode.state import (
     EMPTY,
     FAILED,
@@ -16,7 +17,7 @@ from jaxspec.decode.state import (
     release,
     report,
 )
-from jaxspec.decode.step import decode_loop, prefill, score, spec_step
+from jaxspec.decode.step import decode_loop, spec_step
 
 __all__ = [
     "EMPTY",

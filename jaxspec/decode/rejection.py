@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.model.gemma4 import take_row
+from jaxspec.model.rows import take_row
 
 
 @struct.dataclass

@@ -18,8 +18,9 @@ from flax import struct
 from jaxspec.collectives import without
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.model.config import AssistantConfig, Gemma4Config
-from jaxspec.model.gemma4 import DecoderLayer, Keys, abstract_layer, decoder_layer, next_weights
+from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
+from jaxspec.model.rows import Keys
 from jaxspec.sampling.choice import Sampling, choose, choose_by_head
 from pallas_kernels import centroid_head
 from pallas_kernels.noise import row_keys

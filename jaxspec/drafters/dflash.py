@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec import checkpoint
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.blocks import SiluMLP, check_target, head, named_taps, plain_spec, unread_keys
 from jaxspec.model import paged_kv as paged

@@ -21,8 +21,9 @@ from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, Gemma4Config
-from jaxspec.model.gemma4 import Gemma4, Rows
+from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.paged_kv import PagedKV
+from jaxspec.model.rows import Rows
 from jaxspec.sampling.choice import Sampling, choose
 
 

@@ -19,14 +19,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec import checkpoint
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.blocks import SiluMLP, check_target, head, named_taps, plain_spec, unread_keys
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, Gemma4Config, LayerSpec, refuse_quantised, require
-from jaxspec.model.gemma4 import Gemma4, take_row
+from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.model.rows import take_row
 from jaxspec.sampling.choice import Sampling, choose
 from pallas_kernels.paged_attention import paged_attention
 

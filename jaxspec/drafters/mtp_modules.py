@@ -33,9 +33,10 @@ from flax import struct
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, TEXT_TYPES, Gemma4Config, LayerSpec, refuse_quantised
-from jaxspec.model.gemma4 import DecoderLayer, Keys, abstract_layer, decoder_layer, take_row
+from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer
 from jaxspec.model.layers import Linear, RMSNorm, softcap
 from jaxspec.model.paged_kv import PagedKV
+from jaxspec.model.rows import Keys, take_row
 from jaxspec.sampling.choice import Sampling, choose
 
 MODEL_TYPE = "gemma4_mtp_modules"

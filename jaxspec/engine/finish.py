@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxspec.decode.step import FAILED
+from jaxspec.decode import FAILED
 from jaxspec.engine.params import Completion, Logprob
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import RoundStats

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
+from jaxspec.checks import integer
 from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import draft_count as adaptive_k
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.finish import completion_of, logprobs_of, look
-from jaxspec.engine.params import Chunk, Completion, Defaults, SamplingParams, integer
+from jaxspec.engine.params import Chunk, Completion, Defaults, SamplingParams
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Maker, Request, is_id, needs_of
 from jaxspec.engine.runner import PAGE, PREFIX_BYTES, Runner
@@ -30,7 +31,7 @@ from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.engine.turn import Turn
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling.choice import Needs
-from jaxspec.sharding.layout import DATA, data_shards
+from jaxspec.sharding.meshes import DATA, data_shards
 from jaxspec.text import Tokenizer
 
 WATCHED_STEPS = 8  # where text is looked at for stop strings between calls

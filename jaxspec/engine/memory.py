@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxspec import sharding
-from jaxspec.engine.params import integer
+from jaxspec.checks import integer
 from jaxspec.engine.runner import PAGE, PREFILL_CHUNK, PREFILL_ROWS, PREFIX_BYTES, Runner
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec
 

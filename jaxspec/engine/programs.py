@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from jaxspec.decode import step as loop
+from jaxspec import decode as loop
 from jaxspec.decode.accept import Rule
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter
@@ -26,7 +26,8 @@ from jaxspec.engine.stats import Times
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import ROWS
-from jaxspec.sharding.layout import WHOLE, Layout
+from jaxspec.sharding.layout import Layout
+from jaxspec.sharding.specs import WHOLE
 
 STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt waits
 

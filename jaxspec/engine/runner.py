@@ -25,7 +25,7 @@ from jaxspec.engine.stats import Times, accepted_by_call, histogram_of
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
-from jaxspec.sharding.layout import nbytes
+from jaxspec.trees import nbytes
 
 BUCKET_RATIO = 8
 PREFILL_ROWS = 512  # rows of the largest prefill call; enough that reading the weights is not what it waits for

@@ -21,6 +21,7 @@ from jaxspec.model.config import Gemma4Config, LayerSpec
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.model.rows import Hidden, Keys, Rows, take_row
 from jaxspec.sampling.choice import Sampling, choose_by_head
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
@@ -28,54 +29,9 @@ from pallas_kernels.linear import gated_by
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qkv import Pages, qkv
 
-
-@struct.dataclass
-class Rows:
-    """A block of consecutive rows for each of B sequences.
-
-    ids: [B, T] int32. start: [B] int32, the position of a sequence's first row, which is also how many positions its cache holds.
-    count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
-    sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0.
-    """
-
-    ids: jax.Array
-    start: jax.Array
-    count: jax.Array
-    slots: jax.Array
-
-    @property
-    def positions(self) -> jax.Array:
-        return self.start[:, None] + jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None, :]
-
-
-@struct.dataclass
-class Hidden:
-    """What a forward pass returns. hidden: [B, T, H] after the final norm, or [B, 1, H] where only the last row was asked for.
-    taps: one [B, T, H] for each tap asked for; tap i is the output of layer i - 1, tap 0 the scaled embedding.
-    keys: for each layer that owns K and V, what its queries attended to, fresh rows included."""
-
-    hidden: jax.Array
-    taps: tuple[jax.Array, ...]
-    keys: dict[int, Keys]
-
-
-@struct.dataclass
-class Keys:
-    """What a layer's queries attend to: positions 0 .. length - 1 in pages, then `count` fresh rows.
-
-    pools, table ([B, W] int32): the owning layer's pages, or None. length: [B] int32. fresh: K [B, T, KV, key_dims] and V
-    [B, T, KV, D] of rows that are not in the pages yet, or None; count: [B] int32. weight: [D], the owner's k_norm where its keys
-    are stored in part (`LayerSpec.key_dims`), else None. store_first: the owner puts its rows into the pages and then reads them
-    there, so that none are fresh; it must have places for them beside all that they see.
-    """
-
-    pools: LayerKV | None
-    table: jax.Array | None
-    length: jax.Array
-    fresh: tuple[jax.Array, jax.Array] | None
-    count: jax.Array
-    weight: jax.Array | None
-    store_first: bool = struct.field(pytree_node=False, default=False)
+CHECKPOINT_PREFIXES = ("model.language_model.", "model.")  # conditional generation; text only
+# The image and audio parts of a target's checkpoint, which the text path does without.
+TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.")
 
 
 @struct.dataclass
@@ -280,11 +236,6 @@ class Gemma4:
         """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32."""
         pages = (None, None) if cache is None else cache.pages_of(owner, slots)
         return Keys(*pages, length, None, count, self.layers[owner].self_attn.key_weight)
-
-
-def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
-    """One row of each sequence. x: [B, T, ...], index: [B] int32 -> [B, 1, ...]."""
-    return jnp.take_along_axis(x, index.reshape((-1,) + (1,) * (x.ndim - 1)), axis=1)
 
 
 def next_weights(layers: tuple[DecoderLayer, ...], norm: RMSNorm) -> tuple[Weight, ...]:

@@ -1,21 +1,11 @@
 """Where weights and state lie on a mesh, and how the functions of `decode` run there. It may import decode, drafters, models and what lies
 below them."""
 
-from jaxspec.sharding.layout import (
-    DATA,
-    TENSOR,
-    WHOLE,
-    Layout,
-    abstract_mesh_of,
-    bytes_per_device,
-    check,
-    data_shards,
-    mesh,
-    mesh_of,
-    nbytes,
-    shard_tree,
-    spread,
-)
+from jaxspec.sharding.kv_heads import spread
+from jaxspec.sharding.layout import Layout
+from jaxspec.sharding.meshes import DATA, TENSOR, abstract_mesh_of, check, data_shards, mesh, mesh_of
+from jaxspec.sharding.specs import WHOLE, shard_tree
+from jaxspec.trees import bytes_per_device, nbytes
 
 __all__ = [
     "DATA",

@@ -24,9 +24,10 @@ from jaxspec.drafters.eagle3 import Eagle3
 from jaxspec.drafters.mtp_modules import MTPModules
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
-from jaxspec.model.gemma4 import Gemma4, Hidden, Keys, Rows, take_row
+from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.layers import Linear
 from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.model.rows import Hidden, Keys, Rows, take_row
 
 XLA = "xla"
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec import checkpoint
+from jaxspec.checkpoint import safetensors
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters import dflash, draft_model, eagle3
 from jaxspec.drafters import mtp_modules as mtp
@@ -143,7 +144,7 @@ def balanced_clusters(rows: np.ndarray, count: int, seed: int, rounds: int = 10)
 
 def save(folder: Path, drafter: Any, config: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
     """Writes config.json, model.safetensors and, where there is anything in it, generation_config.json. Weights get the config's dtype."""
-    dtype = checkpoint.FLOATS["BF16"] if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else np.float32
+    dtype = safetensors.FLOATS["BF16"] if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else np.float32
     if isinstance(drafter, draft_model.DraftModel):
         prefix = "model." if "text_config" not in config else "model.language_model."
         checkpoint.save_weights(folder, drafter.model, config, prefix=prefix, dtype=dtype)

@@ -22,7 +22,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
-from jaxspec.loading import DTYPES
+from jaxspec.targets import DTYPES
 from jaxspec.train.curves import draw_curves
 
 # loss(weights in compute dtype, fixed, batch, key) -> (scalar, metrics by name)

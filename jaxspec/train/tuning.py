@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.checkpoint import load as checkpoint
-from jaxspec.drafters import abstract_drafter, load_drafter
+from jaxspec import checkpoint
+from jaxspec.checkpoint import hub, safetensors
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.dflash import DFlash
+from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine import memory as plan
-from jaxspec.loading import DTYPES, eos_token_ids, load_target, memory_limit, read_target
+from jaxspec.loading import memory_limit
 from jaxspec.model import gemma4
 from jaxspec.model.gemma4 import Gemma4
+from jaxspec.targets import DTYPES, eos_token_ids, load_target, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, rows_of
@@ -158,8 +160,8 @@ def finetune(
 
 def save_target(out: Path, model: Gemma4, config: Mapping[str, Any]) -> None:
     """Writes a target's text model. Weights get the config's dtype."""
-    dtype = checkpoint.FLOATS["BF16"] if model.config.dtype == "bfloat16" else np.float32
-    checkpoint.save_weights(out, model, config, prefix=checkpoint.TARGET_PREFIXES["text_config" not in config], dtype=dtype)
+    dtype = safetensors.FLOATS["BF16"] if model.config.dtype == "bfloat16" else np.float32
+    checkpoint.save_weights(out, model, config, prefix=gemma4.CHECKPOINT_PREFIXES["text_config" not in config], dtype=dtype)
 
 
 def _target(folder: Path, dtype: Any, mesh: Mesh | None) -> Gemma4:
@@ -186,7 +188,7 @@ def _drafter(
     if isinstance(init, str | os.PathLike):
         folder = checkpoint.resolve(init)
         config, generation = checkpoint.read_config(folder), checkpoint.read_generation_config(folder)
-        if (folder / checkpoint.WEIGHTS).exists() or (folder / checkpoint.INDEX).exists():
+        if (folder / hub.WEIGHTS_FILE).exists() or (folder / hub.INDEX_FILE).exists():
             found = abstract_drafter(folder, model.config, jnp.float32)
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")

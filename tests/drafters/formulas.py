@@ -12,11 +12,12 @@ import rounds
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec.checkpoint import layout
 from jaxspec.drafters.base import Observed, Target
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, Gemma4Config
 from jaxspec.model.layers import Embedding
+from jaxspec.model.rows import Rows
 from jaxspec.sampling.choice import Sampling
 from pallas_kernels.noise import gumbel, row_keys
 
@@ -163,7 +164,7 @@ def chosen(logits: np.ndarray, ids: np.ndarray, row: int, length: int) -> np.nda
 def hidden_states() -> np.ndarray:
     """The target's hidden states over all texts of `rounds`: [5, layers + 1, MAX_LEN, H]."""
     ids = jnp.asarray(rounds.texts())
-    rows = gemma4.Rows(ids, *(jnp.full(len(ids), value, jnp.int32) for value in (0, ids.shape[1], 0)))
+    rows = Rows(ids, *(jnp.full(len(ids), value, jnp.int32) for value in (0, ids.shape[1], 0)))
     out = rounds.compiled(functools.partial(gemma4.Gemma4.__call__, taps=(0, 1, 2, 3)))(rounds.target(), rows, None)[0]
     return np.stack(out.taps, axis=1)
 
@@ -188,7 +189,7 @@ def checkpoint_shapes(model) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of this drafter: key and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
     shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
-    return {part.key: part.shape for path in shapes for part in checkpoint.layouts(path, shapes)[0]}
+    return {part.key: part.shape for path in shapes for part in layout.layouts(path, shapes)[0]}
 
 
 def check_round(model, target: Gemma4Config, k: int) -> None:

@@ -28,6 +28,7 @@ from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 from jaxspec.model.paged_kv import LayerKV
+from jaxspec.model.rows import Rows
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.filters import Filters
 
@@ -144,7 +145,7 @@ def wanted(text):
 
 @rounds.compiled
 def logits(model, ids):
-    rows = gemma4.Rows(ids, *(jnp.full(1, value, jnp.int32) for value in (0, ids.shape[1], 0)))
+    rows = Rows(ids, *(jnp.full(1, value, jnp.int32) for value in (0, ids.shape[1], 0)))
     return model.unembed(model(rows, None)[0].hidden)[0]
 
 

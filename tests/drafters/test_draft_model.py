@@ -22,6 +22,7 @@ from jaxspec.drafters.base import Target
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.rows import Rows
 from jaxspec.sampling import choice as sampling
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -118,7 +119,7 @@ def test_a_target_that_drafts_for_itself_is_always_right(k):
 def test_rows_of_each_pass(monkeypatch):
     """Of a block that was drafted at most two rows are left to compute; of a prompt all are, and the token after it."""
     passes = []
-    monkeypatch.setattr(draft_model, "Rows", lambda ids, *rest: passes.append(ids.shape[1]) or gemma4.Rows(ids, *rest))
+    monkeypatch.setattr(draft_model, "Rows", lambda ids, *rest: passes.append(ids.shape[1]) or Rows(ids, *rest))
     drafter, slots = models()[1], jax.ShapeDtypeStruct((6,), jnp.int32)
     state = jax.eval_shape(lambda: decode.init_state(rounds.target(), drafter, slots=7, max_len=32, num_draft_tokens=3))
     for call, rows in (

@@ -17,8 +17,7 @@ from test_eagle3 import CONFIGS as EAGLE3
 from test_mtp import config as modules_config
 
 import jaxspec
-from jaxspec import drafters, loading
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec import checkpoint, drafters, loading
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters import dflash, draft_model, eagle3
 from jaxspec.drafters import mtp_modules as mtp

@@ -28,8 +28,9 @@ from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
-from jaxspec.model.gemma4 import Gemma4, Keys
+from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.layers import Embedding
+from jaxspec.model.rows import Keys
 from jaxspec.sampling import choice as sampling
 from jaxspec.sampling.choice import Sampling
 from pallas_kernels.noise import gumbel, row_keys

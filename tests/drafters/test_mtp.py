@@ -17,13 +17,12 @@ import real_configs
 import rounds
 from flax import struct
 
-from jaxspec import decode, drafters
-from jaxspec.checkpoint import load as checkpoint
+from jaxspec import checkpoint, decode, drafters
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.mtp_modules import ModulesConfig, MTPModules
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
-from jaxspec.model.gemma4 import Rows
+from jaxspec.model.rows import Rows
 from jaxspec.sampling import choice as sampling
 
 LIMIT = 1e-4

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load import resolve
+from jaxspec.checkpoint.hub import resolve
 from jaxspec.text import load_tokenizer
 from jaxspec.train.data import drawn, held_back, packed, read, windows
 

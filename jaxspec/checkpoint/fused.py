@@ -1,0 +1,144 @@
+"""The files of a converted checkpoint: our own leaves, fused and in their dtype, as an Orbax checkpoint (OCDBT) of a flat dict from our
+paths to arrays, with a file that names the format's version and the sizes of all files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.checkpoint.hub import CONVERTED, read_json
+from jaxspec.checkpoint.layout import raise_misfits
+from jaxspec.checkpoint.onto_devices import Pieces
+from jaxspec.trees import leaves as leaves_of
+
+VERSION = 2
+WEIGHTS = "weights"
+CHUNK = 1 << 24  # bytes, few enough that several threads read an array
+GB = 10**9
+
+
+def save(folder: Path, leaves: Mapping[str, jax.Array], cut_axes: Callable[[str, tuple[int, ...]], tuple[int, ...]]) -> None:
+    """Writes an Orbax checkpoint of arrays by path. cut_axes: of a path and a shape, the axes that are to be one long in a chunk."""
+    import orbax.checkpoint as ocp  # here, because it takes a while to import
+
+    # Compressing random bits takes longer than reading them. An array must fit whole in what is copied to the host at a time.
+    room = max(leaf.nbytes for leaf in leaves.values()) // GB + 1
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False, save_device_host_concurrent_gb=room)
+    settings = {path: ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=cut_axes(path, leaf.shape)) for path, leaf in leaves.items()}
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(leaves), save_args=settings))
+
+
+
+
+def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
+    """The weights of a converted folder in the shapes, dtypes and shardings of a tree of ShapeDtypeStructs.
+
+    Raises ValueError for another version, for files that are missing or cut short, for weights that do not fit the tree, all of them
+    listed, and for weights that cannot be read.
+    """
+    from tqdm.auto import tqdm
+
+    arrays, leaves = _open(folder), leaves_of(abstract)
+    stored = _shapes(arrays)
+    problems = []
+    for path, leaf in leaves.items():
+        found = stored.get(path)
+        if found is None:
+            problems.append(f"{path}: missing, expected {list(leaf.shape)}")
+        elif found.shape != leaf.shape:
+            problems.append(f"{path}: found {list(found.shape)}, expected {list(leaf.shape)}")
+        elif jnp.issubdtype(found.dtype, jnp.integer) != jnp.issubdtype(leaf.dtype, jnp.integer):
+            problems.append(f"{path}: found {found.dtype}, expected {leaf.dtype}")
+    problems += [f"{path}: unknown, found {found.dtype} {list(found.shape)}" for path, found in stored.items() if path not in leaves]
+    raise_misfits(folder, problems)
+
+    filled = {path: Pieces(leaf) for path, leaf in leaves.items()}
+    pieces = [(path, box) for path, leaf in filled.items() for box in leaf.needed()]
+    sources = [arrays[path].astype(leaves[path].dtype)[tuple(slice(*cut) for cut in box)].translate_to[0] for path, box in pieces]
+    total = sum(map(_nbytes, sources))
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
+        for (path, box), value in zip(pieces, _read(folder / WEIGHTS, sources), strict=True):
+            filled[path].put(box, value)
+            bar.update(value.nbytes)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [leaf.array() for leaf in filled.values()])
+
+
+def _read(folder: Path, sources: Sequence[Any]) -> Iterator[np.ndarray]:
+    """What each TensorStore holds, valid until the next is taken, which is read meanwhile.
+
+    On a CPU each has memory of its own, for JAX to take as the array's; elsewhere two buffers serve all.
+    """
+    import tensorstore as ts
+
+    buffers = None if jax.default_backend() == "cpu" else [np.empty(max(map(_nbytes, sources)), np.uint8) for _ in range(2)]
+
+    def start(i: int, source: Any) -> tuple[np.ndarray, Any]:
+        memory = mmap.mmap(-1, _nbytes(source), flags=mmap.MAP_PRIVATE) if buffers is None else buffers[i % 2]
+        value = np.frombuffer(memory, source.dtype.numpy_dtype, source.size).reshape(source.shape)
+        return value, ts.array(value).write(source)
+
+    try:
+        reads = itertools.starmap(start, enumerate(sources))
+        ahead = list(itertools.islice(reads, 1))
+        while ahead:
+            value, done = ahead.pop()
+            ahead += itertools.islice(reads, 1)
+            done.result()
+            yield value
+    except Exception as error:  # TensorStore raises many kinds
+        raise _unreadable(folder, error) from error
+
+
+def _nbytes(source: Any) -> int:
+    return source.size * source.dtype.numpy_dtype.itemsize
+
+
+def describe(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each leaf in a converted folder, by path. Raises ValueError as `restore` does."""
+    return _shapes(_open(folder))
+
+
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {path: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype) for path, array in arrays.items()}
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """A TensorStore of each array in a converted folder, by path. Raises ValueError as `restore` does.
+
+    Orbax itself would read no less than all that a device holds at a time, and copy it once more: it maps no files.
+    """
+    import tensorstore as ts
+
+    file = folder / CONVERTED
+    about = read_json(file)
+    if about.get("version") != VERSION:
+        raise ValueError(f"{file} has version {about.get('version')!r}; this jaxspec reads version {VERSION}: convert the checkpoint again")
+    for name, size in about["files"].items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            found = "none" if found is None else f"{found} bytes"
+            raise ValueError(f"{folder / name}: found {found}, expected the {size} bytes of {file.name}: convert the checkpoint again")
+
+    context = ts.Context({"file_io_mode": {"mode": "memmap"}})
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder / WEIGHTS}/"}}
+    try:
+        keys = [key.decode() for key in ts.KvStore.open(store, context=context).result().list().result()]
+        paths = [path for path, _, name in (key.rpartition("/") for key in keys) if name == ".zarray"]
+        specs = ({"driver": "zarr", "kvstore": {**store, "path": f"{path}/"}} for path in paths)
+        opened = [ts.open(spec, context=context, read=True) for spec in specs]
+        return {path: array.result() for path, array in zip(paths, opened, strict=True)}
+    except Exception as error:
+        raise _unreadable(folder / WEIGHTS, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> ValueError:
+    return ValueError(f"{folder} cannot be read: {error}")

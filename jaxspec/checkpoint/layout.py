@@ -1,0 +1,89 @@
+"""How a checkpoint's tensors make up the leaves of our trees. The path of a field is its Hugging Face key; here are the few fused
+matrices that are several tensors, or another shape, in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MAX_LISTED = 20  # misfits in an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tensor of a file and its place in a leaf: leaf[index] has the tensor's elements in the tensor's order."""
+
+    key: str
+    shape: tuple[int, ...]
+    index: tuple[Any, ...] = ()
+
+
+def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
+    """The ways in which a checkpoint may hold the leaf at `path`; the first is the one that is written.
+
+    shapes: of all leaves of the tree, by path. Keys come without the checkpoint's prefix.
+    """
+    choices = _layouts(path, shapes)
+    if path.startswith("layers.0."):
+        # EAGLE has another name for its only layer.
+        first = [[dataclasses.replace(part, key=part.key.replace("layers.0.", "midlayer.", 1)) for part in parts] for parts in choices]
+        choices = choices + first
+    # The tensors of an MTP module's decoder layer lie beside its own.
+    return [[dataclasses.replace(part, key=part.key.replace(".mtp_block.", ".")) for part in parts] for parts in choices]
+
+
+def _layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
+    shape = shapes[path]
+    stem, _, name = path.rpartition("self_attn.")
+    if name == "qkv_proj.weight":  # [KV, G + owned, D, H]
+        kv, rows, head_dim, hidden = shape
+        group = shapes[f"{stem}self_attn.o_proj.weight"][2]
+        ends = [0, group, *range(group + 1, rows + 1)]
+        return [
+            [
+                Part(f"{stem}self_attn.{name}_proj.weight", (kv * (high - low) * head_dim, hidden), (slice(None), slice(low, high)))
+                for name, low, high in zip("qkv", ends, ends[1:], strict=False)
+            ]
+        ]
+    if path == "kv_proj.weight":  # [layers, 2, KV, D, H], of a DFlash drafter
+        layers, _, *heads, hidden = shape
+        parts = [(i, j, f"layers.{i}.self_attn.{kind}_proj.weight") for i in range(layers) for j, kind in enumerate("kv")]
+        return [[Part(key, (math.prod(heads), hidden), (i, j)) for i, j, key in parts]]
+    if name == "q_proj.weight" and len(shape) == 4:  # [KV, G, D, H]
+        return [[Part(path, (math.prod(shape[:-1]), shape[-1]))]]
+    if name == "o_proj.weight" and len(shape) == 4:  # [H, KV, G, D]
+        return [[Part(path, (shape[0], math.prod(shape[1:])))]]
+    if path.endswith("experts.gate_up_proj"):  # [E, 2, I, H]
+        stem, (experts, _, inner, hidden) = path.removesuffix("gate_up_proj"), shape
+        unfused = [
+            Part(f"{stem}{e}.{name}_proj.weight", (inner, hidden), (e, i)) for e in range(experts) for i, name in enumerate(("gate", "up"))
+        ]
+        return [[Part(path, (experts, 2 * inner, hidden))], unfused]
+    if path.endswith("experts.down_proj"):  # [E, H, I]
+        stem = path.removesuffix("down_proj")
+        return [[Part(path, shape)], [Part(f"{stem}{e}.down_proj.weight", shape[1:], (e,)) for e in range(shape[0])]]
+    if path.endswith("gate_up_proj.weight"):  # [2, I, H]
+        stem = path.removesuffix("gate_up_proj.weight")
+        return [[Part(f"{stem}gate_proj.weight", shape[1:], (0,)), Part(f"{stem}up_proj.weight", shape[1:], (1,))]]
+    return [[Part(path, shape)]]
+
+
+def dead_keys(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Keys beside the leaf at `path` that nothing reads: original releases keep K and V weights of a target's layers that share KV. An
+    assistant with K and V of its own would be another kind of model."""
+    if not (path.startswith("layers.") and path.endswith("self_attn.qkv_proj.weight")):
+        return []
+    stem = path.removesuffix("qkv_proj.weight")
+    owned = shapes[path][1] - shapes[f"{stem}o_proj.weight"][2]
+    return [] if owned else [f"{stem}{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+
+
+def raise_misfits(folder: Path, problems: Sequence[str]) -> None:
+    """Raises ValueError with all that does not fit, if anything does not."""
+    if problems:
+        more = f"\n  ... and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+        listed = "".join(f"\n  {line}" for line in problems[:MAX_LISTED])
+        raise ValueError(f"the weights in {folder} do not fit the model, {len(problems)} problems:{listed}{more}")

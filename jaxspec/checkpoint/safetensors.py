@@ -1,0 +1,137 @@
+"""safetensors files: what they hold, without reading it, and their tensors, whole or in part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxspec.checkpoint.hub import INDEX_FILE, PICKLES, WEIGHTS_FILE, read_json, refuse_pickle
+from jaxspec.checkpoint.layout import raise_misfits
+
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+INTEGERS = {"I64": np.int64, "I32": np.int32}
+DTYPES = {name: np.dtype(kind) for name, kind in (FLOATS | INTEGERS).items()}
+COMPARED = 1 << 20  # bytes of two tensors at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: dtype as safetensors names it, and where its bytes are."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def describe(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+    def read(self) -> np.ndarray:
+        """The whole tensor, in host memory of its own."""
+        data = np.empty(self.nbytes, np.uint8)
+        with open(self.file, "rb", buffering=0) as file:
+            file.seek(self.offset)
+            done = 0
+            while done < self.nbytes:
+                count = file.readinto(data.data[done:])
+                if not count:
+                    raise ValueError(f"{self.file} ended while it was read: found {done} bytes of a tensor of {self.nbytes}")
+                done += count
+        return data.view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def part(self, shape: tuple[int, ...], start: int, stop: int) -> Stored:
+        """The tensor as one of this shape, of as many elements: rows start .. stop - 1 of its first axis."""
+        row = self.nbytes // shape[0]
+        return dataclasses.replace(self, shape=(stop - start, *shape[1:]), offset=self.offset + start * row, nbytes=(stop - start) * row)
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """What a safetensors file holds, without reading its tensors.
+
+    Raises FileNotFoundError if it is missing, ValueError if it is truncated or no safetensors file.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file.parent} has no {file.name}")
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > size - 8:
+            hint = " (a Git LFS pointer: fetch the file itself)" if size < 1024 and file.read_bytes().startswith(b"version ") else ""
+            raise ValueError(f"{file} is truncated or no safetensors file{hint}: found {size} bytes, expected at least {8 + length}")
+        text = opened.read(length)
+    try:
+        header = {
+            name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0], _nbytes(entry))
+            for name, entry in json.loads(text).items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{file} has a header that is not safetensors': {error!r}") from error
+    expected = max((tensor.offset + tensor.nbytes for tensor in header.values()), default=8 + length)
+    if size != expected:
+        raise ValueError(f"{file} is truncated or damaged: found {size} bytes, expected {expected}")
+    return header
+
+
+def _nbytes(entry: Mapping[str, Any]) -> int:
+    """The size of a tensor in a header, which must agree with its shape where the dtype is one we read."""
+    start, end = entry["data_offsets"]
+    dtype = DTYPES.get(entry["dtype"])
+    if not 0 <= start <= end or (dtype is not None and math.prod(entry["shape"]) * dtype.itemsize != end - start):
+        raise ValueError(f"data_offsets {start}, {end} do not fit {entry['dtype']} {entry['shape']}")
+    return end - start
+
+
+def read_folder(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a checkpoint: model.safetensors, or the files that model.safetensors.index.json names.
+
+    Raises FileNotFoundError, or ValueError for a broken index, a file outside the folder, or weights that need pickle.
+    """
+    folder = Path(folder)
+    if (folder / WEIGHTS_FILE).exists():
+        return read_header(folder / WEIGHTS_FILE)
+    if not (folder / INDEX_FILE).exists():
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+        if pickles:
+            raise ValueError(refuse_pickle(pickles[0]))
+        raise FileNotFoundError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; found {sorted(p.name for p in folder.iterdir())}")
+    index = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ValueError(f"{folder / INDEX_FILE} has no weight_map of tensor to file name")
+    headers = {name: read_header(_inside(folder, name)) for name in sorted(set(index.values()))}
+    problems = [f"{key}: not in {name}, where {INDEX_FILE} has it" for key, name in index.items() if key not in headers[name]]
+    problems += [f"{key}: in {name}, but not in {INDEX_FILE}" for name, held in headers.items() for key in held if index.get(key) != name]
+    raise_misfits(folder, problems)
+    return {key: headers[name][key] for key, name in index.items()}
+
+
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """folder / name, if that is a file of this folder. A hub's cache links its snapshots to its own blobs, and that is inside too."""
+    path, roots = folder / name, [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        roots.append(folder.resolve().parents[1] / "blobs")
+    if Path(name).is_absolute() or ".." in Path(name).parts or not any(path.resolve().is_relative_to(root) for root in roots):
+        raise ValueError(f"{folder / INDEX_FILE} names {name!r}, which is outside its folder")
+    return path
+
+
+
+
+def same_bytes(a: Stored, b: Stored) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with open(a.file, "rb") as left, open(b.file, "rb") as right:
+        left.seek(a.offset)
+        right.seek(b.offset)
+        counts = (min(COMPARED, a.nbytes - at) for at in range(0, a.nbytes, COMPARED))
+        return all(left.read(count) == right.read(count) for count in counts)

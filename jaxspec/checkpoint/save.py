@@ -1,0 +1,39 @@
+"""Writing a checkpoint in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoint.hub import WEIGHTS_FILE
+from jaxspec.checkpoint.layout import layouts
+from jaxspec.trees import leaves as leaves_of
+
+
+def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: str = "", dtype: Any = None) -> None:
+    """Writes config.json and model.safetensors in Hugging Face's layout: one file, made in host memory.
+
+    tree: of arrays. prefix: put before our paths, such as "model." for a text-only target. dtype: of float weights, by default
+    their own; integers are written as int64, as released checkpoints have them.
+    """
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    leaves = leaves_of(tree)
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    tensors = {}
+    for path, leaf in leaves.items():
+        value = np.asarray(leaf)
+        value = value.astype(np.int64 if value.dtype.kind == "i" else dtype or value.dtype)
+        for part in layouts(path, shapes)[0]:
+            tensors[prefix + part.key] = np.ascontiguousarray(value[part.index].reshape(part.shape))
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    # Under another name first, so that a run that is killed leaves no half file that looks whole.
+    unfinished = folder / f".{WEIGHTS_FILE}.unfinished"
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.replace(folder / WEIGHTS_FILE)
