@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -175,12 +176,16 @@ class Runner:
     def admit(self, requests: Sequence[Request]) -> None:
         """Puts requests into slots, which there must be, with what others have computed of their tokens. `prefill` computes the rest."""
         self.ready()
-        size, forks = max(self.admit_buckets), list[tuple[int, int, int]]()
-        for group in (requests[i : i + size] for i in range(0, len(requests), size)):
-            ended = self.held.ended
-            for request in group:
-                source, rows = self.held.find(request.tokens)
+        size, left = max(self.admit_buckets), collections.deque(requests)
+        while left:
+            group, ended, forks = list[Request](), self.held.ended, list[tuple[int, int, int]]()
+            while left and len(group) < size:
+                source, rows = self.held.find(left[0].tokens)
                 slot = self.held.idle([source, *(other for other, _, _ in forks)])
+                if slot < 0 and not rows and forks:
+                    break  # the only idle slots are those that others are to be copied from; after that they can be had
+                request = left.popleft()
+                group.append(request)
                 if rows and (self.held.serve(source, request).over or slot < 0):
                     slot = source
                 elif slot in self.held.kept:
@@ -192,8 +197,8 @@ class Runner:
                 self.held.put(slot, request)
                 request.computed, request.status = rows, decode.RUNNING
             self._release(ended, group)
-        for source, slot, rows in forks:
-            self._fork(source, slot, rows)
+            for source, slot, rows in forks:
+                self._fork(source, slot, rows)
 
     def snapshot(self, request: Request) -> None:
         """Keeps the rows that a request has computed for other prompts, if there is a slot for them."""

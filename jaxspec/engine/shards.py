@@ -104,9 +104,11 @@ class Turns:
         return [request for i in self._resting for request in self._turns[i].end()]
 
     def score(self, request: Request, count: int) -> Logprobs:
-        """As `Turn.score`, on a shard that is not stepping, as there is after every step."""
+        """As `Turn.score`, for a request that `end` has just given: the shard where it ended is not stepping, and has a slot free. So
+        has the one with most free slots."""
         self._shards.take(self)
-        return self._turns[self._resting[0]].score(request, count)
+        free = max(self._resting, key=lambda i: self._shards.runners[i].free_slots)
+        return self._turns[free].score(request, count)
 
     def wait(self) -> None:
         """Waits until no shard is stepping. What the steps gave is taken in by the next `step`."""

@@ -14,18 +14,18 @@ from jaxspec.engine.request import Request
 @dataclasses.dataclass(eq=False)
 class Kept:
     """What an idle slot holds. tokens: [n] int32, of which the first n - 1 are computed and the drafter has seen the last one. over: the
-    slot may be continued in place; else it is a snapshot, to be copied. used: when it served last; by: whom it served."""
+    slot may be continued in place; else it is a snapshot, to be copied. used: when it served last. sharing: the requests with a slot
+    that share its pages."""
 
     tokens: np.ndarray
     over: bool
     used: int
-    by: list[Request] = dataclasses.field(default_factory=list)
+    sharing: set[Request] = dataclasses.field(default_factory=set)
 
     @property
     def needed(self) -> bool:
         """Whether running sequences share its pages, so that few would come free with it."""
-        self.by = [request for request in self.by if request.slot >= 0]
-        return bool(self.by)
+        return bool(self.sharing)
 
 
 class Slots:
@@ -74,16 +74,17 @@ class Slots:
         kept = self._holds[slot]
         assert isinstance(kept, Kept)
         kept.used = next(self._clock)
-        kept.by.append(request)
+        kept.sharing.add(request)
         return kept
 
     def put(self, slot: int, request: Request) -> None:
+        assert slot >= 0, "there is no slot for this request"
         self._holds[slot] = request
         request.slot = slot
 
     def keep(self, slot: int, tokens: np.ndarray, by: Request | None = None) -> None:
         """by: whose prompt it is, where it is a snapshot; else the slot may be continued."""
-        self._holds[slot] = Kept(tokens, by is None, next(self._clock), [] if by is None else [by])
+        self._holds[slot] = Kept(tokens, by is None, next(self._clock), set() if by is None else {by})
 
     def end(self, slots: Iterable[int]) -> None:
         """These have ended; those that hold nothing stay so."""
@@ -108,6 +109,9 @@ class Slots:
         """Ends whatever slots hold these requests."""
         ours = set(map(id, requests))
         self.end(slot for slot, held in enumerate(self._holds) if id(held) in ours)
+        for held in self._holds:
+            if isinstance(held, Kept):
+                held.sharing.difference_update(requests)
         for request in requests:
             request.lose()
 
