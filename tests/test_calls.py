@@ -1,0 +1,334 @@
+"""Calls of every sort, one after another and side by side, on engines with as little room as real plans leave: no slot or one for snapshots
+of prompts, few pages, several data shards. Every request gets what it gets alone, and every call returns.
+
+The target is tiny and its programs are few: engines of all settings share them.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxspec import SamplingParams, gemma4, replicas, schedule
+from jaxspec.config import Gemma4Config
+from jaxspec.drafters.ngram import NGram
+from jaxspec.engine import LLM
+from jaxspec.programs import Programs
+from jaxspec.request import Request
+from jaxspec.runner import Runner
+from jaxspec.sharding import nbytes
+from jaxspec.slots import Slots
+
+VOCAB, MAX_LEN, PAGE, CHUNK, K, TOTAL = 64, 96, 4, 16, 2, 4
+CONFIG = {**tiny.TEXT, "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "hidden_size": 16, "hidden_size_per_layer_input": 0}
+PAGES = TOTAL * MAX_LEN // PAGE  # as many as all slots can fill
+MOST_WORK = 3000  # more steps and device calls than any call here takes
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    byte_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids):
+        return "".join(chr(0x4E00 + i) for i in ids)
+
+    def token_text(self, token_id):
+        return self.decode([token_id])
+
+    def has_text(self, token_id):
+        return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs(unoptimised):
+    """Of one size each, whatever part of all slots may run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "prefill_buckets", [(TOTAL, CHUNK)])
+        patch.setattr(Runner, "decode_buckets", [TOTAL])
+        patch.setattr(Runner, "admit_buckets", [TOTAL])
+        patch.setattr(schedule, "ENOUGH", 0.2)  # a long prompt alone fills a part of a call
+        yield
+    for cached in (programs, reference, answers, target):
+        cached.cache_clear()
+
+
+@functools.cache
+def target():
+    return jax.tree.map(jnp.asarray, tiny.random_weights(gemma4.abstract(Gemma4Config.from_hf(CONFIG), jnp.float32), 0))
+
+
+@functools.cache
+def programs():
+    """Compiled for all engines here."""
+    return {}
+
+
+def llm_of(snapshots, shards=1):
+    """An LLM whose TOTAL slots, on each of some data shards, have room for so many snapshots."""
+    model, drafter, sizes = target(), NGram(), {"max_len": MAX_LEN, "num_draft_tokens": K, "page_size": PAGE}
+
+    def size(slots):
+        return nbytes(jax.eval_shape(lambda: Runner.init_state(model, drafter, slots=slots, full_pages=1, **sizes)))
+
+    sizes |= {"kv_pages": PAGES, "prefix_bytes": snapshots * (size(2) - size(1)), "progress": False}
+    llm = LLM(model, drafter, Letters(), max_slots=TOTAL - snapshots, **sizes)
+    more = [Runner(model, drafter, slots=TOTAL - snapshots, **sizes) for _ in range(shards - 1)]
+    llm._shards = replicas.Shards([llm._runner, *more])
+    for runner in llm._shards.runners:
+        assert runner.total_slots == TOTAL
+        runner.programs.compiled = programs()
+    llm.chat_prompt = lambda messages, **_: messages[0]["ids"]
+    return llm
+
+
+def begin(llm, pages=PAGES):
+    """The engine from its beginning, with so many pages on each shard."""
+    for runner in llm._shards.runners:
+        runner.programs.state = None
+        runner.ready()
+        cache = dataclasses.replace(runner.programs.state.cache, free_count=jnp.asarray(pages, jnp.int32))
+        runner.programs.state = dataclasses.replace(runner.programs.state, cache=cache)
+        runner._free = pages
+
+
+@pytest.fixture(autouse=True)
+def work(monkeypatch):
+    """Counts what calls make engines do. A call that would never return fails."""
+    done = [0]
+    for owner, name in ((Programs, "run"), (Runner, "ready")):
+
+        def counted(*args, real=getattr(owner, name)):
+            done[0] += 1
+            assert done[0] < MOST_WORK, "this call does not return"
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, counted)
+    return done
+
+
+@functools.cache
+def answers():
+    return {}
+
+
+@functools.cache
+def reference():
+    return llm_of(0)
+
+
+def alone(prompt, params):
+    """What a request gets by itself."""
+    known, key = answers(), repr((prompt, params))
+    if key not in known:
+        begin(reference())
+        known[key] = reference().generate(prompt, params)[0]
+    return known[key]
+
+
+def same(found, prompt, params):
+    expected = alone(prompt, params)
+    for name in ("prompt_token_ids", "token_ids", "text", "finish_reason", "stop_reason", "error"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert (found.prompt_logprobs is None) == (params.prompt_logprobs is None)
+    for row, wanted in zip((found.prompt_logprobs or [None])[1:], (expected.prompt_logprobs or [None])[1:], strict=True):
+        assert row.keys() == wanted.keys() and all(abs(row[i].logprob - wanted[i].logprob) < 1e-4 for i in row)
+
+
+def params(max_tokens, seed, **changes):
+    return SamplingParams(**{"max_tokens": max_tokens, "seed": seed, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **changes})
+
+
+def ids(count, seed):
+    return np.random.default_rng([count, seed]).integers(2, VOCAB, count).tolist()
+
+
+P, Q, STREAMED = ids(40, 1), ids(20, 2), ids(9, 3)
+
+
+@pytest.mark.parametrize("order", [[[*P, 13], Q], [Q, [*P, 13]], [[*P, 13], [*P, 14], Q, ids(7, 1)], [[*P, 13], Q, [*P, 14]]])
+@pytest.mark.parametrize("place", [0, TOTAL - 1])
+def test_a_prompt_waits_for_a_slot_that_another_is_copied_from(order, place):
+    """Streams hold all slots but two, one of which has a snapshot. The prompt that begins like it gets the other one, so that the slot of
+    the snapshot is the only one for a prompt that begins like none. place: the slot of a stream that would suffer."""
+    llm = reference()
+    expected = [alone(prompt, params(5, i)).token_ids for i, prompt in enumerate(order)]
+    text = alone(STREAMED, params(40, 7)).token_ids
+    begin(llm)
+    streams = [llm.stream(STREAMED, params(40, 7)) for _ in range(TOTAL)]
+    begun = [next(stream).token_ids for stream in streams]
+    others = [i for i in range(TOTAL) if i != place]
+    for i in others[-2:]:
+        streams[i].close()
+    for end in (1, 2):
+        llm.generate([*P, end], params(2, 1))
+    assert [kept.over for kept in llm._runner.held.kept.values()] == [False] and llm._runner.free_slots == 2
+    found = llm.generate(order, [params(5, i) for i in range(len(order))])
+    assert [c.token_ids for c in found] == expected
+    assert found[order.index([*P, 13])].num_cached_tokens == len(P) - 1 or order[0] == Q
+    for i in (place, others[0]):
+        assert begun[i] + sum((chunk.token_ids for chunk in streams[i]), []) == text
+    assert llm._runner.free_slots == TOTAL
+
+
+def test_no_slot_is_no_place():
+    with pytest.raises(AssertionError, match="there is no slot for this request"):
+        Slots(2).put(-1, Request.__new__(Request))
+
+
+def test_texts_are_scored_where_there_is_a_slot(monkeypatch):
+    """Both shards rest: the first one is full, the second one has ended requests that ask for log-probabilities of their prompts."""
+    llm, wait = llm_of(0, shards=2), concurrent.futures.wait
+    begin(llm)
+    monkeypatch.setattr(concurrent.futures, "wait", lambda steps, **_: wait(steps))
+    scored, score = [], llm._shards.runners[1].score
+    monkeypatch.setattr(llm._shards.runners[1], "score", lambda *args: scored.append(llm._runner.free_slots) or score(*args))
+    asked = [(ids(9, i), params(*((3, i) if i % 2 else (70, i)), prompt_logprobs=1, stop="?")) for i in range(2 * TOTAL)]
+    for completion in llm.as_completed(asked):
+        same(completion, *asked[completion.prompt_index])
+    assert scored[:TOTAL] == [0] * TOTAL
+
+
+class Load:
+    """Random calls on one engine. Some streams and an iterator stay open over others."""
+
+    def __init__(self, llm, seed, work):
+        self.llm, self.rng, self.work = llm, random.Random(seed), work
+        self.calls, self.streams, self.iterator, self.talks = 0, [], None, []
+        self.stems = [ids(30, seed), ids(22, seed + 1)]
+
+    def request(self):
+        """A prompt, one of two in three with a beginning that others have, and params."""
+        rng = self.rng
+        stem = rng.choice([*self.stems, []])
+        prompt = [*stem[: rng.choice([len(stem), len(stem), 14])], *ids(rng.randint(1, 3 if stem else 40), rng.randint(0, 9))]
+        changes = rng.choice([{}, {}, {"temperature": 0.0}, {"stop_token_ids": (5, 9, 23)}, {"prompt_logprobs": 1}, {"stop": chr(0x4E00 + 12)}])
+        return prompt, params(rng.choice([1, 4, 9, 16]), rng.randint(0, 3), **changes)
+
+    def requests(self):
+        return [self.request() for _ in range(self.rng.choice([1, 2, 3, 6]))]
+
+    def call(self, function):
+        """Counts a call, and has it return. Where an open iterator has all slots, it is ended and the call made again."""
+        self.calls += 1
+        for again in (False, True):
+            self.work[0] = 0
+            try:
+                return function()
+            except RuntimeError as error:
+                if again or self.iterator is None or "are held by open streams" not in str(error):
+                    raise
+                self.finish()
+
+    def generate(self):
+        asked = self.requests()
+        prompts, each = map(list, zip(*asked, strict=True))
+        for completion, pair in zip(self.call(lambda: self.llm.generate(prompts, each)), asked, strict=True):
+            same(completion, *pair)
+
+    def chat(self):
+        talk = self.rng.choice(self.talks) if self.talks and self.rng.random() < 0.7 else ids(self.rng.randint(4, 30), self.calls)
+        prompt, p = [*talk, *ids(2, self.calls)], params(self.rng.choice([3, 12]), 1)
+        completion = self.call(lambda: self.llm.chat([{"ids": prompt}], p))
+        same(completion, prompt, p)
+        talk = [*prompt, *completion.token_ids]
+        self.talks = [t for t in [*self.talks[-2:], talk] if len(t) < 50]
+
+    def stream(self):
+        if len(self.streams) < min(self.llm.max_slots - 2, 3):
+            prompt, p = self.request()
+            p = dataclasses.replace(p, max_tokens=30)
+
+            def begun():
+                stream = self.llm.stream(prompt, p, steps=2)
+                return stream, prompt, p, [next(stream)]
+
+            self.streams.append(self.call(begun))
+        else:
+            self.read()
+
+    def read(self):
+        """A bit of a stream, or its rest; or it is closed."""
+        if self.streams:
+            entry = self.rng.choice(self.streams)
+            stream, prompt, p, chunks = entry
+            many = self.rng.choice([0, 1, 100])
+            self.work[0] = 0
+            if many and chunks[-1].completion is None:
+                chunks += itertools.islice(stream, many)
+            if chunks[-1].completion is not None:
+                same(chunks[-1].completion, prompt, p)
+                assert sum((c.token_ids for c in chunks), []) == chunks[-1].completion.token_ids
+            if not many or chunks[-1].completion is not None:
+                stream.close()
+                self.streams.remove(entry)
+
+    def as_completed(self):
+        self.finish()
+        asked = self.requests()
+        begun = asked, self.llm.as_completed(iter(asked)), []
+        self.call(lambda: self.some(self.rng.choice([1, 2, 100]), *begun))
+        self.iterator = begun
+
+    def some(self, count, asked, iterator, done):
+        for completion in itertools.islice(iterator, count):
+            same(completion, *asked[completion.prompt_index])
+            done.append(completion.prompt_index)
+
+    def finish(self):
+        """Reads or closes what is left of the iterator."""
+        if self.iterator is not None:
+            self.work[0] = 0
+            if self.rng.random() < 0.7:
+                self.some(100, *self.iterator)
+                asked, _, done = self.iterator
+                assert sorted(done) == list(range(len(asked)))
+            self.iterator[1].close()
+            self.iterator = None
+
+    def run(self, calls):
+        operations = [self.generate, self.generate, self.chat, self.stream, self.read, self.as_completed, self.finish]
+        while self.calls < calls:
+            self.rng.choice(operations)()
+        self.finish()
+        while self.streams:
+            self.read()
+        for runner in self.llm._shards.runners:
+            assert runner.free_slots == runner.slots
+            runner.flush()
+            while runner.evict():
+                pass
+            runner.flush()
+
+
+# Snapshots that there is room for, pages of a shard, data shards.
+SETTINGS = [(0, PAGES, 1), (0, 22, 1), (1, PAGES, 1), (1, 22, 1), (0, PAGES, 2), (1, 20, 2)]
+
+
+def random_calls(work, snapshots, pages, shards, seed, calls):
+    llm = llm_of(snapshots, shards)
+    begin(llm, pages)
+    load = Load(llm, seed, work)
+    load.run(calls)
+    assert all(runner.free_pages == pages for runner in llm._shards.runners)
+    return llm.stats
+
+
+@pytest.mark.parametrize(("snapshots", "pages", "shards"), SETTINGS)
+def test_calls_of_every_sort_give_what_each_request_gets_alone(work, snapshots, pages, shards):
+    stats = random_calls(work, snapshots, pages, shards, 0, 36)
+    assert stats.cached_tokens > 100 and (pages == PAGES or stats.preemptions > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("snapshots", "pages", "shards"), SETTINGS)
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_calls_of_every_sort_give_what_each_request_gets_alone_more(work, snapshots, pages, shards, seed):
+    random_calls(work, snapshots, pages, shards, seed, 170)
