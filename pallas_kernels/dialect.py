@@ -7,13 +7,16 @@ second implementation in the Mosaic GPU dialect, for Hopper alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -58,8 +61,9 @@ def call(
     interpret: bool,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """`pl.pallas_call` in the Triton dialect. name: as it appears in the lowered program."""
-    return pl.pallas_call(
+    """`pl.pallas_call` in the Triton dialect. name: as it appears in the lowered program. Offsets have 64 bits where an array needs them;
+    NotImplementedError is raised where this JAX cannot be made to compute them."""
+    made = pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid=tuple(grid),
@@ -70,6 +74,47 @@ def call(
         interpret=interpret,
         name=name,
     )
+
+    def checked(*args: Any) -> Any:
+        for array in (*args, *jax.tree.leaves(out_shape)):
+            if _miscounted(array) and not interpret and not widen_offsets():
+                raise NotImplementedError(
+                    f"an array of the kernel {name!r} has {math.prod(array.shape):,} elements of one byte, which need offsets of 64 bits; "
+                    f"JAX {jax.__version__} is not known to compute them. A smaller max_slots or max_len, another kv_dtype, or "
+                    "attention='xla' needs none"
+                )
+        return made(*args)
+
+    return checked
+
+
+@functools.cache
+def widen_offsets() -> bool:
+    """From now on, kernels' offsets into arrays of more than 2**31 elements have 64 bits. Returns whether that could be had.
+
+    JAX (0.10 to 0.12) counts bytes, and takes 64 bits for more than 2**32 of them. Of numbers of one byte (float8) so many are twice what
+    signed offsets of 32 bits reach; the offsets wrap. No setting changes that, so the function that counts is told of numbers of two bytes.
+    """
+    try:
+        lowering: Any = importlib.import_module("jax._src.pallas.triton.lowering")
+        narrow = lowering._compute_offsets_from_indices
+    except (ImportError, AttributeError):
+        return False
+
+    @functools.wraps(narrow)
+    def wide(block_info: Any, *args: Any, **kwargs: Any) -> Any:
+        if _miscounted(array := block_info.full_shape_dtype):
+            # Of the dtype, nothing but its size is asked for.
+            block_info = dataclasses.replace(block_info, full_shape_dtype=jax.ShapeDtypeStruct(array.shape, jnp.uint16))
+        return narrow(block_info, *args, **kwargs)
+
+    lowering._compute_offsets_from_indices = wide
+    return True
+
+
+def _miscounted(array: Any) -> bool:
+    """Whether an array has more than 2**31 elements, but no more than 2**32 bytes."""
+    return 2**31 < math.prod(array.shape) <= 2**32 // array.dtype.itemsize
 
 
 def mosaic_obstacle() -> str | None:
