@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from jaxspec.decode import accept
 from jaxspec.drafters.base import Drafts
+from jaxspec.sampling import Sampling, choose, probabilities
 from jaxspec.sampling.choice import Sampling
 
 
@@ -103,3 +105,58 @@ def test_a_rule_that_makes_no_sense_is_refused(call, error, message):
 def test_rules_are_static_arguments():
     assert accept.synthetic([0.5, 0.25]) == accept.synthetic((0.5, 0.25)) and hash(accept.rule_of("coupled")) == hash(accept.COUPLED)
     assert accept.rule_of(accept.COUPLED) is accept.COUPLED
+
+
+CANDIDATES = np.array([4, 0, 2], np.int32)  # of a drafter that knows no other of the target's five tokens
+LOGITS = np.array([0.3, 1.0, -0.5, 0.2, 0.8], np.float32)
+
+
+def one_round(keep, seed, logits, guessed, temperature):
+    """(tokens [seeds, 3], accepted [seeds]) of a round of two drafts. logits: [5] of the target, guessed: [2, 3] of the candidates."""
+    count = len(seed)
+    sampling = Sampling(seed, jnp.broadcast_to(temperature, (count,)))
+    none = jnp.zeros(count, jnp.int32)
+    logits, ids = (jnp.broadcast_to(x, (count, n, x.shape[-1])) for x, n in ((logits, 3), (CANDIDATES, 2)))
+    positions, guessed = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (count, 3)), jnp.broadcast_to(guessed, (count, 2, 3))
+    drafts = choose(guessed, positions[:, :2], keep.drafting(sampling, none), ids)
+    return keep(Drafts(drafts, guessed, ids), logits, positions, sampling, none)
+
+
+MODES = {"eager": one_round, "jitted": jax.jit(one_round, static_argnums=0)}
+
+
+def rounds_of(rule, mode, rows, allowed=range(5), temperature=1.0):
+    seed = np.stack([np.arange(4000), np.zeros(4000)], axis=1).astype(np.uint32)
+    logits = np.where(np.isin(np.arange(5), list(allowed)), LOGITS, -np.inf).astype(np.float32)
+    found = MODES[mode](accept.Rule(rule), *map(jnp.asarray, (seed, logits, np.float32(rows), np.float32(temperature))))
+    return tuple(map(np.asarray, found))
+
+
+NONE, SOME = [-np.inf] * 3, [0.5, 0.1, 0.3]
+NO_ROW = {"the first": [NONE, SOME], "the second": [SOME, NONE], "both": [NONE, NONE], "not a number": [[0.5, np.nan, 0.1], SOME]}
+
+
+@pytest.mark.parametrize("mode", ["eager", "jitted"])
+@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("kind", NO_ROW)
+def test_a_guess_that_could_not_be_drawn_is_never_kept(rule, kind, mode):
+    """Where a drafter has no candidate left its guess comes from no distribution: kept, it would change the target's, or be forbidden.
+    A compiler may drop the NaN of a row that weighs nothing, so the rules run both ways."""
+    p = np.exp(LOGITS) / np.exp(LOGITS).sum()
+    tokens, accepted = rounds_of(rule, mode, NO_ROW[kind])
+    assert accepted.max() == (kind == "the second")
+    for column, rows in ((0, accepted >= 0), (1, accepted >= 1)):
+        if rows.any():
+            found = np.bincount(tokens[rows, column], minlength=5)
+            assert stats.chisquare(found, p * rows.sum()).pvalue > 1e-3, (column, found)
+    for temperature in (0.0, 1.0):
+        tokens, accepted = rounds_of(rule, mode, NO_ROW[kind], allowed=(1, 3), temperature=temperature)
+        assert not accepted.any() and set(tokens[:, 0]) == ({1, 3} if temperature else {1})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_which_nothing_can_be_drawn_has_no_probability(temperature):
+    rows = np.array([[-np.inf] * 3, [1, np.nan, 2], [1, np.inf, 2], [1, -np.inf, 2]], np.float32)
+    sampling = Sampling(jnp.zeros((4, 2), jnp.uint32), jnp.full(4, temperature, jnp.float32))
+    mass = np.asarray(probabilities(jnp.asarray(rows)[:, None], sampling)[0])[:, 0]
+    assert not mass[:3].any() and mass[3, 1] == 0 and abs(mass[3].sum() - 1) < 1e-6

@@ -16,15 +16,17 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxspec import SamplingParams, gemma4, replicas, schedule
-from jaxspec.config import Gemma4Config
+from jaxspec import SamplingParams, gemma4
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import LLM
-from jaxspec.programs import Programs
-from jaxspec.request import Request
-from jaxspec.runner import Runner
+from jaxspec.engine import shards as replicas
+from jaxspec.engine import turn as schedule
+from jaxspec.engine.llm import LLM
+from jaxspec.engine.programs import Programs
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.slots import Slots
+from jaxspec.model.config import Gemma4Config
 from jaxspec.sharding import nbytes
-from jaxspec.slots import Slots
 
 VOCAB, MAX_LEN, PAGE, CHUNK, K, TOTAL = 64, 96, 4, 16, 2, 4
 CONFIG = {**tiny.TEXT, "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "hidden_size": 16, "hidden_size_per_layer_input": 0}

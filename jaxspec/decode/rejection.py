@@ -15,7 +15,8 @@ from jaxspec.model.rows import take_row
 
 @struct.dataclass
 class Distribution:
-    """mass: [B, T, C] float32, probabilities of the tokens `ids` [B, T, C], ids below 0 being none; ids None if candidate i is token i."""
+    """mass: [B, T, C] float32, probabilities of the tokens `ids` [B, T, C], ids below 0 being none; ids None if candidate i is token i.
+    A row from which nothing can be drawn is all 0."""
 
     mass: jax.Array
     ids: jax.Array | None
@@ -57,12 +58,14 @@ class Distribution:
 
 
 def keep_prefix(p: Distribution, q: Distribution, tokens: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Leviathan et al. (2211.17192): keeps draft i with probability min(1, p(i) / q(i)) if all before it were kept.
+    """Leviathan et al. (2211.17192): keeps draft i with probability min(1, p(i) / q(i)) if all before it were kept. A draft with q(i) = 0,
+    which was not drawn from q, is not kept.
 
     p: K + 1 rows, q: K rows. tokens: [B, K] int32, uniforms: [B, K]. Returns accepted: [B] int32 and weight: [B], with which the token
     that follows is drawn from max(weight p - q, 0).
     """
-    kept = uniforms * q.of(tokens) < p.rows(0, tokens.shape[1]).of(tokens)
+    drafter = q.of(tokens)
+    kept = (drafter > 0) & (uniforms * drafter < p.rows(0, tokens.shape[1]).of(tokens))
     return jnp.sum(jnp.cumprod(kept.astype(jnp.int32), axis=1), axis=1), jnp.ones(tokens.shape[:1], jnp.float32)
 
 
@@ -79,7 +82,7 @@ def keep_block(p: Distribution, q: Distribution, tokens: jax.Array, uniforms: ja
     head, inner = p.rows(1, count), weight[:, 1:count]
     left = jnp.sum(jnp.maximum(inner[..., None] * head.mass - q.rows(1, count).onto(head), 0.0), axis=-1)
     total = left + 1 - inner
-    chance = jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), 1.0)
+    chance = jnp.where(total == 0, 1.0, left / total)
     chance = jnp.concatenate([chance, weight[:, count:] if count else weight[:, :0]], axis=1)
     index = jnp.arange(1, count + 1, dtype=jnp.int32)[None, :]
     accepted = jnp.max(jnp.where(uniforms < chance, index, 0), axis=1, initial=0)

@@ -123,14 +123,15 @@ def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tup
 
 def probabilities(logits: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """The distribution that `choose` draws from: [B, T, C] float32, of the whole vocabulary or of candidates, and the candidates' token
-    ids or None. A greedy row has a 1."""
+    ids or None. A greedy row has a 1. A row without a largest logit that is finite, from which nothing can be drawn, is all 0."""
     logits, ids = allowed(logits, sampling, ids)
     logits = logits if ids is not None else whole(logits, sampling.shard)
     temperature = sampling.temperature[:, None, None]
+    some = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
     best = jnp.argmax(logits, axis=-1)[..., None]
     greedy = (jnp.arange(logits.shape[-1])[None, None, :] == best).astype(jnp.float32)
-    sampled = jax.nn.softmax(logits / jnp.maximum(temperature, jnp.float32(1e-30)), axis=-1)
-    return jnp.where(temperature > 0, sampled, greedy), ids
+    sampled = jax.nn.softmax(jnp.where(some, logits, 0.0) / jnp.maximum(temperature, jnp.float32(1e-30)), axis=-1)
+    return jnp.where(some, jnp.where(temperature > 0, sampled, greedy), 0.0), ids
 
 
 def stream_seed(seed: jax.Array, stream: int, rounds: jax.Array) -> jax.Array:

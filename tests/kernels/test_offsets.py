@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import pytest
 from lowering import triton_kernels
 
-from jaxspec import compile_cases, gemma4, plan, shapes
-from jaxspec.compile_check import GPUS
-from jaxspec.config import FULL
-from jaxspec.runner import PAGE
+from jaxspec import gemma4
+from jaxspec import released as shapes
+from jaxspec.compile_check import cases as compile_cases
+from jaxspec.compile_check.check import GPUS
+from jaxspec.engine import memory as plan
+from jaxspec.engine.runner import PAGE
+from jaxspec.model.config import FULL
 from pallas_kernels import device, dialect
 
 MEMORY = (24, 40, 48, 80, 94, 141)  # GB of a device
