@@ -154,3 +154,40 @@ def test_one_filter_alone_is_that_of_transformers(name):
     values = [np.full(len(rows), x, t) for x, t in ((1, np.float32), (0, np.int32), (1, np.float32), (0, np.float32))]
     values[["top_k", "top_p", "min_p"].index(name) + 1][:] = value
     assert kept_ids(rows, values, "search") == [set(np.flatnonzero(row > -np.inf)) for row in expected]
+
+
+TINY, HUGE = np.float32(1e-45), np.float32(2.0**99)
+LEAST = np.float32(1.2e-38)  # the smallest that is no denormal, about
+EXTREMES = [
+    *({"top_p": x} for x in (0, TINY, 1e-38, LEAST, 1e-30)),
+    *({"min_p": x} for x in (TINY, LEAST, 1)),
+    *({"temperature": t, "top_p": 0.9, "min_p": m} for t in (TINY, LEAST, 1e-30, 1e-5, 1e30, HUGE) for m in (0, TINY, 0.5)),
+    *({"temperature": t, "top_p": 1e-38, "min_p": 1} for t in (TINY, HUGE)),
+]
+
+
+@pytest.mark.parametrize("mode", ["eager", "jitted"])
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("scope", ["search", "whole", "top"])
+def test_the_most_likely_token_stays_however_small_or_large_the_settings(scope, top_k, mode):
+    """What a float32 takes for 0 must not drop all tokens: the first of a row without any would be chosen for ever."""
+    asked = [{"temperature": 1, "top_k": top_k, "top_p": 1, "min_p": 0, **changes} for changes in EXTREMES]
+    values = [np.array([x[name] for x in asked], t) for name, t in zip(asked[0], (np.float32, np.int32, np.float32, np.float32), strict=True)]
+    row = np.array([-3, 1, 2.5, 4, -1, 3.5, 0, 2], np.float32)
+    rows = jnp.asarray(np.broadcast_to(row, (len(asked), 1, len(row))))
+    sampling = Sampling(jnp.ones((len(asked), 2), jnp.uint32), jnp.asarray(values[0]), Filters(*map(jnp.asarray, values[1:]), scope=scope))
+    position = jnp.zeros((len(asked), 1), jnp.int32)
+
+    def both():
+        return choose(rows, position, sampling), *probabilities(rows, sampling)
+
+    chosen, mass, ids = both() if mode == "eager" else jax.jit(both)()
+    for i, settings in enumerate(asked):
+        p = np.zeros(len(row))
+        p[np.arange(len(row)) if ids is None else np.asarray(ids)[i, 0]] = np.asarray(mass)[i, 0]
+        assert abs(p.sum() - 1) < 1e-5 and p[3] == p.max() and p[chosen[i, 0]] > 0, (settings, p)
+        alone = settings["min_p"] == 1 or settings["temperature"] <= 1e-5 or (settings["top_p"] < 1e-3 and scope != "whole")
+        if alone:
+            assert chosen[i, 0] == 3, settings
+        elif settings["temperature"] >= 1e30 and settings["top_p"] == 0.9 and not top_k and scope == "search":
+            assert p.min() > 0.1, p  # all alike

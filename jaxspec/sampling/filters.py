@@ -1,7 +1,7 @@
 """top_k, top_p and min_p: which tokens of a row may be chosen, without sorting a vocabulary.
 
-Every filter keeps the tokens whose logit reaches a threshold, so equal logits share their fate. The order is vLLM's: after the
-temperature min_p, then top_k, then top_p over what those leave.
+Every filter keeps the tokens whose logit reaches a threshold, so equal logits share their fate, and the most likely one always. The
+order is vLLM's: after the temperature min_p, then top_k, then top_p over what those leave.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ def filtered(
     """
     if shard is not None and filters.scope == "search":
         logits, shard = gathered(logits, shard.axis), None
-    values, best = top_candidates(logits, CANDIDATES, shard)
-    threshold = _among_candidates(values, temperature, filters)
+    values, places = top_candidates(logits, CANDIDATES, shard)
+    best, threshold = values[..., 0], _among_candidates(values, temperature, filters)
+    if filters.scope != "top":
+        few = (filters.top_k > 0) & (filters.top_k <= CANDIDATES)
+        search = _search if filters.scope == "search" else _min_p_floor
+        threshold = jnp.where(few[:, None], threshold, search(logits, best, temperature, filters))
+    # Of a value so small that a float32 takes it for 0 a threshold may be above all logits, or none: what is best stays.
+    threshold = jnp.where(threshold <= best, threshold, best)[..., None]
     if filters.scope == "top":
-        kept = values >= threshold[..., None]
-        return jnp.where(kept, values, -jnp.inf), best if ids is None else jnp.take_along_axis(ids, best, axis=-1)
-    few = (filters.top_k > 0) & (filters.top_k <= CANDIDATES)
-    search = _search if filters.scope == "search" else _min_p_floor
-    threshold = jnp.where(few[:, None], threshold, search(logits, values[..., 0], temperature, filters))
-    return jnp.where(logits >= threshold[..., None], logits, -jnp.inf), ids
+        kept = jnp.where(values >= threshold, values, -jnp.inf)
+        return kept, places if ids is None else jnp.take_along_axis(ids, places, axis=-1)
+    return jnp.where(logits >= threshold, logits, -jnp.inf), ids
 
 
 def top_candidates(logits: jax.Array, count: int, shard: Shard | None = None) -> tuple[jax.Array, jax.Array]:
