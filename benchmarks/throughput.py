@@ -26,7 +26,8 @@ from jaxspec.bench.workload import RATES
 from jaxspec.decode.accept import synthetic
 from jaxspec.engine import memory as plan
 from jaxspec.engine.llm import LLM
-from jaxspec.loading import MAX_SLOTS, memory_limit
+from jaxspec.engine.memory import memory_limit
+from jaxspec.loading import MAX_SLOTS
 from jaxspec.model import gemma4
 from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer

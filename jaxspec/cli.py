@@ -374,7 +374,7 @@ def _memory(args: argparse.Namespace) -> dict[str, Any]:
         return {"memory": bytes_of(args.memory), "jax_fraction": share, "memory_fraction": args.memory_fraction}
     import jax
 
-    from jaxspec.loading import memory_limit
+    from jaxspec.engine.memory import memory_limit
 
     return {"memory": memory_limit(jax.devices()[0]), "memory_fraction": args.memory_fraction}
 

@@ -17,6 +17,7 @@ from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import memory as plan
 from jaxspec.engine.llm import LLM
+from jaxspec.engine.memory import memory_limit
 from jaxspec.engine.params import Defaults
 from jaxspec.engine.runner import check_pages
 from jaxspec.model import gemma4
@@ -207,11 +208,6 @@ def _room(fraction: float) -> int | None:
     device = jax.local_devices()[0]
     limit, used = memory_limit(device), (device.memory_stats() or {}).get("bytes_in_use", 0)
     return None if limit is None else int(fraction * limit) - used
-
-
-def memory_limit(device: Any) -> int | None:
-    """Bytes of a device's memory that JAX may use, or None where the device does not say (a CPU)."""
-    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _enable_compilation_cache() -> None:

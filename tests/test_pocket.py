@@ -16,7 +16,7 @@ from jaxspec.drafters.registry import load_drafter
 from jaxspec.model import gemma4
 from jaxspec.model.rows import Rows
 from jaxspec.text import load_tokenizer
-from jaxspec.train.corpus import BOS, held_out_texts
+from jaxspec.train.pocket.corpus import BOS, held_out_texts
 
 PROMPT_TOKENS = 160
 NEW_TOKENS = 128

@@ -16,8 +16,8 @@ from jaxspec import released as shapes
 from jaxspec.checks import integer
 from jaxspec.decode.accept import Rule, rule_of, synthetic
 from jaxspec.drafters.base import NoDraft
+from jaxspec.engine.memory import memory_limit
 from jaxspec.engine.runner import PREFILL_ROWS
-from jaxspec.loading import memory_limit
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sampling.choice import PLAIN, Needs

@@ -181,3 +181,8 @@ def most_slots(sizes: Sizes, room: int, limit: int, pages: int | None = None, sh
 
 def size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def memory_limit(device: Any) -> int | None:
+    """Bytes of a device's memory that JAX may use, or None where the device does not say (a CPU)."""
+    return (device.memory_stats() or {}).get("bytes_limit")

@@ -22,7 +22,7 @@ from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine import memory as plan
-from jaxspec.loading import memory_limit
+from jaxspec.engine.memory import memory_limit
 from jaxspec.model import gemma4
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.targets import DTYPES, eos_token_ids, load_target, read_target

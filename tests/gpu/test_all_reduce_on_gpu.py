@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh
 
 from pallas_kernels import all_reduce
-from pallas_kernels.all_reduce import bench
+from pallas_kernels import bench_devices as bench
 
 pytestmark = pytest.mark.gpu
 

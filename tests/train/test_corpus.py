@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from jaxspec.train import chat_pairs, corpus
+from jaxspec.train.pocket import chat_pairs, corpus
 
 TOKENIZER = AutoTokenizer.from_pretrained(corpus.TARGET)
 

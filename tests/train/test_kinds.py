@@ -16,7 +16,7 @@ from jaxspec.model.config import Gemma4Config
 from jaxspec.train import command, kinds
 from jaxspec.train.defaults import default_config
 from jaxspec.train.kinds import KINDS, balanced_clusters, draft_vocabulary
-from jaxspec.train.pocket import RECIPES
+from jaxspec.train.pocket.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 COUNTED = np.repeat(np.arange(small.VOCAB), np.arange(small.VOCAB) % 5 + 1)

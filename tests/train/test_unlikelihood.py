@@ -12,7 +12,7 @@ from jaxspec.train.generate import generate
 from jaxspec.train.guesses import whole_rows
 from jaxspec.train.loop import Run
 from jaxspec.train.losses import Batch, target_loss
-from jaxspec.train.unlikelihood import break_loops, repeats
+from jaxspec.train.pocket.unlikelihood import break_loops, repeats
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 

@@ -6,10 +6,9 @@ import random
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jaxspec.train.corpus import Document
+from jaxspec.train.pocket.documents import Document
 
 LONGEST_ANSWER = 2500  # characters
 SYSTEM = (
@@ -30,7 +29,7 @@ COMPLETE = ("Complete this {0}.", "Finish this {0}:", "Continue this Python code
 _DIRECTIVE = re.compile(r"^( *)\.\. (function|class|method|exception|attribute|data|decorator|classmethod|staticmethod|opcode):: (.+)$")
 
 
-def conversations(documents: Iterable["Document"], apply_chat_template: Callable[..., Any], budget: int, seed: int) -> list[str]:
+def conversations(documents: Iterable[Document], apply_chat_template: Callable[..., Any], budget: int, seed: int) -> list[str]:
     """Conversations of one to three questions on one file each, rendered, at most `budget` characters in all."""
     rng = random.Random(seed)
     groups = []

@@ -1,7 +1,7 @@
 """The pocket models' corpus: the Python standard library's sources and documentation as token streams, and their tokenizer.
 
-    python -m jaxspec.train.corpus --stdlib LIB --docs SOURCES --train-tokenizer FOLDER    # tokenizer.json, tokenizer_config.json
-    python -m jaxspec.train.corpus --stdlib LIB --docs SOURCES --out FOLDER                # train.npy, val.npy, manifest.json
+    python -m jaxspec.train.pocket.corpus --stdlib LIB --docs SOURCES --train-tokenizer FOLDER    # tokenizer.json, tokenizer_config.json
+    python -m jaxspec.train.pocket.corpus --stdlib LIB --docs SOURCES --out FOLDER                # train.npy, val.npy, manifest.json
 
 LIB is a Python's standard library with its test suite (default: the running Python's), SOURCES the `_sources` folder of its HTML
 documentation (Debian: python3.11-doc). The same inputs give the same bytes.
@@ -14,16 +14,16 @@ import hashlib
 import json
 import random
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from jaxspec.train import chat_pairs
+from jaxspec.train.pocket import chat_pairs
+from jaxspec.train.pocket.documents import Document
 
-TARGET = Path(__file__).parents[1] / "pocket" / "target"
+TARGET = Path(__file__).parents[2] / "pocket" / "target"
 VOCAB_SIZE = 4096
 PAD, EOS, BOS = 0, 1, 2
 SEED = 20
@@ -79,15 +79,6 @@ SEEN_SHARE = 0.6  # of a file's lines: one that repeats this much of earlier fil
 LETTER_SHARE = 0.4  # of the characters other than spaces: less is a table of numbers
 TEST_SHARE = 0.5  # of the sources and pages, in bytes
 CHAT_SHARE = 0.14  # of everything, in bytes
-
-
-@dataclass(frozen=True)
-class Document:
-    """One file, page or conversation. `kind` is library, docs, tests or chat."""
-
-    name: str
-    kind: str
-    text: str
 
 
 def held_out_texts() -> dict[str, str]:
@@ -295,7 +286,9 @@ def _sha256(path: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m jaxspec.train.corpus", description="Make the pocket models' corpus or tokenizer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxspec.train.pocket.corpus", description="Make the pocket models' corpus or tokenizer."
+    )
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a standard library, with Lib/test")
     parser.add_argument("--docs", type=Path, help="the _sources folder of its HTML documentation")
     parser.add_argument("--out", type=Path, help="write train.npy, val.npy and manifest.json here")

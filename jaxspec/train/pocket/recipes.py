@@ -7,7 +7,7 @@ and the figures of the card, on the held-out modules:
 
     python -m jaxspec.train.pocket measure [--drafter pocket-mtp]
 
---data is what `python -m jaxspec.train.corpus` wrote. Training takes at most 8 minutes a model on one H200.
+--data is what `python -m jaxspec.train.pocket.corpus` wrote. Training takes at most 8 minutes a model on one H200.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from jaxspec.train.data import packed, windows
 from jaxspec.train.kinds import initial
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, target_loss
+from jaxspec.train.pocket.unlikelihood import break_loops
 from jaxspec.train.tuning import save_target, scores
-from jaxspec.train.unlikelihood import break_loops
 
 ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -245,7 +245,7 @@ def measure(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int
     Continues each held-out module at its beginning and from its token 400 on; float32.
     """
     from jaxspec import SamplingParams, load
-    from jaxspec.train.corpus import BOS, held_out_texts
+    from jaxspec.train.pocket.corpus import BOS, held_out_texts
 
     print("temperature  K  acceptance length  distinct 8-grams")
     for k in ks:
@@ -260,7 +260,9 @@ def measure(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxspec.train.pocket", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="model", required=True)
     for name in ("target", *RECIPES):
         command = commands.add_parser(name)
@@ -288,6 +290,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         train_drafter(args.model, args)
 
-
-if __name__ == "__main__":
-    main()

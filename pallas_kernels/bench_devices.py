@@ -1,4 +1,4 @@
-"""Checks sums and gathers over all GPUs of the host against `jax.lax` and times them: `python -m pallas_kernels.all_reduce.bench`."""
+"""Checks sums and gathers over all GPUs of the host against `jax.lax` and times them: `python -m pallas_kernels.bench_devices`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The bundled pocket models: their corpus, their configs and their recipes."""
