@@ -51,6 +51,7 @@ address:
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --cache-dir .cache/import-linter
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Each set-up runs again only when pyproject.toml changes: the package itself is installed in place.
