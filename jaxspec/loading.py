@@ -16,6 +16,7 @@ from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import memory as plan
+from jaxspec.engine.device_lock import Alone
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import memory_limit
 from jaxspec.engine.params import Defaults
@@ -104,20 +105,21 @@ def load(
     rule.check(count)
 
     abstract = place(gemma4.abstract(config, chosen_dtype))
-    sizes = plan.sizes_of(
-        abstract,
-        planned,
-        max_len=max_len,
-        num_draft_tokens=count,
-        kv_dtype=KV_DTYPES[kv_dtype],
-        kernels=attention != "xla" and dialect.obstacle() is None,
-        mesh=mesh,
-    )
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
-    room = _room(memory_fraction)
     shards = 1 if mesh is None else mesh.shape[sharding.DATA]
-    chosen = plan.fit(sizes, room, None if max_slots is None else -(-max_slots // shards), kv_pages, default_slots=MAX_SLOTS)
+    with Alone(() if mesh is None else mesh.devices.flat)():  # kernels that add up over devices may be tried
+        sizes = plan.sizes_of(
+            abstract,
+            planned,
+            max_len=max_len,
+            num_draft_tokens=count,
+            kv_dtype=KV_DTYPES[kv_dtype],
+            kernels=attention != "xla" and dialect.obstacle() is None,
+            mesh=mesh,
+        )
+        wanted = None if max_slots is None else -(-max_slots // shards)
+        chosen = plan.fit(sizes, _room(memory_fraction), wanted, kv_pages, default_slots=MAX_SLOTS)
 
     folder = checkpoint.resolve(target)  # only now, since a target's weights are a long download
     tokenizer = load_tokenizer(folder)

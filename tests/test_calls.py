@@ -7,6 +7,7 @@ The target is tiny and its programs are few: engines of all settings share them.
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import itertools
 import random
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from test_alone import free
 
 from jaxspec import SamplingParams, gemma4
 from jaxspec.drafters.ngram import NGram
@@ -196,6 +198,42 @@ def test_texts_are_scored_where_there_is_a_slot(monkeypatch):
     for completion in llm.as_completed(asked):
         same(completion, *asked[completion.prompt_index])
     assert scored[:TOTAL] == [0] * TOTAL
+
+
+def test_what_requests_leave_behind_does_not_grow():
+    """With one beginning for all, which is kept once and serves them all."""
+    few_and_many(20, 200)
+
+
+@pytest.mark.slow
+def test_what_requests_leave_behind_does_not_grow_more():
+    few_and_many(100, 10_000)
+
+
+def few_and_many(few, many):
+    """How many requests live after some, and after many more."""
+    llm, asked = llm_of(1), params(1, 0)
+    begin(llm)
+
+    def living(count):
+        assert sum(1 for _ in llm.as_completed(([*P, i % 7 + 2, i % 61 + 2], asked) for i in range(count))) == count
+        gc.collect()
+        return sum(isinstance(found, Request) for found in gc.get_objects())
+
+    assert living(few) == living(many)
+    assert [(kept.over, kept.needed) for kept in llm._runner.held.kept.values()] == [(False, False)]
+
+
+def test_a_stream_that_is_closed_is_counted_while_nobody_else_computes(monkeypatch):
+    llm, account, others = reference(), LLM._account, []
+    monkeypatch.setattr(LLM, "_account", lambda *args: others.append(free(llm._alone)) or account(*args))
+    begin(llm)
+    stream = llm.stream(STREAMED, params(40, 7))
+    next(stream)
+    assert free(llm._alone)
+    before = llm.stats.requests
+    stream.close()
+    assert others == [False] and llm.stats.requests == before + 1
 
 
 class Load:

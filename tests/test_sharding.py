@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from quick import few_programs
+from test_alone import free
 
 import jaxspec
 from jaxspec import cli, decode, sharding
+from jaxspec.engine.device_lock import Alone
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sharding import kv_heads
+from pallas_kernels import all_reduce
 from tests import real_configs, tiny
 
 GREEDY = jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -51,9 +54,13 @@ def texts(load):
     return [[c.token_ids for c in load().generate(PROMPTS, params)] for params in (GREEDY, SAMPLED)]
 
 
-def test_data_shards_take_requests_side_by_side(load, texts):
-    """Each has slots, pages and programs of its own; streams, log-probabilities and calls that take turns work across them."""
+def test_data_shards_take_requests_side_by_side(load, texts, monkeypatch):
+    """Each has slots, pages and programs of its own; streams, log-probabilities and calls that take turns work across them. While they
+    compute, and while what adds up is tried, others that share devices wait."""
+    tables, tried = all_reduce.tables, []
+    monkeypatch.setattr(all_reduce, "tables", lambda devices: tried.append(free(Alone(jax.devices()[3:5]))) or tables(devices))
     llm = load(mesh=jaxspec.mesh(data=2, tensor=2), max_slots=3)
+    assert tried and not any(tried)
     assert llm.max_slots == 4 and [r.slots for r in llm._shards.runners] == [2, 2]
     attn = llm.target.layers[0].self_attn
     # The one KV head lies on both devices of a shard, with one of its two query heads each.
@@ -66,7 +73,8 @@ def test_data_shards_take_requests_side_by_side(load, texts):
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == texts[0]
     assert {r.free_slots for r in llm._shards.runners} == {1, 2}  # the stream's slot, and no other
     assert [*first.token_ids, *(i for chunk in stream for i in chunk.token_ids)] == texts[1][1]
-    done = {c.prompt_index: c for c in llm.as_completed((p, GREEDY) for p in PROMPTS)}
+    asked = ((p, GREEDY) for p in PROMPTS if not free(Alone(jax.devices()[3:5])) and free(Alone(jax.devices()[4:6])))
+    done = {c.prompt_index: c for c in llm.as_completed(asked)}
     assert [done[i].token_ids for i in range(4)] == texts[0]
     assert all(r.free_slots == 2 for r in llm._shards.runners)
     (scored,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=3, prompt_logprobs=1))

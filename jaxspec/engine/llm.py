@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +21,7 @@ from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import draft_count as adaptive_k
 from jaxspec.engine.acceptance_watch import Watch
+from jaxspec.engine.device_lock import Alone
 from jaxspec.engine.finish import completion_of, logprobs_of, look
 from jaxspec.engine.params import Chunk, Completion, Defaults, SamplingParams
 from jaxspec.engine.programs import STEPS
@@ -31,6 +32,7 @@ from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.engine.turn import Turn
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling.choice import Needs
+from jaxspec.sharding import TENSOR
 from jaxspec.sharding.meshes import DATA, data_shards
 from jaxspec.text import Tokenizer
 
@@ -43,7 +45,8 @@ Prompt = str | Sequence[int] | np.ndarray
 class LLM:
     """A target with a drafter, ready to generate.
 
-    Several threads may use one LLM; their calls take turns. A stream holds a slot until it is read to its end or closed, and an iterator
+    Several threads may use one LLM; their calls take turns, with those of other LLMs whose weights are spread over the same devices. A
+    stream holds a slot until it is read to its end or closed, and an iterator
     of `as_completed` as many as it has use for: calls get by with the others, and raise RuntimeError where there are none.
 
     target, drafter: weights on their devices. eos_token_ids: what ends a sequence by default. defaults: of requests that say nothing.
@@ -96,7 +99,10 @@ class LLM:
         }
         parts = [(target, drafter, None)] if mesh is None else data_shards((target, drafter), mesh)
         self._totals, self._begun = Stats(), None
-        self._shards = Shards([Runner(target, drafter, mesh=row, clock=self._worked, **settings) for target, drafter, row in parts])
+        self._alone = Alone(() if mesh is None or mesh.shape[TENSOR] == 1 else mesh.devices.flat)
+        with self._alone():
+            self._shards = Shards([Runner(target, drafter, mesh=row, clock=self._worked, **settings) for target, drafter, row in parts])
+        self._alone.settle = functools.partial(self._shards.take, None)
         self._runner = self._shards.runners[0]
         # Processes that compute together must choose alike, and each measures other times.
         adaptive = adaptive and num_draft_tokens > 0 and accept.name == "coupled" and jax.process_count() == 1
@@ -107,7 +113,6 @@ class LLM:
         dtype = target.dtype.name
         kv_dtype = dtype if kv_dtype is None else jnp.dtype(kv_dtype).name
         self.settings = {"model": name, "max_len": max_len, "dtype": dtype, "kv_dtype": kv_dtype, "accept": accept.name}
-        self._lock = threading.RLock()
 
     @property
     def target(self) -> Gemma4:
@@ -167,7 +172,7 @@ class LLM:
         needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
         runners = self._shards.runners
         total = len(runners) * len(self._runner.programs_for(needs, self._choices))
-        with self._lock, tqdm(total=total, desc="Compiling", disable=not self.progress) as bar:
+        with self._alone(), tqdm(total=total, desc="Compiling", disable=not self.progress) as bar:
             self._shards.take(None)
             for runner in runners:
                 for line in runner.warmup(needs, self._choices):
@@ -217,7 +222,7 @@ class LLM:
         ended: list[Request] = []
         with self._turn(requests) as turn:
             while True:
-                with self._lock, self._timed():
+                with self._alone(), self._timed():
                     completions = self._advance(turn, ended)
                 if not completions:
                     return
@@ -239,7 +244,7 @@ class LLM:
     def _generate(self, requests: list[Request]) -> list[Completion]:
         done, ended = dict[tuple[int, int], Completion](), list[Request]()
         show = self.progress and len(requests) > 1
-        with self._lock, self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
+        with self._alone(), self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
             with self._turn(requests) as turn:
                 while some := self._advance(turn, ended):
                     done |= {(c.prompt_index, c.index): c for c in some}
@@ -329,7 +334,7 @@ class LLM:
         try:
             yield turn
         finally:
-            with self._lock:
+            with self._alone():
                 turn.close()
 
     def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
@@ -369,7 +374,7 @@ class LLM:
         try:
             with self._turn([request]) as turn:
                 while True:
-                    with self._lock, self._timed():
+                    with self._alone(), self._timed():
                         while len(request.output) == known and not request.ended:
                             self._step(turn, steps)
                         new, piece = look(request, self.tokenizer)
@@ -381,8 +386,10 @@ class LLM:
                         return
                     yield Chunk(piece, new, logprobs=logprobs)
         finally:
-            if request.output and not request.accounted and not sys.is_finalizing():
-                self._account(request)
+            if request.output and not sys.is_finalizing():
+                with self._alone():
+                    if not request.accounted:
+                        self._account(request)
 
     def _completion(self, request: Request, turn: Turn | Turns) -> Completion:
         logprobs = logprobs_of(request, self.tokenizer, self.config.vocab_size, turn.score)
