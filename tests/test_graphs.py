@@ -42,6 +42,12 @@ def test_a_loop_on_new_gpus_of_one_process_is_recorded_whole(devices, options):
     assert graphs.compiled(lowered, devices) == "program" and lowered.asked == [options]
 
 
+def test_a_program_for_a_profiler_has_no_graphs():
+    lowered = Lowered()
+    assert graphs.without(lowered, [gpu("8.9")]) == "program" and lowered.asked == [graphs.NO_GRAPHS]
+    assert graphs.used_on([gpu("8.9")]) and not graphs.used_on(jax.devices())
+
+
 def test_a_compiler_that_does_not_know_the_options_does_without():
     lowered = Lowered("No such compile option: 'xla_gpu_graph_min_graph_size'")
     assert graphs.compiled(lowered, [gpu()]) == "program" and lowered.asked == [graphs.WHOLE_LOOP, None]
@@ -51,7 +57,7 @@ def test_a_compiler_that_does_not_know_the_options_does_without():
 
 def test_options_are_known_to_this_jax():
     program = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 5, lambda x: x + 1, x)).lower(0)
-    assert program.compile(compiler_options=graphs.WHOLE_LOOP)(0) == 5
+    assert [program.compile(compiler_options=options)(0) for options in (graphs.WHOLE_LOOP, graphs.NO_GRAPHS)] == [5, 5]
 
 
 def test_gaps_are_left_between_small_arrays_that_stay(monkeypatch):

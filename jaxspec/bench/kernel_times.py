@@ -12,6 +12,10 @@ from typing import Any
 
 import jax
 
+# Of a step, how much its kernels may be off in all. A step is a CUDA graph and kernels are traced without one, so they differ a little;
+# far less was not all in the trace, or counted for too many rounds.
+TOLERANCE = 0.15
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
@@ -43,10 +47,18 @@ def kernel_times(folder: Path, program: str, steps: int) -> list[KernelTime]:
     return sorted(kinds, key=lambda kind: -kind.ms)
 
 
-def table(kernels: list[KernelTime], most: int = 25) -> Iterator[str]:
-    """Lines: the sum of all kernels, then those that took longest."""
+def table(kernels: list[KernelTime], step_ms: float, most: int = 25) -> Iterator[str]:
+    """Lines: the sum of all kernels beside the step that was timed, then those that took longest."""
     total = sum(kernel.ms for kernel in kernels)
-    yield f"kernels of a step: {total:.3f} ms in all, without CUDA graphs"
+    ratio = total / step_ms
+    yield f"kernels of a step: {total:.3f} ms in all, without CUDA graphs; a step takes {step_ms:.3f} ms, the ratio is {ratio:.2f}"
+    if abs(ratio - 1) > TOLERANCE:
+        reasons = (
+            "a step waits between kernels, or kernels are missing in the trace"
+            if ratio < 1
+            else "kernels ran at once, or were slower in the trace"
+        )
+        yield f"the kernels do not add up to the step, within {TOLERANCE:.0%}: {reasons}"
     yield f"{'ms':>9} {'share':>6} {'count':>7} {'us each':>9}  kernel: operation"
     for kernel in kernels[:most]:
         share, each = kernel.ms / total if total else 0.0, 1e3 * kernel.ms / kernel.count

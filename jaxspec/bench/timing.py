@@ -210,8 +210,8 @@ def lines(report: Report) -> Iterator[str]:
         )
     for f in report.decode:
         if f.kernels:
-            yield f"\nbatch {f.batch} at temperature {f.temperature}: step {f.step_ms.median:.3f} ms"
-            yield from kernel_times.table(list(f.kernels))
+            yield f"\nbatch {f.batch} at temperature {f.temperature}"
+            yield from kernel_times.table(list(f.kernels), f.step_ms.median)
 
 
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:
@@ -297,15 +297,19 @@ def _decode(
         overheads.append(short - times[-1])
         length, rounds = counts()
         contexts.append(float(np.mean(before + length)) / 2)
+    accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
     found: tuple[kernel_times.KernelTime, ...] = ()
     if work.profile is not None:
-        folder = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}"
+        if graphs.used_on(jax.tree.leaves(target)[0].devices()):
+            loop, _ = _compiled(on(function), target, drafter, state, slots, np.int32(0), np.bool_(False), compiler=graphs.without)
+            call(1)  # loads the kernels
+        folder, (_, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", counts()
         with jax.profiler.trace(str(folder)):
             call(work.steps)
+        traced = int((counts()[1] - before).max())
         # A trace holds the kernels of all devices, which do the same: the mean of one is wanted.
-        found = tuple(kernel_times.kernel_times(folder, loop.as_text(), work.steps * (1 if plan.mesh is None else plan.mesh.size)))
+        found = tuple(kernel_times.kernel_times(folder, loop.as_text(), traced * (1 if plan.mesh is None else plan.mesh.size)))
     step, context = Spread.of(times), statistics.mean(contexts)
-    accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
     devices, shape = plan.devices_of_a_shard, {"batch": batch // plan.shards, "num_draft_tokens": work.num_draft_tokens, "context": context}
     size = roofline.step_bytes(plan.target_tree, plan.drafter_tree, **shape).over(devices)
     flops = roofline.step_flops(plan.target_tree, **shape) / devices
@@ -386,12 +390,12 @@ def _requests(work: Workload, config: Gemma4Config, batch: int, length: int, lim
     return decode.Requests(**fields, filters=Filters(*filters))
 
 
-def _compiled(function: Callable[..., Any], *args: Any) -> tuple[Any, Program]:
-    """A program that takes the state along, its third argument, and what making it took."""
+def _compiled(function: Callable[..., Any], *args: Any, compiler: Any = graphs.compiled) -> tuple[Any, Program]:
+    """A program that takes the state along, its third argument, and what making it took. compiler: one of `graphs`."""
     begun = time.perf_counter()
     lowered = jax.jit(function, donate_argnums=2).lower(*args)
     traced = time.perf_counter()
-    program = graphs.compiled(lowered, jax.tree.leaves(args[0])[0].devices())
+    program = compiler(lowered, jax.tree.leaves(args[0])[0].devices())
     memory = program.memory_analysis()
     temporary = 0 if memory is None else memory.temp_size_in_bytes
     return program, Program(traced - begun, time.perf_counter() - traced, temporary)

@@ -59,7 +59,7 @@ class Workload:
     @property
     def max_len(self) -> int:
         """Room for every round to accept everything."""
-        rounds = WARM_UPS * WARM_UP_STEPS + self.repeats * (2 + self.steps) + (self.profile is not None) * self.steps
+        rounds = WARM_UPS * WARM_UP_STEPS + self.repeats * (2 + self.steps) + (self.profile is not None) * (1 + self.steps)
         return self.context + 2 + rounds * (self.num_draft_tokens + 1)
 
     @property

@@ -17,6 +17,8 @@ WHOLE_LOOP = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
+# Each kernel is launched by the host, so that a profiler sees all of them. Of a graph's loop it sees one round at most.
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 HOPPER = 9.0  # compute capability of the first GPUs that it was measured on
 
 # Bytes of a gap, and how many of them: slot ids and counts; small reports; requests to admit and reports of many sequences.
@@ -27,11 +29,26 @@ SMALLEST = 256  # bytes that any array takes
 def compiled(lowered: Any, devices: Collection[Any]) -> Any:
     """A lowered program with a loop, compiled. devices: those that it runs on. Hopper GPUs or newer, all of this process, get WHOLE_LOOP,
     where XLA knows it; raises what the compiler raises."""
-    if all(device.process_index == jax.process_index() and (capability(device) or 0.0) >= HOPPER for device in devices):
+    ready = all(device.process_index == jax.process_index() and (capability(device) or 0.0) >= HOPPER for device in devices)
+    return _compiled(lowered, WHOLE_LOOP if ready else None)
+
+
+def used_on(devices: Iterable[Any]) -> bool:
+    """Whether programs are put into CUDA graphs there."""
+    return any(device.platform == "gpu" for device in devices)
+
+
+def without(lowered: Any, devices: Collection[Any]) -> Any:
+    """The same program without CUDA graphs, for a profiler. It computes the same with the same kernels, and takes longer."""
+    return _compiled(lowered, NO_GRAPHS)
+
+
+def _compiled(lowered: Any, options: dict[str, Any] | None) -> Any:
+    if options is not None:
         try:
-            return lowered.compile(compiler_options=WHOLE_LOOP)
+            return lowered.compile(compiler_options=options)
         except Exception as error:  # of many kinds, from one version of XLA to the next
-            if not any(option in str(error) for option in WHOLE_LOOP):
+            if not any(option in str(error) for option in options):
                 raise
             # This XLA knows the options by other names, or other kinds of commands. Without them a loop is slower, not wrong.
     return lowered.compile()
