@@ -6,18 +6,23 @@ import math
 import numbers
 from typing import Any
 
+MAX_INTEGER = 2**31 - 1  # the device holds int32
+MAX_NUMBER = 1e30  # the device holds float32, and may multiply by the reciprocal: 0 where that is a denormal
+
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` as an int. Raises TypeError if it is not an integer (a bool is not), ValueError if it is not in low .. high."""
+    """`value` as an int. Raises TypeError if it is not an integer (a bool is not), ValueError if it is not in low .. high, by default up to
+    the largest int32."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected an integer")
-    found = int(value)
-    if found < low or (high is not None and found > high):
-        raise ValueError(f"{name} is {found}, expected {f'at least {low}' if high is None else f'{low} .. {high}'}")
+    found, most = int(value), MAX_INTEGER if high is None else high
+    if not low <= found <= most:
+        expected = f"at least {low}" if high is None and found < low else f"{low} .. {most}"
+        raise ValueError(f"{name} is {found}, expected {expected}")
     return found
 
 
-def number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> float:
+def number(name: str, value: Any, low: float, high: float = MAX_NUMBER, *, above: bool = False) -> float:
     """`value` as a finite float of low .. high, without low itself if `above`. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected a number")
@@ -25,8 +30,7 @@ def number(name: str, value: Any, low: float, high: float = math.inf, *, above: 
         found = float(value)
     except OverflowError:
         found = math.inf
-    # The device holds it as a float32.
-    if not (low <= found <= high and abs(found) < 2.0**127 and (found > low or not above)):
+    if not (low <= found <= high and (found > low or not above)):
         least = f"more than {low}" if above else f"at least {low}"
-        raise ValueError(f"{name} is {found}, expected a finite number of {least}{'' if high == math.inf else f' and at most {high}'}")
+        raise ValueError(f"{name} is {found}, expected a finite number of {least} and at most {high}")
     return found

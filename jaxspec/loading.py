@@ -19,7 +19,7 @@ from jaxspec.engine import memory as plan
 from jaxspec.engine.device_lock import Alone
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import memory_limit
-from jaxspec.engine.params import Defaults
+from jaxspec.engine.params import MAX_SEED, Defaults
 from jaxspec.engine.runner import check_pages
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
@@ -82,7 +82,7 @@ def load(
     rule = rule_of(accept)
     _check_choices(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
     plan.check(memory_fraction, max_slots)
-    seed = integer("seed", seed, 0)
+    seed = integer("seed", seed, 0, MAX_SEED - 1)
     mesh = _mesh(mesh, tensor)
     place, spread = _placement(mesh)
 

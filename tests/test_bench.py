@@ -14,8 +14,8 @@ from jaxspec import released as shapes
 from jaxspec.bench import kernel_times, random_weights, roofline, workload
 from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters import assistant as gemma4_mtp
-from jaxspec import graphs
 from jaxspec.drafters.base import NoDraft
+from jaxspec.engine import cuda_graphs as graphs
 from jaxspec.model import gemma4
 from jaxspec.model.config import AssistantConfig, Gemma4Config
 

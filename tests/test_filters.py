@@ -172,7 +172,7 @@ EXTREMES = [
 def test_the_most_likely_token_stays_however_small_or_large_the_settings(scope, top_k, mode):
     """What a float32 takes for 0 must not drop all tokens: the first of a row without any would be chosen for ever."""
     asked = [{"temperature": 1, "top_k": top_k, "top_p": 1, "min_p": 0, **changes} for changes in EXTREMES]
-    values = [np.array([x[name] for x in asked], t) for name, t in zip(asked[0], (np.float32, np.int32, np.float32, np.float32), strict=True)]
+    values = [np.array([x[name] for x in asked], np.int32 if name == "top_k" else np.float32) for name in asked[0]]
     row = np.array([-3, 1, 2.5, 4, -1, 3.5, 0, 2], np.float32)
     rows = jnp.asarray(np.broadcast_to(row, (len(asked), 1, len(row))))
     sampling = Sampling(jnp.ones((len(asked), 2), jnp.uint32), jnp.asarray(values[0]), Filters(*map(jnp.asarray, values[1:]), scope=scope))

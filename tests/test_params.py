@@ -5,7 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.engine.params import Completion, Defaults, SamplingParams
+from jaxspec.engine.admission import packed
+from jaxspec.engine.params import MAX_N, Completion, Defaults, SamplingParams
+from jaxspec.engine.request import Maker
 from jaxspec.engine.stats import RoundStats
 
 
@@ -21,13 +23,14 @@ def test_values_are_kept_as_plain_python_numbers():
     ("field", "value", "error", "message"),
     [
         ("max_tokens", 0, ValueError, "max_tokens is 0, expected at least 1"),
+        ("max_tokens", 2**31, ValueError, "max_tokens is 2147483648, expected 1 .. 2147483647"),
         ("max_tokens", 2.0, TypeError, "max_tokens is 2.0 of type float, expected an integer"),
         ("max_tokens", True, TypeError, "max_tokens is True of type bool, expected an integer"),
         ("temperature", -0.1, ValueError, "temperature is -0.1, expected a finite number of at least 0"),
         ("temperature", float("nan"), ValueError, "temperature is nan, expected a finite number"),
         ("temperature", float("inf"), ValueError, "temperature is inf"),
         ("temperature", 10**400, ValueError, "temperature is inf"),
-        ("temperature", 1e39, ValueError, "temperature is 1e\\+39"),
+        ("temperature", 2e30, ValueError, "temperature is 2e\\+30, expected a finite number of at least 0 and at most 1e\\+30"),
         ("temperature", "1", TypeError, "temperature is '1' of type str, expected a number"),
         ("temperature", False, TypeError, "temperature is False of type bool, expected a number"),
         ("seed", -1, ValueError, "seed is -1, expected 0 .. 9223372036854775807"),
@@ -37,25 +40,30 @@ def test_values_are_kept_as_plain_python_numbers():
         ("stop_token_ids", "56", TypeError, "stop_token_ids is '56', expected a list of token ids"),
         ("stop_token_ids", None, TypeError, "stop_token_ids is None, expected a list of token ids"),
         ("stop_token_ids", [1, -2], ValueError, r"stop_token_ids\[1\] is -2, expected 0 .."),
+        ("stop_token_ids", [2**31], ValueError, r"stop_token_ids\[0\] is 2147483648, expected 0 .. 2147483646"),
         ("stop_token_ids", [1, "2"], TypeError, r"stop_token_ids\[1\] is '2' of type str, expected an integer"),
         ("ignore_eos", 1, TypeError, "ignore_eos is 1, expected True or False"),
         ("include_stop_str_in_output", None, TypeError, "include_stop_str_in_output is None, expected True or False"),
         ("min_tokens", -1, ValueError, "min_tokens is -1, expected at least 0"),
+        ("min_tokens", 10**10, ValueError, "min_tokens is 10000000000, expected 0 .. 2147483647"),
         ("min_tokens", None, TypeError, "min_tokens is None of type NoneType, expected an integer"),
         ("top_k", -2, ValueError, "top_k is -2, expected at least -1"),
+        ("top_k", 10**10, ValueError, "top_k is 10000000000, expected -1 .. 2147483647"),
         ("top_k", 5.0, TypeError, "top_k is 5.0 of type float, expected an integer"),
         ("top_p", 0, ValueError, "top_p is 0.0, expected a finite number of more than 0 and at most 1"),
         ("top_p", 1.1, ValueError, "top_p is 1.1, expected a finite number of more than 0 and at most 1"),
         ("top_p", "x", TypeError, "top_p is 'x' of type str, expected a number"),
         ("min_p", -0.1, ValueError, "min_p is -0.1, expected a finite number of at least 0 and at most 1"),
         ("min_p", 2, ValueError, "min_p is 2.0, expected"),
-        ("n", 0, ValueError, "n is 0, expected at least 1"),
+        ("n", 0, ValueError, "n is 0, expected 1 .. 16384"),
+        ("n", 200_000, ValueError, "n is 200000, expected 1 .. 16384"),
         ("stop", 5, TypeError, "stop is 5, expected a list of strings"),
         ("stop", ["a", ""], ValueError, r"stop\[1\] is empty; expected a text"),
         ("stop", ["a", 3], TypeError, r"stop\[1\] is 3 of type int, expected a str"),
         ("bad_words", "x", TypeError, "bad_words is 'x', expected a list of strings"),
         ("bad_words", [""], ValueError, r"bad_words\[0\] is empty; expected a text"),
-        ("repetition_penalty", 0, ValueError, "repetition_penalty is 0.0, expected a finite number of more than 0"),
+        ("repetition_penalty", 0, ValueError, "repetition_penalty is 0.0, expected a finite number of at least 0.0001"),
+        ("repetition_penalty", 1e5, ValueError, "repetition_penalty is 100000.0, expected a finite number of .* and at most 10000"),
         ("repetition_penalty", float("inf"), ValueError, "repetition_penalty is inf"),
         ("presence_penalty", 2.5, ValueError, "presence_penalty is 2.5, expected a finite number of at least -2 and at most 2"),
         ("frequency_penalty", -3, ValueError, "frequency_penalty is -3.0, expected a finite number of at least -2 and at most 2"),
@@ -63,12 +71,15 @@ def test_values_are_kept_as_plain_python_numbers():
         ("logit_bias", [3], TypeError, r"logit_bias is \[3\], expected a dict of token id to bias"),
         ("logit_bias", {"x": 1}, TypeError, "a token id of logit_bias is 'x' of type str, expected an integer"),
         ("logit_bias", {-1: 1}, ValueError, "a token id of logit_bias is -1, expected 0 .."),
+        ("logit_bias", {10**10: 1}, ValueError, "a token id of logit_bias is 10000000000, expected 0 .. 2147483646"),
         ("logit_bias", {3: "1"}, TypeError, r"logit_bias\[3\] is '1' of type str, expected a number"),
         ("logit_bias", {3: float("nan")}, ValueError, r"logit_bias\[3\] is nan, expected a number"),
         ("allowed_token_ids", [], ValueError, "allowed_token_ids is empty; expected at least one token id, or None for all"),
         ("allowed_token_ids", [-1], ValueError, r"allowed_token_ids\[0\] is -1, expected 0 .."),
         ("allowed_token_ids", 7, TypeError, "allowed_token_ids is 7, expected a list of token ids"),
         ("logprobs", -2, ValueError, "logprobs is -2, expected at least -1"),
+        ("logprobs", 10**10, ValueError, "logprobs is 10000000000, expected -1 .. 2147483647"),
+        ("prompt_logprobs", 10**10, ValueError, "prompt_logprobs is 10000000000, expected -1 .. 2147483647"),
         ("logprobs", True, TypeError, "logprobs is True of type bool, expected an integer"),
         ("prompt_logprobs", 1.0, TypeError, "prompt_logprobs is 1.0 of type float, expected an integer"),
     ],
@@ -78,6 +89,25 @@ def test_a_bad_value_is_refused_with_what_was_found_and_expected(field, value, e
         SamplingParams(**{field: value})
 
 
+def test_the_largest_values_that_are_taken_fit_the_device():
+    """What is refused later ends the whole call, and with it the job that it serves."""
+    most = 2**31 - 1
+    integers = {"max_tokens": most, "min_tokens": most, "top_k": most, "seed": 2**63 - 1}
+    numbers = {"temperature": 1e30, "top_p": 5e-324, "min_p": 5e-324, "repetition_penalty": 1e4, "logit_bias": {9: 10**400}}
+    ids = {"stop_token_ids": [9], "allowed_token_ids": [9], "logprobs": 10, "prompt_logprobs": -1, "n": 2}
+    maker = Maker(None, 10, 64, (1,), Defaults())  # pyright: ignore[reportArgumentType]
+    found = packed(maker.requests(0, [3], SamplingParams(**integers, **numbers, **ids), int), 2, 64)
+    assert (found.filters.top_k.tolist(), found.edits.min_tokens.tolist(), found.limit.tolist()) == ([most] * 2, [most] * 2, [64] * 2)
+    assert found.seed.tolist() == [[2**32 - 1, 2**31 - 1], [0, 0]] and (found.temperature == np.float32(1e30)).all()
+    assert (found.edits.bias[:, 0] == 100).all() and (found.edits.repetition == 1e4).all()
+
+
+def test_the_samples_of_a_prompt_share_its_memory():
+    maker = Maker(None, 10, 64, (1,), Defaults(temperature=1.0))  # pyright: ignore[reportArgumentType]
+    samples = maker.requests(0, [3, 4], SamplingParams(n=MAX_N), lambda: 0)
+    assert len(samples) == MAX_N and all(np.shares_memory(r.prompt, samples[0].prompt) for r in samples[::1000])
+
+
 def test_fewer_tokens_than_must_be_cannot_be_the_most():
     with pytest.raises(ValueError, match="min_tokens is 5, expected at most max_tokens, 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
@@ -85,7 +115,7 @@ def test_fewer_tokens_than_must_be_cannot_be_the_most():
 
 def test_values_that_mean_the_same_are_the_same():
     params = SamplingParams(
-        stop="\n", top_k=-1, logit_bias={"7": 250, np.int64(9): -np.inf}, bad_words=["a", "b", "a"], stop_token_ids=[4, 4]
+        stop="\n", top_k=-1, logit_bias={"7": 10**400, np.int64(9): -np.inf}, bad_words=["a", "b", "a"], stop_token_ids=[4, 4]
     )
     assert params == SamplingParams(stop=("\n",), top_k=0, logit_bias={7: 100.0, 9: -100.0}, bad_words=("a", "b"), stop_token_ids=(4,))
     assert SamplingParams(top_p=np.float32(0.5), presence_penalty=1).top_p == 0.5

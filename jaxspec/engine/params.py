@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,9 @@ from jaxspec.checks import integer, number
 from jaxspec.engine.stats import RoundStats
 
 MAX_SEED = 2**63  # seeds are two 32-bit words on the device; the top bit is left out so that they fit every int64
+MAX_N = 16_384
 MAX_BIAS = 100.0
+MAX_REPETITION = 1e4  # and its reciprocal at least, so that a penalised logit is finite over any temperature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +28,18 @@ class SamplingParams:
     reach this probability. min_p: only tokens at least this share as likely as the most likely one. They apply in the order
     temperature, min_p, top_k, top_p; tokens of equal probability are kept or dropped together.
     seed: 0 .. 2**63 - 1, the same seed gives the same text (with acceptance "coupled" whatever the drafter and the batch); None draws
-    one. n: completions of each prompt, which is computed once; sample i uses seed + i.
+    one. n: completions of each prompt, which is computed once, at most 16,384; sample i uses seed + i.
     stop: strings that end the text; the text ends before the string, with include_stop_str_in_output behind it (and then shows a
     stop token's text too). stop_token_ids: end after any of these, besides the checkpoint's own end tokens. ignore_eos: do not end
     at the checkpoint's own.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output. presence_penalty,
-    frequency_penalty: subtracted for tokens in the output, once and for each time. logit_bias: token id -> what is added to its
-    logit, cut to -100 .. 100. allowed_token_ids: no other token is chosen. bad_words: their last token is not chosen where it would
-    complete them.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output, 1e-4 .. 1e4.
+    presence_penalty, frequency_penalty: subtracted for tokens in the output, once and for each time. logit_bias: token id -> what is
+    added to its logit, cut to -100 .. 100. allowed_token_ids: no other token is chosen. bad_words: their last token is not chosen
+    where it would complete them.
     logprobs: report each new token's log-probability and those of so many most likely tokens, -1 for the whole vocabulary. They are
     the model's own, before temperature, filters, penalties and biases. More than 20 take another pass over the text at its end.
     prompt_logprobs: the same for the prompt's tokens, by another pass over it.
+    Integers are below 2**31 and numbers at most 1e30, where nothing else is said.
 
     Raises TypeError for a wrong type, ValueError for a value out of range.
     """
@@ -72,12 +74,12 @@ class SamplingParams:
             "top_p": lambda name, x: number(name, x, 0, 1, above=True),
             "min_p": lambda name, x: number(name, x, 0, 1),
             "seed": lambda name, x: integer(name, x, 0, MAX_SEED - 1),
-            "n": lambda name, x: integer(name, x, 1),
+            "n": lambda name, x: integer(name, x, 1, MAX_N),
             "stop": _strings,
             "stop_token_ids": _ids,
             "include_stop_str_in_output": _flag,
             "ignore_eos": _flag,
-            "repetition_penalty": lambda name, x: number(name, x, 0, above=True),
+            "repetition_penalty": lambda name, x: number(name, x, 1 / MAX_REPETITION, MAX_REPETITION),
             "presence_penalty": lambda name, x: number(name, x, -2, 2),
             "frequency_penalty": lambda name, x: number(name, x, -2, 2),
             "logit_bias": _biases,
@@ -132,10 +134,10 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     for token, bias in value.items():
         key = int(token) if isinstance(token, str) and token.isdecimal() else token  # as JSON has it
         key = integer(f"a token id of {name}", key, 0, 2**31 - 2)
-        if isinstance(bias, numbers.Real) and not isinstance(bias, bool) and math.isnan(bias):
-            raise ValueError(f"{name}[{key}] is nan, expected a number")
         if not isinstance(bias, numbers.Real) or isinstance(bias, bool):
             raise TypeError(f"{name}[{key}] is {bias!r} of type {type(bias).__name__}, expected a number")
+        if bias != bias:
+            raise ValueError(f"{name}[{key}] is nan, expected a number")
         found[key] = float(min(max(bias, -MAX_BIAS), MAX_BIAS))
     return found
 

@@ -191,11 +191,11 @@ class Maker:
         chosen = {name: self._chosen(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
         if params.n > 1 and not chosen["temperature"]:
             raise ValueError(f"n of prompt {index} is {params.n} with temperature 0, where all samples are the same; expected 1")
-        room, bad_words = self.max_len - len(ids), self._bad_words(index, params)
+        tokens, room, bad_words = np.asarray(ids, np.int32), self.max_len - len(ids), self._bad_words(index, params)
         seed = draw_seed() if params.seed is None else params.seed
         return [
             Request(
-                prompt=np.asarray(ids, np.int32),
+                prompt=tokens[:],  # all samples share its memory
                 limit=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
                 stop_ids=stop_ids,
                 own_ends=frozenset(own_ends),
