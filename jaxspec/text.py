@@ -170,22 +170,29 @@ class OutputText:
 
     stop: strings that end the text, looked for across tokens, but not in what the first `min_tokens` tokens complete. include_stop: end
     behind the string rather than before it. found: the string that ended the text, or None. tokens: how many ids were taken; none is
-    taken after the one that completed a stop string. text: all of it so far; of what `push` returns, none is ever taken back.
+    taken after the one that completed a stop string. text: all of it so far; of what `push` returns, none is ever taken back. The cost
+    of a push depends on how much is pushed and on the stop strings, not on how long the text is.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0):
         self._pieces = IncrementalDetokenizer(tokenizer)
         self._stop, self._include, self._min_tokens = tuple(stop), include_stop, min_tokens
-        # What may yet turn out to be the beginning of a stop string that is not to be shown.
-        self._held = 0 if include_stop else max(map(len, stop), default=1) - 1
-        self._shown = 0
-        self.text, self.tokens, self.found = "", 0, None
+        # How much of a stop string may stand before the piece that completes it. It is not to be shown if the string is not.
+        self._reach = max(map(len, stop), default=1) - 1
+        self._held = 0 if include_stop else self._reach
+        self._shown, self._fresh = list[str](), list[str]()  # the text in pieces: what `push` returned, and what it did not
+        self._end = ""  # the last characters of the text, as many as reach
+        self.tokens, self.found = 0, None
+
+    @property
+    def text(self) -> str:
+        return "".join([*self._shown, *self._fresh])
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids until a stop string; returns the text that is certain and was not returned before."""
         if not self._stop:
             self.tokens += len(ids)
-            self.text += self._pieces.push(ids)
+            self._fresh.append(self._pieces.push(ids))
         else:
             for i in ids:
                 if self.found is not None:
@@ -201,18 +208,24 @@ class OutputText:
         return self._show(0)
 
     def _extend(self, piece: str) -> None:
-        checked, self.text = len(self.text), self.text + piece
+        before, text = len(self._end), self._end + piece
+        self._fresh.append(piece)
+        self._end = text[max(len(text) - self._reach, 0) :]
         if self.tokens <= self._min_tokens:
             return
-        places = ((self.text.find(stop, max(checked - len(stop) + 1, 0)), stop) for stop in self._stop)
+        places = ((text.find(stop, max(before - len(stop) + 1, 0)), stop) for stop in self._stop)
         at, stop = min((place for place in places if place[0] >= 0), key=lambda place: place[0], default=(-1, None))
         if stop is not None:
-            self.found, self.text = stop, self.text[: at + (len(stop) if self._include else 0)]
+            # What is shown ends before the string, or before the piece, so what is cut off is fresh.
+            fresh, over = "".join(self._fresh), len(text) - at - (len(stop) if self._include else 0)
+            self.found, self._fresh = stop, [fresh[: len(fresh) - over]]
 
     def _show(self, held: int) -> str:
-        end = max(len(self.text) - held, self._shown)
-        piece, self._shown = self.text[self._shown : end], end
-        return piece
+        fresh = "".join(self._fresh)
+        end = max(len(fresh) - held, 0)
+        self._shown.append(fresh[:end])
+        self._fresh = [fresh[end:]]
+        return fresh[:end]
 
 
 def _byte_ids(backend) -> frozenset[int]:

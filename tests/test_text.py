@@ -260,6 +260,46 @@ def test_stop_strings_are_not_looked_for_in_the_first_tokens(tokenizer):
     assert (text.tokens, text.found, text.text) == (len(ids), None, tokenizer.decode(ids))
 
 
+class Counted(str):
+    """Counts the characters that are copied, or searched, of texts made from it."""
+
+    seen = 0
+
+    def __add__(self, other):
+        return self.made(str(self) + other)
+
+    def __radd__(self, other):
+        return self.made(other + str(self))
+
+    def __getitem__(self, key):
+        return self.made(str(self)[key])
+
+    def find(self, text, start=0, end=None):
+        Counted.seen += len(self) - start
+        return str(self).find(text, start, end)
+
+    @classmethod
+    def made(cls, text):
+        cls.seen += len(text)
+        return cls(text)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("block", [1, 30, 10**6])
+def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer, monkeypatch, block, include):
+    ids = tokenizer.encode(CORPUS[1])[1:]
+    push = IncrementalDetokenizer.push
+    monkeypatch.setattr(IncrementalDetokenizer, "push", lambda *args: Counted(push(*args)))
+    stops, costs = ["never seen", "fox runs", "!"], []
+    for repeats in (20, 80):
+        monkeypatch.setattr(Counted, "seen", 0)
+        text = OutputText(tokenizer, stops, include)
+        taken = [text.push((ids * repeats)[i : i + block]) for i in range(0, len(ids) * repeats, block)]
+        assert "".join([*taken, text.finish()]) == text.text == tokenizer.decode(ids * repeats)
+        costs.append(Counted.seen / (len(ids) * repeats))
+    assert costs[0] > 1 and costs[1] < 1.2 * costs[0], costs
+
+
 def test_a_stop_string_in_held_back_bytes_is_found_at_the_end(tmp_path):
     save(byte_fallback(), tmp_path)
     tokenizer = load_tokenizer(tmp_path)
