@@ -12,9 +12,7 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import SamplingParams, decode
-from jaxspec.decode import state
-from jaxspec.engine import programs
+from jaxspec import SamplingParams, logprobs
 from jaxspec.engine.params import Defaults
 from jaxspec.sampling.logit_edits import MAX_BAD_WORDS, MAX_IDS
 from jaxspec.train.losses import whole_rows
@@ -44,8 +42,7 @@ def params(row, **changes):
 def load(tmp_path_factory, unoptimised):
     folder = tiny.tiny_target(tmp_path_factory.mktemp("models") / "target")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (state, decode, programs):
-            patch.setattr(module, "ROWS", 16)
+        patch.setattr(logprobs, "ROWS", 16)
         few_programs(patch)
 
         def made(drafter=None, **settings):
@@ -108,6 +105,15 @@ def test_logprobs_are_the_models_own_whatever_was_drafted(llm, texts, logprobs_o
         assert_logprobs(completion.logprobs, completion.token_ids, rows, count)
     token, named = next(iter(completions[0].logprobs[0].items()))
     assert named.decoded_token == llm.tokenizer.token_text(token) and completions[0].prompt_logprobs is None
+
+
+def test_logprobs_of_a_block_that_is_longer_than_what_is_held_otherwise(load, texts, logprobs_of):
+    """All tokens of a round must be held until they are read."""
+    answers = jnp.asarray([[*c.prompt_token_ids, *c.token_ids] for c in texts], jnp.int32)
+    drafter = tiny.Parrot(answers, jnp.zeros(answers.shape, bool))
+    (completion,) = load(drafter, num_draft_tokens=20).generate([PROMPTS[1]], params(1, logprobs=2))
+    assert completion.token_ids == texts[1].token_ids and completion.stats.steps == 3
+    assert_logprobs(completion.logprobs, completion.token_ids, logprobs_of(completion)[len(completion.prompt_token_ids) - 1 :], 2)
 
 
 def test_logprobs_stay_raw_beside_filters_and_penalties(llm, logprobs_of):

@@ -20,7 +20,7 @@ from jaxspec.drafters.base import Drafts
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.choice import Needs, Sampling
-from jaxspec.sampling.logprobs import MAX_LOGPROBS, ROWS, logprobs_of
+from jaxspec.sampling.logprobs import MAX_LOGPROBS, logprobs_of
 
 
 @struct.dataclass
@@ -97,7 +97,7 @@ def append_tokens(
         assert raw is not None
         slot = jnp.where(row < count[:, None], slots[:, None], state.slots)
         ring = jax.tree.map(
-            lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % ROWS].set(new, mode="drop"),
+            lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % kept.shape[1]].set(new, mode="drop"),
             state.logprobs,
             logprobs_of(whole(raw, rows.sampling.shard), choices, MAX_LOGPROBS),
         )

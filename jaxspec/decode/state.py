@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafters.base import Drafter
+from jaxspec.logprobs import ring_rows
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.gemma4 import Gemma4, init_cache
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.filters import Filters
 from jaxspec.sampling.logit_edits import Edits
-from jaxspec.sampling.logprobs import MAX_LOGPROBS, ROWS, Logprobs
+from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs
 
 EMPTY, RUNNING, STOPPED, FULL_LENGTH, FAILED = 0, 1, 2, 3, 4
 
@@ -105,6 +106,8 @@ def init_state(
         dtype=target.dtype if kv_dtype is None else kv_dtype,
     )
 
+    rows = ring_rows(num_draft_tokens)
+
     def per_slot(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.zeros((slots, *shape), dtype)
 
@@ -126,10 +129,10 @@ def init_state(
         rounds=per_slot(),
         drafted=per_slot(),
         logprobs=Logprobs(
-            chosen=per_slot(ROWS, dtype=jnp.float32),
-            rank=per_slot(ROWS),
-            top=per_slot(ROWS, MAX_LOGPROBS, dtype=jnp.float32),
-            ids=per_slot(ROWS, MAX_LOGPROBS),
+            chosen=per_slot(rows, dtype=jnp.float32),
+            rank=per_slot(rows),
+            top=per_slot(rows, MAX_LOGPROBS, dtype=jnp.float32),
+            ids=per_slot(rows, MAX_LOGPROBS),
         ),
         starved=jnp.zeros((), jnp.bool_),
     )
@@ -226,7 +229,8 @@ def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, l
         return field.at[slots].get(mode="clip")
 
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-    kept = at[:, :ROWS] % ROWS
+    rows = state.logprobs.chosen.shape[1]
+    kept = at[:, :rows] % rows
     pages = (jnp.broadcast_to(x, slots.shape) for x in (state.cache.free_count, state.starved.astype(jnp.int32)))
     numbers = jnp.stack([*map(of, (state.length, state.computed, state.status, state.rounds, state.drafted)), *pages], axis=1)
     tokens, from_draft = (x.at[slots[:, None], at].get(mode="clip") for x in (state.tokens, state.from_draft))

@@ -23,9 +23,9 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import cuda_graphs as graphs
 from jaxspec.engine.admission import packed, padded
 from jaxspec.engine.stats import Times
+from jaxspec.logprobs import ring_rows
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling.choice import Needs
-from jaxspec.sampling.logprobs import ROWS
 from jaxspec.sharding.layout import Layout
 from jaxspec.sharding.specs import WHOLE
 
@@ -123,7 +123,7 @@ class Programs:
 
     def steps_for(self, needs: Needs, steps: int) -> int:
         """How many of these rounds a call may run, lest log-probabilities are overwritten before they are read."""
-        return min(steps, STEPS if needs.logprobs is None else max(ROWS // (self.num_draft_tokens + 1), 1))
+        return min(steps, STEPS if needs.logprobs is None else ring_rows(self.num_draft_tokens) // (self.num_draft_tokens + 1))
 
     def compile(self, keys: Iterable[Key]) -> Iterator[str]:
         """Compiles what is missing of these programs, as many at a time as there are cores, and gives a line about each that is ready,

@@ -9,7 +9,7 @@ from flax import struct
 from jaxspec.sampling.filters import CANDIDATES, top_candidates
 
 MAX_LOGPROBS = 20  # most likely tokens that the loop can report with each token
-ROWS = 256  # tokens of a sequence whose log-probabilities the state holds at a time
+ROWS = 256  # tokens of a sequence whose log-probabilities the state holds at a time, or as many as one round can add
 
 
 @struct.dataclass
@@ -20,6 +20,11 @@ class Logprobs:
     rank: jax.Array
     top: jax.Array
     ids: jax.Array
+
+
+def ring_rows(num_draft_tokens: int) -> int:
+    """Rows of a sequence's ring of log-probabilities: the token at position i has row i % rows."""
+    return max(ROWS, num_draft_tokens + 1)
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array, count: int) -> Logprobs:
