@@ -12,7 +12,6 @@ from scipy import stats
 from jaxspec.decode import accept
 from jaxspec.drafters.base import Drafts
 from jaxspec.sampling import Sampling, choose, probabilities
-from jaxspec.sampling.choice import Sampling
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])

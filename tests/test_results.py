@@ -12,8 +12,9 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import SamplingParams, logprobs
+from jaxspec import SamplingParams
 from jaxspec.engine.params import Defaults
+from jaxspec.sampling import logprobs as logprobs
 from jaxspec.sampling.logit_edits import MAX_BAD_WORDS, MAX_IDS
 from jaxspec.train.losses import whole_rows
 

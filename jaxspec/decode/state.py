@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafters.base import Drafter
-from jaxspec.logprobs import ring_rows
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.gemma4 import Gemma4, init_cache
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.filters import Filters
 from jaxspec.sampling.logit_edits import Edits
-from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs
+from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs, ring_rows
 
 EMPTY, RUNNING, STOPPED, FULL_LENGTH, FAILED = 0, 1, 2, 3, 4
 

@@ -23,9 +23,9 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import cuda_graphs as graphs
 from jaxspec.engine.admission import packed, padded
 from jaxspec.engine.stats import Times
-from jaxspec.logprobs import ring_rows
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling.choice import Needs
+from jaxspec.sampling.logprobs import ring_rows
 from jaxspec.sharding.layout import Layout
 from jaxspec.sharding.specs import WHOLE
 
