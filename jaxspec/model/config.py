@@ -7,6 +7,7 @@ so that equal layers share one trace.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -196,6 +197,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
     first_shared = max(count - shared, 0)
     ple = int(text.get("hidden_size_per_layer_input") or 0)
     moe = bool(text.get("enable_moe_block"))
+    overrides = _by_layer(text, count)
     layers = []
     for i, kind in enumerate(kinds):
         source = None
@@ -206,7 +208,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
                 raise ValueError(f"num_kv_shared_layers is {shared}, but no layer before {first_shared} is of type {kind!r}")
             source = owners[-1] if owners else -1
         wide = bool(text.get("use_double_wide_mlp")) and i >= first_shared > 0
-        heads, kv_heads, head_dim, k_eq_v = _attention_dims(text, i, kind)
+        heads, kv_heads, head_dim, k_eq_v = _attention_dims(text, i, kind, overrides)
         theta, angles = _rope(text, kind, head_dim)
         layers.append(
             LayerSpec(
@@ -253,17 +255,38 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
     )
 
 
-def _attention_dims(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, int, int, bool]:
+def _by_layer(text: Mapping[str, Any], count: int) -> dict[int, Mapping[str, Any]] | None:
+    """`per_layer_config` by layer index, None where a config has none. transformers pads its keys with zeros to one width: "04", "10"."""
+    written = text.get("per_layer_config")
+    if written is None:
+        return None
+    if not isinstance(written, Mapping):
+        raise ValueError(f"per_layer_config is a {type(written).__name__}; expected an object of layer index to settings")
+    names: dict[int, Any] = {}
+    for name, own in written.items():
+        index = int(name) if re.fullmatch("[0-9]+", str(name)) else -1
+        if not 0 <= index < count:
+            raise ValueError(f"per_layer_config has the key {name!r}; expected the index of a layer, 0 .. {count - 1}")
+        if index in names:
+            raise ValueError(f"per_layer_config has layer {index} twice, as {names[index]!r} and as {name!r}")
+        if not isinstance(own, Mapping):
+            raise ValueError(f"per_layer_config of layer {index} is {own!r}; expected an object")
+        names[index] = name
+    return {index: written[name] for index, name in names.items()}
+
+
+def _attention_dims(
+    text: Mapping[str, Any], index: int, kind: str, overrides: Mapping[int, Mapping[str, Any]] | None
+) -> tuple[int, int, int, bool]:
     """(query heads, KV heads, head_dim, k_eq_v) of one layer.
 
     Released configs give full layers `global_head_dim` and, with attention_k_eq_v, `num_global_key_value_heads`; transformers 5.16
-    and newer write the same as `per_layer_config`, keyed by layer.
+    and newer write the same as `per_layer_config`, here `overrides`.
     """
     heads, kv_heads, head_dim = (int(require(text, f)) for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     k_eq_v = bool(text.get("attention_k_eq_v")) and kind == FULL
-    overrides = text.get("per_layer_config")
     if overrides is not None:
-        own = overrides.get(str(index), overrides.get(index, {}))
+        own = overrides.get(index, {})
         unknown = set(own) - {"head_dim", "num_key_value_heads"}
         if unknown:
             raise ValueError(f"per_layer_config of layer {index} sets {sorted(unknown)}; implemented: head_dim, num_key_value_heads")

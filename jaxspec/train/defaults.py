@@ -12,9 +12,9 @@ DRAFT_VOCABULARY = 32_000
 MASK_TOKEN = 4  # Gemma's `<mask>`
 # What a drafter's text config has of the target's.
 SHARED = (
-    "vocab_size", "head_dim", "global_head_dim", "num_attention_heads", "num_key_value_heads", "num_global_key_value_heads",
-    "attention_k_eq_v", "attention_bias", "attention_dropout", "hidden_activation", "rms_norm_eps", "rope_parameters", "sliding_window",
-    "max_position_embeddings", "tie_word_embeddings", "pad_token_id", "eos_token_id", "bos_token_id", "initializer_range", "dtype",
+    "vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads", "attention_k_eq_v", "attention_bias", "attention_dropout",
+    "hidden_activation", "rms_norm_eps", "rope_parameters", "sliding_window", "max_position_embeddings", "tie_word_embeddings",
+    "pad_token_id", "eos_token_id", "bos_token_id", "initializer_range", "dtype",
 )  # fmt: skip
 NONE = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 
@@ -26,7 +26,9 @@ def default_config(kind: str, raw: Mapping[str, Any], target: Gemma4Config) -> d
     google/gemma-4-31B-it-assistant, z-lab/gemma-4-31B-it-DFlash, RedHatAI's EAGLE-3 speculators, stepfun-ai/Step-3.5-Flash.
     """
     text = raw.get("text_config") or raw
-    shared = {name: text[name] for name in SHARED if name in text} | {"model_type": "gemma4_text", "dtype": "bfloat16"}
+    full = target.layers[-1]  # which always is; a config that transformers wrote has its sizes by layer
+    sizes = {"global_head_dim": full.head_dim, "num_global_key_value_heads": full.num_kv_heads if full.k_eq_v else None}
+    shared = {name: text[name] for name in SHARED if name in text} | sizes | {"model_type": "gemma4_text", "dtype": "bfloat16"}
     narrow = max(64, target.hidden_size // 256 * 64)
     return globals()[f"_{kind.replace('-', '_')}"](target, text, shared, narrow)
 
