@@ -25,7 +25,7 @@ from transformers import (
     Gemma4UnifiedTextConfig,
 )
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # of several, each waits for the others after every operation, and operations here are tiny
 
 S, F = "sliding_attention", "full_attention"
 WINDOW = 8

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from jaxspec import released as shapes
 from jaxspec.model.config import FULL, SLIDING
+import copy
+import json
+from typing import Any
+
 
 NAMES = {"E2B": "e2b", "E4B": "e4b", "12B": "12b", "26B-A4B": "26b", "31B": "31b"}
 TARGETS = {name: shapes.TARGETS[key] for name, key in NAMES.items()}
@@ -31,3 +35,10 @@ KV_BYTES = {
     "26B-A4B": {SLIDING: 204_800, FULL: 20_480},
     "31B": {SLIDING: 819_200, FULL: 81_920},
 }
+
+
+def saved_again(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json that transformers writes when it saves what it read from this one."""
+    from transformers import CONFIG_MAPPING
+
+    return json.loads(CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)).to_json_string())

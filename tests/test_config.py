@@ -68,6 +68,14 @@ def test_as_transformers_writes_it(member: str) -> None:
     assert Gemma4Config.from_hf(written) == released
 
 
+@pytest.mark.parametrize("keys", [("0", "3"), ("00", "03"), ("000", "3"), (0, 3)])
+def test_the_index_of_a_layer_may_be_padded(keys) -> None:
+    own = {"head_dim": 16, "num_key_value_heads": 1}
+    text = {**oracle.text_config("12B"), "global_head_dim": None, "num_global_key_value_heads": None}
+    layers = Gemma4Config.from_hf({**text, "per_layer_config": dict.fromkeys(keys, own)}).layers
+    assert [(spec.head_dim, spec.num_kv_heads) for spec in layers] == [(16, 1), (8, 4), (8, 4), (16, 1)]
+
+
 def test_defaults() -> None:
     """Without layer_types, five sliding layers to a full one; the last layer is full whatever is said."""
     text = oracle.text_config("31B", num_hidden_layers=8, layer_types=None, rope_parameters=None, eos_token_id=None)
@@ -122,6 +130,12 @@ def test_assistant(name: str) -> None:
             {"per_layer_config": {"2": {"sliding_window": 4}}},
             r"per_layer_config of layer 2 sets \['sliding_window'\]; implemented: head_dim",
         ),
+        ({"per_layer_config": {"2": {}, "02": {}}}, "per_layer_config has layer 2 twice, as '2' and as '02'"),
+        ({"per_layer_config": {"06": {}}}, "per_layer_config has the key '06'; expected the index of a layer, 0 .. 5"),
+        ({"per_layer_config": {FULL: {}}}, "per_layer_config has the key 'full_attention'; expected the index of a layer, 0 .. 5"),
+        ({"per_layer_config": {"-1": {}}}, "per_layer_config has the key '-1'; expected the index of a layer"),
+        ({"per_layer_config": {"2": 16}}, "per_layer_config of layer 2 is 16; expected an object"),
+        ({"per_layer_config": [{}] * 6}, "per_layer_config is a list; expected an object of layer index to settings"),
         ({"rope_parameters": {SLIDING: {"rope_theta": 1e4}}}, "lacks 'full_attention'"),
         ({"rope_parameters": {SLIDING: {"rope_type": "yarn", "rope_theta": 1e4}}}, "implemented: rope_type 'default' over whole heads"),
         (

@@ -80,8 +80,9 @@ def test_a_config_of_another_target_is_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_default_configs_fit_every_release(kind):
-    """A drafter of this kind for each published target, and for tiny ones: as shapes."""
-    raws = [*real_configs.TARGETS.values(), small.TARGET, small.TARGET["text_config"]]
+    """A drafter of this kind for each published target, as it is and as transformers saves it again, and for tiny ones: as shapes."""
+    released = real_configs.TARGETS.values()
+    raws = [*released, *map(real_configs.saved_again, released), small.TARGET, small.TARGET["text_config"]]
     for raw in raws:
         target = Gemma4Config.from_hf(raw)
         config = default_config(kind, raw, target)
