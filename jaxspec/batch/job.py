@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from jaxspec.batch.results import ChangedInput, Known, parsed, remove_errors, sync, write
 from jaxspec.checks import integer
 from jaxspec.engine.params import MAX_SEED, Completion, SamplingParams
+from jaxspec import jsonl
 
 SYNC_SECONDS = 1.0  # what a power cut may undo
 KEYS = ("id", "prompt", "messages", "params")
@@ -223,12 +224,7 @@ class Batch:
         """A line that can be served. One that cannot goes to the errors file."""
         name: Any = None
         try:
-            try:
-                values = json.loads(text.decode("utf-8-sig"))
-            except RecursionError as error:
-                raise ValueError("the JSON is nested too deeply") from error
-            except ValueError as error:
-                raise ValueError(f"no JSON: {error}") from error
+            values = jsonl.value(text)
             if not isinstance(values, dict):
                 raise ValueError(f"the line is a {type(values).__name__}, expected an object")
             name = values.get("id", number)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxspec import jsonl
+
 
 class ChangedInput(ValueError):
     """Results are there for lines that the input has no more."""
@@ -50,8 +52,8 @@ class Known:
 def parsed(text: bytes) -> dict[str, Any] | None:
     """A line of results, None if it is damaged."""
     try:
-        record = json.loads(text) if text.endswith(b"\n") else None
-    except (ValueError, RecursionError):
+        record = jsonl.value(text) if text.endswith(b"\n") else None
+    except ValueError:
         return None
     whole = isinstance(record, dict) and isinstance(record.get("line"), int) and record["line"] > 0 and "id" in record
     return record if whole else None

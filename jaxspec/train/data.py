@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec import jsonl
 from jaxspec.text import Tokenizer
 from jaxspec.train.losses import Batch
 
@@ -87,39 +87,38 @@ def _texts(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, 
             raise ValueError(f"{path} holds {ids.dtype} {list(ids.shape)}, expected a stream of integers")
         yield str(path), ids, 0
         return
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
     if path.suffix != ".jsonl":
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error}") from error
         yield str(path), np.asarray(tokenizer.encode(text), np.int32), 0
         return
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             where = f"{path} line {number}"
-            ids, first = _line(where, line, tokenizer)
+            try:
+                ids, first = _line(jsonl.value(line), tokenizer)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{where}: {error}") from error
             yield where, np.asarray(ids, np.int32), first
 
 
-def _line(where: str, line: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+def _line(entry: Any, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """(ids, first token to learn). Raises ValueError or TypeError for a line that is neither text nor conversation."""
     if isinstance(entry, Mapping) and isinstance(entry.get("text"), str):
         return tokenizer.encode(entry["text"]), 0
     messages = entry.get("messages") if isinstance(entry, Mapping) else None
     if not isinstance(messages, list):
         found = sorted(entry) if isinstance(entry, Mapping) else type(entry).__name__
-        raise ValueError(f'{where} has {found}; expected {{"text": ...}} or {{"messages": [...]}}')
+        raise ValueError(f'found {found}; expected {{"text": ...}} or {{"messages": [...]}}')
     last = messages[-1].get("role") if messages and isinstance(messages[-1], Mapping) else None
     if last not in ANSWERS:
-        raise ValueError(f"{where} ends with a message of role {last!r}; expected 'assistant', whose text is learnt")
-    try:
-        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-        given = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"the last message has role {last!r}; expected 'assistant', whose text is learnt")
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    given = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
     # A template may open an answer with more than it shows of one that was given, such as an empty thought: inference sees the former.
     same = next((i for i, (a, b) in enumerate(zip(whole, given, strict=False)) if a != b), min(len(whole), len(given)))
     return given + whole[same:], len(given)

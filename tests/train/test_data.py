@@ -70,17 +70,33 @@ def test_a_stream_of_token_ids_is_taken_as_it_is(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "bad.jsonl line 2 is not JSON"),
-        ("[1]", r"bad.jsonl line 2 has list; expected \{\"text\": ...\} or \{\"messages\": \[...\]\}"),
-        ('{"prompt": "x"}', r"bad.jsonl line 2 has \['prompt'\]; expected"),
-        ('{"messages": []}', "bad.jsonl line 2 ends with a message of role None; expected 'assistant'"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "line 2 ends with a message of role 'user'; expected 'assistant'"),
+        ("{", "bad.jsonl line 2: no JSON: Expecting property name"),
+        ("[" * 100_000, "bad.jsonl line 2: the JSON is nested too deeply"),
+        ("[1]", r"bad.jsonl line 2: found list; expected \{\"text\": ...\} or \{\"messages\": \[...\]\}"),
+        ('{"prompt": "x"}', r"bad.jsonl line 2: found \['prompt'\]; expected"),
+        ('{"messages": []}', "bad.jsonl line 2: the last message has role None; expected 'assistant'"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: the last message has role 'user'; expected 'assistant'"),
+        ('{"text": "\\ud800"}', "bad.jsonl line 2: .*surrogate"),
+        ('{"text": "torn', "bad.jsonl line 2: no JSON: Invalid control character"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "bad.jsonl line 2: .*"),
     ],
 )
 def test_lines_that_are_neither_are_refused(tokenizer, tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
         rows(tokenizer, lines(tmp_path / "bad.jsonl", {"text": "fine"}, line))
+
+
+def test_lines_end_at_line_feeds_and_a_byte_order_mark_says_nothing(tokenizer, tmp_path):
+    texts = ["x = 1\u2028y = 2", "a\x85b\x1c\x0c\x0bc", "x = 3\r\n"]
+    written = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*written[:1], "", *written[1:]]).encode())
+    assert [row for row, _ in rows(tokenizer, path)] == [tokenizer.encode(text) for text in texts]
+    path.write_bytes(f"{written[0]}\n".encode() + b'{"text": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"lines.jsonl line 2: no JSON: 'utf-8' codec can't decode byte 0xe9"):
+        rows(tokenizer, path)
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfx = 1")
+    assert rows(tokenizer, tmp_path / "marked.txt") == [(tokenizer.encode("x = 1"), 0)]
 
 
 def test_files_that_cannot_be_learnt_from_are_refused(tokenizer, tmp_path):
