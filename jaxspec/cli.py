@@ -307,8 +307,10 @@ def _batch(args: argparse.Namespace) -> int:
             raise
         except Exception as error:
             if not together:
+                if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # such as a full disk
+                    raise _UserError(error) from error
                 raise
-            if not isinstance(error, jax.errors.JaxRuntimeError):
+            if not isinstance(error, jax.errors.JaxRuntimeError | OSError):
                 traceback.print_exc()
             reason = str(error).partition("\n")[0]
             print(f"jaxspec: a process of this run failed or is gone ({reason}); the same command goes on", file=sys.stderr, flush=True)

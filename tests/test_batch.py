@@ -1,5 +1,7 @@
 """Batch jobs: what is written, what a killed run leaves behind, and that nothing is lost or made twice."""
 
+import errno
+import io
 import json
 import os
 import random
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 import jax
@@ -19,18 +22,21 @@ from jaxspec.batch import job as batch
 from jaxspec.batch import results
 from jaxspec.engine.params import SamplingParams
 from jaxspec.engine.stats import RoundStats
+from jaxspec import runner
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
 
 class FakeLLM:
-    """Answers with the prompt's ids, its temperature and its seed, a few requests at a time, in any order. dies: after how many."""
+    """Answers with the prompt's ids, its temperature and its seed, a few requests at a time, in any order. dies: after how many.
+    raises: what the prompts in `poison` raise once they are under way, None there for any prompt."""
 
     name, progress, max_len, target = "fake", False, 32, ()
     settings = MappingProxyType({"model": "fake", "max_len": 32, "dtype": "float32"})
     tokenizer = SimpleNamespace(encode=lambda text: [ord(c) % 100 for c in text])
 
-    def __init__(self, dies=None, fails=()):
+    def __init__(self, dies=None, fails=(), raises=None, poison=None):
+        self.raises, self.poison = raises, poison
         self.dies, self.fails, self.served, self.most_ahead = dies, fails, [], 0
 
     def check(self, prompt, params):
@@ -52,6 +58,8 @@ class FakeLLM:
             if len(self.served) == self.dies:
                 raise KeyboardInterrupt
             index, prompt, params = waiting.pop(shuffle.randrange(len(waiting)))
+            if self.raises is not None and (self.poison is None or prompt in self.poison):
+                raise self.raises
             self.served.append(prompt)
             error = "row 3 is NaN" if params.seed in self.fails else None
             yield SimpleNamespace(
@@ -220,6 +228,106 @@ def test_a_request_that_fails_alone_has_an_error_in_its_result(tmp_path):
     assert batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").failed == 1
 
 
+@pytest.mark.parametrize("raises", [OverflowError("out of bounds"), RuntimeError(), jax.errors.JaxRuntimeError("INTERNAL")], ids=repr)
+def test_a_line_that_raises_while_it_is_served_is_put_aside(raises, requests, whole, tmp_path):
+    """The lines beside it are served again and those behind it are not forgotten; mended, it is served by the next run."""
+    poison = [[1, 2, 3], *map(FakeLLM.tokenizer.encode, ("text 7", "text 8", "text 20"))]
+    for _ in range(2):
+        llm = FakeLLM(raises=raises, poison=poison)
+        result = batch.run_batch(llm, requests, tmp_path / "out.jsonl")
+        assert (result.written + result.kept, result.bad) == (21 - 6, 4)
+        found = sorted(read_lines(result.errors), key=lambda record: record["line"])
+        name = type(raises).__name__
+        assert found == [{"line": i, "id": i if i == 5 else f"r{i}", "error": f"{name}: {raises}"} for i in (5, 7, 8, 20)]
+        assert sorted_lines(result.out) == [line for line in whole if json.loads(line)["line"] not in (5, 7, 8, 20)]
+    assert batch.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl").written == 6
+    assert sorted_lines(tmp_path / "out.jsonl") == whole and not result.errors.exists()
+
+
+@pytest.mark.parametrize(
+    ("raises", "poison"),
+    [
+        (OSError(28, "No space left on device"), [[1, 2, 3]]),
+        (MemoryError(), [[1, 2, 3]]),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"), [[1, 2, 3]]),
+        (ValueError("no request is served"), None),
+    ],
+    ids=repr,
+)
+def test_what_concerns_the_whole_job_ends_it(raises, poison, requests, whole, tmp_path):
+    """A line is not blamed for what other requests raise too."""
+    with pytest.raises(type(raises)) as caught:
+        batch.run_batch(FakeLLM(raises=raises, poison=poison), requests, tmp_path / "out.jsonl")
+    assert caught.value is raises and not (tmp_path / "out.errors.jsonl").exists()
+    batch.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl")
+    assert sorted_lines(tmp_path / "out.jsonl") == whole
+
+
+def test_a_line_whose_request_or_result_raises_is_put_aside(requests, tmp_path, monkeypatch):
+    def chat_prompt(self, messages, *, enable_thinking=False):
+        raise KeyError("a template's own")
+
+    def record(self, line, sample, done):
+        return {"text": object()} if line.number == 12 else kept(self, line, sample, done)
+
+    kept = batch.Batch._record
+    monkeypatch.setattr(FakeLLM, "chat_prompt", chat_prompt)
+    monkeypatch.setattr(batch.Batch, "_record", record)
+    result = batch.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl")
+    assert (result.written, result.bad) == (19, 2) and len(read_lines(result.out)) == 19
+    assert {r["line"]: r["error"] for r in read_lines(result.errors)} == {
+        10: 'KeyError: "a template\'s own"',
+        12: "Object of type object is not JSON serializable",
+    }
+
+
+def test_a_line_that_passes_the_check_and_cannot_be_computed_is_put_aside(tmp_path, monkeypatch):
+    lines = [
+        {"prompt": "def f():"[: 1 + i % 7] + "x" * (i % 3), "params": {"max_tokens": 4 + i % 5, "min_tokens": i % 4}} for i in range(20)
+    ]
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    llm = jaxspec.load(tiny.tiny_target(tmp_path / "target"), max_len=64, max_slots=1, progress=False)
+    params = SamplingParams(temperature=0.8, ignore_eos=True)
+    batch.run_batch(llm, path, tmp_path / "whole.jsonl", params)
+
+    def packed(requests, *sizes):
+        if any(request.params.min_tokens == 3 and request.params.max_tokens == 7 for request in requests):
+            raise OverflowError("Python integer 10000000000 out of bounds for int32")
+        return pack(requests, *sizes)
+
+    pack = runner.packed
+    monkeypatch.setattr(runner, "packed", packed)
+    result = batch.run_batch(llm, path, tmp_path / "out.jsonl", params)
+    bad = [i + 1 for i in range(20) if (4 + i % 5, i % 4) == (7, 3)]
+    error = "OverflowError: Python integer 10000000000 out of bounds for int32"
+    assert read_lines(result.errors) == [{"line": i, "id": i, "error": error} for i in bad] and bad
+    expected = [line for line in sorted_lines(tmp_path / "whole.jsonl") if json.loads(line)["line"] not in bad]
+    assert sorted_lines(result.out) == expected
+
+
+def test_a_full_disk_is_one_line_that_says_what_to_do(requests, whole, tmp_path, monkeypatch, capsys):
+    """The line that had no room for its end is made again."""
+    out, room = tmp_path / "out.jsonl", 0
+
+    class File(io.FileIO):
+        def write(self, text):
+            size = min(len(text), room - self.tell() if Path(self.name) == full else len(text))
+            if not size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(text[:size])
+
+    monkeypatch.setattr(batch, "open", lambda path, mode, **_: File(path, mode.replace("b", "")), raising=False)
+    monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(), SamplingParams(seed=args.seed)))
+    for full, room in ((tmp_path / "out.jsonl.run.json", 5), (out, 1000), (out, 2000)):
+        assert cli.main(["batch", str(requests), str(out)]) == 2
+        said = f"{full} cannot be written: No space left on device; what is written stays, and the same command goes on with it"
+        assert capsys.readouterr().err == f"jaxspec: [Errno 28] {said}\n"
+        assert out.stat().st_size == (room if full == out else 0)
+    room = 10**6
+    assert cli.main(["batch", str(requests), str(out)]) == 0
+    assert sorted_lines(out) == whole
+
+
 def test_only_one_process_writes_an_output(requests, tmp_path):
     with batch.Batch(requests, tmp_path / "out.jsonl"):
         with pytest.raises(ValueError, match=r"out\.jsonl is being written by another process; wait for it, or name another output"):
@@ -240,9 +348,20 @@ def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
     assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
     with pytest.raises(FileNotFoundError, match="no, the folder of the output, is not there"):
         batch.run_batch(llm, requests, tmp_path / "no" / "out.jsonl")
-    for given in ({"out_path": requests}, {"out_path": out, "errors": out}, {"out_path": out, "errors": requests}):
-        with pytest.raises(ValueError, match="must be three files"):
-            batch.run_batch(llm, requests, **given)
+    settings = tmp_path / "out.jsonl.run.json"
+    (tmp_path / "link").symlink_to(settings.name)
+    for given in (
+        {"out_path": requests},
+        {"out_path": out, "errors": out},
+        {"out_path": out, "errors": requests},
+        {"out_path": out, "errors": settings},
+        {"out_path": out, "errors": tmp_path / ".." / tmp_path.name / settings.name},
+        {"out_path": out, "in_path": tmp_path / "link"},
+        {"out_path": out, "in_path": settings},
+    ):
+        with pytest.raises(ValueError, match=r"found the input .*, the run file .*out\.jsonl\.run\.json|expected four different files"):
+            batch.run_batch(llm, **{"in_path": requests, **given})
+    assert not settings.exists()
     with pytest.raises(TypeError, match="params is dict, expected SamplingParams or None"):
         batch.run_batch(llm, requests, out, {})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"params\.seed is 3, which all lines would share; expected None"):

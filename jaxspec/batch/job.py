@@ -32,6 +32,8 @@ from jaxspec.batch.results import ChangedInput, Known, parsed, remove_errors, sy
 from jaxspec.checks import integer
 from jaxspec.engine.params import MAX_SEED, Completion, SamplingParams
 from jaxspec import jsonl
+from jaxspec.isolating import concerns_all, reason, served
+from jaxspec.results import append
 
 SYNC_SECONDS = 1.0  # what a power cut may undo
 KEYS = ("id", "prompt", "messages", "params")
@@ -71,8 +73,11 @@ def run_batch(
     and puts "-i-of-n" into the names of its files, so that n processes can share a job. token_ids: write them too.
     enable_thinking: goes to the chat template of messages.
 
+    A line that raises, be it while others are computed beside it, goes to the errors file, and the others go on.
+
     Raises FileNotFoundError; ValueError or TypeError for arguments that make no sense, results of another run, another input, or a
-    run that is still going on. Results that were written stay, whatever is raised.
+    run that is still going on; OSError where a disk is full; what a device raises that concerns all requests. Results that were
+    written stay, whatever is raised.
     """
     with Batch(in_path, out_path, errors=errors, shard=shard, together=_spans_processes(llm)) as job:
         job.begin(llm, params, seed=seed, token_ids=token_ids, enable_thinking=enable_thinking)
@@ -101,8 +106,10 @@ class Batch:
         self.input, self.out = Path(in_path), self._part(Path(out_path))
         self.errors = self.out.with_suffix(f".errors{self.out.suffix}") if errors is None else self._part(Path(errors))
         self._settings_file = self.out.with_name(self.out.name + ".run.json")
-        if len({path.resolve() for path in (self.input, self.out, self.errors)}) < 3:
-            raise ValueError(f"the input {self.input}, the output {self.out} and the errors {self.errors} must be three files")
+        files = {"input": self.input, "output": self.out, "errors": self.errors, "run file": self._settings_file}
+        if len({path.resolve() for path in files.values()}) < len(files):
+            named = ", ".join(f"the {name} {path}" for name, path in files.items())
+            raise ValueError(f"found {named}; expected four different files")
         if not self.input.is_file():
             raise FileNotFoundError(f"{self.input} is no file; expected one of JSON lines")
         if not self.out.parent.is_dir():
@@ -114,9 +121,9 @@ class Batch:
         self._files = contextlib.ExitStack()
         if self._writes:
             with contextlib.ExitStack() as files:
-                self._settings = files.enter_context(open(self._settings_file, "a+b"))
+                self._settings = files.enter_context(open(self._settings_file, "a+b", buffering=0))
                 self._lock()
-                self._out = files.enter_context(open(self.out, "ab"))
+                self._out = files.enter_context(open(self.out, "ab", buffering=0))
                 self._repair()
                 remove_errors(self.errors)
                 self._files = files.pop_all()
@@ -168,42 +175,49 @@ class Batch:
                 )
             return
         self._settings.truncate(0)
-        self._settings.write(text.encode())
+        append(self._settings, text.encode())
         sync(self._settings)
 
     def run(self) -> BatchResult:
         """Serves all lines that have no result yet."""
         written, failed, tokens, stepped, steps, began = 0, self._known.failed, 0, 0, 0, time.perf_counter()
-        synced, pending = began, dict[int, tuple[_Line, int]]()
+        synced = began
         show = self._llm.progress and self._writes
         with (
             open(self.input, "rb") as file,
             tqdm(total=self._total() if show else None, desc=self.out.name, unit="line", smoothing=0, disable=not show) as bar,
-            contextlib.closing(self._llm.as_completed(self._requests(file, pending, bar))) as completions,
         ):
-            try:
-                for done in completions:
-                    line, sample = pending.pop(done.prompt_index)
+
+            def blame(asked: _Asked, error: Exception) -> None:
+                self._serves_others(error)
+                bar.update(self._fail(asked[0], error))
+
+            requests = served(
+                self._llm.as_completed, self._requests(file, bar), _request, blame, lambda error: concerns_all(error, self._together)
+            )
+            with contextlib.closing(requests):  # pyright: ignore[reportArgumentType]
+                try:
+                    for (line, sample), done in requests:
+                        if error := self._keep(line, sample, done):
+                            bar.update(self._fail(line, error))
+                            continue
+                        if self._writes and time.perf_counter() - synced > SYNC_SECONDS:
+                            sync(self._out)
+                            synced = time.perf_counter()
+                        written, failed = written + 1, failed + (done.finish_reason == "error")
+                        tokens, steps = tokens + len(done.token_ids), steps + done.stats.steps
+                        stepped += max(len(done.token_ids) - 1, 0)
+                        line.left -= 1
+                        rate, length = tokens / (time.perf_counter() - began), stepped / steps if steps else 1.0
+                        bar.set_postfix_str(f"{rate:.1f} tokens/s, acceptance length {length:.2f}", refresh=False)
+                        bar.update(int(not line.left))
+                finally:
                     if self._writes:
-                        write(self._out, self._record(line, sample, done))
-                    if self._writes and time.perf_counter() - synced > SYNC_SECONDS:
                         sync(self._out)
-                        synced = time.perf_counter()
-                    written, failed = written + 1, failed + (done.finish_reason == "error")
-                    tokens, steps = tokens + len(done.token_ids), steps + done.stats.steps
-                    stepped += max(len(done.token_ids) - 1, 0)
-                    line.left -= 1
-                    rate, length = tokens / (time.perf_counter() - began), stepped / steps if steps else 1.0
-                    bar.set_postfix_str(f"{rate:.1f} tokens/s, acceptance length {length:.2f}", refresh=False)
-                    bar.update(int(not line.left))
-            finally:
-                if self._writes:
-                    sync(self._out)
         return BatchResult(written, self._known.count, failed, self._bad, self.out, self.errors)
 
-    def _requests(self, file: Any, pending: dict[int, tuple[_Line, int]], bar: Any) -> Iterator[tuple[list[int], SamplingParams]]:
+    def _requests(self, file: Any, bar: Any) -> Iterator[_Asked]:
         """What remains to be done, read as it is asked for."""
-        given = 0
         for number, text in enumerate(file, start=1):
             if (number - 1) % self._shards != self._shard - 1:
                 continue
@@ -215,10 +229,33 @@ class Batch:
                 bar.update()
                 continue
             line.left = len(samples)
-            for sample in samples:
-                pending[given] = line, sample
-                given += 1
-                yield line.prompt, dataclasses.replace(line.params, n=1, seed=(line.seed + sample) % MAX_SEED)
+            yield from ((line, sample) for sample in samples)
+
+    def _serves_others(self, error: Exception) -> None:
+        """Raises an error that a request raised where none is served: one that asks for as little as can be, by the run's own params."""
+        params = dataclasses.replace(self._params, max_tokens=1, min_tokens=0, n=1, seed=0)
+        try:
+            list(self._llm.as_completed([([0], params)]))
+        except Exception:
+            raise error from None
+
+    def _keep(self, line: _Line, sample: int, done: Completion) -> Exception | None:
+        """Appends a completion to the results. Returns what it raises that concerns this one alone."""
+        if self._writes:
+            try:
+                write(self._out, self._record(line, sample, done))
+            except OSError:
+                raise
+            except Exception as error:
+                return error
+        return None
+
+    def _fail(self, line: _Line, error: Exception) -> int:
+        """Puts a line aside whose request raised, unless another of its samples did before. Returns how many lines that ends."""
+        first, line.failed = not line.failed, True
+        if first:
+            self._put_aside(line.number, line.name, reason(error))
+        return int(first)
 
     def _line(self, number: int, text: bytes) -> _Line | None:
         """A line that can be served. One that cannot goes to the errors file."""
@@ -229,9 +266,8 @@ class Batch:
                 raise ValueError(f"the line is a {type(values).__name__}, expected an object")
             name = values.get("id", number)
             line = self._checked(number, values)
-        except (ValueError, TypeError) as error:
-            # The only prompt of its check, which to a reader is that of the line.
-            self._put_aside(number, name, str(error).replace("prompt 0", "the prompt", 1))
+        except Exception as error:
+            self._put_aside(number, name, reason(error))
             return None
         self._known.check(line.number, line.name, self.out)
         before = self._asked[number] if number < len(self._asked) else 0
@@ -244,7 +280,7 @@ class Batch:
         if not self._writes:
             return
         if self._errors is None:
-            self._errors = self._files.enter_context(open(self.errors, "wb"))
+            self._errors = self._files.enter_context(open(self.errors, "wb", buffering=0))
         write(self._errors, {"line": number, "id": name if isinstance(name, str | int) else None, "error": reason})
 
     def _checked(self, number: int, values: Mapping[str, Any]) -> _Line:
@@ -346,7 +382,8 @@ class Batch:
 
 @dataclasses.dataclass
 class _Line:
-    """A request of the input. seed: of its first sample. digest: of what it asks. left: samples that are still to come."""
+    """A request of the input. seed: of its first sample. digest: of what it asks. left: samples that are still to come. failed: whether
+    one of them raised."""
 
     number: int
     name: str | int
@@ -355,6 +392,15 @@ class _Line:
     seed: int
     digest: int
     left: int = 0
+    failed: bool = False
+
+
+_Asked = tuple[_Line, int]  # a line, and which of its samples
+
+
+def _request(asked: _Asked) -> tuple[list[int], SamplingParams]:
+    line, sample = asked
+    return line.prompt, dataclasses.replace(line.params, n=1, seed=(line.seed + sample) % MAX_SEED)
 
 
 def _spans_processes(llm: Any) -> bool:

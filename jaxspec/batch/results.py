@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +77,34 @@ def _hash(name: str | int) -> int:
 
 
 def write(file: Any, record: Mapping[str, Any]) -> None:
-    """Appends a line and hands it to the system. Text stays readable, unless it has half of a surrogate pair, which only an escape
-    can hold."""
+    """Appends a line. Text stays readable, unless it has half of a surrogate pair, which only an escape can hold. The rest as in
+    `append`."""
     try:
         line = json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         line = json.dumps(record).encode()
-    file.write(line + b"\n")
-    file.flush()
+    append(file, line + b"\n")
+
+
+def append(file: Any, text: bytes) -> None:
+    """Hands text to the system. file: without a buffer, which would keep what a full disk has no room for. Raises OSError, which says
+    that nothing is lost."""
+    left = memoryview(text)
+    with _told(file):
+        while left:
+            left = left[file.write(left) :]
 
 
 def sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    """Waits until all is on the disk. Raises as `append` does."""
+    with _told(file):
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _told(file: Any) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = "what is written stays, and the same command goes on with it"
+        raise OSError(error.errno, f"{file.name} cannot be written: {error.strerror}; {hint}") from error
