@@ -20,9 +20,9 @@ import jaxspec
 from jaxspec import cli
 from jaxspec.batch import job as batch
 from jaxspec.batch import results
+from jaxspec.engine import runner as runner
 from jaxspec.engine.params import SamplingParams
 from jaxspec.engine.stats import RoundStats
-from jaxspec import runner
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 

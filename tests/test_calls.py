@@ -108,8 +108,9 @@ def work(monkeypatch):
     """Counts what calls make engines do. A call that would never return fails."""
     done = [0]
     for owner, name in ((Programs, "run"), (Runner, "ready")):
+        function = getattr(owner, name)
 
-        def counted(*args, real=getattr(owner, name)):
+        def counted(*args, real=function):
             done[0] += 1
             assert done[0] < MOST_WORK, "this call does not return"
             return real(*args)
@@ -249,7 +250,8 @@ class Load:
         rng = self.rng
         stem = rng.choice([*self.stems, []])
         prompt = [*stem[: rng.choice([len(stem), len(stem), 14])], *ids(rng.randint(1, 3 if stem else 40), rng.randint(0, 9))]
-        changes = rng.choice([{}, {}, {"temperature": 0.0}, {"stop_token_ids": (5, 9, 23)}, {"prompt_logprobs": 1}, {"stop": chr(0x4E00 + 12)}])
+        ends = [{"stop_token_ids": (5, 9, 23)}, {"stop": chr(0x4E00 + 12)}]
+        changes = rng.choice([{}, {}, {"temperature": 0.0}, ends[0], {"prompt_logprobs": 1}, ends[1]])
         return prompt, params(rng.choice([1, 4, 9, 16]), rng.randint(0, 3), **changes)
 
     def requests(self):

@@ -15,7 +15,7 @@ import transformers
 from real_configs import ASSISTANTS, TARGETS, saved_again
 
 from jaxspec import checkpoint, gemma4, loading
-from jaxspec.config import AssistantConfig, Gemma4Config
+from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 VOCAB, PROMPT, LENGTH = 131, 11, 24  # longer than the window

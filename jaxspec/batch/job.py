@@ -28,12 +28,11 @@ import jax
 from jax.experimental import multihost_utils
 from tqdm.auto import tqdm
 
-from jaxspec.batch.results import ChangedInput, Known, parsed, remove_errors, sync, write
+from jaxspec import jsonl
+from jaxspec.batch.results import ChangedInput, Known, append, parsed, remove_errors, sync, write
 from jaxspec.checks import integer
 from jaxspec.engine.params import MAX_SEED, Completion, SamplingParams
-from jaxspec import jsonl
-from jaxspec.isolating import concerns_all, reason, served
-from jaxspec.results import append
+from jaxspec.batch.isolating import concerns_all, reason, served
 
 SYNC_SECONDS = 1.0  # what a power cut may undo
 KEYS = ("id", "prompt", "messages", "params")
