@@ -17,7 +17,7 @@ WHOLE_LOOP = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
-# Each kernel is launched by the host, so that a profiler sees all of them. Of a graph's loop it sees one round at most.
+# The host launches each kernel, so that a profiler sees all of them. It does not see those of all rounds where a loop is a graph.
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 HOPPER = 9.0  # compute capability of the first GPUs that it was measured on
 

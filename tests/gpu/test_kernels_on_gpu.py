@@ -190,6 +190,38 @@ def test_qkv(heads):
             assert_close(jnp.nan_to_num(a), jnp.nan_to_num(b), dtype)
 
 
+@pytest.mark.parametrize("pages", [20_000, 28_160], ids=["2.4 GiB", "3.4 GiB"])
+def test_a_pool_of_more_than_2_31_elements(pages):
+    """Values of float8, of which offsets have 64 bits: what its last pages hold and give is what a small pool's do."""
+    shape, page, rows = attention_shapes.SHAPES["31b-full"], attention_shapes.PAGE, 64
+    dim, key_dims, heads = shape.head_dim, shape.rotary, shape.group + 1
+    size = pages * page * shape.kv_heads * (key_dims + dim)
+    if size > 0.5 * (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0):
+        pytest.skip("the pools are too large for this device")
+    assert pages * page * shape.kv_heads * dim > 2**31
+    rng = np.random.default_rng(0)
+    projected = normal(rng, 1, rows, shape.kv_heads, heads, dim, dtype="bfloat16")
+    angles = rng.standard_normal((1, rows, dim // 2)).astype(np.float32)
+    weight = 1 + normal(rng, dim, deviation=0.1, dtype="bfloat16")
+    start, count = jnp.array([40], jnp.int32), jnp.array([rows], jnp.int32)  # in two pages
+
+    @functools.partial(jit, static_argnums=1)
+    def run(table, pages):
+        pools = (jnp.zeros((pages, page, shape.kv_heads, dims), jnp.float8_e4m3fn) for dims in (key_dims, dim))
+        where = qkv.Pages(*pools, table, start, count)
+        settings = {"group": shape.group, "key_dims": key_dims, "eps": 1e-6, **KERNEL}
+        q, k, v = qkv.qkv(projected, jnp.cos(angles), jnp.sin(angles), weight, weight, where, **settings)
+        positions = start[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
+        scales = jnp.ones(2, jnp.float32)
+        out = paged_attention.paged_attention(q, positions, (k, v), table, start + count, key_weight=weight, scales=scales, **KERNEL)
+        return out, k[table[0]], v[table[0]]
+
+    small, large = (run(jnp.array([[count - 1, count - 2]], jnp.int32), count) for count in (2, pages))
+    assert jnp.any(small[2].astype(jnp.float32) != 0)
+    for found, wanted in zip(large, small, strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
 @pytest.mark.parametrize("name", add_norm_shapes.SHAPES)
 def test_add_norm(name):
     def function(x, y, weight, scalar, next_weights, implementation):
