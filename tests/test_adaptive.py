@@ -10,6 +10,7 @@ import tiny
 import jaxspec
 from jaxspec.engine import draft_count as adaptive
 from jaxspec.engine.draft_count import Adaptive
+from jaxspec.engine.warmup import measured
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 CHEAP = {0: 1.0, 2: 1.1, 4: 1.2}  # a round's cost by K, where the target's weights are all that counts
@@ -136,7 +137,7 @@ def test_a_round_costs_what_it_adds_to_a_call(monkeypatch, max_len, found):
         read=lambda calls: False,
     )
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    costs = adaptive.measured(runner, (0, 3), None, lambda count: [request] * count)
+    costs = measured(runner, (0, 3), None, lambda count: [request] * count)
     assert costs == (found and pytest.approx(found))
 
 

@@ -12,7 +12,8 @@ import tiny
 
 import jaxspec
 from jaxspec import cli
-from jaxspec.engine.params import Chunk, SamplingParams
+from jaxspec.engine.completion import Chunk
+from jaxspec.engine.params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 

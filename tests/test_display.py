@@ -14,7 +14,7 @@ import tiny
 from flax import struct
 
 from jaxspec.engine import html as display
-from jaxspec.engine.params import Completion
+from jaxspec.engine.completion import Completion
 from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.text import load_tokenizer
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.admission import packed
-from jaxspec.engine.params import MAX_N, Completion, Defaults, SamplingParams
-from jaxspec.engine.request import Maker
+from jaxspec.engine.completion import Completion
+from jaxspec.engine.intake import Maker
+from jaxspec.engine.params import MAX_N, Defaults, SamplingParams
 from jaxspec.engine.stats import RoundStats
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxspec import decode
+from jaxspec.engine.device_clock import Times
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.slots import Slots
-from jaxspec.engine.stats import Times
 from jaxspec.engine.turn import AHEAD, BESIDE, Turn
 from jaxspec.sampling.choice import PLAIN
 

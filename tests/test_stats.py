@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.engine.stats import RoundStats, Stats, Times, accepted_by_round, rates_of
+from jaxspec.engine.device_clock import Times
+from jaxspec.engine.stats import RoundStats, Stats, accepted_by_round, rates_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxspec.engine.params import Completion
+from jaxspec.engine.completion import Completion
 
 T = TypeVar("T")
 

@@ -29,10 +29,11 @@ from jax.experimental import multihost_utils
 from tqdm.auto import tqdm
 
 from jaxspec import jsonl
+from jaxspec.batch.isolating import concerns_all, reason, served
 from jaxspec.batch.results import ChangedInput, Known, append, parsed, remove_errors, sync, write
 from jaxspec.checks import integer
-from jaxspec.engine.params import MAX_SEED, Completion, SamplingParams
-from jaxspec.batch.isolating import concerns_all, reason, served
+from jaxspec.engine.completion import Completion
+from jaxspec.engine.params import MAX_SEED, SamplingParams
 
 SYNC_SECONDS = 1.0  # what a power cut may undo
 KEYS = ("id", "prompt", "messages", "params")

@@ -8,17 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxspec import decode
-from jaxspec.engine.request import MAX_STOP_IDS, Request
+from jaxspec.engine.buckets import padded
+from jaxspec.engine.intake import MAX_STOP_IDS
+from jaxspec.engine.request import Request
 from jaxspec.sampling.choice import seed_words
 from jaxspec.sampling.filters import Filters
 from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS, NOBODY, Edits
 
 FILTERS = (("top_k", np.int32, 0), ("top_p", np.float32, 1), ("min_p", np.float32, 0))  # with what changes nothing
-
-
-def padded(values: Sequence[Any], size: int, fill: Any = 0, dtype: Any = np.int32) -> Any:
-    """The values as an array [size], with `fill` in the places that are left."""
-    return np.asarray([*values, *[fill] * (size - len(values))], dtype)
 
 
 def packed(requests: Sequence[Request], size: int, max_len: int) -> decode.Requests:

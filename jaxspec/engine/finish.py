@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxspec.decode import FAILED
-from jaxspec.engine.params import Completion, Logprob
+from jaxspec.engine.completion import Completion, Logprob
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import RoundStats
 from jaxspec.sampling.logprobs import Logprobs
@@ -68,7 +68,7 @@ def completion_of(
     """Of a request that has ended and was looked at since."""
     failed, found, output = request.status == FAILED, request.text.found, request.output
     by_id = request.stopped and found is None
-    made = Completion(
+    return Completion(
         text=request.text.text,
         token_ids=output,
         finish_reason="error" if failed else "stop" if by_id or found is not None else "length",
@@ -82,9 +82,8 @@ def completion_of(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         error=_failure(request) if failed else None,
+        tokenizer=tokenizer,
     )
-    object.__setattr__(made, "_tokenizer", tokenizer)  # for notebooks; no field, so that == and asdict pass it by
-    return made
 
 
 def _failure(request: Request) -> str:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.text import IncrementalDetokenizer, Tokenizer
-
-if TYPE_CHECKING:
-    from jaxspec.engine.llm import LLM
-    from jaxspec.engine.params import Completion
 
 MAX_TOKENS = 2000  # of an output that are shown; a page with many more becomes slow
 MAX_PROMPT_TOKENS = 100
@@ -20,6 +17,42 @@ TINTS = {"draft": "rgba(46,160,67,.30)", "mixed": "rgba(46,160,67,.15)", "target
 TITLES = {"draft": "an accepted draft", "mixed": "partly an accepted draft", "target": "the target's own choice", "prompt": "prompt"}
 LABEL = "border:1px solid;border-radius:3px;padding:0 .2em;font-size:85%;opacity:.75"
 KEPT = "\n\t\u200c\u200d"  # unprintable, yet text: line breaks, tabs and what joins the parts of an emoji
+
+
+class Shown(Protocol):
+    """What is read of a Completion."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def stats(self) -> RoundStats: ...
+    @property
+    def error(self) -> str | None: ...
+
+
+class Loaded(Protocol):
+    """What is read of an LLM."""
+
+    @property
+    def target(self) -> Any: ...
+    @property
+    def drafter(self) -> Any: ...
+    @property
+    def num_draft_tokens(self) -> int: ...
+    @property
+    def max_slots(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def stats(self) -> Stats: ...
 
 
 class Span(NamedTuple):
@@ -66,7 +99,7 @@ def spans(tokenizer: Tokenizer, token_ids: Sequence[int], from_draft: Sequence[b
         yield span(pieces.flush(), held)
 
 
-def completion_html(completion: Completion, tokenizer: Tokenizer | None) -> str:
+def completion_html(completion: Shown, tokenizer: Tokenizer | None) -> str:
     """The end of the prompt and the output, token by token, accepted drafts shaded; without a tokenizer, the text alone."""
     stats, new = completion.stats, len(completion.token_ids)
     facts = [f"{new} tokens", f"finish_reason {completion.finish_reason!r}", f"seed {completion.seed}"]
@@ -87,7 +120,7 @@ def completion_html(completion: Completion, tokenizer: Tokenizer | None) -> str:
     return f'<div style="{style}">{body}</div><div style="font-size:85%;opacity:.8;margin-top:.4em">{" · ".join(facts)}</div>'
 
 
-def llm_html(llm: LLM, name: str) -> str:
+def llm_html(llm: Loaded, name: str) -> str:
     """What an LLM is made of, and what it has done so far."""
     stats = llm.stats
     rows: list[tuple[str, Any]] = [

@@ -21,15 +21,19 @@ from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import draft_count as adaptive_k
 from jaxspec.engine.acceptance_watch import Watch
+from jaxspec.engine.completion import Chunk, Completion
 from jaxspec.engine.device_lock import Alone
 from jaxspec.engine.finish import completion_of, logprobs_of, look
-from jaxspec.engine.params import Chunk, Completion, Defaults, SamplingParams
+from jaxspec.engine.html import llm_html
+from jaxspec.engine.intake import Maker, is_id
+from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.programs import STEPS
-from jaxspec.engine.request import Maker, Request, is_id, needs_of
+from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import PAGE, PREFIX_BYTES, Runner
 from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.engine.turn import Turn
+from jaxspec.engine.warmup import measured
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling.choice import Needs
 from jaxspec.sharding import TENSOR
@@ -158,8 +162,6 @@ class LLM:
         )
 
     def _repr_html_(self) -> str:
-        from jaxspec.engine.html import llm_html
-
         return llm_html(self, self.name)
 
     def warmup(self, *params: SamplingParams) -> None:
@@ -180,7 +182,7 @@ class LLM:
                     bar.update()
             if self._choices and self._runner.adaptive is None:
                 endless = SamplingParams(max_tokens=self.max_len, ignore_eos=True, seed=0)
-                costs = adaptive_k.measured(self._runner, self._choices, needs, lambda n: self._requests([[0]] * n, endless))
+                costs = measured(self._runner, self._choices, needs, lambda n: self._requests([[0]] * n, endless))
                 for runner in runners:
                     runner.adaptive = adaptive_k.Adaptive(self._choices, costs) if costs else None
 

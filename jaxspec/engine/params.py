@@ -1,4 +1,4 @@
-"""What a request asks for and what comes back: SamplingParams, Completion, Chunk."""
+"""What a request asks for: SamplingParams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checks import integer, number
-from jaxspec.engine.stats import RoundStats
 
 MAX_SEED = 2**63  # seeds are two 32-bit words on the device; the top bit is left out so that they fit every int64
 MAX_N = 16_384
@@ -165,68 +164,3 @@ class Defaults:
         values = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
         values["temperature"] = values.get("temperature", 1.0) if generation.get("do_sample") else 0.0
         return cls(**values, suppress_tokens=_ids("suppress_tokens", generation.get("suppress_tokens") or ()))
-
-
-@dataclasses.dataclass(frozen=True)
-class Logprob:
-    """A token's log-probability, its rank among all tokens (1 is the most likely), and its text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What was generated from one prompt.
-
-    text: without the stop token, the stop string and special tokens. token_ids: with the stop token. finish_reason: "stop" (a stop
-    token or stop string came), "length" (max_tokens or max_len was reached) or "error" (this request alone failed; what it had by then
-    is given). stop_reason: the stop string; or the id, if it was one of stop_token_ids; None if it was the checkpoint's own end token.
-    seed: the one that was used. stats: the rounds that it took. index: which of the prompt's n samples. prompt_index: which of the
-    call's prompts. num_cached_tokens: prompt tokens that had been computed for another request. logprobs: for each new token a dict of
-    token id -> Logprob, of the token itself and of the most likely ones, None unless asked for; prompt_logprobs: the same for the
-    prompt, where the first token has None. error: what failed, None unless finish_reason is "error".
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: int | str | None
-    prompt_token_ids: list[int]
-    seed: int
-    stats: RoundStats
-    index: int = 0
-    prompt_index: int = dataclasses.field(default=0, compare=False)
-    num_cached_tokens: int = dataclasses.field(default=0, compare=False)
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    error: str | None = None
-
-    def __repr__(self) -> str:
-        return (
-            f"Completion(text={self.text!r}, tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r}, "
-            f"prompt_tokens={len(self.prompt_token_ids)}, seed={self.seed}, "
-            f"acceptance_length={self.stats.acceptance_length:.2f}{'' if self.error is None else f', error={self.error!r}'})"
-        )
-
-    def _repr_html_(self) -> str:
-        from jaxspec.engine.html import completion_html
-
-        return completion_html(self, self.__dict__.get("_tokenizer"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the tokenizer that the engine leaves for `_repr_html_`: a copy that is pickled shows its text alone."""
-        return {name: value for name, value in self.__dict__.items() if name != "_tokenizer"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A piece of a stream. text and token_ids: what is new; text that may still change is held back. logprobs: of token_ids, if
-    asked for and at most 20. The last chunk has a finish_reason and the whole Completion; before it both are None."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    completion: Completion | None = dataclasses.field(default=None, repr=False)
-    logprobs: list[dict[int, Logprob]] | None = None

@@ -21,8 +21,9 @@ from jaxspec.decode.accept import Rule
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import cuda_graphs as graphs
-from jaxspec.engine.admission import packed, padded
-from jaxspec.engine.stats import Times
+from jaxspec.engine.admission import packed
+from jaxspec.engine.buckets import padded
+from jaxspec.engine.device_clock import Times
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import ring_rows

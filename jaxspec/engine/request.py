@@ -1,23 +1,21 @@
-"""Request: one sequence as the host knows it, made from a checked prompt and checked parameters."""
+"""Request: one sequence as the host knows it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec import decode
-from jaxspec.engine.params import MAX_SEED, Defaults, Logprob, SamplingParams
+from jaxspec.engine.completion import Logprob
+from jaxspec.engine.params import SamplingParams
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.filters import CANDIDATES
-from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs
-from jaxspec.text import OutputText, Tokenizer
-
-MAX_STOP_IDS = 16
+from jaxspec.text import OutputText
 
 
 @dataclasses.dataclass(eq=False)
@@ -160,118 +158,3 @@ def needs_of(requests: Iterable[Request], suppress_tokens: tuple[int, ...] = ())
         scope = "top" if not whole else "search" if any(r.top_k or r.top_p < 1 for r in whole) else "whole"
     logprobs = MAX_LOGPROBS if any(r.in_loop for r in listed) else None
     return Needs(scope, any(r.edited for r in listed), logprobs, suppress_tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class Maker:
-    """Makes requests for one target. eos_token_ids: what ends a sequence by default."""
-
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_len: int
-    eos_token_ids: tuple[int, ...]
-    defaults: Defaults
-
-    def requests(self, index: int, prompt: Any, params: Any, draw_seed: Any) -> list[Request]:
-        """The n samples of prompt `index` of a call. draw_seed: gives a seed where params names none.
-
-        Raises TypeError or ValueError, with the prompt's index, for a prompt or params that cannot be served.
-        """
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params of prompt {index} are of type {type(params).__name__}, expected SamplingParams")
-        ids = self._prompt(index, prompt)
-        self._check_ids(index, params)
-        own_ends = () if params.ignore_eos else self.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*own_ends, *params.stop_token_ids)))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"prompt {index} has {len(stop_ids)} stop ids, the checkpoint's {len(self.eos_token_ids)} among them; "
-                f"expected at most {MAX_STOP_IDS}"
-            )
-        chosen = {name: self._chosen(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-        if params.n > 1 and not chosen["temperature"]:
-            raise ValueError(f"n of prompt {index} is {params.n} with temperature 0, where all samples are the same; expected 1")
-        tokens, room, bad_words = np.asarray(ids, np.int32), self.max_len - len(ids), self._bad_words(index, params)
-        seed = draw_seed() if params.seed is None else params.seed
-        return [
-            Request(
-                prompt=tokens[:],  # all samples share its memory
-                limit=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
-                stop_ids=stop_ids,
-                own_ends=frozenset(own_ends),
-                seed=(seed + i) % MAX_SEED,
-                **chosen,
-                bad_words=bad_words,
-                params=params,
-                text=OutputText(self.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens),
-                index=i,
-                prompt_index=index,
-            )
-            for i in range(params.n)
-        ]
-
-    def _chosen(self, params: SamplingParams, name: str) -> Any:
-        value = getattr(params, name)
-        return getattr(self.defaults, name) if value is None else value
-
-    def _prompt(self, index: int, prompt: Any) -> Sequence[int]:
-        if isinstance(prompt, str):
-            ids: Any = self.tokenizer.encode(prompt) if prompt else []
-        elif isinstance(prompt, list | tuple | range | np.ndarray):
-            ids = prompt
-        else:
-            raise TypeError(f"prompt {index} is of type {type(prompt).__name__}, expected a str or a list of token ids")
-        only = set(map(type, ids))  # much faster than to look at each of them
-        at = None if only <= {int} else next((at for at, i in enumerate(ids) if not is_id(i)), None)
-        if at is not None:
-            raise TypeError(f"prompt {index} has {ids[at]!r} at position {at}; expected a token id, an integer")
-        if not len(ids):
-            raise ValueError(f"prompt {index} is empty; expected at least one token")
-        if len(ids) > self.max_len - 1:
-            raise ValueError(
-                f"prompt {index} has {len(ids)} tokens; expected at most {self.max_len - 1}, max_len {self.max_len} less one to generate"
-            )
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            at = next(at for at, i in enumerate(ids) if not 0 <= i < self.vocab_size)
-            raise ValueError(f"prompt {index} has id {ids[at]} at position {at}; expected 0 .. {self.vocab_size - 1}")
-        return ids
-
-    def _check_ids(self, index: int, params: SamplingParams) -> None:
-        lists = {
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": params.logit_bias,
-            "allowed_token_ids": params.allowed_token_ids or (),
-        }
-        for name, ids in lists.items():
-            outside = [i for i in ids if i >= self.vocab_size]
-            if outside:
-                raise ValueError(f"{name} of prompt {index} has id {outside[0]}; expected 0 .. {self.vocab_size - 1}")
-            if name != "stop_token_ids" and len(ids) > MAX_IDS:
-                raise ValueError(f"{name} of prompt {index} has {len(ids)} ids; expected at most {MAX_IDS}")
-        allowed = params.allowed_token_ids
-        if allowed is not None and not set(allowed) - set(self.defaults.suppress_tokens):
-            raise ValueError(f"allowed_token_ids of prompt {index} names only tokens that the checkpoint suppresses")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name)
-            if count is not None and count > self.vocab_size:
-                raise ValueError(f"{name} of prompt {index} is {count}; expected at most {self.vocab_size}, the vocabulary, or -1 for all")
-
-    def _bad_words(self, index: int, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word's tokens at the beginning of a text and, where they are as many and begin with another, after a space."""
-        found = []
-        for word in params.bad_words:
-            first, spaced = (tuple(self.tokenizer.encode_word(space + word.lstrip())) for space in ("", " "))
-            if not first:
-                raise ValueError(f"the bad word {word!r} of prompt {index} has no tokens")
-            found += [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
-            if len(first) > MAX_BAD_WORD_TOKENS:
-                raise ValueError(f"the bad word {word!r} of prompt {index} has {len(first)} tokens; expected at most {MAX_BAD_WORD_TOKENS}")
-        if len(found) > MAX_BAD_WORDS:
-            raise ValueError(
-                f"prompt {index} has {len(found)} bad words, with a space before and without; expected at most {MAX_BAD_WORDS}"
-            )
-        return tuple(found)
-
-
-def is_id(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -17,12 +17,15 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine.admission import packed, padded
+from jaxspec.engine.admission import packed
+from jaxspec.engine.buckets import padded
+from jaxspec.engine.device_clock import Times
 from jaxspec.engine.draft_count import Adaptive
+from jaxspec.engine.intake import MAX_STOP_IDS
 from jaxspec.engine.programs import Key, Programs
-from jaxspec.engine.request import MAX_STOP_IDS, Request
+from jaxspec.engine.request import Request
 from jaxspec.engine.slots import Slots
-from jaxspec.engine.stats import Times, accepted_by_call, histogram_of
+from jaxspec.engine.stats import accepted_by_call, histogram_of
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
