@@ -23,6 +23,7 @@ from jaxspec.model.config import Gemma4Config
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.filters import CANDIDATES
 from jaxspec.targets import DTYPES
+from jaxspec.params import number
 from pallas_kernels.dialect import IMPLEMENTATIONS
 
 RATES = (0.92, 0.78, 0.67, 0.57)
@@ -161,8 +162,7 @@ def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], tempera
     for name in ("context", "tokens", "repeats", "prefill_chunk"):
         integer(name, getattr(work, name), 1)
     for temperature in temperatures:
-        if not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(f"temperature is {temperature}, expected a finite number of at least 0")
+        number("temperature", temperature, 0)
     integer("top_k", work.top_k, 0)
     if not 0 < work.top_p <= 1:
         raise ValueError(f"top_p is {work.top_p}, expected more than 0 and at most 1")
