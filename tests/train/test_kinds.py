@@ -91,6 +91,15 @@ def test_default_configs_fit_every_release(kind):
         assert drafters.REGISTRY.keys() & {*config.get("architectures", ()), config["model_type"]}, config
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mtp-modules"])  # which transformers does not know
+def test_a_drafters_config_that_was_saved_again_says_what_it_said(kind):
+    for raw in real_configs.TARGETS.values():
+        target = Gemma4Config.from_hf(raw)
+        config = default_config(kind, raw, target)
+        once, again = (KINDS[kind].read(found, target) for found in (config, real_configs.saved_again(config)))
+        assert jax.tree.structure(once) == jax.tree.structure(again) and jax.tree.leaves(once) == jax.tree.leaves(again)
+
+
 def test_pocket_configs_fit_the_pocket_target():
     from jaxspec import checkpoint
 
