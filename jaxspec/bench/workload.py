@@ -13,7 +13,7 @@ import jax
 
 from jaxspec import decode, sharding
 from jaxspec import released as shapes
-from jaxspec.checks import integer
+from jaxspec.checks import integer, number
 from jaxspec.decode.accept import Rule, rule_of, synthetic
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine.memory import memory_limit
@@ -23,7 +23,6 @@ from jaxspec.model.config import Gemma4Config
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.filters import CANDIDATES
 from jaxspec.targets import DTYPES
-from jaxspec.params import number
 from pallas_kernels.dialect import IMPLEMENTATIONS
 
 RATES = (0.92, 0.78, 0.67, 0.57)
