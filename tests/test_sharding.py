@@ -73,8 +73,15 @@ def test_data_shards_take_requests_side_by_side(load, texts, monkeypatch):
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == texts[0]
     assert {r.free_slots for r in llm._shards.runners} == {1, 2}  # the stream's slot, and no other
     assert [*first.token_ids, *(i for chunk in stream for i in chunk.token_ids)] == texts[1][1]
-    asked = ((p, GREEDY) for p in PROMPTS if not free(Alone(jax.devices()[3:5])) and free(Alone(jax.devices()[4:6])))
-    done = {c.prompt_index: c for c in llm.as_completed(asked)}
+    held = []
+
+    def asked():
+        for prompt in PROMPTS:
+            yield prompt, GREEDY
+            held.append((free(Alone(jax.devices()[3:5])), free(Alone(jax.devices()[4:6]))))
+
+    done = {c.prompt_index: c for c in llm.as_completed(asked())}
+    assert held == [(False, True)] * 4
     assert [done[i].token_ids for i in range(4)] == texts[0]
     assert all(r.free_slots == 2 for r in llm._shards.runners)
     (scored,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=3, prompt_logprobs=1))
