@@ -145,7 +145,7 @@ def texts(member: str, kind: str = "none", k: int = 0, rule: accept.Rule = accep
     prefill = compiled(functools.partial(decode.prefill, chunk=CHUNK))
     for _ in range(-(-LENGTHS.max() // CHUNK)):
         state = prefill(model, drafts, state, slots)
-    loop = compiled(functools.partial(decode.decode_loop, num_draft_tokens=k, accept=rule))
+    loop = compiled(functools.partial(decode.decode_loop, round=decode.Round(k, rule)))
     return np.asarray(loop(model, drafts, state, slots, 1000).tokens)
 
 
@@ -182,6 +182,6 @@ class Placed:
         prefill = self.run(decode.prefill, chunk=CHUNK)
         for _ in range(-(-LENGTHS.max() // CHUNK)):
             state = prefill(self.target, self.drafter, state, self.slots)
-        loop = self.run(decode.decode_loop, num_draft_tokens=k, accept=rule)
+        loop = self.run(decode.decode_loop, round=decode.Round(k, rule))
         state = loop(self.target, self.drafter, state, self.slots, np.int32(1000), np.bool_(False))
         return np.asarray(state.tokens), state

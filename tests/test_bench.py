@@ -253,7 +253,7 @@ def test_options_that_are_no_numbers(capsys, options):
     ],
 )
 def test_filters_that_do_nothing_are_not_compiled(sampling, scope):
-    assert workload.Workload(4, COUPLED, **sampling).static["needs"].scope == scope
+    assert workload.Workload(4, COUPLED, **sampling).round.needs.scope == scope
 
 
 def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(capsys, monkeypatch):

@@ -49,8 +49,8 @@ ROWS = np.arange(len(PROMPT))
 
 # Unoptimised code compiles in half the time, and computes the same.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-jit_prefill = compiled(decode.prefill, static_argnames=("chunk", "needs"))
-jit_loop = compiled(decode.decode_loop, static_argnames=("num_draft_tokens", "accept", "needs"))
+jit_prefill = compiled(decode.prefill, static_argnames=("chunk", "round"))
+jit_loop = compiled(decode.decode_loop, static_argnames="round")
 jit_admit, jit_release, jit_fork = compiled(decode.admit), compiled(decode.release), compiled(decode.fork)
 
 
@@ -114,12 +114,12 @@ def admit(state, slots, rows=ROWS, *, known=PROMPT, tokens=None, limit=MAX_LEN, 
 
 def prefill(state, slots, chunk=32, **static):
     for _ in range(-(-MAX_LEN // chunk)):
-        state = jit_prefill(target(), assistant(), state, padded(slots), chunk=chunk, **static)
+        state = jit_prefill(target(), assistant(), state, padded(slots), chunk=chunk, round=decode.Round(0, **static))
     return state
 
 
 def loop(state, slots, drafter, k, steps=1000, until_any=False, size=SLOTS, **static):
-    return jit_loop(target(), drafter, state, padded(slots, size), steps, until_any, num_draft_tokens=k, **static)
+    return jit_loop(target(), drafter, state, padded(slots, size), steps, until_any, round=decode.Round(k, **static))
 
 
 def run(drafter, k, slots=ROWS, rows=ROWS, **requests):
@@ -535,7 +535,7 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone():
     for _ in range(2):
         state = jit_prefill(model, assistant(), state, padded(ROWS), chunk=32)
     for k in (0, 4):
-        after = jit_loop(model, NoDraft(), state, padded(ROWS), 1000, num_draft_tokens=k)
+        after = jit_loop(model, NoDraft(), state, padded(ROWS), 1000, round=decode.Round(k))
         for row in ROWS:
             length, failed = int(after.length[row]), int(after.status[row]) == FAILED
             assert failed == (ends[row] < MAX_LEN - 1), f"row {row} with {k} drafts"

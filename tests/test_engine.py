@@ -98,7 +98,7 @@ def expected(llm):
     )
     state = decode.admit(state, slots, requests)
     state = jax.jit(functools.partial(decode.prefill, chunk=MAX_LEN))(target, drafter, state, slots)
-    state = jax.jit(functools.partial(decode.decode_loop, num_draft_tokens=0))(target, drafter, state, slots, MAX_LEN)
+    state = jax.jit(functools.partial(decode.decode_loop, round=decode.Round(0)))(target, drafter, state, slots, MAX_LEN)
     return [row[n:].tolist() for row, n in zip(np.asarray(state.tokens), size, strict=True)]
 
 
@@ -293,8 +293,8 @@ def test_what_load_was_told_reaches_every_program(load, parrot, monkeypatch):
         monkeypatch.setattr(decode, name, spy(name))
         with pytest.raises(InterruptedError):
             llm._runner.programs.program(program)
-    both = {"attention": "xla", "draft_attention": "xla", "needs": PLAIN}
-    assert seen == {"prefill": both | {"chunk": 64}, "decode_loop": both | {"num_draft_tokens": 2, "accept": rule}}
+    told = decode.Round(2, rule, PLAIN, "xla", "xla")
+    assert seen == {"prefill": {"chunk": 64, "round": told}, "decode_loop": {"round": told}}
 
 
 def test_seeds_beyond_32_bits_are_different_seeds(speculative):

@@ -37,8 +37,8 @@ def lowered(name, attention):
     settings = {"slots": 4, "max_len": 1024, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
     slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    loop = jax.jit(decode.decode_loop, static_argnames=("num_draft_tokens", "attention"), donate_argnames="state")
-    return for_cuda(loop, target, drafter, state, slots, steps, num_draft_tokens=4, attention=attention), len(jax.tree.leaves(state))
+    loop = jax.jit(decode.decode_loop, static_argnames="round", donate_argnames="state")
+    return for_cuda(loop, target, drafter, state, slots, steps, round=decode.Round(4, attention=attention)), len(jax.tree.leaves(state))
 
 
 def kernels(name, attention):

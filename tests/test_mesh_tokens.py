@@ -236,7 +236,7 @@ def released(data, tensor):
 
 
 def loop(layout, attention):
-    return layout.on(functools.partial(decode.decode_loop, num_draft_tokens=4, attention=attention))
+    return layout.on(functools.partial(decode.decode_loop, round=decode.Round(4, attention=attention)))
 
 
 def collectives(text):

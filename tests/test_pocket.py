@@ -46,7 +46,7 @@ SLOTS, MAX_LEN, CHUNK, K = 24, 288, 80, 4
 init_state = jax.jit(decode.init_state, static_argnames=("slots", "max_len", "num_draft_tokens", "page_size"))
 admit = jax.jit(decode.admit)
 prefill = jax.jit(decode.prefill, static_argnames="chunk", donate_argnums=2)
-decode_loop = jax.jit(decode.decode_loop, static_argnames="num_draft_tokens")
+decode_loop = jax.jit(decode.decode_loop, static_argnames="round")
 
 
 def put(state, sequences, limits, prompts=None, temperature=0.0):
@@ -89,7 +89,7 @@ def prefilled(target, drafter, sequences, limits, prompts=None, temperature=0.0)
 
 def decoded(target, drafter, state, count=SLOTS, num_draft_tokens=K, rounds=10_000):
     """The first `count` sequences, to their end or as far as so many rounds take them, and the state."""
-    state = decode_loop(target, drafter, state, jnp.arange(count, dtype=jnp.int32), rounds, num_draft_tokens=num_draft_tokens)
+    state = decode_loop(target, drafter, state, jnp.arange(count, dtype=jnp.int32), rounds, round=decode.Round(num_draft_tokens))
     tokens, length = np.asarray(state.tokens), np.asarray(state.length)
     return [row[:n] for row, n in zip(tokens[:count], length, strict=False)], state
 

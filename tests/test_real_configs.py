@@ -127,7 +127,7 @@ def test_every_call_returns_the_state_that_it_was_given(name: str) -> None:
     calls = {
         "admit": lambda: jax.eval_shape(decode.admit, state, each, requests),
         "prefill": lambda: jax.eval_shape(functools.partial(decode.prefill, chunk=512), target, drafter, state, each),
-        "spec_step": lambda: jax.eval_shape(functools.partial(decode.spec_step, num_draft_tokens=k), target, drafter, state, each),
+        "spec_step": lambda: jax.eval_shape(functools.partial(decode.spec_step, round=decode.Round(k)), target, drafter, state, each),
         "release": lambda: jax.eval_shape(decode.release, state, each),
     }
     for call, run in calls.items():

@@ -32,7 +32,7 @@ from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, Plan, Workload, plan
 from jaxspec.engine import cuda_graphs as graphs
 from jaxspec.model.config import Gemma4Config
-from jaxspec.sampling.choice import seed_words
+from jaxspec.sampling.choice import PLAIN, seed_words
 from jaxspec.sampling.filters import Filters
 
 
@@ -228,7 +228,7 @@ def _decode_all(plan: Plan, target: Any, drafter: Any, rates: tuple[float, float
     state, on = _placed(plan, target, drafter, slots, work.max_len)
     chunk = min(work.prefill_chunk, work.context)
     # Nothing is sampled among the likeliest alone for a prompt's first token: no figure is of it.
-    first = functools.partial(decode.prefill, chunk=chunk, **work.implementations)
+    first = functools.partial(decode.prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=PLAIN))
     prefill, _ = _compiled(on(first), target, drafter, state, np.zeros(plan.shards, np.int32))
     admit = jax.jit(on(_admit), donate_argnums=0)
 
@@ -268,7 +268,7 @@ def _decode(
     work, slots = plan.work, _each(plan, batch)
     name = f"batch {batch} at temperature {work.temperature}"
     stage(f"{name}: compile")
-    function = functools.partial(decode.decode_loop, num_draft_tokens=work.num_draft_tokens, accept=work.accept, **work.static)
+    function = functools.partial(decode.decode_loop, round=work.round)
     loop, loop_cost = _compiled(on(function), target, drafter, state, slots, np.int32(0), np.bool_(False))
 
     def call(steps: int) -> float:
@@ -346,7 +346,7 @@ def _prefill_all(plan: Plan, target: Any, drafter: Any, rate: float, stage: Call
         chunk = min(work.prefill_chunk, length)
         stage(f"prompt of {length}: compile")
         if chunk not in programs:
-            prefill = functools.partial(decode.prefill, chunk=chunk, **work.static)
+            prefill = functools.partial(decode.prefill, chunk=chunk, round=work.round)
             programs[chunk] = _compiled(on(prefill), target, drafter, state, slots)
         program, cost = programs[chunk]
         requests, calls = _requests(work, target.config, 1, length, length + 2), math.ceil(length / chunk)

@@ -63,15 +63,11 @@ class Workload:
         return self.context + 2 + rounds * (self.num_draft_tokens + 1)
 
     @property
-    def static(self) -> dict[str, Any]:
-        """Static arguments of every call."""
+    def round(self) -> decode.Round:
+        """What a timed round is compiled for."""
         plain = not self.temperature or (not self.top_k and self.top_p == 1)
         needs = PLAIN if plain else Needs("top" if 0 < self.top_k <= CANDIDATES else "search")
-        return {"needs": needs, **self.implementations}
-
-    @property
-    def implementations(self) -> dict[str, Any]:
-        return {"attention": self.attention, "draft_attention": self.draft_attention}
+        return decode.Round(self.num_draft_tokens, self.accept, needs, self.attention, self.draft_attention)
 
     def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
         return decode.init_state(target, drafter, slots=slots, max_len=max_len, num_draft_tokens=self.num_draft_tokens)

@@ -153,5 +153,5 @@ def step_case(name: str, dtype: str) -> Case:
     settings = {"slots": 1, "max_len": 4096, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
     slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    loop = functools.partial(decode.decode_loop, num_draft_tokens=4)
+    loop = functools.partial(decode.decode_loop, round=decode.Round(4))
     return Case(STEP, f"{name}, {numbers.name}", loop, (target, drafter, state, slots, steps), donate=(2,))

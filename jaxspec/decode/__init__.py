@@ -2,6 +2,7 @@
 and may import drafters, models, sampling and what lies below them."""
 
 from jaxspec.decode.prompts import prefill, score
+from jaxspec.decode.round import Round
 from jaxspec.decode.state import (
     EMPTY,
     FAILED,
@@ -28,6 +29,7 @@ __all__ = [
     "DecodeState",
     "Report",
     "Requests",
+    "Round",
     "admit",
     "decode_loop",
     "fork",

@@ -7,16 +7,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxspec.collectives import part, whole
-from jaxspec.decode.rows import append_tokens, gather_slots, sound_choices
-from jaxspec.decode.state import (
-    DecodeState,
-)
+from jaxspec.collectives import whole
+from jaxspec.decode.round import NO_DRAFTS, Round
+from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
+from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, Observed
-from jaxspec.model import paged_kv as paged
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.rows import Rows
-from jaxspec.sampling.choice import PLAIN, Needs, choose
+from jaxspec.sampling.choice import PLAIN
 from jaxspec.sampling.logprobs import Logprobs, logprobs_of
 
 
@@ -28,49 +26,41 @@ def prefill(
     until: jax.Array | None = None,
     *,
     chunk: int,
-    needs: Needs = PLAIN,
-    attention: str = "auto",
-    draft_attention: str = "auto",
+    round: Round = NO_DRAFTS,
 ) -> DecodeState:
     """Computes up to `chunk` (static) more rows of each slot's known tokens; a slot whose prompt is done chooses its first token.
 
     slots: [B] int32, ids >= slots stand for no sequence. until: [B] int32, how many rows a slot may have computed afterwards; None for
     all. A slot is ready to decode once computed == length - 1. A resumed sequence, which knows more than its prompt, has its anchor
-    already and chooses nothing. needs: see `spec_step`.
+    already and chooses nothing. round: static, of the rounds that follow; how many tokens they draft, and how they accept them, makes no
+    difference here.
     """
-    rows, known, live = gather_slots(state, slots, needs, target)
-    resumed = known > rows.prompt
-    todo = known - resumed.astype(jnp.int32)
+    rows = gather_slots(state, slots, round.needs, target)
+    resumed = rows.length > rows.prompt
+    todo = rows.length - resumed.astype(jnp.int32)
     todo = (todo if until is None else jnp.minimum(todo, until)) - rows.computed
-    count = jnp.where(live, jnp.clip(todo, 0, chunk), 0)
-    cache, ok = paged.reserve(state.cache, slots, jnp.where(count > 0, rows.computed + count, 0), chunk)
-    count = jnp.where(ok, count, 0)
+    count = jnp.where(rows.live, jnp.clip(todo, 0, chunk), 0)
+    state, count = reserve_rows(state, slots, rows.computed, count, chunk)
     at = rows.computed[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :]
     ids = state.tokens.at[slots[:, None], at].get(mode="clip")
     block = Rows(ids, rows.computed, count, slots)
-    out, cache = target(block, cache, taps=drafter.taps, last_only=True, attention=attention)
+    out, cache = target(block, state.cache, taps=drafter.taps, last_only=True, attention=round.attention)
     assert cache is not None
     computed = rows.computed + count
-    if needs.choice_alone:
-        raw, (first, most) = None, target.choose(out.hidden, computed[:, None], rows.sampling, needs.suppress_tokens, attention)
-        sound = sound_choices(most, None, out.hidden)
-    else:
-        raw = target.unembed(out.hidden)
-        edited = rows.edited(raw, needs)
-        first = choose(edited, computed[:, None], dataclasses.replace(rows.sampling, tables=None))
-        sound = sound_choices(jnp.max(edited, axis=-1), part(edited, None, rows.sampling.shard))
-    chosen = (count > 0) & (computed == known)
+    choices = target_choices(target, rows, out.hidden, computed[:, None], round)
+    assert choices.tokens is not None
+    chosen = (count > 0) & (computed == rows.length)
     next_known = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), computed[:, None], axis=1, mode="clip")
-    anchor = jnp.where(chosen[:, None], first, next_known)[:, 0]
-    observed = Observed(target, slots, ids, block.positions, out.hidden[:, 0], out.taps, count, anchor, draft_attention)
+    anchor = jnp.where(chosen[:, None], choices.tokens, next_known)[:, 0]
+    observed = Observed(target, slots, ids, block.positions, out.hidden[:, 0], out.taps, count, anchor, round.draft_attention)
     state = dataclasses.replace(
         state,
         cache=cache,
         drafter=drafter.observe(state.drafter, observed),
         computed=state.computed.at[slots].set(computed, mode="drop"),
-        starved=~ok,
     )
-    return append_tokens(state, slots, rows, first, chosen.astype(jnp.int32), jnp.zeros_like(count), sound, raw, needs)
+    none = jnp.zeros_like(count)
+    return append_tokens(state, slots, rows, choices.tokens, chosen.astype(jnp.int32), none, choices, round.needs)[0]
 
 
 def score(
@@ -82,14 +72,12 @@ def score(
     for no sequence. count (static): most likely tokens to report at each position. Returns the state and Logprobs of [B, chunk]: entry
     j is of position computed + 1 + j, as far as the token there is known.
     """
-    rows, known, _ = gather_slots(state, slots, PLAIN, target)
-    todo = jnp.where(slots < state.slots, jnp.clip(known - rows.computed, 0, chunk), 0)
-    cache, ok = paged.reserve(state.cache, slots, jnp.where(todo > 0, rows.computed + todo, 0), chunk)
-    todo = jnp.where(ok, todo, 0)
+    rows = gather_slots(state, slots, PLAIN, target)
+    todo = jnp.where(slots < state.slots, jnp.clip(rows.length - rows.computed, 0, chunk), 0)
+    state, todo = reserve_rows(state, slots, rows.computed, todo, chunk)
     at = rows.computed[:, None] + jnp.arange(chunk + 1, dtype=jnp.int32)[None, :]
     ids = state.tokens.at[slots[:, None], at].get(mode="clip")
-    out, cache = target(Rows(ids[:, :-1], rows.computed, todo, slots), cache, attention=attention)
+    out, cache = target(Rows(ids[:, :-1], rows.computed, todo, slots), state.cache, attention=attention)
     assert cache is not None
-    computed = state.computed.at[slots].add(todo, mode="drop")
-    state = dataclasses.replace(state, cache=cache, computed=computed, starved=~ok)
+    state = dataclasses.replace(state, cache=cache, computed=state.computed.at[slots].add(todo, mode="drop"))
     return state, logprobs_of(whole(target.unembed(out.hidden), target.shard), ids[:, 1:], count)

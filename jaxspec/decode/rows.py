@@ -1,4 +1,5 @@
-"""What prefill and decode have in common: the fields of a call's slots, and appending the tokens that were chosen."""
+"""What prefill, scoring and decoding have in common: the fields of a call's slots, pages for their rows, the target's choices, and
+appending them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.collectives import Shard, whole, without
+from jaxspec.collectives import Shard, part, whole, without
+from jaxspec.decode.round import Round
 from jaxspec.decode.state import (
     FAILED,
     FULL_LENGTH,
@@ -17,23 +19,30 @@ from jaxspec.decode.state import (
     DecodeState,
 )
 from jaxspec.drafters.base import Drafts
+from jaxspec.model import paged_kv as paged
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sampling import logit_edits as edits
-from jaxspec.sampling.choice import Needs, Sampling
+from jaxspec.sampling.choice import Needs, Sampling, choose, choose_by_head
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, logprobs_of
 
 
 @struct.dataclass
 class SlotRows:
-    """The per-slot fields that a call reads, gathered for its B slots."""
+    """What a call reads of its B slots. The fields that are not explained are those of DecodeState."""
 
-    computed: jax.Array
-    prompt: jax.Array
-    limit: jax.Array
-    length: jax.Array
-    stop_ids: jax.Array
-    rounds: jax.Array
-    sampling: Sampling
+    live: jax.Array  # [B] bool, whether the slot holds a running sequence
+    computed: jax.Array  # [B] int32
+    prompt: jax.Array  # [B] int32
+    limit: jax.Array  # [B] int32
+    length: jax.Array  # [B] int32
+    stop_ids: jax.Array  # [B, N] int32
+    rounds: jax.Array  # [B] int32
+    sampling: Sampling  # how each slot chooses
+
+    @property
+    def ready(self) -> jax.Array:
+        """Whether the slot can decode: all of its known tokens but the last have K and V. [B] bool."""
+        return self.live & (self.computed == self.length - 1)
 
     def edited(self, logits: jax.Array, needs: Needs, drafts: Drafts | None = None) -> jax.Array:
         """The logits that tokens are chosen by. logits: [B, K + 1, V], the target's after the known tokens and after each draft."""
@@ -45,8 +54,8 @@ class SlotRows:
         return self.sampling.tables.verified(whole(logits, self.sampling.shard), none if drafts is None else drafts.tokens)
 
 
-def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: Gemma4) -> tuple[SlotRows, jax.Array, jax.Array]:
-    """(fields, known tokens, whether the slot holds a running sequence) of a list of slots."""
+def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: Gemma4) -> SlotRows:
+    """The fields of a list of slots. slots: [B] int32, an id >= slots stands for no sequence and is not live."""
 
     def of(field: jax.Array) -> jax.Array:
         return field.at[slots].get(mode="clip")
@@ -62,53 +71,57 @@ def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: Gem
         asked = jax.tree.map(of, state.edits)
         tables = edits.tables(asked, of(state.tokens), prompt, length, stop_ids, target.config.vocab_size)
         sampling = dataclasses.replace(sampling, tables=tables)
-    return SlotRows(computed, prompt, limit, length, stop_ids, rounds, sampling), length, live
+    return SlotRows(live, computed, prompt, limit, length, stop_ids, rounds, sampling)
 
 
-def append_tokens(
-    state: DecodeState,
-    slots: jax.Array,
-    rows: SlotRows,
-    choices: jax.Array,
-    count: jax.Array,
-    accepted: jax.Array,
-    sound: jax.Array,
-    raw: jax.Array | None,
-    needs: Needs,
-) -> DecodeState:
-    """Appends the first `count` choices of each slot, cut after a stop id and at the limit. A slot of which a choice that is not
-    `sound` is left has failed, and is cut before it.
+def reserve_rows(
+    state: DecodeState, slots: jax.Array, start: jax.Array, count: jax.Array, most: int
+) -> tuple[DecodeState, jax.Array]:
+    """Gives each slot pages for its next `count` rows. All slots get them, or none does: then the state is `starved` and all counts are 0.
 
-    choices: [B, T] int32; count: [B] int32, 0 appends nothing; the first `accepted` of them were drafts. sound: [B, T] bool. raw:
-    [B, T, V], the logits that log-probabilities are reported of, or None where none are.
+    slots: [B] int32. start: [B] int32, the position of a slot's first row. count: [B] int32, 0 asks for nothing. most (static): no count
+    is larger. Returns the state and the counts.
     """
-    row = jnp.arange(choices.shape[1], dtype=jnp.int32)[None, :]
-    stops = jnp.any(choices[:, :, None] == rows.stop_ids[:, None, :], axis=-1)
-    first_stop = jnp.min(jnp.where(stops, row, choices.shape[1]), axis=1)
-    count = jnp.minimum(jnp.minimum(count, first_stop + 1), jnp.maximum(rows.limit - rows.length, 0))
-    bad = jnp.min(jnp.where(sound, choices.shape[1], row), axis=1)
-    failed, count = bad < count, jnp.minimum(count, bad)
-    length = rows.length + count
-    status = jnp.where(first_stop < count, STOPPED, jnp.where(length >= rows.limit, FULL_LENGTH, RUNNING))
-    status = jnp.where(failed, FAILED, status)
-    changed = jnp.where(failed | (count > 0), slots, state.slots)
-    at = jnp.where(row < count[:, None], rows.length[:, None] + row, state.tokens.shape[1])
-    if needs.logprobs is not None:
-        assert raw is not None
-        slot = jnp.where(row < count[:, None], slots[:, None], state.slots)
-        ring = jax.tree.map(
-            lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % kept.shape[1]].set(new, mode="drop"),
-            state.logprobs,
-            logprobs_of(whole(raw, rows.sampling.shard), choices, MAX_LOGPROBS),
+    cache, ok = paged.reserve(state.cache, slots, jnp.where(count > 0, start + count, 0), most)
+    return dataclasses.replace(state, cache=cache, starved=~ok), jnp.where(ok, count, 0)
+
+
+@struct.dataclass
+class Choices:
+    """What the target says of the token after each of T rows of B slots."""
+
+    tokens: jax.Array | None  # [B, T] int32, the one that it chooses; None for a rule that draws from the logits
+    sound: jax.Array  # [B, T] bool, whether one can be chosen: see `sound_choices`
+    logits: jax.Array | None  # [B, T, V] float32, what it is chosen by, edits included; None where the head alone chose
+    raw: jax.Array | None  # the same without edits, of which log-probabilities are reported
+
+
+def target_choices(
+    target: Gemma4, rows: SlotRows, hidden: jax.Array, positions: jax.Array, round: Round, drafts: Drafts | None = None
+) -> Choices:
+    """Chooses the tokens at `positions`: by the head alone, without a row of logits in memory, where nothing else needs the logits.
+
+    hidden: [B, T, H], after the final norm, of the rows before. positions: [B, T] int32. drafts: the T - 1 guesses that the rows after
+    the first are of; without them the token is a text's first, which every acceptance rule chooses alike.
+    """
+    chosen, shard = drafts is None or round.accept.shares_noise, rows.sampling.shard
+    if chosen and round.needs.choice_alone:
+        weight, softcap = target.head
+        tokens, most = choose_by_head(
+            hidden,
+            weight,
+            positions,
+            rows.sampling,
+            softcap=softcap,
+            suppressed=round.needs.suppress_tokens,
+            implementation=round.attention,
         )
-        state = dataclasses.replace(state, logprobs=ring)
-    return dataclasses.replace(
-        state,
-        tokens=state.tokens.at[slots[:, None], at].set(choices, mode="drop"),
-        from_draft=state.from_draft.at[slots[:, None], at].set(row < accepted[:, None], mode="drop"),
-        length=state.length.at[changed].set(length, mode="drop"),
-        status=state.status.at[changed].set(status, mode="drop"),
-    )
+        return Choices(tokens, sound_choices(most, None, hidden), None, None)
+    raw = target.unembed(hidden)
+    logits = rows.edited(raw, round.needs, drafts)
+    sound = sound_choices(jnp.max(logits, axis=-1), part(logits, None, shard))
+    tokens = choose(logits, positions, dataclasses.replace(rows.sampling, tables=None)) if chosen else None
+    return Choices(tokens, sound, logits, raw)
 
 
 def sound_choices(most: jax.Array, shard: Shard | None, hidden: jax.Array | None = None) -> jax.Array:
@@ -121,3 +134,48 @@ def sound_choices(most: jax.Array, shard: Shard | None, hidden: jax.Array | None
     if shard is not None:
         bad, some = jax.lax.psum(jnp.stack([bad, some]).astype(jnp.int32), shard.axis) > 0
     return some & ~bad
+
+
+def append_tokens(
+    state: DecodeState,
+    slots: jax.Array,
+    rows: SlotRows,
+    tokens: jax.Array,
+    count: jax.Array,
+    accepted: jax.Array,
+    choices: Choices,
+    needs: Needs,
+) -> tuple[DecodeState, jax.Array]:
+    """Appends the first `count` tokens of each slot, cut after a stop id and at the limit. A slot of which a token that is not
+    `choices.sound` is left has failed, and is cut before it.
+
+    tokens: [B, T] int32; count: [B] int32, 0 appends nothing; the first `accepted` of them were drafts. Returns the state and how many
+    tokens each slot got: [B] int32.
+    """
+    row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    stops = jnp.any(tokens[:, :, None] == rows.stop_ids[:, None, :], axis=-1)
+    first_stop = jnp.min(jnp.where(stops, row, tokens.shape[1]), axis=1)
+    count = jnp.minimum(jnp.minimum(count, first_stop + 1), jnp.maximum(rows.limit - rows.length, 0))
+    bad = jnp.min(jnp.where(choices.sound, tokens.shape[1], row), axis=1)
+    failed, count = bad < count, jnp.minimum(count, bad)
+    length = rows.length + count
+    status = jnp.where(first_stop < count, STOPPED, jnp.where(length >= rows.limit, FULL_LENGTH, RUNNING))
+    status = jnp.where(failed, FAILED, status)
+    changed = jnp.where(failed | (count > 0), slots, state.slots)
+    at = jnp.where(row < count[:, None], rows.length[:, None] + row, state.tokens.shape[1])
+    if needs.logprobs is not None:
+        assert choices.raw is not None
+        slot = jnp.where(row < count[:, None], slots[:, None], state.slots)
+        ring = jax.tree.map(
+            lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % kept.shape[1]].set(new, mode="drop"),
+            state.logprobs,
+            logprobs_of(whole(choices.raw, rows.sampling.shard), tokens, MAX_LOGPROBS),
+        )
+        state = dataclasses.replace(state, logprobs=ring)
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[slots[:, None], at].set(tokens, mode="drop"),
+        from_draft=state.from_draft.at[slots[:, None], at].set(row < accepted[:, None], mode="drop"),
+        length=state.length.at[changed].set(length, mode="drop"),
+        status=state.status.at[changed].set(status, mode="drop"),
+    ), count

@@ -9,80 +9,55 @@ and adds the target's own next choice.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.collectives import part
-from jaxspec.decode.accept import COUPLED, Rule
-from jaxspec.decode.rows import append_tokens, gather_slots, sound_choices
+from jaxspec.decode.round import Round
+from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, Observed, Target
-from jaxspec.model import paged_kv as paged
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.rows import Rows, take_row
-from jaxspec.sampling.choice import PLAIN, Needs
+from jaxspec.sampling.choice import PLAIN
 
 
-def spec_step(
-    target: Gemma4,
-    drafter: Drafter,
-    state: DecodeState,
-    slots: jax.Array,
-    *,
-    num_draft_tokens: int,
-    accept: Rule = COUPLED,
-    needs: Needs = PLAIN,
-    attention: str = "auto",
-    draft_attention: str = "auto",
-) -> DecodeState:
-    """One round for each running slot of the list: draft, verify, accept, append, observe.
+def spec_step(target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.Array, *, round: Round) -> DecodeState:
+    """One round for each slot of the list that is ready to decode: draft, verify, accept, append, observe. The others stay as they are.
 
-    slots: [B] int32, ids >= slots stand for no sequence; slots that are not ready to decode stay as they are. accept: the rule by
-    which drafts become tokens. needs: what the slots' requests need; what it leaves out is not applied. Both static.
+    slots: [B] int32, ids >= slots stand for no sequence. round: static. Where full pages run out the state is `starved` and no slot
+    changes. Raises ValueError where the acceptance rule has no rate for a draft.
     """
-    rows, known, live = gather_slots(state, slots, needs, target)
-    live &= rows.computed == known - 1
+    rows, k = gather_slots(state, slots, round.needs, target), round.num_draft_tokens
     start, room = rows.computed, state.tokens.shape[1] - rows.computed
-    count = jnp.where(live, jnp.minimum(room, num_draft_tokens + 1), 0)
-    cache, ok = paged.reserve(state.cache, slots, jnp.where(live, start + count, 0), num_draft_tokens + 1)
-    live, count = live & ok, jnp.where(ok, count, 0)
+    count = jnp.where(rows.ready, jnp.minimum(room, k + 1), 0)
+    state, count = reserve_rows(state, slots, start, count, k + 1)
+    live = count > 0
 
-    anchor = state.tokens.at[slots, start].get(mode="clip")
     with jax.named_scope("draft"):
-        view = Target(target, cache, slots, anchor, start, attention, draft_attention)
-        drafts, drafter_state = drafter.draft(state.drafter, view, accept.drafting(rows.sampling, rows.rounds), num_draft_tokens)
+        anchor = state.tokens.at[slots, start].get(mode="clip")
+        view = Target(target, state.cache, slots, anchor, start, round.attention, round.draft_attention)
+        drafts, drafter_state = drafter.draft(state.drafter, view, round.accept.drafting(rows.sampling, rows.rounds), k)
     with jax.named_scope("verify"):
         block = Rows(jnp.concatenate([anchor[:, None], drafts.tokens], axis=1), start, count, slots)
-        out, cache = target(block, cache, taps=drafter.taps, attention=attention)
+        out, cache = target(block, state.cache, taps=drafter.taps, attention=round.attention)
         assert cache is not None
-        positions, raw, edited, choices = block.positions + 1, None, None, None
-        if needs.choice_alone and accept.shares_noise:
-            choices, most = target.choose(out.hidden, positions, rows.sampling, needs.suppress_tokens, attention)
-            sound = sound_choices(most, None, out.hidden)
-        else:
-            raw = target.unembed(out.hidden)
+        positions = block.positions + 1
+        choices = target_choices(target, rows, out.hidden, positions, round, drafts)
     with jax.named_scope("accept"):
-        if raw is not None:
-            edited = rows.edited(raw, needs, drafts)
-            sound = sound_choices(jnp.max(edited, axis=-1), part(edited, None, rows.sampling.shard))
-        tokens, accepted = accept(drafts, edited, positions, rows.sampling, rows.rounds, choices)
+        tokens, accepted = round.accept(drafts, choices.logits, positions, rows.sampling, rows.rounds, choices.tokens)
 
-    state = dataclasses.replace(state, cache=cache, drafter=drafter_state, starved=~ok)
-    state = append_tokens(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, sound, raw, needs)
-    committed = jnp.where(live, state.length.at[slots].get(mode="clip") - known, 0)
-    last = jnp.maximum(committed - 1, 0)
-    hidden = take_row(out.hidden, last)[:, 0]
-    newest = take_row(tokens, last)[:, 0]
-    observed = Observed(target, slots, block.ids, block.positions, hidden, out.taps, committed, newest, draft_attention)
-    spent = live.astype(jnp.int32)
+    state = dataclasses.replace(state, cache=cache, drafter=drafter_state)
+    state, kept = append_tokens(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, choices, round.needs)
+    last = jnp.maximum(kept - 1, 0)
+    hidden, newest = take_row(out.hidden, last)[:, 0], take_row(tokens, last)[:, 0]
+    observed = Observed(target, slots, block.ids, block.positions, hidden, out.taps, kept, newest, round.draft_attention)
     return dataclasses.replace(
         state,
         drafter=drafter.observe(state.drafter, observed),
-        computed=state.computed.at[slots].add(committed, mode="drop"),
-        rounds=state.rounds.at[slots].add(spent, mode="drop"),
-        drafted=state.drafted.at[slots].add(spent * num_draft_tokens, mode="drop"),
+        computed=state.computed.at[slots].add(kept, mode="drop"),
+        rounds=state.rounds.at[slots].add(live.astype(jnp.int32), mode="drop"),
+        drafted=state.drafted.at[slots].add(live.astype(jnp.int32) * k, mode="drop"),
     )
 
 
@@ -94,11 +69,7 @@ def decode_loop(
     max_steps: jax.Array | int,
     until_any: jax.Array | bool = False,
     *,
-    num_draft_tokens: int,
-    accept: Rule = COUPLED,
-    needs: Needs = PLAIN,
-    attention: str = "auto",
-    draft_attention: str = "auto",
+    round: Round,
 ) -> DecodeState:
     """Repeats `spec_step` on the device until the host is needed.
 
@@ -107,13 +78,9 @@ def decode_loop(
     """
 
     def running(state: DecodeState) -> jax.Array:
-        rows, known, live = gather_slots(state, slots, PLAIN, target)
-        return jnp.sum(live & (rows.computed == known - 1))
+        return jnp.sum(gather_slots(state, slots, PLAIN, target).ready)
 
     begun = running(state)
-    one_round = functools.partial(
-        spec_step, num_draft_tokens=num_draft_tokens, accept=accept, needs=needs, attention=attention, draft_attention=draft_attention
-    )
 
     def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         step, state = carry
@@ -122,7 +89,7 @@ def decode_loop(
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry
-        return step + 1, one_round(target, drafter, state, slots)
+        return step + 1, spec_step(target, drafter, state, slots, round=round)
 
     state = dataclasses.replace(state, starved=jnp.zeros_like(state.starved))
     return jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))[1]

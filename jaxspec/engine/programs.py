@@ -56,14 +56,14 @@ def fork(target: Any, drafter: Any, state: DecodeState, sources: jax.Array, slot
     return state, state.cache.free_count + 0
 
 
-def prefill(target, drafter, state, slots, until, known, *, needs, **static) -> Any:
-    state = loop.prefill(target, drafter, state, slots, until, needs=needs, **static)
-    return state, loop.report(state, slots, known, 1, needs.logprobs is not None)
+def prefill(target, drafter, state, slots, until, known, *, chunk, round) -> Any:
+    state = loop.prefill(target, drafter, state, slots, until, chunk=chunk, round=round)
+    return state, loop.report(state, slots, known, 1, round.needs.logprobs is not None)
 
 
-def decode(target, drafter, state, slots, known, steps, until_any, *, width, needs, **static) -> Any:
-    state = loop.decode_loop(target, drafter, state, slots, steps, until_any, needs=needs, **static)
-    return state, loop.report(state, slots, known, width, needs.logprobs is not None)
+def decode(target, drafter, state, slots, known, steps, until_any, *, width, round) -> Any:
+    state = loop.decode_loop(target, drafter, state, slots, steps, until_any, round=round)
+    return state, loop.report(state, slots, known, width, round.needs.logprobs is not None)
 
 
 def score(target, drafter, state, slots, **static) -> Any:
@@ -104,8 +104,9 @@ class Programs:
         progress: bool = False,
     ):
         self.target, self.drafter = target, drafter
-        self.slots, self.max_len, self.num_draft_tokens, self.accept = slots, max_len, num_draft_tokens, accept
-        self._attention = {"attention": attention, "draft_attention": draft_attention}
+        self.slots, self.max_len, self.num_draft_tokens = slots, max_len, num_draft_tokens
+        # Programs differ from this in what requests need, and in how many tokens are drafted.
+        self._round = loop.Round(num_draft_tokens, accept, attention=attention, draft_attention=draft_attention)
         self._times, self._limits, self._progress = times, dict(limits), progress
         self.compiled: dict[Key, Callable[..., Any]] = {}
         self.compile_seconds = 0.0
@@ -215,16 +216,16 @@ class Programs:
         return self._lower(fork, *[self._nobody(1)] * 3)
 
     def _lower_prefill(self, size: int, chunk: int, needs: Needs) -> Any:
-        function = functools.partial(prefill, chunk=chunk, needs=needs, **self._attention)
+        function = functools.partial(prefill, chunk=chunk, round=dataclasses.replace(self._round, needs=needs))
         return self._lower(function, *[self._nobody(size)] * 3)
 
     def _lower_decode(self, size: int, needs: Needs, num_draft_tokens: int) -> Any:
-        static = {"num_draft_tokens": num_draft_tokens, "accept": self.accept, "needs": needs, **self._attention}
-        function = functools.partial(decode, width=self.steps_for(needs, STEPS) * (self.num_draft_tokens + 1), **static)
+        round = dataclasses.replace(self._round, num_draft_tokens=num_draft_tokens, needs=needs)
+        function = functools.partial(decode, width=self.steps_for(needs, STEPS) * (self.num_draft_tokens + 1), round=round)
         return self._lower(function, *[self._nobody(size)] * 2, np.int32(0), np.bool_(False))
 
     def _lower_score(self, size: int, chunk: int, count: int) -> Any:
-        function = functools.partial(score, chunk=chunk, count=count, attention=self._attention["attention"])
+        function = functools.partial(score, chunk=chunk, count=count, attention=self._round.attention)
         return self._lower(function, self._nobody(size))
 
     def _nobody(self, size: int) -> np.ndarray:

@@ -22,7 +22,6 @@ from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, f
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
-from jaxspec.sampling.choice import Sampling, choose_by_head
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import gated_by
@@ -156,18 +155,16 @@ class Gemma4:
         """The device's part of the vocabulary: see `Embedding.shard`."""
         return self.embed_tokens.shard
 
+    @property
+    def head(self) -> tuple[jax.Array, float | None]:
+        """What `unembed` makes logits with: the head's weight [V, H], or the device's part of it, and the cap of the logits or None."""
+        return self.embed_tokens.weight, self.config.final_logit_softcapping
+
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Soft-capped logits in float32 of hidden states after the final norm, of the device's part of the vocabulary.
         [..., H] -> [..., V]."""
-        logits = Linear(self.embed_tokens.weight)(hidden, dtype=jnp.float32)
-        return softcap(logits, self.config.final_logit_softcapping)
-
-    def choose(
-        self, hidden: jax.Array, positions: jax.Array, sampling: Sampling, suppressed: tuple[int, ...] = (), implementation: str = "auto"
-    ) -> tuple[jax.Array, jax.Array]:
-        """The tokens that `unembed`'s logits choose by a temperature alone, and their values: see `choose_by_head`."""
-        settings = {"softcap": self.config.final_logit_softcapping, "suppressed": suppressed, "implementation": implementation}
-        return choose_by_head(hidden, self.embed_tokens.weight, positions, sampling, **settings)
+        weight, cap = self.head
+        return softcap(Linear(weight)(hidden, dtype=jnp.float32), cap)
 
     def per_layer_inputs(self, ids: jax.Array, embedded: jax.Array) -> jax.Array | None:
         """Per-layer embeddings of every row: [B, T, layers, P], or None where the model has none."""

@@ -55,8 +55,9 @@ def continued(model: Gemma4, drafter: Drafter, ids: jax.Array, given: jax.Array,
         temperature=state.temperature,
     )
     state = decode.admit(state, slots, requests)
-    state = decode.prefill(model, drafter, state, slots, chunk=length, attention=XLA, draft_attention=XLA)
-    return decode.decode_loop(model, drafter, state, slots, length, num_draft_tokens=num_draft_tokens, attention=XLA, draft_attention=XLA)
+    round = decode.Round(num_draft_tokens, attention=XLA, draft_attention=XLA)
+    state = decode.prefill(model, drafter, state, slots, chunk=length, round=round)
+    return decode.decode_loop(model, drafter, state, slots, length, round=round)
 
 
 def generate(model: Gemma4, prompts: jax.Array, new_tokens: int) -> jax.Array:

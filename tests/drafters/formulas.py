@@ -13,6 +13,7 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpoint import layout
+from jaxspec.decode import Round
 from jaxspec.drafters.base import Observed, Target
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, Gemma4Config
@@ -177,10 +178,10 @@ def check_rejection(drafter) -> None:
     for shift in (1, 2):
         wrong = rounds.told(drafter, state, [0] * 5)
         wrong = dataclasses.replace(wrong, guesses=(wrong.guesses + shift) % rounds.VOCAB)
-        after.append(rounds.spec_step(rounds.target(), wrong, state, rounds.SLOT_IDS, num_draft_tokens=7))
+        after.append(rounds.spec_step(rounds.target(), wrong, state, rounds.SLOT_IDS, round=Round(7)))
     np.testing.assert_array_equal(rounds.lengths(after[0]), rounds.lengths(state) + 1)
     same(after[0].drafter, after[1].drafter)
-    plain = rounds.spec_step(rounds.target(), drafter, state, rounds.SLOT_IDS, num_draft_tokens=0)
+    plain = rounds.spec_step(rounds.target(), drafter, state, rounds.SLOT_IDS, round=Round(0))
     for old, new in zip(jax.tree.leaves(plain.drafter), jax.tree.leaves(after[0].drafter), strict=True):
         close(new, old)
 

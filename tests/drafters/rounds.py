@@ -26,8 +26,8 @@ SLOT_IDS = np.array([5, 2, 0, 6, 3, SLOTS + 1], np.int32)  # the last is nobody'
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 init_state = compiled(decode.init_state, static_argnames=("slots", "max_len", "num_draft_tokens", "page_size", "max_stop_ids"))
 prefill = compiled(decode.prefill, static_argnames="chunk")
-spec_step = compiled(decode.spec_step, static_argnames="num_draft_tokens")
-decode_loop = compiled(decode.decode_loop, static_argnames="num_draft_tokens")
+spec_step = compiled(decode.spec_step, static_argnames="round")
+decode_loop = compiled(decode.decode_loop, static_argnames="round")
 admit, release = compiled(decode.admit), compiled(decode.release)
 
 
@@ -81,14 +81,14 @@ def lengths(state):
 @functools.cache
 def texts():
     """Every sequence to its end, one token at a time. [5, MAX_LEN]"""
-    return tokens(decode_loop(target(), NoDraft(), started(NoDraft()), SLOT_IDS, 1000, num_draft_tokens=0))
+    return tokens(decode_loop(target(), NoDraft(), started(NoDraft()), SLOT_IDS, 1000, round=decode.Round(0)))
 
 
 def finish(drafter, *ks, chunk=CHUNK):
     """The texts with a drafter, and how many rounds each took. ks: K of each call of one round in turn; of a single one, of all rounds."""
     state, calls = started(drafter, chunk=chunk), itertools.cycle(ks)
     while np.any(np.asarray(state.status) == decode.RUNNING):
-        state = decode_loop(target(), drafter, state, SLOT_IDS, 1 if len(ks) > 1 else MAX_LEN, num_draft_tokens=next(calls))
+        state = decode_loop(target(), drafter, state, SLOT_IDS, 1 if len(ks) > 1 else MAX_LEN, round=decode.Round(next(calls)))
     return tokens(state), np.asarray(state.rounds)[SLOT_IDS[:-1]]
 
 

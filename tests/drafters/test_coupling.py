@@ -110,7 +110,7 @@ class Keyed(rounds.Wrapped):
 
 
 reserve = rounds.compiled(paged.reserve, static_argnums=3)
-spec_step = rounds.compiled(decode.spec_step, static_argnames=("num_draft_tokens", "needs"))
+spec_step = rounds.compiled(decode.spec_step, static_argnames="round")
 
 
 def many(state):
@@ -176,7 +176,7 @@ def guesses(kind, state):
 
 def accepted(state, drafter):
     """Accepted drafts of one round of each sequence: [5, SEEDS]."""
-    after = spec_step(target(), drafter, state, np.arange(state.slots, dtype=np.int32), num_draft_tokens=1, needs=Needs("top"))
+    after = spec_step(target(), drafter, state, np.arange(state.slots, dtype=np.int32), round=decode.Round(1, needs=Needs("top")))
     assert not after.starved
     return np.asarray(after.length - state.length).reshape(-1, SEEDS) - 1
 
@@ -216,7 +216,7 @@ def quantised(state, told=2.0):
 
 def texts(state, drafter, k):
     """The five sequences to their ends."""
-    return rounds.tokens(rounds.decode_loop(target(), drafter, state, rounds.SLOT_IDS, rounds.MAX_LEN, num_draft_tokens=k))
+    return rounds.tokens(rounds.decode_loop(target(), drafter, state, rounds.SLOT_IDS, rounds.MAX_LEN, round=decode.Round(k)))
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 from jaxspec import checkpoint, drafters
 from jaxspec import released as shapes
+from jaxspec.decode import Round
 from jaxspec.drafters import dflash
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.dflash import DFlash, DFlashConfig
@@ -179,7 +180,7 @@ def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
             np.testing.assert_array_equal(found.tokens[row], formulas.chosen(wanted, ids, row, length))
         if accepted is not None:
             told = rounds.told(model, state, accepted)
-            state = rounds.spec_step(rounds.target(), told, state, rounds.SLOT_IDS, num_draft_tokens=7)
+            state = rounds.spec_step(rounds.target(), told, state, rounds.SLOT_IDS, round=Round(7))
             np.testing.assert_array_equal(rounds.lengths(state), np.minimum(known + np.asarray(accepted) + 1, rounds.MAX_LEN))
 
 

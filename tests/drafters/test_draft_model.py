@@ -96,7 +96,7 @@ def test_drafts_of_whole_rounds():
     accepted = []
     for k in (3, 3, 3, 0, 1, 3):
         known = rounds.lengths(state)
-        state = rounds.spec_step(nearby(), drafter, state, rounds.SLOT_IDS, num_draft_tokens=k)
+        state = rounds.spec_step(nearby(), drafter, state, rounds.SLOT_IDS, round=decode.Round(k))
         accepted += (rounds.lengths(state) - known - 1).tolist()
         check(state)
     assert set(accepted) == {0, 1, 2, 3}
@@ -124,9 +124,9 @@ def test_rows_of_each_pass(monkeypatch):
     state = jax.eval_shape(lambda: decode.init_state(rounds.target(), drafter, slots=7, max_len=32, num_draft_tokens=3))
     for call, rows in (
         (functools.partial(decode.prefill, chunk=9), [10]),
-        (functools.partial(decode.spec_step, num_draft_tokens=3), [1, 1, 2]),
-        (functools.partial(decode.spec_step, num_draft_tokens=1), [2]),
-        (functools.partial(decode.spec_step, num_draft_tokens=0), [2]),
+        (functools.partial(decode.spec_step, round=decode.Round(3)), [1, 1, 2]),
+        (functools.partial(decode.spec_step, round=decode.Round(1)), [2]),
+        (functools.partial(decode.spec_step, round=decode.Round(0)), [2]),
     ):
         passes.clear()
         jax.eval_shape(call, rounds.target(), drafter, state, slots)
@@ -138,7 +138,7 @@ def test_slots_that_do_not_run_stay_as_they_are():
     drafter = DraftModel(rounds.target(), page_size=rounds.PAGE)
     before = rounds.started(drafter)
     slots = np.asarray([2, 5, *[rounds.SLOTS + 2] * 4], np.int32)
-    after = rounds.decode_loop(rounds.target(), drafter, before, slots, 1, num_draft_tokens=7)
+    after = rounds.decode_loop(rounds.target(), drafter, before, slots, 1, round=decode.Round(7))
     others = np.asarray([0, 1, 3, 4, 6])
     kept, found = before.drafter, after.drafter
     np.testing.assert_array_equal(kept.hidden[others], found.hidden[others])
@@ -194,6 +194,6 @@ def test_the_released_e2b_drafts_for_31b():
     assert state.drafter.cache.layers[0].k.shape == (4 * -(-(512 + 4) // 64), 64, 1, 256)
     assert state.drafter.cache.layers[4].v.shape == (4 * 128, 64, 1, 512)
     slots = jax.ShapeDtypeStruct((4,), jnp.int32)
-    after = jax.eval_shape(functools.partial(decode.spec_step, num_draft_tokens=4), *weights, state, slots)
+    after = jax.eval_shape(functools.partial(decode.spec_step, round=decode.Round(4)), *weights, state, slots)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(after)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]

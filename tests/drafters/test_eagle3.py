@@ -21,6 +21,7 @@ from real_configs import FULL, SLIDING
 from safetensors.numpy import load_file
 
 from jaxspec import checkpoint, drafters
+from jaxspec.decode import Round
 from jaxspec.drafters import eagle3
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.eagle3 import Eagle3, Eagle3Config
@@ -232,7 +233,7 @@ def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
             np.testing.assert_array_equal(found.tokens[row], formulas.chosen(wanted, ids, row, length))
         if accepted is not None:
             told = rounds.told(model, state, accepted)
-            state = rounds.spec_step(rounds.target(), told, state, rounds.SLOT_IDS, num_draft_tokens=7)
+            state = rounds.spec_step(rounds.target(), told, state, rounds.SLOT_IDS, round=Round(7))
             np.testing.assert_array_equal(rounds.lengths(state), np.minimum(known + np.asarray(accepted) + 1, rounds.MAX_LEN))
 
 

@@ -356,7 +356,7 @@ def draft(target: Gemma4, drafter: Gemma4MTP, state: decode.DecodeState) -> tupl
 
 
 prefill = jax.jit(decode.prefill, static_argnames="chunk")
-spec_step = jax.jit(decode.spec_step, static_argnames="num_draft_tokens")
+spec_step = jax.jit(decode.spec_step, static_argnames="round")
 
 
 def known_tokens(state: decode.DecodeState) -> list[list[int]]:
@@ -410,7 +410,7 @@ def test_drafts_of_whole_rounds(member: str) -> None:
         for row, count in enumerate(accepted):
             told[row] = texts[row][len(known[row]) :][:K]
             told[row, count:] = (told[row, count:] + 1) % VOCAB
-        state = spec_step(target, Told(drafter, jnp.asarray(told)), state, SLOT_IDS, num_draft_tokens=K)
+        state = spec_step(target, Told(drafter, jnp.asarray(told)), state, SLOT_IDS, round=decode.Round(K))
         grown = [len(new) - len(old) for new, old in zip(known_tokens(state), known, strict=True)]
         assert grown == [count + 1 for count in accepted]
         check(state)

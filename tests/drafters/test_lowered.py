@@ -33,9 +33,9 @@ def kernels(name, k, draft_attention):
     config = Gemma4Config.from_hf(TEXT)
     weights = gemma4.abstract(config), drafter(name, config)
     state = jax.eval_shape(functools.partial(decode.init_state, slots=2, max_len=1024, num_draft_tokens=k), *weights)
-    step = jax.jit(decode.spec_step, static_argnames=("num_draft_tokens", "attention", "draft_attention"), donate_argnums=2)
-    static = {"num_draft_tokens": k, "attention": "triton", "draft_attention": draft_attention}
-    text = for_cuda(step, *weights, state, jax.ShapeDtypeStruct((1,), jnp.int32), **static)
+    step = jax.jit(decode.spec_step, static_argnames="round", donate_argnums=2)
+    round = decode.Round(k, attention="triton", draft_attention=draft_attention)
+    text = for_cuda(step, *weights, state, jax.ShapeDtypeStruct((1,), jnp.int32), round=round)
     in_place = text.count("tf.aliasing_output") == len(jax.tree.leaves(state)) - 1  # all but `starved`
     return len(re.findall(r'name = "paged_attention"', text)), in_place
 

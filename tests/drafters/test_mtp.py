@@ -153,7 +153,7 @@ def test_guesses_of_whole_rounds(count):
     for k, accepted in ROUNDS:
         if k == 7 or count == 3:
             drafter = rounds.told(modules(count), state, accepted) if k else modules(count)
-            state = rounds.spec_step(rounds.target(), drafter, state, rounds.SLOT_IDS, num_draft_tokens=k)
+            state = rounds.spec_step(rounds.target(), drafter, state, rounds.SLOT_IDS, round=decode.Round(k))
             known = known + accepted + 1
             np.testing.assert_array_equal(rounds.lengths(state), known)
             check(count, state)
@@ -165,7 +165,7 @@ def test_a_round_of_wrong_guesses_leaves_what_no_guesses_leave():
     state = rounds.started(modules(3), chunk=CHUNKS[3])
     wrong = rounds.told(modules(3), state, [0] * 5)
     after = [
-        rounds.spec_step(rounds.target(), drafter, state, rounds.SLOT_IDS, num_draft_tokens=k)
+        rounds.spec_step(rounds.target(), drafter, state, rounds.SLOT_IDS, round=decode.Round(k))
         for drafter, k in ((wrong, 7), (modules(3), 0))
     ]
     guesses = [rounds.drafts(rounds.target(), modules(3), x, k=7) for x in after]
@@ -188,9 +188,9 @@ def test_a_rounds_rows_are_computed_by_its_next_draft():
     slots = jax.ShapeDtypeStruct((6,), jnp.int32)
     for call, rows in (
         (functools.partial(decode.prefill, chunk=9), [9 + 4, 9 + 4]),
-        (functools.partial(decode.spec_step, num_draft_tokens=3), [6, 6, 2]),
-        (functools.partial(decode.spec_step, num_draft_tokens=1), [6, 6]),
-        (functools.partial(decode.spec_step, num_draft_tokens=0), [1 + 4, 1 + 4]),
+        (functools.partial(decode.spec_step, round=decode.Round(3)), [6, 6, 2]),
+        (functools.partial(decode.spec_step, round=decode.Round(1)), [6, 6]),
+        (functools.partial(decode.spec_step, round=decode.Round(0)), [1 + 4, 1 + 4]),
     ):
         passes.clear()
         jax.eval_shape(call, rounds.target(), drafter, state, slots)
@@ -208,7 +208,7 @@ def test_slots_that_do_not_run_stay_as_they_are():
     drafter = modules(2)
     before = rounds.started(drafter, chunk=CHUNKS[2])
     slots = np.asarray([2, 1, 5, *[rounds.SLOTS + 2] * 3], np.int32)
-    after = rounds.decode_loop(rounds.target(), drafter, before, slots, 1, num_draft_tokens=7).drafter
+    after = rounds.decode_loop(rounds.target(), drafter, before, slots, 1, round=decode.Round(7)).drafter
     others, before = np.asarray([0, 1, 3, 4, 6]), before.drafter
     jax.tree.map(lambda old, new: np.testing.assert_array_equal(old[others], new[others]), before.kept, after.kept)
     for spec, old, new in zip(drafter.config.layers, before.cache.layers, after.cache.layers, strict=True):
@@ -293,7 +293,7 @@ def test_modules_of_the_released_31b():
     assert pools == [(4 * 17, 64, 16, 256), (4 * 128, 64, 4, 512), (4 * 17, 64, 16, 256)]
     assert state.drafter.kept.hidden.shape == (4, 3 + 5 + 1, 5376)
     slots = jax.ShapeDtypeStruct((4,), jnp.int32)
-    after = jax.eval_shape(functools.partial(decode.spec_step, num_draft_tokens=5), target, drafter, state, slots)
+    after = jax.eval_shape(functools.partial(decode.spec_step, round=decode.Round(5)), target, drafter, state, slots)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(after)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
 

@@ -7,6 +7,7 @@ import pytest
 import rounds
 
 import jaxspec
+from jaxspec.decode import Round
 from jaxspec.drafters import ngram
 from jaxspec.drafters.base import Observed
 from jaxspec.drafters.ngram import NGram
@@ -80,7 +81,7 @@ def test_the_loop_looks_up_what_a_search_finds():
     drafter = NGram()
     state = rounds.started(drafter)
     for accepted in ([3, 0, 1, 2, 0], [0, 3, 2, 0, 1], [2, 1, 0, 3, 3]):
-        state = rounds.spec_step(rounds.target(), rounds.told(drafter, state, accepted, 3), state, rounds.SLOT_IDS, num_draft_tokens=3)
+        state = rounds.spec_step(rounds.target(), rounds.told(drafter, state, accepted, 3), state, rounds.SLOT_IDS, round=Round(3))
         found = np.asarray(rounds.drafts(rounds.target(), drafter, state, k=7).tokens)
         for row, (text, n) in enumerate(zip(rounds.tokens(state), rounds.lengths(state), strict=True)):
             assert found[row].tolist() == searched(text[:n].tolist(), 7, 5, 1)

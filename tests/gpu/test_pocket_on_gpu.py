@@ -17,8 +17,8 @@ from pallas_kernels import dialect
 pytestmark = pytest.mark.gpu
 
 MAX_LEN = 512
-prefill = jax.jit(decode.prefill, static_argnames=("chunk", "attention"), donate_argnums=2)
-decode_loop = jax.jit(decode.decode_loop, static_argnames=("num_draft_tokens", "attention"), donate_argnums=2)
+prefill = jax.jit(decode.prefill, static_argnames=("chunk", "round"), donate_argnums=2)
+decode_loop = jax.jit(decode.decode_loop, static_argnames="round", donate_argnums=2)
 
 
 def decoded(target, drafter, sequences, *, num_draft_tokens, attention, temperature):  # noqa: F811
@@ -29,8 +29,8 @@ def decoded(target, drafter, sequences, *, num_draft_tokens, attention, temperat
     slots = jnp.arange(len(sequences), dtype=jnp.int32)
     state = put(state, sequences, [MAX_LEN] * len(sequences), temperature=temperature)
     for _ in range(-(-max(map(len, sequences)) // 80)):
-        state = prefill(target, drafter, state, slots, chunk=80, attention=attention)
-    state = decode_loop(target, drafter, state, slots, 10_000, num_draft_tokens=num_draft_tokens, attention=attention)
+        state = prefill(target, drafter, state, slots, chunk=80, round=decode.Round(0, attention=attention))
+    state = decode_loop(target, drafter, state, slots, 10_000, round=decode.Round(num_draft_tokens, attention=attention))
     return [np.asarray(row[:n]) for row, n in zip(state.tokens, state.length, strict=True)]
 
 
@@ -97,7 +97,7 @@ def loop(target, assistant):  # noqa: F811
     half, draft = halved(target), halved(assistant)
     state = jax.eval_shape(lambda: decode.init_state(half, draft, slots=64, max_len=4096, num_draft_tokens=4, full_pages=20_000))
     pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    return decode_loop.lower(half, draft, state, jnp.zeros(1, jnp.int32), 100, num_draft_tokens=4), pool
+    return decode_loop.lower(half, draft, state, jnp.zeros(1, jnp.int32), 100, round=decode.Round(4)), pool
 
 
 def test_nothing_large_is_copied_in_the_loop(loop):
