@@ -1,4 +1,4 @@
-"""The README runs: its Python and its commands as they stand, but for those that are marked as needing weights, a GPU or a set-up.
+"""README and Contributing run: Python and commands as they stand, but for those that are marked as needing weights, a GPU or a set-up.
 
 A block of commands says so behind its language: `sh` runs here; of `sh weights` the options are parsed, and what bundled models can stand
 in for runs with them; of `sh setup` the make targets and extras are looked up. The commands in docs and notebooks are parsed too.
@@ -19,7 +19,9 @@ from jaxspec.compile_check import check as compile_check
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```([^\n]*)\n(.*?)```", README, re.DOTALL)
+CONTRIBUTING = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+RECORDS = ROOT / "benchmarks" / "results"
+BLOCKS = re.findall(r"```([^\n]*)\n(.*?)```", README + CONTRIBUTING, re.DOTALL)
 PYTHON = [block for kind, block in BLOCKS if kind == "python"]
 COMMANDS, WEIGHTS = ([line for kind, block in BLOCKS if kind == wanted for line in block.splitlines()] for wanted in ("sh", "sh weights"))
 
@@ -101,13 +103,43 @@ def test_options_of_every_command_exist(name):
 
 def test_make_targets_extras_and_links_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"\bmake ([a-z-]+)\b", README):
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)\b", README + CONTRIBUTING, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    for named in re.findall(r"\.\[([\w,]+)\]", README):
+    for named in re.findall(r"\.\[([\w,]+)\]", README + CONTRIBUTING):
         assert set(named.split(",")) <= set(extras), named
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def rows_of(text):
+    """The cells of every row of every table."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+def test_the_table_of_steps_is_the_record_s():
+    """Step, vLLM's step, tokens/s and the floor's share, of each target and batch: otherwise the README claims what nobody measured."""
+    name, recorded = "", {}
+    for first, *cells in rows_of((RECORDS / "2026-11-21-h200-decode.md").read_text(encoding="utf-8")):
+        name = first or name
+        if len(cells) == 6 and (found := re.fullmatch(r"([\w-]+), K = (\d)", name)):
+            batch, step, tokens, floor, _, other = cells
+            step = float(step.split()[0])
+            recorded[(*found.groups(), batch)] = [step, float(other), tokens, f"{100 * float(floor) / step:.0f} %"]
+    shown = {tuple(row[:3]): row[3:] for row in rows_of(README) if len(row) == 7 and row[1].isdigit()}
+    assert shown.keys() == recorded.keys() and len(shown) == 9
+    for cell, (step, other, *rest) in shown.items():
+        assert rest == recorded[cell][2:], cell
+        assert [abs(float(step) - recorded[cell][0]) <= 0.0501, abs(float(other) - recorded[cell][1]) <= 0.0501] == [True, True], cell
+    saved = [1 - found[0] / found[1] for found in recorded.values()]
+    assert f"{100 * min(saved):.0f} to {100 * max(saved):.0f} % less time" in README
+
+
+def test_the_gains_of_several_gpus_are_the_records():
+    for record, data, tensor in (("2026-11-22-h200-mesh.md", "1.97", "1.7"), ("2026-11-22-h200-four.md", "3.98", "2.6")):
+        text = (RECORDS / record).read_text(encoding="utf-8")
+        assert f"{data} times" in text and re.search(rf"\| {tensor}\d (?:to \d\.\d+ )?times", text), record
+        assert f"{data} times" in README and f"{tensor} times as fast" in README and record in README
 
 
 def test_nothing_says_to_install_another_project_s_package():
@@ -118,6 +150,10 @@ def test_nothing_says_to_install_another_project_s_package():
 
 def test_the_first_screen_has_eight_lines_of_python():
     assert len([line for line in PYTHON[0].splitlines() if line.strip()]) == 8
+
+
+def test_the_part_before_the_reference_is_two_screens():
+    assert README.split("\n## Reference\n")[0].count("\n") <= 90
 
 
 def test_the_batch_script_stays_short():
