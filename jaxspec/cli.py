@@ -66,24 +66,25 @@ def _parser() -> argparse.ArgumentParser:
 
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--target", default="pocket", help="hub id, folder or bundled name (default: pocket)")
-    model.add_argument("--drafter", help="hub id, folder or bundled name, such as pocket-mtp; none by default")
-    model.add_argument("--k", type=int, metavar="K", help="tokens drafted in each round")
-    model.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
-    model.add_argument("--kv-dtype", default="auto", help="of the target's cache: auto, float32, bfloat16 or fp8")
-    model.add_argument("--max-len", type=int, metavar="N", help="tokens of a sequence, its prompt counted")
-    model.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most; by default up to max-len")
-    model.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; by default what the checkpoint says")
-    model.add_argument(
-        "--top-k", type=int, metavar="N", help="only the N most likely tokens, 0 for all; by default what the checkpoint says"
-    )
-    model.add_argument("--top-p", type=float, metavar="P", help="only the most likely tokens of this probability, 1 for all; likewise")
-    model.add_argument("--min-p", type=float, metavar="P", help="only tokens this share as likely as the likeliest, 0 for all; likewise")
-    model.add_argument("--repetition-penalty", type=float, metavar="R", help="1 for none; likewise")
-    model.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    model.add_argument("--accept", default="coupled", help="coupled, standard or block: how drafts are accepted (default: coupled)")
-    model.add_argument("--mesh", metavar="AXIS=N,...", help="spread the model over devices, such as tensor=4 (default: one device)")
+    model.add_argument("--drafter", help="hub id, folder or bundled name, such as pocket-mtp (default: none)")
+    model.add_argument("--k", type=int, metavar="K", help="number of tokens to draft in each round")
+    model.add_argument("--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)")
+    model.add_argument("--kv-dtype", default="auto", help="dtype of the target's cache: auto, float32, bfloat16 or fp8 (default: auto)")
+    model.add_argument("--max-len", type=int, metavar="N", help="most tokens of a sequence, including its prompt")
+    model.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens (default: up to max-len)")
+    model.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's)")
+    text = "choose among the N most likely tokens; 0 means all (default: the checkpoint's)"
+    model.add_argument("--top-k", type=int, metavar="N", help=text)
+    text = "choose among the most likely tokens whose probabilities add up to P; 1 means all (default: the checkpoint's)"
+    model.add_argument("--top-p", type=float, metavar="P", help=text)
+    text = "choose among tokens at least P times as likely as the most likely one; 0 means all (default: the checkpoint's)"
+    model.add_argument("--min-p", type=float, metavar="P", help=text)
+    model.add_argument("--repetition-penalty", type=float, metavar="R", help="1 means none (default: the checkpoint's)")
+    model.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    model.add_argument("--accept", default="coupled", help="rule that accepts drafts: coupled, standard or block (default: coupled)")
+    model.add_argument("--mesh", metavar="AXIS=N,...", help="devices to spread the model over, such as tensor=4 (default: one device)")
     model.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
-    model.add_argument("--ignore-eos", action="store_true", help="do not end at the checkpoint's end tokens")
+    model.add_argument("--ignore-eos", action="store_true", help="do not stop at the checkpoint's end tokens")
     model.add_argument("--stats", action="store_true", help="print speed and acceptance at the end")
 
     generate = commands.add_parser("generate", parents=[model], help="continue a prompt", description="Continues a prompt.")
@@ -92,46 +93,45 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = commands.add_parser("chat", parents=[model], help="talk to the model", description="Answers line by line until end of input.")
     chat.add_argument("--system", help="a system message")
-    chat.add_argument("--thinking", action="store_true", help="let the model think first, where its chat template knows how")
+    chat.add_argument("--thinking", action="store_true", help="let the model think first, if its chat template supports it")
     chat.set_defaults(command=_chat)
 
-    text = "Completes every request of a file. The same command goes on with a run that was interrupted."
+    text = "Completes every request of a file. If a run is interrupted, the same command resumes it."
     batch = commands.add_parser("batch", parents=[model], help="complete a file of requests", description=text)
-    batch.add_argument("input", metavar="IN.jsonl", help='a request a line: {"prompt" or "messages": ..., "id": ..., "params": {...}}')
-    batch.add_argument("output", metavar="OUT.jsonl", help="where results are appended, one a line, as they come")
-    batch.add_argument("--errors", metavar="FILE", help="lines that cannot be served, and why (default: OUT.errors.jsonl)")
-    batch.add_argument("--shard", default="1/1", metavar="I/N", help="serve every N-th line from line I on, into OUT-I-of-N.jsonl")
-    batch.add_argument("--process", metavar="I/N", help="one of N processes that the mesh spans; each has the same command, but for I")
-    batch.add_argument("--coordinator", metavar="HOST:PORT", help="where the first of them listens for the others")
-    batch.add_argument("--max-slots", type=int, metavar="N", help="sequences in flight")
-    batch.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="of the device's memory (default: 0.9)")
+    batch.add_argument("input", metavar="IN.jsonl", help='one request a line: {"prompt" or "messages": ..., "id": ..., "params": {...}}')
+    batch.add_argument("output", metavar="OUT.jsonl", help="file to append results to, one a line, as they come")
+    batch.add_argument("--errors", metavar="FILE", help="file for lines that cannot be served, with the reason (default: OUT.errors.jsonl)")
+    batch.add_argument("--shard", default="1/1", metavar="I/N", help="serve every N-th line from line I on; write OUT-I-of-N.jsonl")
+    batch.add_argument("--process", metavar="I/N", help="this is process I of N that share a mesh; only I differs in their commands")
+    batch.add_argument("--coordinator", metavar="HOST:PORT", help="address at which process 1 listens for the others")
+    batch.add_argument("--max-slots", type=int, metavar="N", help="most sequences at a time (default: what memory holds, up to 64)")
+    batch.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="share of JAX's memory to use (default: 0.9)")
     batch.add_argument("--token-ids", action="store_true", help="write token ids too")
-    batch.add_argument("--thinking", action="store_true", help="let the model think first about messages, as in chat")
+    batch.add_argument("--thinking", action="store_true", help="let the model think first when it answers messages, as in chat")
     batch.set_defaults(command=_batch)
 
-    info = commands.add_parser("info", help="what a checkpoint is and needs", description="Prints what a checkpoint is and needs.")
+    text = "Prints what a checkpoint contains and how much memory it needs."
+    info = commands.add_parser("info", help="describe a checkpoint", description=text)
     info.add_argument("target", metavar="MODEL", help="hub id, folder or bundled name")
     info.add_argument("--drafter", help="also say whether this drafter fits")
-    info.add_argument("--mesh", metavar="AXIS=N,...", help="what lies where on a mesh, such as tensor=4 or data=2,tensor=4")
-    info.add_argument(
-        "--plan", action="store_true", help="what load would make of a device's memory; implied by --memory, --max-len, --max-slots and --k"
-    )
-    info.add_argument("--memory", metavar="M", help="for --plan: of a device, such as 80GB; by default that of the device here")
-    info.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="for --plan: of what JAX takes (default: 0.9)")
-    info.add_argument("--max-len", type=int, metavar="N", help="for --plan: tokens of a sequence")
-    info.add_argument("--max-slots", type=int, metavar="N", help="for --plan: sequences in flight")
-    info.add_argument("--k", type=int, metavar="K", help="for --plan: tokens drafted in each round")
+    info.add_argument("--mesh", metavar="AXIS=N,...", help="print what each device of a mesh holds, such as tensor=4 or data=2,tensor=4")
+    text = "print how load would use a device's memory; --memory, --max-len, --max-slots and --k imply it"
+    info.add_argument("--plan", action="store_true", help=text)
+    info.add_argument("--memory", metavar="M", help="for --plan: memory of a device, such as 80GB (default: that of this device)")
+    info.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="for --plan: share of JAX's memory (default: 0.9)")
+    info.add_argument("--max-len", type=int, metavar="N", help="for --plan: most tokens of a sequence, including its prompt")
+    info.add_argument("--max-slots", type=int, metavar="N", help="for --plan: most sequences at a time")
+    info.add_argument("--k", type=int, metavar="K", help="for --plan: number of tokens to draft in each round")
     info.set_defaults(command=_info)
 
-    text = "Writes fused weights in one dtype, for loads that only read: load DST, and DST/drafter as its drafter."
+    text = "Writes fused weights in one dtype, which load reads without converting them. Load DST, and DST/drafter as its drafter."
     convert = commands.add_parser("convert", help="write a checkpoint that loads faster", description=text)
     convert.add_argument("source", metavar="SRC", help="hub id, folder or bundled name of a target")
     convert.add_argument("destination", metavar="DST", help="folder to write, which must be empty or not exist")
-    convert.add_argument("--drafter", help="hub id, folder or bundled name of a drafter to write with it")
+    convert.add_argument("--drafter", help="hub id, folder or bundled name of a drafter to convert with it")
     convert.add_argument("--dtype", default="auto", help="auto (the target's own), float32 or bfloat16")
-    convert.add_argument(
-        "--mesh", metavar="AXIS=N,...", help="devices to hold the weights meanwhile, such as tensor=4 (default: one device)"
-    )
+    text = "devices that hold the weights during the conversion, such as tensor=4 (default: one device)"
+    convert.add_argument("--mesh", metavar="AXIS=N,...", help=text)
     convert.set_defaults(command=_convert)
     train_command.add_parser(commands).set_defaults(command=_train)
     _bench_parser(commands)
@@ -140,32 +140,33 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bench_parser(commands: Any) -> None:
     """Options under the names of the arguments of `workload.plan`; one that is not given is left to its default there."""
-    text = "Times steps and prompts with random weights of a model's shape, beside the memory floor measured in the same run."
-    bench = commands.add_parser("bench", help="time a shape on this device", description=text, argument_default=argparse.SUPPRESS)
+    text = "Times steps and prompts with random weights of a model's shape, and compares them with the memory floor of the same run."
+    bench = commands.add_parser("bench", help="time a model's shape on this device", description=text, argument_default=argparse.SUPPRESS)
 
     def option(name: str, text: str, **settings: Any) -> None:
         bench.add_argument(f"--{name}", help=text, **settings)
 
     option("config", "e2b, e4b, 12b, 26b, 31b, or a folder with a config.json", required=True)
     option("drafter", "none (the default), mtp, dflash, eagle3, modules, ngram, another config's name, or a folder with a config.json")
-    option("k", "tokens drafted in each round (default: 4 with a drafter)", type=int, metavar="K", dest="num_draft_tokens")
-    option("batch", "sequences at a time, each number timed in turn (default: 1)", type=_integers, metavar="B,...", dest="batches")
+    option("k", "number of tokens to draft in each round (default: 4 with a drafter)", type=int, metavar="K", dest="num_draft_tokens")
+    option("batch", "numbers of sequences at a time, each timed in turn (default: 1)", type=_integers, metavar="B,...", dest="batches")
     option("context", "tokens of a prompt (default: 512)", type=int, metavar="N")
-    option("tokens", "new tokens of a sequence in a timed call, about (default: 128)", type=int, metavar="N")
-    rates = "share of rounds that accept each draft and all before it (default: 0.92,0.78,0.67,0.57), or the name of a rule"
+    option("tokens", "new tokens of a sequence in a timed call, approximately (default: 128)", type=int, metavar="N")
+    rates = "share of rounds that accept draft 1, 2, ... and all before it (default: 0.92,0.78,0.67,0.57), or the name of a rule"
     option("acceptance", rates, type=_rates, metavar="R,...")
-    option("temperature", "0, the default, is greedy; each is timed in turn", type=_floats, metavar="T,...", dest="temperatures")
-    option("top-k", "with a temperature, how many tokens to sample among; 0, the default, for all", type=int, metavar="N")
-    option("top-p", "with a temperature, the probability to sample among (default: 1)", type=float, metavar="P")
+    option("temperature", "temperatures, each timed in turn; 0 is greedy (default: 0)", type=_floats, metavar="T,...", dest="temperatures")
+    option("top-k", "with a temperature: sample among the N most likely tokens; 0 means all (default: 0)", type=int, metavar="N")
+    top_p = "with a temperature: sample among the most likely tokens whose probabilities add up to P (default: 1)"
+    option("top-p", top_p, type=float, metavar="P")
     option("prefill", "also time prompts of these lengths", type=_integers, metavar="N,...")
-    option("prefill-chunk", "rows of a prefill call at most (default: 512)", type=int, metavar="N")
+    option("prefill-chunk", "most rows of a prefill call (default: 512)", type=int, metavar="N")
     option("dtype", "bfloat16 (the default) or float32")
     option("attention", "implementation of attention (default: auto)")
     option("draft-attention", "implementation of the drafter's attention (default: auto)")
-    option("repeats", "timed calls (default: 3)", type=int, metavar="N")
-    option("mesh", "devices to spread over, such as tensor=4 or data=2,tensor=2 (default: one)", metavar="AXIS=N,...")
+    option("repeats", "number of timed calls (default: 3)", type=int, metavar="N")
+    option("mesh", "devices to spread the model over, such as tensor=4 or data=2,tensor=2 (default: one)", metavar="AXIS=N,...")
     option("json", "write every figure to this file", metavar="FILE")
-    option("profile", "trace one more call into this folder and print its kernels", metavar="DIR")
+    option("profile", "trace one more call, write the trace to this folder and print its kernels", metavar="DIR")
     bench.set_defaults(command=_bench)
 
 
@@ -294,7 +295,8 @@ def _batch(args: argparse.Namespace) -> int:
             together = _join(args.process, args.coordinator)
             mesh = _mesh(args)  # refused before any file is touched
             if together and (mesh is None or mesh.size < jax.device_count()):
-                raise ValueError(f"the processes have {jax.device_count()} devices; expected a mesh of all; --shard shares none")
+                found = jax.device_count()
+                raise ValueError(f"the processes have {found} devices; expected --mesh over all of them, or --shard without --process")
             job = stack.enter_context(Batch(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
             llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
             job.begin(llm, params, seed=seed, token_ids=args.token_ids, enable_thinking=args.thinking)
@@ -303,7 +305,7 @@ def _batch(args: argparse.Namespace) -> int:
         except ChangedInput as error:
             raise _UserError(error) from error
         except KeyboardInterrupt:
-            print(f"\njaxspec: interrupted; {job.out} has what is done, and the same command goes on", end="", file=sys.stderr)
+            print(f"\njaxspec: interrupted; the results so far are in {job.out}, and the same command resumes", end="", file=sys.stderr)
             raise
         except Exception as error:
             if not together:
@@ -313,10 +315,10 @@ def _batch(args: argparse.Namespace) -> int:
             if not isinstance(error, jax.errors.JaxRuntimeError | OSError):
                 traceback.print_exc()
             reason = str(error).partition("\n")[0]
-            print(f"jaxspec: a process of this run failed or is gone ({reason}); the same command goes on", file=sys.stderr, flush=True)
+            print(f"jaxspec: a process of this run failed or is gone ({reason}); the same command resumes", file=sys.stderr, flush=True)
             os._exit(1)  # leaving in order waits for those that are gone
-    kept = f", {result.kept} were there" if result.kept else ""
-    failed = f"; {result.failed} requests failed, see their error" if result.failed else ""
+    kept = f", {result.kept} were already there" if result.kept else ""
+    failed = f"; {result.failed} requests failed, their results say why" if result.failed else ""
     if together and jax.process_index():
         return 0  # the first process says it
     print(f"{result.out}: {result.written} results written{kept}{failed}", file=sys.stderr)
@@ -334,7 +336,7 @@ def _info(args: argparse.Namespace) -> None:
 
         folder = checkpoint.resolve(args.target, weights=False)
         if args.drafter == "ngram":
-            raise ValueError("the drafter 'ngram' is no checkpoint: it fits every target and has no weights")
+            raise ValueError("the drafter 'ngram' is not a checkpoint: it has no weights and fits every target")
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
         lines = list(describe(folder, drafter))
         if args.mesh is not None:

@@ -416,18 +416,22 @@ def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served
     with open(requests, "a") as file:
         file.write("nothing\n")
     assert cli.main(["batch", str(requests), str(out)]) == 1
-    assert capsys.readouterr().err == f"{out}: 0 results written, 21 were there\n{tmp_path}/out.errors.jsonl: 1 lines cannot be served\n"
+    assert capsys.readouterr().err == (
+        f"{out}: 0 results written, 21 were already there\n{tmp_path}/out.errors.jsonl: 1 lines cannot be served\n"
+    )
     other = [str(requests), str(tmp_path / "other.jsonl"), "--seed", "3", "--shard", "1/20", "--errors", str(tmp_path / "bad")]
     assert cli.main(["batch", *other]) == 1
     assert capsys.readouterr().err == (
-        f"{tmp_path}/other-1-of-20.jsonl: 1 results written; 1 requests failed, see their error\n"
+        f"{tmp_path}/other-1-of-20.jsonl: 1 results written; 1 requests failed, their results say why\n"
         f"{tmp_path}/bad-1-of-20: 1 lines cannot be served\n"
     )
     assert cli.main(["batch", str(requests), str(out), "--seed", "4"]) == 2
     assert capsys.readouterr().err.startswith(f"jaxspec: {out} was made with run_seed 0, not 4: ask for the same")
     monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(dies=3), SamplingParams(seed=args.seed)))
     assert cli.main(["batch", str(requests), str(tmp_path / "third.jsonl")]) == 130
-    assert capsys.readouterr().err == f"\njaxspec: interrupted; {tmp_path}/third.jsonl has what is done, and the same command goes on\n"
+    assert capsys.readouterr().err == (
+        f"\njaxspec: interrupted; the results so far are in {tmp_path}/third.jsonl, and the same command resumes\n"
+    )
     changed = write_lines(tmp_path / "changed.jsonl", [{"prompt": "x"}])
     assert cli.main(["batch", str(changed), str(out)]) == 2
     assert capsys.readouterr().err.startswith(f"jaxspec: {out} has line 1 under another id than 1")
@@ -470,5 +474,5 @@ def test_a_killed_process_goes_on_with_the_same_command(model, tmp_path, capsys)
     found = out.read_bytes().count(b"\n")
     assert 0 < found < 40
     assert cli.main(command) == 0
-    assert capsys.readouterr().err == f"{out}: {40 - found} results written, {found} were there\n"
+    assert capsys.readouterr().err == f"{out}: {40 - found} results written, {found} were already there\n"
     assert sorted_lines(tmp_path / "out-1-of-2.jsonl", out) == sorted_lines(tmp_path / "whole.jsonl")

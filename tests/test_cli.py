@@ -173,7 +173,7 @@ def test_info_says_what_a_checkpoint_is_and_needs(models, capsys):
     assert cli.main(["info", models[1], "--max-slots", "2"]) == 0
     assert "plan        2 slots, " in capsys.readouterr().out
     assert cli.main(["info", models[1], "--drafter", "ngram"]) == 2
-    assert capsys.readouterr().err == "jaxspec: the drafter 'ngram' is no checkpoint: it fits every target and has no weights\n"
+    assert capsys.readouterr().err == "jaxspec: the drafter 'ngram' is not a checkpoint: it has no weights and fits every target\n"
     assert lines["KV cache"] == "sliding 32 bytes a token, for the window; full 40 bytes a token"
 
 

@@ -64,7 +64,7 @@ def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(tmp_pa
     _, said = first.communicate(timeout=120)
     # Either a call failed, or the processes' heartbeat did.
     assert first.returncode in (1, -signal.SIGABRT), said
-    assert first.returncode != 1 or ("jaxspec: a process of this run failed or is gone (" in said and "; the same command goes on" in said)
+    assert first.returncode != 1 or ("jaxspec: a process of this run failed or is gone (" in said and "; the same command resumes" in said)
     found = out.read_bytes().count(b"\n")
     assert 0 < found < LINES
 
@@ -97,7 +97,9 @@ def test_processes_that_share_nothing_need_no_mesh(tmp_path, capsys, monkeypatch
     one = ["batch", "in.jsonl", str(tmp_path / "out.jsonl"), "--process", "1/1", "--coordinator", "x:1"]
     for mesh in ([], ["--mesh", "tensor=2"]):
         assert cli.main([*one, *mesh]) == 2
-        assert capsys.readouterr().err == "jaxspec: the processes have 8 devices; expected a mesh of all; --shard shares none\n"
+        assert capsys.readouterr().err == (
+            "jaxspec: the processes have 8 devices; expected --mesh over all of them, or --shard without --process\n"
+        )
     monkeypatch.setattr(mesh_files, "_processes", lambda mesh: 2)
     assert cli.main([*one, "--mesh", "data=2,tensor=4"]) == 2
     assert capsys.readouterr().err.startswith("jaxspec: the mesh has data=2 and lies in 2 processes; expected tensor alone")
