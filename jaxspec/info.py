@@ -144,7 +144,7 @@ def bytes_of(text: str) -> int:
     """Of a number with a unit, such as 80GB or 24GiB. Raises ValueError."""
     found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text, re.IGNORECASE)
     if not found:
-        raise ValueError(f"{text!r} is no amount of memory; expected a number with one of {', '.join(UNITS)}, such as 80GB")
+        raise ValueError(f"{text!r} is not an amount of memory; expected a number and one of {', '.join(UNITS)}, such as 80GB")
     return int(float(found[1]) * next(count for unit, count in UNITS.items() if unit.lower() == found[2].lower()))
 
 

@@ -17,4 +17,4 @@ def value(line: bytes) -> Any:
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"no JSON: {error}") from error
+        raise ValueError(f"not JSON: {error}") from error

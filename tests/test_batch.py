@@ -186,7 +186,7 @@ def test_input_is_read_as_it_is_needed(tmp_path):
 
 
 BAD = {
-    "{": "no JSON: Expecting property name",
+    "{": "not JSON: Expecting property name",
     "[" * 100_000: "the JSON is nested too deeply",
     '"text"': "the line is a str, expected an object",
     '{"prompt": "x", "parms": {}}': "found 'parms'; expected id, prompt, messages, params",
@@ -211,7 +211,7 @@ def test_bad_lines_are_put_aside_with_their_number_and_the_reason(tmp_path):
         assert (result.bad, result.errors) == (len(BAD) + 1, tmp_path / "out.errors.jsonl")
         found = read_lines(result.errors)
         assert [r["line"] for r in found] == [*range(2, len(BAD) + 2), len(BAD) + 3]
-        for record, reason in zip(found, [*BAD.values(), "no JSON: 'utf-8' codec can't decode byte 0xff"], strict=True):
+        for record, reason in zip(found, [*BAD.values(), "not JSON: 'utf-8' codec can't decode byte 0xff"], strict=True):
             assert record["error"].startswith(reason)
         assert sorted(map(str, (r["id"] for r in read_lines(tmp_path / "out.jsonl")))) == ["1", "\ud800"]
     write_lines(path, ['{"prompt": "first"}', '{"id": 2, "prompt": "mended"}'])
@@ -346,12 +346,12 @@ def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
     for shard in ("0/2", "3/2", "1", "a/b"):
         with pytest.raises(ValueError, match=f"shard is '{shard}', expected i/n with i from 1 to n, such as 2/4"):
             batch.run_batch(llm, requests, out, shard=shard)
-    with pytest.raises(FileNotFoundError, match=r"no\.jsonl is no file; expected one of JSON lines"):
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl is not a file; expected a file of JSON lines"):
         batch.run_batch(llm, tmp_path / "no.jsonl", out)
     with pytest.raises(IsADirectoryError, match="the output .* is a folder; expected a file to write"):
         batch.run_batch(llm, requests, tmp_path)
     assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
-    with pytest.raises(FileNotFoundError, match="no, the folder of the output, is not there"):
+    with pytest.raises(FileNotFoundError, match="the output's folder .*no does not exist"):
         batch.run_batch(llm, requests, tmp_path / "no" / "out.jsonl")
     settings = tmp_path / "out.jsonl.run.json"
     (tmp_path / "link").symlink_to(settings.name)
@@ -372,9 +372,11 @@ def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
     with pytest.raises(ValueError, match=r"params\.seed is 3, which all lines would share; expected None"):
         batch.run_batch(llm, requests, out, SamplingParams(seed=3))
     mine = write_lines(tmp_path / "mine.jsonl", ["dear diary"])
-    with pytest.raises(ValueError, match=r"mine\.jsonl is there but mine\.jsonl\.run\.json, which a run leaves beside its results, is not"):
+    with pytest.raises(
+        ValueError, match=r"mine\.jsonl exists but mine\.jsonl\.run\.json, which a run writes next to its results, does not"
+    ):
         batch.run_batch(llm, requests, mine)
-    with pytest.raises(ValueError, match=r"mine\.jsonl is there, and is no file of errors; name another"):
+    with pytest.raises(ValueError, match=r"mine\.jsonl exists and is not a file of errors; name another"):
         batch.run_batch(llm, requests, out, errors=mine)
     assert mine.read_text() == "dear diary\n"
 
@@ -383,20 +385,22 @@ def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
     out = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
         batch.run_batch(FakeLLM(8), requests, out, seed=1)
-    with pytest.raises(ValueError, match=r"was made with run_seed 1, not 2; temperature None, not 0\.5: ask for the same to go on"):
+    with pytest.raises(ValueError, match=r"was made with run_seed 1, not 2; temperature None, not 0\.5: use the same to resume"):
         batch.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=2)
     other = FakeLLM()
     other.settings = {**other.settings, "dtype": "bfloat16"}
-    with pytest.raises(ValueError, match=r"was made with dtype 'float32', not 'bfloat16': ask for the same to go on"):
+    with pytest.raises(ValueError, match=r"was made with dtype 'float32', not 'bfloat16': use the same to resume"):
         batch.run_batch(other, requests, out, seed=1)
     line = read_lines(out)[0]["line"]
     lines = requests.read_text().splitlines()
     changed = write_lines(tmp_path / "changed.jsonl", [*lines[: line - 1], '{"id": "other", "prompt": "x"}', *lines[line:]])
-    with pytest.raises(results.ChangedInput, match=f"has line {line} under another id than 'other': it is of another input"):
+    with pytest.raises(
+        results.ChangedInput, match=rf"the result of line {line} in .* has another id than 'other', so it is of another input"
+    ):
         batch.run_batch(FakeLLM(), changed, out, seed=1)
     asked = json.loads(lines[line - 1])
     write_lines(changed, [*lines[: line - 1], {"id": asked.get("id", line), "prompt": "x"}, *lines[line:]])
-    with pytest.raises(results.ChangedInput, match=f"has the result of another request than line {line} now asks for; name another"):
+    with pytest.raises(results.ChangedInput, match=rf"line {line} is not the request that its result in .* answers; name another"):
         batch.run_batch(FakeLLM(), changed, out, seed=1)
     respelt = json.dumps(dict(reversed(asked.items())), separators=(" ,", " : "))  # the same request
     write_lines(changed, [*lines[: line - 1], respelt, *lines[line:]])
@@ -426,7 +430,7 @@ def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served
         f"{tmp_path}/bad-1-of-20: 1 lines cannot be served\n"
     )
     assert cli.main(["batch", str(requests), str(out), "--seed", "4"]) == 2
-    assert capsys.readouterr().err.startswith(f"jaxspec: {out} was made with run_seed 0, not 4: ask for the same")
+    assert capsys.readouterr().err.startswith(f"jaxspec: {out} was made with run_seed 0, not 4: use the same to resume")
     monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(dies=3), SamplingParams(seed=args.seed)))
     assert cli.main(["batch", str(requests), str(tmp_path / "third.jsonl")]) == 130
     assert capsys.readouterr().err == (
@@ -434,7 +438,7 @@ def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served
     )
     changed = write_lines(tmp_path / "changed.jsonl", [{"prompt": "x"}])
     assert cli.main(["batch", str(changed), str(out)]) == 2
-    assert capsys.readouterr().err.startswith(f"jaxspec: {out} has line 1 under another id than 1")
+    assert capsys.readouterr().err.startswith(f"jaxspec: the result of line 1 in {out} has another id than 1")
 
 
 def test_a_killed_process_goes_on_with_the_same_command(model, tmp_path, capsys):

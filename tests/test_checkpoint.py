@@ -361,7 +361,7 @@ def test_git_lfs_pointer(tmp_path: Path) -> None:
 )
 def test_damaged_header(header: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    refuse(tmp_path, abstract("12B"), "has a header that is not safetensors'")
+    refuse(tmp_path, abstract("12B"), "has an invalid safetensors header: ")
 
 
 def test_no_weights(tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_resolve_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_resolve_an_id_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, as the tests are, the real call fails by itself."""
-    with pytest.raises(FileNotFoundError, match="'nobody/no-such-model' is no folder, and the hub did not give a model of that id: "):
+    with pytest.raises(FileNotFoundError, match="'nobody/no-such-model' is not a folder, and the hub did not provide a model of that id: "):
         checkpoint.resolve("nobody/no-such-model")
 
 

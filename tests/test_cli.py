@@ -186,7 +186,7 @@ def test_info_downloads_no_weights(models, monkeypatch, capsys):
     assert (name, list(huggingface_hub.utils.filter_repo_objects(files, **settings))) == ("google/gemma-4-31B-it", files[::2])
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **settings: (_ for _ in ()).throw(OSError("gone")))
     assert cli.main(["info", "nobody/nothing"]) == 2
-    assert capsys.readouterr().err == "jaxspec: 'nobody/nothing' is no folder, and the hub did not give a model of that id: gone\n"
+    assert capsys.readouterr().err == "jaxspec: 'nobody/nothing' is not a folder, and the hub did not provide a model of that id: gone\n"
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
 
 def test_plans_that_make_no_sense_are_refused(folders, capsys):
     for options, message in {
-        ("--memory", "80"): "'80' is no amount of memory; expected a number with one of MB, GB, TB, MiB, GiB, TiB, such as 80GB",
+        ("--memory", "80"): "'80' is not an amount of memory; expected a number and one of MB, GB, TB, MiB, GiB, TiB, such as 80GB",
         ("--memory", "40GB"): "the weights take 57.18 GiB and 1 slots",
         ("--memory", "1TB", "--max-len", "300000"): "max_len is 300000, expected 2 .. 262144",
         ("--memory", "1TB", "--k", "2"): "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter",

@@ -111,9 +111,9 @@ class Batch:
             named = ", ".join(f"the {name} {path}" for name, path in files.items())
             raise ValueError(f"found {named}; expected four different files")
         if not self.input.is_file():
-            raise FileNotFoundError(f"{self.input} is no file; expected one of JSON lines")
+            raise FileNotFoundError(f"{self.input} is not a file; expected a file of JSON lines")
         if not self.out.parent.is_dir():
-            raise FileNotFoundError(f"{self.out.parent}, the folder of the output, is not there")
+            raise FileNotFoundError(f"the output's folder {self.out.parent} does not exist")
         if self.out.is_dir():
             raise IsADirectoryError(f"the output {self.out} is a folder; expected a file to write")
         self._known, self._errors, self._bad = Known(), None, 0
@@ -153,7 +153,7 @@ class Batch:
         if not isinstance(self._params, SamplingParams):
             raise TypeError(f"params is {type(params).__name__}, expected SamplingParams or None")
         if self._params.seed is not None:
-            raise ValueError(f"params.seed is {self._params.seed}, which all lines would share; expected None, and the run's own seed")
+            raise ValueError(f"params.seed is {self._params.seed}, which all lines would share; expected None, and a seed for the run")
         settings = {
             **llm.settings,
             "run_seed": self._seed,
@@ -170,9 +170,7 @@ class Batch:
             before, after = json.loads(self._settings.read()), json.loads(text)
             changed = [f"{name} {before.get(name)!r}, not {after[name]!r}" for name in after if before.get(name) != after[name]]
             if changed:
-                raise ValueError(
-                    f"{self.out} was made with {'; '.join(changed)}: ask for the same to go on with it, or name another output"
-                )
+                raise ValueError(f"{self.out} was made with {'; '.join(changed)}: use the same to resume, or name another output")
             return
         self._settings.truncate(0)
         append(self._settings, text.encode())
@@ -272,7 +270,7 @@ class Batch:
         self._known.check(line.number, line.name, self.out)
         before = self._asked[number] if number < len(self._asked) else 0
         if before and before != line.digest:
-            raise ChangedInput(f"{self.out} has the result of another request than line {number} now asks for; name another output")
+            raise ChangedInput(f"line {number} is not the request that its result in {self.out} answers; name another output")
         return line
 
     def _put_aside(self, number: int, name: Any, reason: str) -> None:
@@ -353,7 +351,7 @@ class Batch:
         size, end = self.out.stat().st_size, 0
         if size and not self._settings_file.stat().st_size:
             raise ValueError(
-                f"{self.out} is there but {self._settings_file.name}, which a run leaves beside its results, is not; name another output"
+                f"{self.out} exists but {self._settings_file.name}, which a run writes next to its results, does not; name another output"
             )
         with open(self.out, "rb") as file:
             for number, text in enumerate(file, start=1):

@@ -40,7 +40,9 @@ class Known:
         """Raises ChangedInput if the result of this line is of another request."""
         known = self._names[line] if line < len(self._names) else 0
         if known and known != _hash(name):
-            raise ChangedInput(f"{out} has line {line} under another id than {name!r}: it is of another input; name another output")
+            raise ChangedInput(
+                f"the result of line {line} in {out} has another id than {name!r}, so it is of another input; name another output"
+            )
 
     def missing(self, line: int, n: int) -> list[int]:
         """The samples of a line's n that are still to be made."""
@@ -68,7 +70,7 @@ def remove_errors(path: Path) -> None:
         begin, left = b'{"line": ', first.partition(b"\0")[0]
         torn = not left.endswith(b"\n") and left[: len(begin)] == begin[: len(left)]
         if first and not torn and not (parsed(first) or {}).get("error"):
-            raise ValueError(f"{path} is there, and is no file of errors; name another")
+            raise ValueError(f"{path} exists and is not a file of errors; name another")
         path.unlink()
 
 

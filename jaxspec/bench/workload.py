@@ -148,7 +148,7 @@ def plan(
     made = Plan(config, drafter, dtype, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work, mesh)
     for batch in [*batches, *[1] * len(prefill)]:
         if batch % made.shards:
-            raise ValueError(f"a batch of {batch} is spread over the {made.shards} data shards of a mesh; expected a multiple of them")
+            raise ValueError(f"batch is {batch} and the mesh has {made.shards} data shards; expected a multiple of {made.shards}")
     _check_memory(made)
     return made
 

@@ -41,7 +41,7 @@ def resolve(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
     try:
         folder = huggingface_hub.snapshot_download(text, allow_patterns=DOWNLOADED if weights else CONFIGS, ignore_patterns=["*/*"])
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{text!r} is no folder, and the hub did not give a model of that id: {error}") from error
+        raise FileNotFoundError(f"{text!r} is not a folder, and the hub did not provide a model of that id: {error}") from error
     return Path(folder)
 
 

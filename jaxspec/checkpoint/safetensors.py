@@ -65,7 +65,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > size - 8:
             hint = " (a Git LFS pointer: fetch the file itself)" if size < 1024 and file.read_bytes().startswith(b"version ") else ""
-            raise ValueError(f"{file} is truncated or no safetensors file{hint}: found {size} bytes, expected at least {8 + length}")
+            raise ValueError(f"{file} is truncated or not a safetensors file{hint}: found {size} bytes, expected at least {8 + length}")
         text = opened.read(length)
     try:
         header = {
@@ -74,7 +74,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             if name != "__metadata__"
         }
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise ValueError(f"{file} has a header that is not safetensors': {error!r}") from error
+        raise ValueError(f"{file} has an invalid safetensors header: {error!r}") from error
     expected = max((tensor.offset + tensor.nbytes for tensor in header.values()), default=8 + length)
     if size != expected:
         raise ValueError(f"{file} is truncated or damaged: found {size} bytes, expected {expected}")

@@ -70,14 +70,14 @@ def test_a_stream_of_token_ids_is_taken_as_it_is(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "bad.jsonl line 2: no JSON: Expecting property name"),
+        ("{", "bad.jsonl line 2: not JSON: Expecting property name"),
         ("[" * 100_000, "bad.jsonl line 2: the JSON is nested too deeply"),
         ("[1]", r"bad.jsonl line 2: found list; expected \{\"text\": ...\} or \{\"messages\": \[...\]\}"),
         ('{"prompt": "x"}', r"bad.jsonl line 2: found \['prompt'\]; expected"),
         ('{"messages": []}', "bad.jsonl line 2: the last message has role None; expected 'assistant'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: the last message has role 'user'; expected 'assistant'"),
         ('{"text": "\\ud800"}', "bad.jsonl line 2: .*surrogate"),
-        ('{"text": "torn', "bad.jsonl line 2: no JSON: Invalid control character"),
+        ('{"text": "torn', "bad.jsonl line 2: not JSON: Invalid control character"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "bad.jsonl line 2: .*"),
     ],
 )
@@ -93,7 +93,7 @@ def test_lines_end_at_line_feeds_and_a_byte_order_mark_says_nothing(tokenizer, t
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*written[:1], "", *written[1:]]).encode())
     assert [row for row, _ in rows(tokenizer, path)] == [tokenizer.encode(text) for text in texts]
     path.write_bytes(f"{written[0]}\n".encode() + b'{"text": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"lines.jsonl line 2: no JSON: 'utf-8' codec can't decode byte 0xe9"):
+    with pytest.raises(ValueError, match=r"lines.jsonl line 2: not JSON: 'utf-8' codec can't decode byte 0xe9"):
         rows(tokenizer, path)
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfx = 1")
     assert rows(tokenizer, tmp_path / "marked.txt") == [(tokenizer.encode("x = 1"), 0)]
