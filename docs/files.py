@@ -1,4 +1,4 @@
-"""A mkdocs hook: puts the first sentence of every module's docstring where a page says <!-- modules of FOLDER -->."""
+"""A mkdocs hook: where a page says <!-- modules of FOLDER -->, it says what the package is for and, for each module, its first sentence."""
 
 import ast
 import re
@@ -8,13 +8,16 @@ ROOT = Path(__file__).parent.parent
 MARK = re.compile(r"<!-- modules of ([\w/]+) -->")
 
 
-def first_sentence(path: Path) -> str:
-    """Raises ValueError for a module without a docstring."""
+def first_paragraph(path: Path) -> str:
+    """Of a module's docstring, in one line. Raises ValueError for a module without one."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     if not text:
         raise ValueError(f"{path} has no docstring, so nobody can say what it is for")
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=\.)\s(?=[A-Z`])", paragraph)[0]  # not behind "et al."
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def first_sentence(path: Path) -> str:
+    return re.split(r"(?<=\.)\s(?=[A-Z`])", first_paragraph(path))[0]  # not behind "et al."
 
 
 def table(folder: str) -> str:
@@ -26,7 +29,8 @@ def table(folder: str) -> str:
             found.append(f"| `{folder}/{path.name}{'/' if path.is_dir() else ''}` | {first_sentence(module).replace('|', chr(92) + '|')} |")
     if not found:
         raise ValueError(f"{folder} has no modules")
-    return "\n".join(["| file | what it is for |", "|---|---|", *found])
+    about = [first_paragraph(ROOT / folder / "__init__.py"), ""] if "/" in folder else []
+    return "\n".join([*about, "| file | what it is for |", "|---|---|", *found])
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
