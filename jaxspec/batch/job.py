@@ -6,7 +6,7 @@ digest of what was asked), text, finish_reason, stop_reason, seed, usage, accept
 where it failed alone.
 Lines that ask for nothing that can be served go to an errors file, with their number and the reason.
 
-Beside the results lies a file `.run.json`: what the run was started with, locked while it goes on.
+A file `.run.json` next to the results says what the run was started with. It is locked while the run lasts.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ def run_batch(
     token_ids: bool = False,
     enable_thinking: bool = False,
 ) -> BatchResult:
-    """Completes every request of a file, and appends each result to another as soon as it is there. The same call goes on with a
-    run that was interrupted, and ends with the same results.
+    """Completes every request of a file, and appends each result to another file as soon as it is there. If a run is interrupted, the
+    same call resumes it and ends with the same results.
 
-    params: what lines do not say themselves. errors: where bad lines go, by default `OUT.errors.jsonl`. seed: of the seeds of
-    requests that name none, each made from this one and the line's number. shard: "i/n" serves lines i, i + n, i + 2n, ... alone,
-    and puts "-i-of-n" into the names of its files, so that n processes can share a job. token_ids: write them too.
+    params: what a line's own params leave out. errors: the file for bad lines, by default `OUT.errors.jsonl`. seed: where a request
+    names no seed, its seed is made from this one and the line's number. shard: "i/n" serves only lines i, i + n, i + 2n, ... and puts
+    "-i-of-n" into the names of its files, so that n processes can share a job. token_ids: whether to write token ids too.
     enable_thinking: goes to the chat template of messages.
 
     A line that raises, be it while others are computed beside it, goes to the errors file, and the others go on.
 
     Raises FileNotFoundError; ValueError or TypeError for arguments that make no sense, results of another run, another input, or a
-    run that is still going on; OSError where a disk is full; what a device raises that concerns all requests. Results that were
-    written stay, whatever is raised.
+    run that another process is still writing; OSError where a disk is full; what a device raises that concerns all requests. Results
+    that were written stay, whatever is raised.
     """
     with Batch(in_path, out_path, errors=errors, shard=shard, together=_spans_processes(llm)) as job:
         job.begin(llm, params, seed=seed, token_ids=token_ids, enable_thinking=enable_thinking)
