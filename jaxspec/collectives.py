@@ -11,6 +11,8 @@ from flax import struct
 
 from pallas_kernels.all_reduce import all_gather, all_reduce
 
+DATA, TENSOR = "data", "tensor"  # the axes of a mesh
+
 
 def summed(x: jax.Array, axis: str | None, mail: jax.Array | None = None) -> jax.Array:
     """The sum of all devices' x."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import numpy as np
 from jaxspec import checkpoint, drafters, sharding, targets
 from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.hub import CONVERTED, INDEX_FILE
-from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.model import gemma4
 from jaxspec.sharding import specs
 from jaxspec.trees import leaves
@@ -72,8 +70,7 @@ def convert(
         del weights
         if draft_folder is not None:
             guesser = drafters.load_drafter(draft_folder, config, weights_dtype, place=place, progress=progress)
-            # A draft model is a target.
-            _write(unfinished / DRAFTER, draft_folder, guesser.model if isinstance(guesser, DraftModel) else guesser, weights_dtype)
+            _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype)
         unfinished.replace(final)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -97,14 +94,14 @@ def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype) -> None:
             shutil.copyfile(path, folder / path.name)
     config = checkpoint.read_config(source) | {"dtype": dtype.name}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    fused.save(folder / fused.WEIGHTS, leaves(weights), _cut_axes)
+    fused.save(folder / fused.WEIGHTS, leaves(weights), functools.partial(_cut_axes, specs.partitions_of(weights)))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in (folder / fused.WEIGHTS).rglob("*") if path.is_file()}
     text = json.dumps({"version": fused.VERSION, "files": dict(sorted(files.items()))}, indent=2)
     (folder / CONVERTED).write_text(text + "\n", encoding="utf-8")
 
 
-def _cut_axes(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _cut_axes(rows: specs.Rows, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The axis of heads or experts over which a mesh spreads an array, to be one long in a chunk. Orbax halves the longest axes of the
     chunks by itself, which serves axes of widths and vocabularies."""
-    spec = next((spec for pattern, spec in specs.WEIGHT_SPECS if re.search(pattern, path)), ())
+    spec = specs.first_match(path, rows)
     return tuple(axis for axis, name in enumerate(spec) if name is not None and len(shape) > 2 and shape[axis] <= 256)

@@ -157,7 +157,7 @@ def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, m
         named = None if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens")
         return min(named or num_draft_tokens_of(drafter), max_len - 1)
     count = integer("num_draft_tokens", asked, 0, max_len - 1)
-    if count and isinstance(drafter, NoDraft):
+    if count and num_draft_tokens_of(drafter) == 0:
         raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
     return count
 

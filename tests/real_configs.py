@@ -12,7 +12,7 @@ from jaxspec.model.config import FULL, SLIDING
 
 NAMES = {"E2B": "e2b", "E4B": "e4b", "12B": "12b", "26B-A4B": "26b", "31B": "31b"}
 TARGETS = {name: shapes.TARGETS[key] for name, key in NAMES.items()}
-ASSISTANTS = {name: shapes.ASSISTANTS[key] for name, key in NAMES.items()}
+ASSISTANTS = {name: shapes.drafter_config("mtp", key) for name, key in NAMES.items()}
 
 # Parameters of the text part, the tied head counted once, without the dead K and V weights that some releases keep.
 TARGET_PARAMETERS = {

@@ -16,7 +16,7 @@ from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import cuda_graphs as graphs
-from jaxspec.model import gemma4
+from jaxspec.model import gemma4, traffic
 from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("unoptimised")
 def pair(name: str):
     """A named target and its assistant, as shapes."""
     config = Gemma4Config.from_hf(shapes.TARGETS[name])
-    assistant = gemma4_mtp.bind(AssistantConfig.from_hf(shapes.ASSISTANTS[name]), config)
+    assistant = gemma4_mtp.bind(AssistantConfig.from_hf(shapes.drafter_config("mtp", name)), config)
     return gemma4.abstract(config), gemma4_mtp.abstract(assistant)
 
 
@@ -61,7 +61,7 @@ def test_bytes_grow_with_the_experts_and_centroids_that_a_batch_chooses():
     # 5 rows choose 35.3 of 128 experts: 22,837,985,280 weights of all experts, 2,395,156,510 others, of 2 bytes.
     five = roofline.step_bytes(target, assistant, batch=1, num_draft_tokens=4, context=0)
     assert five.target == pytest.approx(2 * (2_395_156_510 + 22_837_985_280 * (1 - (15 / 16) ** 5)))
-    assert roofline.expected_distinct(8, 128, 5) == pytest.approx(35.3, abs=0.05)
+    assert traffic.expected_distinct(8, 128, 5) == pytest.approx(35.3, abs=0.05)
     many = roofline.step_bytes(target, assistant, batch=64, num_draft_tokens=4, context=0)
     assert many.target / 2 == pytest.approx(25_233_141_790, rel=1e-6)
     # A centroid head reads 128 rows of 256 bfloat16 and their ids for each of the 32 centroids of a sequence.
@@ -99,14 +99,14 @@ def test_bytes_of_other_drafters():
 @pytest.mark.parametrize("shape", shapes.TARGETS)
 def test_every_named_drafter_fits_the_targets_that_it_is_there_for(shape):
     made = set()
-    for name in shapes.DRAFTERS:
+    for name in shapes.drafter_names():
         try:
             shapes.abstract_drafter(name, shape, pair(shape)[0].config, jnp.bfloat16)
         except ValueError as error:
             assert f"drafter {name!r} is there for config" in str(error)
         else:
             made.add(name)
-    assert made == set(shapes.DRAFTERS) - ({"dflash"} if shape not in ("26b", "31b") else set())
+    assert made == set(shapes.drafter_names()) - ({"dflash"} if shape not in ("26b", "31b") else set())
 
 
 def test_operations_of_a_prompt():

@@ -1,5 +1,6 @@
 """Converted checkpoints: the same weights to the bit on any mesh, nothing finished before its time, and what does not fit is said."""
 
+import functools
 import json
 import os
 import shutil
@@ -168,11 +169,12 @@ def test_a_converted_checkpoint_can_be_converted(folders, tmp_path, monkeypatch)
 
 def test_chunks_fit_meshes():
     """An array that a mesh cuts by heads or experts lies in chunks of one head or expert; widths are left to Orbax."""
-    assert converting._cut_axes("layers.0.self_attn.qkv_proj.weight", (8, 4, 256, 3840)) == (0,)
-    assert converting._cut_axes("layers.0.self_attn.o_proj.weight", (3840, 8, 2, 256)) == (1,)
-    assert converting._cut_axes("layers.0.experts.down_proj", (128, 2816, 704)) == (0,)
-    assert converting._cut_axes("layers.0.mlp.gate_up_proj.weight", (2, 15360, 3840)) == ()
-    assert converting._cut_axes("embed_tokens.weight", (262144, 64)) == ()
+    cut = functools.partial(converting._cut_axes, gemma4.PARTITIONS)
+    assert cut("layers.0.self_attn.qkv_proj.weight", (8, 4, 256, 3840)) == (0,)
+    assert cut("layers.0.self_attn.o_proj.weight", (3840, 8, 2, 256)) == (1,)
+    assert cut("layers.0.experts.down_proj", (128, 2816, 704)) == (0,)
+    assert cut("layers.0.mlp.gate_up_proj.weight", (2, 15360, 3840)) == ()
+    assert cut("embed_tokens.weight", (262144, 64)) == ()
 
 
 def test_large_arrays_are_read_by_rows(folders, tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ from jaxspec import decode, sharding
 from jaxspec import released as shapes
 from jaxspec.collectives import Shard, whole, without
 from jaxspec.decode import accept
+from jaxspec.drafters import draft_model
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.model.layers import Linear
@@ -101,7 +102,7 @@ def test_guesses_are_those_of_one_device_everywhere(tensor, member, kind):
 
 
 def test_a_large_draft_model_is_spread(monkeypatch):
-    monkeypatch.setattr(specs, "SMALL_LAYER", 0)
+    monkeypatch.setattr(draft_model, "SMALL_LAYER", 0)
     placed, state = check(1, 2, "31B", "draft model")
     assert placed.drafter.model.embed_tokens.axis == "tensor"
     assert state.drafter.cache.layers[0].k.sharding.spec == PartitionSpec("data", None, "tensor", None)
@@ -285,7 +286,7 @@ def test_what_lies_on_every_device(tensor):
     for name in shapes.TARGETS:
         config = shapes.target_config(name)
         trees = [gemma4.abstract(config)]
-        for kind in ("mtp", "eagle3", "modules", "e4b", *(["dflash"] if name in shapes.DFLASH else [])):
+        for kind in ("mtp", "eagle3", "modules", "e4b", *(["dflash"] if name in ("26b", "31b") else [])):
             trees.append(shapes.abstract_drafter(kind, name, config, jnp.bfloat16))
         for tree in trees:
             placed = sharding.spread(sharding.shard_tree(tree, mesh), mesh)

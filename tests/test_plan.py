@@ -24,7 +24,7 @@ GIB = 2**30
 def folders(tmp_path_factory):
     """Configs of the 31B and its assistant, without weights."""
     root = tmp_path_factory.mktemp("configs")
-    for name, config in {"target": shapes.TARGETS["31b"], "assistant": shapes.ASSISTANTS["31b"]}.items():
+    for name, config in {"target": shapes.TARGETS["31b"], "assistant": shapes.drafter_config("mtp", "31b")}.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
     return root / "target", root / "assistant"

@@ -27,7 +27,7 @@ def keys(tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of this model: key and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
-    return {prefix + part.key: part.shape for path in shapes for part in layout.layouts(path, shapes)[0]}
+    return {prefix + part.key: part.shape for path in shapes for part in layout.layouts_of(tree)(path, shapes)[0]}
 
 
 @pytest.mark.parametrize("name", MODELS)

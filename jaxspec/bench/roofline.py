@@ -1,7 +1,7 @@
 """What a step has to move and a prefill has to compute, counted from shapes alone, and how fast the device does either.
 
 A step reads every weight that it uses once and the visible K and V of every sequence once, for the target's pass and for each pass of
-the drafter. What a step writes, and rows gathered from embedding tables, are thousands of times less and are not counted.
+the drafter: see `model.traffic` for the one, and the drafters' `bytes_read` for the other.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.drafters.assistant import Gemma4MTP
-from jaxspec.drafters.base import NoDraft
-from jaxspec.drafters.dflash import DFlash
-from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.drafters.eagle3 import Eagle3
-from jaxspec.drafters.mtp_modules import MTPModules
-from jaxspec.drafters.ngram import NGram
-from jaxspec.model.config import LayerSpec
+from jaxspec.drafters.base import bytes_read
+from jaxspec.model import traffic
 from jaxspec.model.gemma4 import DecoderLayer, Gemma4
 from jaxspec.trees import nbytes
 
@@ -53,104 +47,9 @@ def step_bytes(target: Gemma4, drafter: Any, *, batch: int, num_draft_tokens: in
     of a centroid head the same.
     """
     rows = batch * (num_draft_tokens + 1)
-    kv = _visible((spec for spec in target.config.layers if spec.owns_kv), target.dtype, context)
-    drafted = PASSES[type(drafter)](drafter, _Step(target, batch, num_draft_tokens, context)) if num_draft_tokens else (0, 0)
-    return StepBytes(_target_weights(target, rows), batch * kv, *drafted)
-
-
-def expected_distinct(chosen: int, of: int, rows: int) -> float:
-    """How many of `of` things are chosen by at least one of `rows` rows that each choose `chosen` of them at random."""
-    return of * (1 - (1 - chosen / of) ** rows)
-
-
-def _target_weights(target: Gemma4, rows: int) -> float:
-    """The tied embedding counts as the head; per-layer embeddings are only gathered from."""
-    size: float = nbytes(target) - nbytes(target.embed_tokens_per_layer)
-    for layer in target.layers:
-        size = _experts_read(size, layer, rows)
-    return size
-
-
-def _experts_read(size: float, layer: DecoderLayer, rows: int) -> float:
-    """`size` bytes less those of the layer's experts that no row chooses."""
-    spec = layer.self_attn.spec
-    if not spec.num_experts:
-        return size
-    return size - (1 - expected_distinct(spec.top_k_experts, spec.num_experts, rows) / spec.num_experts) * nbytes(layer.experts)
-
-
-def _visible(layers: Iterable[LayerSpec], dtype: Any, context: float) -> float:
-    """Bytes of one sequence's K and V that the queries of these layers see."""
-    itemsize = jnp.dtype(dtype).itemsize
-    return sum(min(context, s.window or context) * s.num_kv_heads * (s.key_dims + s.head_dim) * itemsize for s in layers)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """The step that a drafter is part of."""
-
-    target: Gemma4
-    batch: int
-    k: int
-    context: float
-
-
-def _assistant(drafter: Gemma4MTP, step: _Step) -> tuple[float, float]:
-    config, target = drafter.config, step.target
-    size: float = nbytes(drafter)
-    if drafter.masked_embedding is not None:
-        table, ordering = drafter.model.embed_tokens.weight, drafter.masked_embedding.token_ordering
-        share = expected_distinct(config.centroid_intermediate_top_k, config.num_centroids, step.batch) / config.num_centroids
-        size -= (1 - share) * nbytes((table, ordering))
-    sources = {spec.kv_source for spec in config.text.layers}
-    kv = _visible((target.config.layers[i] for i in sources if i is not None), target.dtype, step.context)
-    return step.k * size, step.k * step.batch * kv
-
-
-def _dflash(drafter: DFlash, step: _Step) -> tuple[float, float]:
-    """One pass over the block; the head is the target's where the drafter has none."""
-    head = 0 if drafter.lm_head is not None else nbytes(step.target.embed_tokens)
-    return nbytes(drafter) + head, step.batch * _visible(drafter.config.layers, drafter.fc.weight.dtype, step.context)
-
-
-def _eagle3(drafter: Eagle3, step: _Step) -> tuple[float, float]:
-    """The features' projection once; layers and head for every draft."""
-    head = 0 if drafter.lm_head is not None else nbytes(step.target.embed_tokens)
-    once = nbytes((drafter.fc, drafter.input_norm, drafter.fc_norm))
-    each = nbytes(drafter) - once - nbytes(drafter.embed_tokens) + head
-    layers = (dataclasses.replace(spec, k_eq_v=False) for spec in drafter.config.layers)  # keys are stored whole
-    return once + step.k * each, step.k * step.batch * _visible(layers, drafter.fc.weight.dtype, step.context)
-
-
-def _modules(drafter: MTPModules, step: _Step) -> tuple[float, float]:
-    """A module for each draft, in turn."""
-    turns = [i % len(drafter.modules) for i in range(step.k)]
-    layers = [drafter.config.layers[i] for i in turns]
-    size = sum(_experts_read(nbytes(drafter.modules[i]), drafter.modules[i].mtp_block, step.batch) for i in turns)
-    return size, step.batch * _visible(layers, drafter.modules[0].eh_proj.weight.dtype, step.context)
-
-
-def _draft_model(drafter: DraftModel, step: _Step) -> tuple[float, float]:
-    """A pass for each draft."""
-    model = drafter.model
-    kv = _visible((spec for spec in model.config.layers if spec.owns_kv), model.dtype, step.context)
-    return step.k * _target_weights(model, step.batch), step.k * step.batch * kv
-
-
-def _no_weights(drafter: Any, step: _Step) -> tuple[float, float]:
-    return 0, 0
-
-
-# Kind of drafter -> (weights, K and V): bytes that all its passes of a step read.
-PASSES: dict[type, Callable[[Any, _Step], tuple[float, float]]] = {
-    NoDraft: _no_weights,
-    NGram: _no_weights,
-    Gemma4MTP: _assistant,
-    DFlash: _dflash,
-    Eagle3: _eagle3,
-    MTPModules: _modules,
-    DraftModel: _draft_model,
-}
+    kv = traffic.visible_kv((spec for spec in target.config.layers if spec.owns_kv), target.dtype, context)
+    drafted = bytes_read(drafter, target, batch=batch, num_draft_tokens=num_draft_tokens, context=context)
+    return StepBytes(traffic.weights_read(target, rows), batch * kv, *drafted)
 
 
 def prefill_flops(target: Gemma4, length: int, chunk: int, taps: tuple[int, ...] = ()) -> float:

@@ -15,7 +15,7 @@ from jaxspec import decode, sharding
 from jaxspec import released as shapes
 from jaxspec.checks import integer, number
 from jaxspec.decode.accept import Rule, rule_of, synthetic
-from jaxspec.drafters.base import NoDraft
+from jaxspec.drafters.base import num_draft_tokens_of
 from jaxspec.engine.memory import memory_limit
 from jaxspec.engine.runner import PREFILL_ROWS
 from jaxspec.model import gemma4
@@ -126,7 +126,7 @@ def plan(
     """Checks what is to be timed: steps of each batch size at each temperature, and prompts of each length in `prefill`.
 
     config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
-    `shapes.DRAFTERS`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, see
+    `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, see
     `accept.synthetic`, or the name of a rule, which accepts next to nothing of random drafts but costs what it costs. mesh: as
     `sharding.mesh` makes it; its data axis divides each of `batches`, and is 1 where prompts are timed. workload: other fields of
     `Workload`.
@@ -137,7 +137,7 @@ def plan(
     target_config = shapes.target_config(config)
     target: Any = gemma4.abstract(target_config, DTYPES[dtype])
     draft: Any = shapes.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
-    drafting = not isinstance(draft, NoDraft)
+    drafting = num_draft_tokens_of(draft) > 0
     count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
     if count and not drafting:
         raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,25 @@ class Part:
     index: tuple[Any, ...] = ()
 
 
+# (path of a leaf, shapes of all leaves of its tree by path) -> the ways in which a checkpoint may hold the leaf: see `layouts`.
+Layouts = Callable[[str, Mapping[str, tuple[int, ...]]], list[list[Part]]]
+
+
+def layouts_of(tree: Any) -> Layouts:
+    """How a checkpoint holds the leaves of a tree: its member `layouts`, by default the function of that name here."""
+    return getattr(tree, "layouts", layouts)
+
+
+def renamed(choices: list[list[Part]], old: str, new: str) -> list[list[Part]]:
+    """The same ways with a piece of every key replaced where it first occurs."""
+    return [[dataclasses.replace(part, key=part.key.replace(old, new, 1)) for part in parts] for parts in choices]
+
+
 def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
     """The ways in which a checkpoint may hold the leaf at `path`; the first is the one that is written.
 
     shapes: of all leaves of the tree, by path. Keys come without the checkpoint's prefix.
     """
-    choices = _layouts(path, shapes)
-    if path.startswith("layers.0."):
-        # EAGLE has another name for its only layer.
-        first = [[dataclasses.replace(part, key=part.key.replace("layers.0.", "midlayer.", 1)) for part in parts] for parts in choices]
-        choices = choices + first
-    # The tensors of an MTP module's decoder layer lie beside its own.
-    return [[dataclasses.replace(part, key=part.key.replace(".mtp_block.", ".")) for part in parts] for parts in choices]
-
-
-def _layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
     shape = shapes[path]
     stem, _, name = path.rpartition("self_attn.")
     if name == "qkv_proj.weight":  # [KV, G + owned, D, H]
@@ -48,10 +52,6 @@ def _layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part
                 for name, low, high in zip("qkv", ends, ends[1:], strict=False)
             ]
         ]
-    if path == "kv_proj.weight":  # [layers, 2, KV, D, H], of a DFlash drafter
-        layers, _, *heads, hidden = shape
-        parts = [(i, j, f"layers.{i}.self_attn.{kind}_proj.weight") for i in range(layers) for j, kind in enumerate("kv")]
-        return [[Part(key, (math.prod(heads), hidden), (i, j)) for i, j, key in parts]]
     if name == "q_proj.weight" and len(shape) == 4:  # [KV, G, D, H]
         return [[Part(path, (math.prod(shape[:-1]), shape[-1]))]]
     if name == "o_proj.weight" and len(shape) == 4:  # [H, KV, G, D]

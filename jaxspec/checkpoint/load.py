@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.hub import CONVERTED
-from jaxspec.checkpoint.layout import Part, dead_keys, layouts, raise_misfits
+from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts_of, raise_misfits
 from jaxspec.checkpoint.onto_devices import placed
 from jaxspec.checkpoint.safetensors import DTYPES, FLOATS, INTEGERS, Stored, read_folder, same_bytes
 from jaxspec.trees import leaves as leaves_of
@@ -26,8 +26,9 @@ QUANTISED = re.compile(r"\.(weight_packed|weight_scale(_2|_inv)?|weight_global_s
 def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",), skip: Sequence[str] = (), progress: bool = True) -> Any:
     """Reads a checkpoint into the shapes, dtypes and shardings of a tree of ShapeDtypeStructs.
 
-    prefixes: what the file's keys may have before our paths; the first that occurs is taken. skip: beginnings of keys that are not
-    ours. A tensor is cast on the host to its leaf's dtype. progress: show a bar, by bytes. A converted folder holds our paths alone.
+    abstract: the tree; where it has a member `layouts`, that says how a file holds its leaves: see `layout.layouts_of`. prefixes: what
+    the file's keys may have before our paths; the first that occurs is taken. skip: beginnings of keys that are not ours. A tensor is
+    cast on the host to its leaf's dtype. progress: show a bar, by bytes. A converted folder holds our paths alone.
 
     Raises ValueError that lists every missing, unknown and misshapen tensor, before any is read. Two kinds of tensor are
     superfluous yet accepted: K and V weights of a target's layers that share KV, and an lm_head.weight whose bytes equal
@@ -39,7 +40,7 @@ def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",)
     stored = {key: tensor for key, tensor in read_headers(folder).items() if not key.startswith(tuple(skip))}
     leaves = leaves_of(abstract)
     prefix = next((p for p in prefixes if any(key.startswith(p) for key in stored)), prefixes[-1])
-    plan = _plan(folder, stored, leaves, prefix)
+    plan = _plan(folder, stored, leaves, prefix, layouts_of(abstract))
     # In the order of the files, so that a disk reads forward.
     order = sorted(plan, key=lambda path: min((str(t.file), t.offset) for _, t in plan[path]))
     from tqdm.auto import tqdm
@@ -52,12 +53,13 @@ def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",)
     return jax.tree.unflatten(jax.tree.structure(abstract), [loaded[path] for path in leaves])
 
 
-def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint: see `safetensors.read_folder`. Of a converted folder, those that it was made from."""
-    return _converted_headers(folder) if (folder / CONVERTED).exists() else read_folder(folder)
+def read_headers(folder: Path, layouts: Layouts = layouts) -> dict[str, Stored]:
+    """Every tensor of a checkpoint: see `safetensors.read_folder`. Of a converted folder, those that it was made from, as `layouts`
+    says: see `layout.layouts_of`."""
+    return _converted_headers(folder, layouts) if (folder / CONVERTED).exists() else read_folder(folder)
 
 
-def _converted_headers(folder: Path) -> dict[str, Stored]:
+def _converted_headers(folder: Path, layouts: Layouts) -> dict[str, Stored]:
     """What the checkpoint held that a converted folder was made from, as far as anything reads it; not to be read from there."""
     leaves = fused.describe(folder)
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
@@ -70,7 +72,9 @@ def _converted_headers(folder: Path) -> dict[str, Stored]:
 
 
 
-def _plan(folder: Path, stored: Mapping[str, Stored], leaves: Mapping[str, Any], prefix: str) -> dict[str, list[tuple[Part, Stored]]]:
+def _plan(
+    folder: Path, stored: Mapping[str, Stored], leaves: Mapping[str, Any], prefix: str, layouts: Layouts
+) -> dict[str, list[tuple[Part, Stored]]]:
     """Which tensors make up each leaf. Raises ValueError with all that does not fit."""
     quantised = [key for key in stored if QUANTISED.search(key)]
     if quantised:

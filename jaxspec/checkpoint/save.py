@@ -10,22 +10,23 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.hub import WEIGHTS_FILE
-from jaxspec.checkpoint.layout import layouts
+from jaxspec.checkpoint.layout import layouts_of
 from jaxspec.trees import leaves as leaves_of
 
 
 def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: str = "", dtype: Any = None) -> None:
     """Writes config.json and model.safetensors in Hugging Face's layout: one file, made in host memory.
 
-    tree: of arrays. prefix: put before our paths, such as "model." for a text-only target. dtype: of float weights, by default
-    their own; integers are written as int64, as released checkpoints have them.
+    tree: of arrays; where it has a member `layouts`, that says how a file holds them: see `layout.layouts_of`. prefix: put before our
+    paths, such as "model." for a text-only target. dtype: of float weights, by default their own; integers are written as int64, as
+    released checkpoints have them.
     """
     from safetensors.numpy import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     leaves = leaves_of(tree)
-    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    shapes, layouts = {path: tuple(leaf.shape) for path, leaf in leaves.items()}, layouts_of(tree)
     tensors = {}
     for path, leaf in leaves.items():
         value = np.asarray(leaf)

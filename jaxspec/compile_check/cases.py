@@ -146,7 +146,7 @@ def step_case(name: str, dtype: str) -> Case:
     if name == "pocket":
         configs = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
     else:
-        configs = [shapes.TARGETS[name], shapes.ASSISTANTS[name]]
+        configs = [shapes.TARGETS[name], shapes.drafter_config("mtp", name)]
     config, assistant = Gemma4Config.from_hf(configs[0]), AssistantConfig.from_hf(configs[1])
     numbers = jnp.dtype(device.float_dtype(config.dtype) if dtype == "auto" else dtype)
     target, drafter = gemma4.abstract(config, numbers), gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config), numbers)

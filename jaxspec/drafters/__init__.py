@@ -1,7 +1,32 @@
-"""Drafters: whatever guesses tokens for a target. A kind is a file; `base` has the protocol that they share, `registry` says which
-checkpoint means which kind. It may import models, sampling, checkpoint and what lies below them."""
+"""Drafters: whatever guesses tokens for a target. A kind is a file; `base` has the protocol that they share, `kind` what is known of a
+kind before there is a drafter, `registry` the kinds that there are. It may import models, sampling, checkpoint and what lies below
+them."""
 
 from jaxspec.drafters.base import Drafter, NoDraft
-from jaxspec.drafters.registry import REGISTRY, abstract_drafter, is_drafter, load_drafter, names_of
+from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.registry import (
+    KINDS,
+    REGISTRY,
+    abstract_drafter,
+    checkpoint_part,
+    is_drafter,
+    load_drafter,
+    names_of,
+    register,
+    save_drafter,
+)
 
-__all__ = ["REGISTRY", "Drafter", "NoDraft", "abstract_drafter", "is_drafter", "load_drafter", "names_of"]
+__all__ = [
+    "KINDS",
+    "REGISTRY",
+    "Drafter",
+    "Kind",
+    "NoDraft",
+    "abstract_drafter",
+    "checkpoint_part",
+    "is_drafter",
+    "load_drafter",
+    "names_of",
+    "register",
+    "save_drafter",
+]

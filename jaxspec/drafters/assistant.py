@@ -9,19 +9,28 @@ sliding and last full layer that own K and V. Nothing is written. Facts: vLLM `g
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
+from jaxspec import checkpoint
 from jaxspec.collectives import without
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.model.config import AssistantConfig, Gemma4Config
-from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
+from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, gemma_text_config, narrow, pick
+from jaxspec.model import traffic
+from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4 import PARTITIONS, DecoderLayer, Gemma4, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
-from jaxspec.model.rows import Keys
+from jaxspec.model.rows import Hidden, Keys
 from jaxspec.sampling.choice import Sampling, choose, choose_by_head
+from jaxspec.trees import nbytes
 from pallas_kernels import centroid_head
 from pallas_kernels.noise import row_keys
 
@@ -62,6 +71,12 @@ class Gemma4MTP:
     config: AssistantConfig = struct.field(pytree_node=False)
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    @property
+    def partitions(self) -> tuple[tuple[str, PartitionSpec], ...]:
+        # The MLPs are so narrow that a sum takes longer than reading them. Centroids need a few rows of the table, in any order.
+        whole = [r"\bmlp\."] if self.masked_embedding is None else [r"\bmlp\.", r"^model\.embed_tokens\."]
+        return (*((pattern, PartitionSpec()) for pattern in whole), *PARTITIONS)
 
     def bind(self, target: Gemma4Config) -> Gemma4MTP:
         return dataclasses.replace(self, config=bind(self.config, target))
@@ -147,6 +162,43 @@ class Gemma4MTP:
         chosen = centroid_head.choose(rows, *arrays, **self._centroid_settings, implementation=implementation)
         return chosen.reshape(positions.shape)
 
+    def check_weights(self, folder: Path) -> None:
+        if self.masked_embedding is not None:
+            ids, vocab = np.asarray(self.masked_embedding.token_ordering), self.config.text.vocab_size
+            if ids.min() < 0 or ids.max() >= vocab:
+                raise ValueError(f"token_ordering of the drafter {folder} has ids {ids.min()} .. {ids.max()}; expected 0 .. {vocab - 1}")
+
+    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+        """A pass for each draft. Of a centroid head those rows are counted that random centroids are expected to offer."""
+        config, size = self.config, float(nbytes(self))
+        if self.masked_embedding is not None:
+            table, ordering = self.model.embed_tokens.weight, self.masked_embedding.token_ordering
+            chosen = traffic.expected_distinct(config.centroid_intermediate_top_k, config.num_centroids, batch)
+            size -= (1 - chosen / config.num_centroids) * nbytes((table, ordering))
+        sources = {spec.kv_source for spec in config.text.layers}
+        kv = traffic.visible_kv((target.config.layers[i] for i in sources if i is not None), target.dtype, context)
+        return num_draft_tokens * size, num_draft_tokens * batch * kv
+
+    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+        keys = {spec.kind: out.keys[spec.kv_source] for spec in self.config.text.layers if spec.kv_source is not None}
+        hidden = pick(out.hidden, at)
+        drafter = dataclasses.replace(self, suppress_tokens=())  # a guess of zero probability would be infinitely far
+        for k in range(1, steps + 1):
+            y, hidden = drafter.step(target.embed(pick(ids, at + k)), hidden, at, keys, XLA)
+            if self.masked_embedding is None:
+                yield Guess(drafter.candidates(y, XLA)[0])
+            else:  # all tokens, so that those of centroids which were not chosen learn too
+                logits, head = Linear(self.model.embed_tokens.weight)(y, dtype=jnp.float32), self.masked_embedding
+                scores, top_k = head.centroids(y, dtype=jnp.float32), self.config.centroid_intermediate_top_k
+                yield Guess(logits, centroids=Centroids(scores, head.token_ordering, top_k))
+
+    def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> Gemma4MTP:
+        """Centroids have tokens that the target's embeddings have near each other."""
+        if self.masked_embedding is None:
+            return self
+        ordering = jnp.asarray(balanced_clusters(table, self.config.num_centroids, seed))
+        return dataclasses.replace(self, masked_embedding=dataclasses.replace(self.masked_embedding, token_ordering=ordering))
+
     @property
     def _centroid_head(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         assert self.masked_embedding is not None
@@ -207,3 +259,94 @@ def abstract(config: AssistantConfig, dtype: Any = jnp.bfloat16, suppress_tokens
         config=config,
         suppress_tokens=suppress_tokens,
     )
+
+
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> Gemma4MTP:
+    """The assistant that a config.json tells of, as a tree of ShapeDtypeStructs. Its generation_config.json names tokens that are never
+    drafted. Raises ValueError if it cannot be used with the target."""
+    generation = {} if folder is None else checkpoint.read_generation_config(folder)
+    bound = bind(AssistantConfig.from_hf(config), target)
+    return abstract(bound, dtype, tuple(generation.get("suppress_tokens") or ()))
+
+
+def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, Any]:
+    """The config.json of a fresh assistant, like google/gemma-4-31B-it-assistant. raw: the target's."""
+    kinds = [kind for kind in (SLIDING, SLIDING, SLIDING, FULL) if target.last_owner(kind) is not None]
+    width = narrow(target.hidden_size)
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_kv_shared_layers": len(kinds), "final_logit_softcapping": None}
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": target.hidden_size,
+        "use_ordered_embeddings": False,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "text_config": gemma_text_config(raw, target, kinds, **sizes),
+    }
+
+
+# Of the assistants that were released: width, query heads, and whether they have a centroid head. Assembled from public code, E2B's from
+# its config; they agree with the sizes of their checkpoints.
+RELEASED = {"e2b": (256, 4, True), "e4b": (256, 4, True), "12b": (1024, 16, False), "26b": (1024, 16, False), "31b": (1024, 32, False)}
+
+
+def released(name: str | None, raw: Mapping[str, Any] | None, target: Gemma4Config) -> dict[str, Any] | None:
+    """The config.json of the assistant that was released for a target: see `Kind.released`."""
+    if name not in RELEASED or raw is None:
+        return None
+    width, heads, ordered = RELEASED[name]
+    absent = dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size", "final_logit_softcapping"))
+    text = {
+        **raw["text_config"],
+        **absent,
+        "enable_moe_block": False,
+        "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "hidden_size": width,
+        "intermediate_size": 8 * width,
+        "num_attention_heads": heads,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 4,
+        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+    }
+    return {
+        "model_type": f"{raw['model_type']}_assistant",
+        "text_config": text,
+        "backbone_hidden_size": target.hidden_size,
+        "use_ordered_embeddings": ordered,
+        "num_centroids": 2048,
+        "centroid_intermediate_top_k": 32,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+    }
+
+
+def balanced_clusters(rows: np.ndarray, count: int, seed: int, rounds: int = 10) -> np.ndarray:
+    """k-means with clusters of equal size: the row ids of each cluster in turn, [N] int32. rows: [N, D]; count divides N."""
+    rng = np.random.default_rng(seed)
+    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-6)
+    size = len(rows) // count
+    centres = rows[rng.choice(len(rows), count, replace=False)]
+    owner = np.empty(len(rows), np.int64)
+    for _ in range(rounds):
+        similarity = rows @ centres.T
+        owner[:], room = -1, np.full(count, size)
+        for flat in np.argsort(-similarity, axis=None, kind="stable"):
+            row, centre = divmod(int(flat), count)
+            if owner[row] < 0 and room[centre]:
+                owner[row], room[centre] = centre, room[centre] - 1
+        centres = np.stack([rows[owner == centre].mean(axis=0) for centre in range(count)])
+    return np.argsort(owner, kind="stable").astype(np.int32)
+
+
+KIND = Kind(
+    name="mtp",
+    config_names=("gemma4_assistant", "gemma4_unified_assistant"),
+    made=Gemma4MTP,
+    from_checkpoint=from_checkpoint,
+    released=released,
+    objective=Objective(steps=5, decay=0.9, hard=1.0),
+    default_config=default_config,
+    generation={"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"},
+)

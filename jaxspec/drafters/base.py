@@ -1,22 +1,24 @@
 """What a drafter is: an immutable pytree of weights with three pure methods over a state of its own.
 
-A new drafter is one file with a class like `NoDraft`, and one line in `jaxspec.drafters.REGISTRY`. What it was made for, and how many
-tokens it guesses well, it may say in two more members: see `fitted` and `num_draft_tokens_of`.
+A new kind of drafter is one file: a class like `NoDraft`, whose members `Drafter` lists, and a `Kind`, with which `registry.register`
+makes it known to loading, benchmarks and training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.drafters.kind import Kind
 from jaxspec.model.config import Gemma4Config
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.sampling.choice import Sampling
+from jaxspec.trees import nbytes
 
 NUM_DRAFT_TOKENS = 4  # of a drafter that names no number
 
@@ -84,9 +86,40 @@ class Drafts:
 class Drafter(Protocol):
     """taps: indices of the target's hidden states that `observe` needs.
 
-    A drafter that was made for one kind of target also has `bind(target: Gemma4Config)`, which gives the drafter as it is used with that
-    target, and raises ValueError, naming what was found and what was expected, if it does not fit. One that was made for a number of
-    drafts has it as `num_draft_tokens`. `init` raises ValueError for more drafts than the drafter can make.
+    `init` raises ValueError for more drafts than the drafter can make. All other members are optional.
+
+    What it was made for:
+
+    - `bind(target: Gemma4Config)` gives the drafter as it is used with that target, and raises ValueError, naming what was found and what
+      was expected, if it does not fit.
+    - `num_draft_tokens`: drafts a round where nobody asks for a number; None or no such member for 4, 0 for a drafter that never drafts.
+    - `watched`: False if hardly any accepted draft is no sign of a mistake; see `engine.acceptance_watch`.
+
+    Loading and saving:
+
+    - `layouts(path, shapes)`: how a checkpoint holds the leaf at a path, as `checkpoint.layout.layouts` does for all others.
+    - `unread`: beginnings of a checkpoint's keys that nothing reads.
+    - `checkpoint_field`: name of the field that a checkpoint holds, where it is not the whole drafter; `key_prefixes`: what keys may have
+      before the paths in it; the first is written where config.json has a `text_config`, the last elsewhere.
+    - `check_weights(folder)` raises ValueError for weights that can be no such drafter's, once they are loaded.
+
+    Several devices:
+
+    - `partitions`: rows of (pattern of a path, PartitionSpec), which say where weights lie on a mesh; None or no such member for a
+      drafter that lies whole on every device. What its modules say then: see `model.split`.
+
+    Benchmarks:
+
+    - `bytes_read(target, *, batch, num_draft_tokens, context)`: bytes of weights, and of K and V, that all passes of a round read; see
+      `bytes_read` for the default.
+
+    Training, of a drafter whose `Kind` has an objective:
+
+    - `guesses(target, out, ids, at, steps)` yields a `training.Guess` for each of the draft steps 1 .. steps. out: Hidden, of the target
+      for all rows, with the drafter's taps. ids: [B, T] int32. at: [B, A] int32, the places P: see `training`. Rows past the text's
+      end read its last token: whoever uses them leaves those out.
+    - `fresh(table, norm, tokens, seed)` gives a drafter with random weights as training begins with it. table, norm: the target's
+      embeddings [V, H] and last norm [H], float32 NumPy. tokens: [...] int32, what it will be trained on.
     """
 
     @property
@@ -115,6 +148,8 @@ class NoDraft:
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
     num_draft_tokens: int = struct.field(pytree_node=False, default=0)
 
+    watched: ClassVar[bool] = False
+
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> tuple[()]:
         return ()
 
@@ -140,3 +175,24 @@ def num_draft_tokens_of(drafter: Any) -> int:
     """Drafts a round where nobody asked for a number: what the drafter says, else 4."""
     named = getattr(drafter, "num_draft_tokens", None)
     return NUM_DRAFT_TOKENS if named is None else named
+
+
+def bytes_read(drafter: Any, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+    """Bytes of weights, and of K and V, that all passes of a round read: what the drafter says, else all weights once for each draft.
+
+    drafter, target: weights or their shapes. batch: sequences, of `context` cached positions each."""
+    if not num_draft_tokens:
+        return 0, 0
+    said = getattr(drafter, "bytes_read", None)
+    if said is None:
+        return num_draft_tokens * nbytes(drafter), 0
+    return said(target, batch=batch, num_draft_tokens=num_draft_tokens, context=context)
+
+
+KIND = Kind(
+    name="none",
+    config_names=(),
+    made=NoDraft,
+    from_checkpoint=lambda folder, config, target, dtype: NoDraft(),
+    released=lambda name, raw, target: {},
+)

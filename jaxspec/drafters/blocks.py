@@ -3,16 +3,29 @@ vocabulary."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
+from jaxspec.collectives import TENSOR
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, require
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.gemma4 import PARTITIONS, Gemma4
 from jaxspec.model.layers import Linear
+
+# Where their weights lie on a mesh, beside those of layers: see `model.split`.
+BLOCK_PARTITIONS: tuple[tuple[str, PartitionSpec], ...] = (
+    (r"\b(lm_head|fc)\.weight$", PartitionSpec(TENSOR, None)),
+    (r"\bq_proj\.weight$", PartitionSpec(TENSOR, None, None, None)),
+    (r"\bkv_proj\.weight$", PartitionSpec(None, None, TENSOR, None, None)),
+    *PARTITIONS,
+)
 
 
 def named_taps(*configs: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -93,6 +106,8 @@ class SiluMLP:
     gate_up_proj: Linear
     down_proj: Linear
 
+    sums: ClassVar[tuple[str, ...]] = ("down_proj",)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         gate_up = self.gate_up_proj(x)
         return self.down_proj(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
@@ -105,3 +120,58 @@ def head(model: Gemma4, lm_head: Linear | None, d2t: jax.Array | None, out: jax.
     if d2t is None:
         return logits, None
     return logits, jnp.broadcast_to((d2t + jnp.arange(d2t.shape[0], dtype=jnp.int32))[None, None, :], logits.shape)
+
+
+def gathers(d2t: jax.Array | None) -> tuple[str, ...]:
+    """Which of a drafter's projections are wanted whole on every device. A head over a draft vocabulary gives listed candidates, which
+    are no part of the target's vocabulary."""
+    return ("fc",) if d2t is None else ("fc", "lm_head")
+
+
+def check_d2t(folder: Path, d2t: jax.Array | None, vocab_size: int) -> None:
+    """Raises ValueError for a table of a checkpoint that is no draft vocabulary: guesses would be other tokens than the drafter means."""
+    if d2t is None:
+        return
+    ids = np.asarray(d2t) + np.arange(d2t.size)
+    if len(np.unique(ids)) < ids.size or ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(
+            f"d2t of the drafter {folder}, which is what to add to each draft token's own number, gives {len(np.unique(ids))} "
+            f"tokens, {ids.min()} .. {ids.max()}; expected {ids.size} different ones below {vocab_size}"
+        )
+
+
+def with_the_targets_head(drafter: Any, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray) -> Any:
+    """A fresh drafter whose draft vocabulary is the most frequent of `tokens`, and whose norm and head, where it is as wide as the target,
+    begin as the target's. table: [V, H], norm: [H], float32."""
+    chosen, width = np.arange(len(table)), norm.shape
+    if drafter.d2t is not None:
+        chosen = draft_vocabulary(tokens, drafter.d2t.shape[0], len(table))
+        drafter = dataclasses.replace(drafter, d2t=jnp.asarray(chosen - np.arange(len(chosen)), jnp.int32))
+    if drafter.norm.weight.shape != width:
+        return drafter
+    drafter = dataclasses.replace(drafter, norm=dataclasses.replace(drafter.norm, weight=jnp.asarray(norm)))
+    return drafter if drafter.lm_head is None else dataclasses.replace(drafter, lm_head=Linear(jnp.asarray(table[chosen])))
+
+
+def draft_vocabulary(tokens: np.ndarray, size: int, vocab_size: int) -> np.ndarray:
+    """The `size` most frequent token ids, in order; of equal counts the lower id."""
+    counts = np.bincount(tokens.reshape(-1), minlength=vocab_size)
+    return np.sort(np.argsort(-counts, kind="stable")[:size])
+
+
+def plain_config(target: Gemma4Config) -> dict[str, Any]:
+    """Of the config.json of a fresh drafter as wide as the target, what decoders of Llama's and Qwen3's kind have in common."""
+    return {
+        "hidden_size": target.hidden_size,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": target.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": target.rms_norm_eps,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_position_embeddings,
+        "num_target_layers": target.num_hidden_layers,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }

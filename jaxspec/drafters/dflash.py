@@ -10,141 +10,36 @@ are rejected. Full layers see the whole block, sliding layers only what lies bef
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from jaxspec import checkpoint
+from jaxspec.checkpoint import layout
+from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.drafters.blocks import SiluMLP, check_target, head, named_taps, plain_spec, unread_keys
+from jaxspec.drafters.blocks import BLOCK_PARTITIONS, SiluMLP, check_target, head
+from jaxspec.drafters.dflash_config import RELEASED, DFlashConfig, default_config
+from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, refuse_quantised, require
+from jaxspec.model import traffic
+from jaxspec.model.config import Gemma4Config, LayerSpec, refuse_quantised
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.layers import Linear, RMSNorm, Weight, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.model.rows import Hidden
+from jaxspec.model.split import KVHeads
 from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.trees import nbytes
 from pallas_kernels.paged_attention import paged_attention
-
-NAMES = ("DFlashDraftModel", "DFlashSpeculator", "dflash")
-
-
-@dataclasses.dataclass(frozen=True)
-class DFlashConfig:
-    """layers, causal: of each layer its spec, and whether a row of the block sees only the block's rows up to its own. taps: indices of
-    the target's hidden states. target_hidden_size, num_target_layers: of the target that the drafter was made for, the latter None where
-    the config does not say. block_size: rows of the longest block, the anchor's among them. draft_vocab_size: rows of the head; a
-    head of fewer rows than the target has tokens comes with d2t. own_head, own_mask: whether the checkpoint has a head and a mask
-    embedding; else they are the target's. unread: beginnings of the checkpoint's other keys. input_embedding_scale: of the block's
-    embeddings; 1 takes the rows of the target's table as they are, hidden_size ** 0.5 is what some ports use."""
-
-    layers: tuple[LayerSpec, ...]
-    causal: tuple[bool, ...]
-    taps: tuple[int, ...]
-    hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    block_size: int
-    mask_token_id: int
-    eps: float
-    target_hidden_size: int
-    num_target_layers: int | None = None
-    own_head: bool = False
-    own_mask: bool = False
-    unread: tuple[str, ...] = ()
-    final_logit_softcapping: float | None = None
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], target: Gemma4Config, keys: Collection[str] = ()) -> DFlashConfig:
-        """Reads config.json, as z-lab or speculators write it. keys: of the checkpoint's tensors.
-
-        Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
-        """
-        inner = {**config, **(config.get("transformer_layer_config") or {})}
-        dflash = config.get("dflash_config") or {}
-        speculators = "speculators_model_type" in config
-        for field in ("attention_sink_bias", "attention_value_scale", "add_swa_attention_sink_bias"):
-            if dflash.get(field) or config.get(field):
-                raise ValueError(f"config.json has {field}={dflash.get(field) or config.get(field)!r}; implemented: none")
-        expect(config, "is_neox_style", (True,))
-        expect(config, "sample_from_anchor", (False, None))
-        expect(config, "shift_label", (False, None))
-        expect(config, "projector_type", ("dflash",))
-        hidden, vocab = int(require(inner, "hidden_size")), int(require(inner, "vocab_size"))
-        layers, causal = _layers(inner, config, dflash)
-        mask = next((c[name] for name, c in _mask_places(dflash, config) if c.get(name) is not None), None)
-        if mask is None or not 0 <= mask < vocab:
-            raise ValueError(f"mask_token_id is {mask}; expected an id below vocab_size {vocab}")
-        draft_vocab = int(config.get("draft_vocab_size") or vocab)
-        # A head that covers the whole vocabulary is a frozen copy of the target's in speculators' checkpoints.
-        own_head = "lm_head.weight" in keys and not (speculators and draft_vocab == vocab)
-        if draft_vocab != vocab and not own_head:
-            raise ValueError(f"draft_vocab_size is {draft_vocab} of {vocab} tokens, and the checkpoint has no lm_head.weight")
-        return cls(
-            layers=layers,
-            causal=causal,
-            taps=_taps(config, dflash, len(layers), target.num_hidden_layers),
-            hidden_size=hidden,
-            vocab_size=vocab,
-            draft_vocab_size=draft_vocab,
-            block_size=int(dflash.get("block_size") or require(config, "block_size")),
-            mask_token_id=int(mask),
-            eps=float(inner.get("rms_norm_eps", 1e-6)),
-            target_hidden_size=int(config.get("target_hidden_size") or hidden),
-            num_target_layers=config.get("num_target_layers"),
-            own_head=own_head,
-            own_mask="mask_embedding" in keys,
-            unread=unread_keys(speculators, own_head=own_head, own_embedding=False, own_d2t=draft_vocab != vocab),
-            final_logit_softcapping=dflash.get("final_logit_softcapping", inner.get("final_logit_softcapping")),
-            input_embedding_scale=float(dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0))),
-            output_multiplier=float(dflash.get("output_multiplier", config.get("output_multiplier", 1.0))),
-        )
-
-
-def _mask_places(dflash: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """(field, part of the config) where the mask token's id may be; the first that is there counts."""
-    return [("mask_token_id", dflash), *((f, config) for f in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"))]
-
-
-def _taps(config: Mapping[str, Any], dflash: Mapping[str, Any], layers: int, depth: int) -> tuple[int, ...]:
-    """Indices of hidden states, in the order in which the drafter's fc takes them."""
-    indices = named_taps(dflash, config)
-    if indices is not None:
-        return indices
-    made_for = config.get("num_target_layers")
-    if made_for is None:
-        raise ValueError(f"config.json has neither target_layer_ids nor num_target_layers, which this target's {depth} must equal")
-    # As many as the drafter has layers, evenly from the second layer to the third from the end.
-    ids = [made_for // 2] if layers == 1 else [round(1 + i * (made_for - 4) / (layers - 1)) for i in range(layers)]
-    return tuple(i + 1 for i in ids)
-
-
-def _layers(
-    inner: Mapping[str, Any], config: Mapping[str, Any], dflash: Mapping[str, Any]
-) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
-    """The spec of every layer, and whether it is causal inside the block."""
-    count = int(require(inner, "num_hidden_layers"))
-    kinds = inner.get("layer_types")
-    if kinds is None:
-        first = int(inner.get("max_window_layers") or 0) if inner.get("use_sliding_window") else count
-        kinds = [FULL if i < first else SLIDING for i in range(count)]
-    if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
-        raise ValueError(f"layer_types has {len(kinds)} entries of {sorted(set(kinds))}; expected {count} of {SLIDING!r} and {FULL!r}")
-    places = config.get("is_causal"), dflash.get("is_causal"), dflash.get("causal")
-    explicit = next((place for place in places if place is not None), None)
-    both_ways = config.get("sliding_window_non_causal", False)
-    causal = tuple(bool(explicit) if explicit is not None else kind == SLIDING and not both_ways for kind in kinds)
-    if dflash.get("use_swa") and SLIDING not in kinds:
-        kinds = [SLIDING] * count
-    window = dflash.get("swa_window_size") or inner.get("sliding_window")
-    if SLIDING in kinds and not window:
-        raise ValueError(f"layer_types has {list(kinds).count(SLIDING)} sliding layers, and sliding_window is {window!r}")
-    return tuple(plain_spec(inner, window if kind == SLIDING else None, rope_theta=1e6) for kind in kinds), causal
 
 
 @struct.dataclass
@@ -156,6 +51,12 @@ class DFlashAttention:
     q_norm: RMSNorm
     k_norm: RMSNorm
     spec: LayerSpec = struct.field(pytree_node=False)
+
+    sums: ClassVar[tuple[str, ...]] = ("o_proj",)
+
+    @property
+    def kv_heads(self) -> tuple[KVHeads, ...]:
+        return KVHeads("q_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
     def rotated(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         return rope(x, positions, self.spec.rope_theta, self.spec.rotary_angles)
@@ -198,6 +99,32 @@ class DFlash:
     mask_embedding: Weight | None
     config: DFlashConfig = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
+
+    partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = BLOCK_PARTITIONS
+
+    @property
+    def kv_heads(self) -> tuple[KVHeads, ...]:
+        return (KVHeads("kv_proj", 2, self.config.layers[0], 0),)
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        return blocks.gathers(self.d2t)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        return self.config.unread
+
+    @staticmethod
+    def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[layout.Part]]:
+        """`kv_proj` is two matrices of every layer in a checkpoint."""
+        if path != "kv_proj.weight":
+            return layout.layouts(path, shapes)
+        layers, _, *heads, hidden = shapes[path]
+        parts = [(i, j, f"layers.{i}.self_attn.{name}_proj.weight") for i in range(layers) for j, name in enumerate("kv")]
+        return [[layout.Part(key, (math.prod(heads), hidden), (i, j)) for i, j, key in parts]]
+
+    def check_weights(self, folder: Path) -> None:
+        blocks.check_d2t(folder, self.d2t, self.config.vocab_size)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -275,6 +202,35 @@ class DFlash:
         logits, ids = head(model, self.lm_head, self.d2t, out)
         return softcap(logits * jnp.float32(self.config.output_multiplier), self.config.final_logit_softcapping), ids
 
+    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+        """One pass over the block; the head is the target's where the drafter has none."""
+        head = 0 if self.lm_head is not None else nbytes(target.embed_tokens)
+        return nbytes(self) + head, batch * traffic.visible_kv(self.config.layers, self.fc.weight.dtype, context)
+
+    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+        batch, length = ids.shape
+        cache = whole_cache(self.config.layers, self.context(out.taps, jnp.arange(length, dtype=jnp.int32)[None, :]))
+        masks = jnp.full((batch, steps), self.config.mask_token_id, jnp.int32)
+
+        def block(at: jax.Array) -> jax.Array:
+            anchor = pick(ids, at[:, None] + 1)
+            view = Target(target, cache, jnp.arange(batch, dtype=jnp.int32), anchor[:, 0], at + 1, XLA, XLA)
+            return self.block(DFlashState(cache), view, jnp.concatenate([anchor, masks], axis=1))[:, 1:]
+
+        outs = jax.vmap(block, in_axes=1, out_axes=1)(at)  # [B, A, K, h]
+        for k in range(steps):
+            logits, tokens = self.candidates(target, outs[:, :, k])
+            yield Guess(logits, None if tokens is None else tokens[0, 0])
+
+    def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> DFlash:
+        def plain(layer: DFlashLayer) -> DFlashLayer:
+            # Scores are scaled by 1 / sqrt(D), which a query norm elsewhere begins with.
+            q_norm = dataclasses.replace(layer.self_attn.q_norm, weight=jnp.ones_like(layer.self_attn.q_norm.weight))
+            return dataclasses.replace(layer, self_attn=dataclasses.replace(layer.self_attn, q_norm=q_norm))
+
+        drafter = dataclasses.replace(self, layers=tuple(map(plain, self.layers)))
+        return blocks.with_the_targets_head(drafter, table, norm, tokens)
+
 
 @jax.jit(static_argnames=("causal", "attention"))
 def _layer(
@@ -341,9 +297,11 @@ def abstract(config: DFlashConfig, dtype: Any = jnp.bfloat16) -> DFlash:
     )
 
 
-def from_checkpoint(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> DFlash:
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> DFlash:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs. Raises ValueError if it cannot be used with the target."""
     refuse_quantised(config)
+    if folder is None:
+        return abstract(DFlashConfig.from_hf(config, target), dtype)
     if (folder / "mask_embedding.pt").exists():
         raise ValueError(
             "mask_embedding.pt is a pickle, which can run code when it is read; expected a tensor mask_embedding in model.safetensors. "
@@ -351,4 +309,16 @@ def from_checkpoint(folder: Path, config: Mapping[str, Any], target: Gemma4Confi
             "t = load_file('model.safetensors'); t['mask_embedding'] = torch.load('mask_embedding.pt', weights_only=True).flatten(); "
             "save_file(t, 'model.safetensors', {'format': 'pt'})\", and remove mask_embedding.pt"
         )
-    return abstract(DFlashConfig.from_hf(config, target, checkpoint.read_headers(folder)), dtype)
+    return abstract(DFlashConfig.from_hf(config, target, checkpoint.read_headers(folder, DFlash.layouts)), dtype)
+
+
+KIND = Kind(
+    name="dflash",
+    config_names=("DFlashDraftModel", "DFlashSpeculator", "dflash"),
+    made=DFlash,
+    from_checkpoint=from_checkpoint,
+    released=lambda name, raw, target: RELEASED.get(name or ""),
+    # The weights of a block of 8 fall by e every fourth place (arXiv 2602.06036, section 4.2).
+    objective=Objective(steps=7, decay=0.78, hard=1.0),
+    default_config=default_config,
+)

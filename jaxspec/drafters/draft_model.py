@@ -9,22 +9,29 @@ written before anything sees them. Facts: vLLM's standalone draft model speculat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.model import gemma4
+from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.training import XLA, Guess, Objective, gemma_text_config, narrow, pick, whole_rows
+from jaxspec.model import gemma4, traffic
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, Gemma4Config
+from jaxspec.model.config import FULL, SLIDING, TARGET_TYPES, Gemma4Config
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.paged_kv import PagedKV
-from jaxspec.model.rows import Rows
+from jaxspec.model.rows import Hidden, Rows
 from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.trees import nbytes
+
+# A draft model whose layers take less, in bytes, is read by every device sooner than two sums a layer are made.
+SMALL_LAYER = 2**27
 
 
 @struct.dataclass
@@ -47,6 +54,16 @@ class DraftModel:
     model: Gemma4
     page_size: int = struct.field(pytree_node=False, default=64)
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    # A checkpoint is a target's.
+    checkpoint_field: ClassVar[str] = "model"
+    key_prefixes: ClassVar[tuple[str, ...]] = gemma4.CHECKPOINT_PREFIXES
+    unread: ClassVar[tuple[str, ...]] = gemma4.TOWERS
+
+    @property
+    def partitions(self) -> tuple[tuple[str, PartitionSpec], ...] | None:
+        layers = self.model.layers
+        return None if nbytes(layers) < len(layers) * SMALL_LAYER else self.model.partitions
 
     def bind(self, target: Gemma4Config) -> DraftModel:
         bind(self.model.config, target)
@@ -93,6 +110,17 @@ class DraftModel:
         after = dataclasses.replace(state, cache=cache, drafted=num_draft_tokens > 0)
         return Drafts.joined(steps, target.slots.shape[0]), after
 
+    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+        """A pass for each draft."""
+        model = self.model
+        kv = traffic.visible_kv((spec for spec in model.config.layers if spec.owns_kv), model.dtype, context)
+        return num_draft_tokens * traffic.weights_read(model, batch), num_draft_tokens * batch * kv
+
+    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+        own, _ = self.model(whole_rows(ids), None, attention=XLA)
+        for k in range(1, steps + 1):
+            yield Guess(self.model.unembed(pick(own.hidden, at + k)))
+
 
 def bind(config: Gemma4Config, target: Gemma4Config) -> Gemma4Config:
     """The draft model's config, if it can guess for this target. Raises ValueError, naming both numbers, if it cannot."""
@@ -106,6 +134,23 @@ def abstract(config: Gemma4Config, dtype: Any = jnp.bfloat16) -> DraftModel:
     return DraftModel(gemma4.abstract(config, dtype))
 
 
-def from_checkpoint(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> DraftModel:
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> DraftModel:
     """The draft model that a target's config.json tells of, as a tree of ShapeDtypeStructs."""
     return abstract(Gemma4Config.from_hf(config), dtype)
+
+
+def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, Any]:
+    """The config.json of a fresh draft model. raw: the target's."""
+    width = narrow(target.hidden_size)
+    sizes = {"hidden_size": 2 * width, "intermediate_size": 8 * width, "final_logit_softcapping": target.final_logit_softcapping}
+    return {"architectures": ["Gemma4ForCausalLM"], **gemma_text_config(raw, target, [SLIDING, SLIDING, SLIDING, FULL], **sizes)}
+
+
+KIND = Kind(
+    name="draft-model",
+    config_names=TARGET_TYPES,
+    made=DraftModel,
+    from_checkpoint=from_checkpoint,
+    objective=Objective(steps=4, decay=1.0, hard=1.0),
+    default_config=default_config,
+)

@@ -11,138 +11,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from jaxspec import checkpoint
+from jaxspec.checkpoint import layout
+from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.drafters.blocks import SiluMLP, check_target, head, named_taps, plain_spec, unread_keys
+from jaxspec.drafters.blocks import BLOCK_PARTITIONS, SiluMLP, check_target, head
+from jaxspec.drafters.eagle3_config import GEMMA, Eagle3Config, default_config, made_up
+from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, Gemma4Config, LayerSpec, refuse_quantised, require
+from jaxspec.model import traffic
+from jaxspec.model.config import Gemma4Config, LayerSpec, refuse_quantised
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
-from jaxspec.model.rows import take_row
+from jaxspec.model.rows import Hidden, take_row
+from jaxspec.model.split import KVHeads
 from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.trees import nbytes
 from pallas_kernels.paged_attention import paged_attention
-
-GEMMA = "Gemma4Eagle3Model"
-NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "eagle3", GEMMA)
-
-
-@dataclasses.dataclass(frozen=True)
-class Eagle3Config:
-    """layers: of each its spec. gemma: layers of Gemma 4's kind, with sandwich norms and layer_scalar, all of which see embedding and
-    feature; else Llama's, of which the first does. taps: indices of the target's hidden states. target_hidden_size, num_target_layers:
-    of the target that the drafter was made for, the latter None where the config does not say. num_draft_tokens: what it was trained or
-    published to guess, None where the config does not say. head_norms: queries and keys are
-    normed. norm_before_residual: the first layer adds to the normed feature. norm_before_fc: one norm over all taps; fc_norm: one for
-    each. norm_output: what is fed back has passed the final norm (vLLM's meaning). draft_vocab_size: rows of the head; a head of fewer
-    rows than the target has tokens comes with d2t. own_head, own_embedding: whether the checkpoint has them; else they are the
-    target's. unread: beginnings of the checkpoint's other keys."""
-
-    layers: tuple[LayerSpec, ...]
-    taps: tuple[int, ...]
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    eps: float
-    num_target_layers: int | None = None
-    num_draft_tokens: int | None = None
-    gemma: bool = False
-    head_norms: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    own_head: bool = False
-    own_embedding: bool = False
-    unread: tuple[str, ...] = ()
-    final_logit_softcapping: float | None = None
-    logit_scale: float = 1.0
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], target: Gemma4Config, keys: Collection[str] = ()) -> Eagle3Config:
-        """Reads config.json, as EAGLE, SpecForge, speculators or DeepSpec write it. keys: of the checkpoint's tensors.
-
-        Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
-        """
-        inner = {**config, **(config.get("transformer_layer_config") or {})}
-        gemma, speculators = GEMMA in (config.get("architectures") or ()), "speculators_model_type" in config
-        hidden, vocab = int(require(inner, "hidden_size")), int(require(inner, "vocab_size"))
-        theirs = int(config.get("target_hidden_size") or hidden)
-        own_embedding, own_head = ("embed_tokens.weight" in keys, "lm_head.weight" in keys) if not gemma else (False, False)
-        if speculators and hidden == theirs and not config.get("embed_requires_grad"):
-            own_embedding = False  # a frozen copy of the target's
-        draft_vocab = int(config.get("draft_vocab_size") or vocab)
-        for name, own in (("embed_tokens", own_embedding), ("lm_head", own_head)):
-            if hidden != theirs and not own:
-                raise ValueError(f"the drafter has hidden_size {hidden} and no {name} of its own; this target's has {theirs}")
-        if draft_vocab != vocab and not own_head:
-            raise ValueError(f"draft_vocab_size is {draft_vocab} of {vocab} tokens, and the checkpoint has no lm_head.weight")
-        layers = _gemma_layers(config) if gemma else _plain_layers(inner)
-        kept = unread_keys(speculators or gemma, own_head=own_head, own_embedding=own_embedding, own_d2t=draft_vocab != vocab)
-        return cls(
-            layers=layers,
-            taps=_taps(config, target.num_hidden_layers),
-            hidden_size=hidden,
-            target_hidden_size=theirs,
-            vocab_size=vocab,
-            draft_vocab_size=draft_vocab,
-            eps=layers[0].eps,
-            num_target_layers=config.get("num_target_layers"),
-            num_draft_tokens=_proposed(config),
-            gemma=gemma,
-            head_norms=gemma or any(key.endswith("self_attn.q_norm.weight") for key in keys),
-            norm_before_residual=not gemma and bool(config.get("norm_before_residual", speculators)),
-            norm_before_fc=bool(config.get("norm_before_fc")),
-            fc_norm=bool(config.get("fc_norm")),
-            norm_output=bool(config.get("norm_output")),
-            own_head=own_head,
-            own_embedding=own_embedding,
-            unread=kept,
-            final_logit_softcapping=inner.get("final_logit_softcapping"),
-            logit_scale=float(config.get("logit_scale") or 1.0),
-        )
-
-
-def _taps(config: Mapping[str, Any], depth: int) -> tuple[int, ...]:
-    """Indices of hidden states. The ids that SpecForge writes into `eagle_config` count layers, unlike those of the same name outside."""
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    named = named_taps(config, {"target_layer_ids": nested})
-    return tuple(sorted(set(named or (2, depth // 2, depth - 3))))
-
-
-def _proposed(config: Mapping[str, Any]) -> int | None:
-    """How many tokens a round a speculators config proposes."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return methods[0].get("speculative_tokens")
-
-
-def _plain_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
-    """Layers of Llama's kind, which all see everything before them."""
-    kinds, count = config.get("layer_types") or (), int(config.get("num_hidden_layers") or 1)
-    if config.get("use_sliding_window") or set(kinds[:count]) - {FULL}:
-        raise ValueError(
-            f"the drafter's layers have layer_types {list(kinds)} and use_sliding_window {config.get('use_sliding_window')}; "
-            f"implemented: {FULL!r} without"
-        )
-    return (plain_spec(config),) * count
-
-
-def _gemma_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
-    """Layers of Gemma 4's kind, of which DeepSpec writes the whole text config."""
-    read = Gemma4Config.from_hf({**config, "tie_word_embeddings": True, "num_kv_shared_layers": 0})
-    for field in ("num_experts", "per_layer_input", "window"):
-        if getattr(read.layers[0], field):
-            raise ValueError(f"the drafter's layers have {field} {getattr(read.layers[0], field)}; implemented: none")
-    return read.layers
 
 
 @struct.dataclass
@@ -157,6 +54,12 @@ class Eagle3Attention:
     k_norm: RMSNorm | None
     spec: LayerSpec = struct.field(pytree_node=False)
     gemma: bool = struct.field(pytree_node=False)
+
+    sums: ClassVar[tuple[str, ...]] = ("o_proj",)
+
+    @property
+    def kv_heads(self) -> tuple[KVHeads, ...]:
+        return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x: [B, T, in] -> queries [B, T, KV, G, D], and K and V as they are stored, [B, T, KV, D]."""
@@ -243,6 +146,25 @@ class Eagle3:
     config: Eagle3Config = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
 
+    partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = BLOCK_PARTITIONS
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        return blocks.gathers(self.d2t)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        return self.config.unread
+
+    @staticmethod
+    def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[layout.Part]]:
+        """EAGLE has another name for its only layer."""
+        ways = layout.layouts(path, shapes)
+        return ways + layout.renamed(ways, "layers.0.", "midlayer.") if path.startswith("layers.0.") else ways
+
+    def check_weights(self, folder: Path) -> None:
+        blocks.check_d2t(folder, self.d2t, self.config.vocab_size)
+
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.taps
@@ -260,9 +182,9 @@ class Eagle3:
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> Eagle3State:
         dtype = self.fc.weight.dtype
-        layers = tuple(dataclasses.replace(spec, k_eq_v=False) for spec in self.config.layers)  # keys are stored whole
         sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": 0, "page_size": self.page_size}
-        return Eagle3State(paged.fixed(layers, **sizes, dtype=dtype), jnp.zeros((slots, self.config.hidden_size), dtype))
+        cache = paged.fixed(_stored(self.config.layers), **sizes, dtype=dtype)
+        return Eagle3State(cache, jnp.zeros((slots, self.config.hidden_size), dtype))
 
     def observe(self, state: Eagle3State, rows: Observed) -> Eagle3State:
         cache = state.cache
@@ -327,6 +249,47 @@ class Eagle3:
         """
         logits, ids = head(model, self.lm_head, self.d2t, self.norm(x))
         return softcap(logits * jnp.float32(self.config.logit_scale), self.config.final_logit_softcapping), ids
+
+    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+        """The features' projection once; layers and head for every draft."""
+        head = 0 if self.lm_head is not None else nbytes(target.embed_tokens)
+        once = nbytes((self.fc, self.input_norm, self.fc_norm))
+        each = nbytes(self) - once - nbytes(self.embed_tokens) + head
+        kv = traffic.visible_kv(_stored(self.config.layers), self.fc.weight.dtype, context)
+        return once + num_draft_tokens * each, num_draft_tokens * batch * kv
+
+    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+        """The training-time test: a first pass over all rows, then rows of their own for every place, which see the first pass's keys up
+        to the place and their own after it."""
+        batch, length = ids.shape
+        slots, zero = jnp.arange(batch, dtype=jnp.int32), jnp.zeros((batch,), jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], ids.shape)
+        dtype, layers = self.fc.weight.dtype, self.config.layers
+        none = whole_cache(layers, [(jnp.zeros((batch, 1, spec.num_kv_heads, spec.head_dim), dtype),) * 2 for spec in layers])
+        following = self.embed(target, jnp.roll(ids, -1, axis=1))
+        x, keys = self.run(following, self.features(out.taps), Rows(positions, none, slots, zero, None, zero + length), XLA)
+        cache, x, fresh = whole_cache(layers, keys), pick(x, at), None
+        for k in range(1, steps + 1):
+            logits, tokens = self.candidates(target, x)
+            yield Guess(logits, None if tokens is None else tokens[0, 0])
+            if k == steps:
+                return
+
+            def row(at: jax.Array, x: jax.Array, fresh: Any, k: int = k) -> tuple[jax.Array, Any]:
+                feature = x[:, None] if not self.config.norm_output else self.norm(x[:, None])
+                rows = Rows(at[:, None] + k, cache, slots, at + 1, fresh, zero + k)
+                x, fresh = self.run(self.embed(target, pick(ids, at[:, None] + k + 1)), feature, rows, XLA)
+                return x[:, 0], fresh
+
+            x, fresh = jax.vmap(row, in_axes=1, out_axes=1)(at, x, fresh)
+
+    def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> Eagle3:
+        return blocks.with_the_targets_head(self, table, norm, tokens)
+
+
+def _stored(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The layers as the cache sees them: keys are stored whole."""
+    return tuple(dataclasses.replace(spec, k_eq_v=False) for spec in layers)
 
 
 @jax.jit(static_argnames="attention")
@@ -403,7 +366,20 @@ def abstract(config: Eagle3Config, dtype: Any = jnp.bfloat16) -> Eagle3:
     )
 
 
-def from_checkpoint(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> Eagle3:
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> Eagle3:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs. Raises ValueError if it cannot be used with the target."""
     refuse_quantised(config)
-    return abstract(Eagle3Config.from_hf(config, target, checkpoint.read_headers(folder)), dtype)
+    keys = ("lm_head.weight",) if folder is None else checkpoint.read_headers(folder)
+    return abstract(Eagle3Config.from_hf(config, target, keys), dtype)
+
+
+KIND = Kind(
+    name="eagle3",
+    config_names=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "eagle3", GEMMA),
+    made=Eagle3,
+    from_checkpoint=from_checkpoint,
+    released=made_up,
+    # SpecForge unrolls seven steps and weighs each 0.8 of the one before.
+    objective=Objective(steps=5, decay=0.8, hard=1.0),
+    default_config=default_config,
+)

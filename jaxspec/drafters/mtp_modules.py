@@ -22,22 +22,30 @@ go on for the modules. Norms are Gemma 4's, with plain weights, where Step-3.5's
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
+from jaxspec.checkpoint import layout
+from jaxspec.collectives import TENSOR
 from jaxspec.drafters.base import Drafts, Observed, Target
+from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.training import XLA, Guess, Objective, gemma_text_config, pick
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, TEXT_TYPES, Gemma4Config, LayerSpec, refuse_quantised
-from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer
+from jaxspec.model import traffic
+from jaxspec.model.config import FULL, SLIDING, TEXT_TYPES, Gemma4Config, LayerSpec, refuse_quantised
+from jaxspec.model.gemma4 import PARTITIONS, DecoderLayer, Gemma4, abstract_layer, decoder_layer
 from jaxspec.model.layers import Linear, RMSNorm, softcap
-from jaxspec.model.paged_kv import PagedKV
-from jaxspec.model.rows import Keys, take_row
+from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.model.rows import Hidden, Keys, take_row
 from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.trees import nbytes
 
 MODEL_TYPE = "gemma4_mtp_modules"
 
@@ -89,6 +97,8 @@ class Module:
     eh_proj: Linear
     mtp_block: DecoderLayer
     shared_head: SharedHead
+
+    gathers: ClassVar[tuple[str, ...]] = ("eh_proj",)
 
     def __call__(
         self, embedded: jax.Array, hidden: jax.Array, positions: jax.Array, keys: Keys, attention: str = "auto"
@@ -158,6 +168,16 @@ class MTPModules:
     model: MTPModel
     config: ModulesConfig = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
+
+    partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (
+        (r"\b(shared_head\.output|eh_proj)\.weight$", PartitionSpec(TENSOR, None)),
+        *PARTITIONS,
+    )
+
+    @staticmethod
+    def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[layout.Part]]:
+        """The tensors of a module's decoder layer lie beside its own."""
+        return layout.renamed(layout.layouts(path, shapes), ".mtp_block.", ".")
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -265,6 +285,51 @@ class MTPModules:
         head = self.modules[step % len(self.modules)].shared_head
         return softcap(head.output(head.norm(hidden), dtype=jnp.float32), self.config.final_logit_softcapping)
 
+    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+        """A module for each draft, in turn."""
+        modules = self.modules
+        turns = [i % len(modules) for i in range(num_draft_tokens)]
+        size = sum(traffic.experts_read(nbytes(modules[i]), modules[i].mtp_block, batch) for i in turns)
+        layers = [self.config.layers[i] for i in turns]
+        return size, batch * traffic.visible_kv(layers, modules[0].eh_proj.weight.dtype, context)
+
+    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+        """The first M steps run their modules over all rows; each later one runs the last M rows up to every place again, over the keys
+        that its module made before them."""
+        batch, length = ids.shape
+        slots, zero = jnp.arange(batch, dtype=jnp.int32), jnp.zeros((batch,), jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], ids.shape)
+        x, made, count = out.hidden, [], len(self.modules)
+        for s, module in enumerate(self.modules[:steps]):
+            keys = Keys(None, None, zero, None, zero + length, module.mtp_block.self_attn.key_weight)
+            x, keys = module(target.embed(jnp.roll(ids, -1 - s, axis=1)), x, positions, keys, XLA)
+            assert keys.fresh is not None
+            made.append(LayerKV(*keys.fresh))
+            yield Guess(self.logits(s, pick(x, at)))
+        base = jnp.maximum(at + 1 - count, 0)
+        last = jnp.arange(count, dtype=jnp.int32)
+        again = pick(x, (base[:, :, None] + last[None, None, :]).reshape(batch, -1)).reshape(*at.shape, count, -1)
+        for s in range(count, steps):
+
+            def rows(at: jax.Array, base: jax.Array, x: jax.Array, s: int = s) -> tuple[jax.Array, jax.Array]:
+                module, places = self.modules[s % count], base[:, None] + last[None, :]
+                weight = module.mtp_block.self_attn.key_weight
+                keys = Keys(made[s % count], slots[:, None], base, None, jnp.minimum(at + 1, count), weight)
+                x, _ = module(target.embed(pick(ids, places + s + 1)), x, places, keys, XLA)
+                return x, take_row(x, at - base)[:, 0]
+
+            again, x = jax.vmap(rows, in_axes=1, out_axes=1)(at, base, again)
+            yield Guess(self.logits(s, x))
+
+    def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> MTPModules:
+        """Every module begins with the target's last norm and head, as copies of its own."""
+
+        def begun(module: Module) -> Module:
+            first = dataclasses.replace(module.shared_head.norm, weight=jnp.asarray(norm).copy())
+            return dataclasses.replace(module, shared_head=SharedHead(first, Linear(jnp.asarray(table).copy())))
+
+        return dataclasses.replace(self, model=MTPModel({name: begun(module) for name, module in self.model.layers.items()}))
+
 
 def _store(cache: PagedKV, layer: int, keys: Keys, start: jax.Array, count: jax.Array) -> PagedKV:
     """Writes the first `count` of the fresh rows."""
@@ -303,6 +368,42 @@ def abstract(config: ModulesConfig, dtype: Any = jnp.bfloat16) -> MTPModules:
     return MTPModules(MTPModel({str(config.num_hidden_layers + i): module(spec) for i, spec in enumerate(config.layers)}), config)
 
 
-def from_checkpoint(folder: Path, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> MTPModules:
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> MTPModules:
     """The modules that a config.json tells of, as a tree of ShapeDtypeStructs."""
     return abstract(ModulesConfig.from_hf(config), dtype)
+
+
+def default_config(raw: Mapping[str, Any], target: Gemma4Config, count: int = 3) -> dict[str, Any]:
+    """The config.json of `count` fresh modules, laid out like stepfun-ai/Step-3.5-Flash's. raw: the target's."""
+    text = gemma_text_config(
+        raw,
+        target,
+        [*target.layer_types, *[SLIDING] * count],
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_hidden_layers=target.num_hidden_layers,
+        final_logit_softcapping=target.final_logit_softcapping,
+    )
+    config = {"architectures": ["Gemma4MTPModules"], "model_type": MODEL_TYPE, "num_nextn_predict_layers": count}
+    return {**config, "dtype": "bfloat16", "text_config": text}
+
+
+def made_up(name: str | None, raw: Mapping[str, Any] | None, target: Gemma4Config) -> dict[str, Any] | None:
+    """The config.json of four modules like a released target's sliding layers: see `Kind.released`."""
+    if raw is None:
+        return None
+    text = raw["text_config"]
+    text = {**text, "layer_types": [*text["layer_types"], *[SLIDING] * 4]}
+    return {"model_type": MODEL_TYPE, "num_nextn_predict_layers": 4, "text_config": text}
+
+
+KIND = Kind(
+    name="mtp-modules",
+    bench_name="modules",
+    config_names=(MODEL_TYPE,),
+    made=MTPModules,
+    from_checkpoint=from_checkpoint,
+    released=made_up,
+    objective=Objective(steps=4, decay=0.8, hard=1.0),
+    default_config=default_config,
+)

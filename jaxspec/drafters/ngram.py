@@ -9,11 +9,14 @@ or not there is a guess, so a poor guess costs no more than none.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafters.base import Drafts, Observed, Target
+from jaxspec.drafters.kind import Kind
 from jaxspec.sampling.choice import Sampling
 
 
@@ -34,6 +37,8 @@ class NGram:
     longest: int = struct.field(pytree_node=False, default=5)
     shortest: int = struct.field(pytree_node=False, default=1)
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    watched: ClassVar[bool] = False  # text that does not repeat itself gives it nothing to go by
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -74,3 +79,12 @@ def lookup(tokens: jax.Array, length: jax.Array, count: int, longest: int, short
     ahead = jnp.arange(count, dtype=jnp.int32)[None, :]
     at = start + jnp.mod(ahead, jnp.maximum(length[:, None] - start, 1))
     return jnp.where(best >= shortest, jnp.take_along_axis(tokens, at, axis=1, mode="clip"), -1)
+
+
+KIND = Kind(
+    name="ngram",
+    config_names=(),
+    made=NGram,
+    from_checkpoint=lambda folder, config, target, dtype: NGram(),
+    released=lambda name, raw, target: {},
+)

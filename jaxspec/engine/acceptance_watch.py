@@ -14,8 +14,6 @@ import math
 import warnings
 
 from jaxspec.decode.accept import Rule
-from jaxspec.drafters.base import NoDraft
-from jaxspec.drafters.ngram import NGram
 
 ROUNDS = 500  # the last requests that together have as many
 CHANCE = 1 / 5
@@ -28,12 +26,12 @@ class AcceptanceWarning(UserWarning):
 
 
 class Watch:
-    """Adds up what requests report, and warns once. It looks at nothing of a lookup, which has nothing to go by in text that does not
-    repeat itself, and nothing of acceptance at given rates."""
+    """Adds up what requests report, and warns once. It looks at nothing of a drafter that is not `watched`, such as a lookup, and nothing
+    of acceptance at given rates."""
 
     def __init__(self, drafter: object, accept: Rule):
         self._drafter = type(drafter).__name__
-        self._on = not isinstance(drafter, NoDraft | NGram) and accept.name != "synthetic"
+        self._on = getattr(drafter, "watched", True) and accept.name != "synthetic"
         self._last: collections.deque[tuple[int, int]] = collections.deque()
         self._rounds = self._kept = 0
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
-from jaxspec.collectives import Shard
+from jaxspec.collectives import TENSOR, Shard
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import Gemma4Config, LayerSpec
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
+from jaxspec.model.split import KVHeads
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import gated_by
@@ -31,6 +33,17 @@ from pallas_kernels.qkv import Pages, qkv
 CHECKPOINT_PREFIXES = ("model.language_model.", "model.")  # conditional generation; text only
 # The image and audio parts of a target's checkpoint, which the text path does without.
 TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.")
+
+# Where the weights of these layers lie on a mesh, in a target or a drafter: see `split.py`.
+PARTITIONS: tuple[tuple[str, PartitionSpec], ...] = (
+    (r"embed_tokens(_per_layer)?\.weight$", PartitionSpec(TENSOR, None)),
+    (r"\bqkv_proj\.weight$", PartitionSpec(TENSOR, None, None, None)),
+    (r"\bo_proj\.weight$", PartitionSpec(None, TENSOR, None, None)),
+    (r"experts\.gate_up_proj$", PartitionSpec(TENSOR, None, None, None)),
+    (r"experts\.down_proj$", PartitionSpec(TENSOR, None, None)),
+    (r"mlp\.gate_up_proj\.weight$", PartitionSpec(None, TENSOR, None)),
+    (r"mlp\.down_proj\.weight$", PartitionSpec(None, TENSOR)),
+)
 
 
 @struct.dataclass
@@ -51,6 +64,12 @@ class Attention:
     q_norm: RMSNorm
     k_norm: RMSNorm | None
     spec: LayerSpec = struct.field(pytree_node=False)
+
+    sums: ClassVar[tuple[str, ...]] = ("o_proj",)  # see `split.py`
+
+    @property
+    def kv_heads(self) -> tuple[KVHeads, ...]:
+        return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
     def heads(
         self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str
@@ -141,6 +160,8 @@ class Gemma4:
     per_layer_model_projection: Linear | None
     per_layer_projection_norm: RMSNorm | None
     config: Gemma4Config = struct.field(pytree_node=False)
+
+    partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = PARTITIONS
 
     @property
     def dtype(self) -> Any:

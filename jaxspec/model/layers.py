@@ -8,7 +8,7 @@ query, key and value heads by KV head, gate and up projections as a pair; see `c
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,8 @@ class Embedding:
     axis: str | None = struct.field(pytree_node=False, default=None)
     mail: jax.Array | None = None
 
+    split: ClassVar[str] = "weight"  # see `split.py`
+
     def __call__(self, ids: jax.Array) -> jax.Array:
         """ids: [...] int32 -> [..., H]."""
         return self._rows(ids) * jnp.asarray(self.scale, self.weight.dtype)
@@ -117,6 +119,8 @@ class GatedMLP:
 
     gate_up_proj: Linear
     down_proj: Linear
+
+    sums: ClassVar[tuple[str, ...]] = ("down_proj",)  # see `split.py`
 
     def __call__(self, x: jax.Array, implementation: str = "auto") -> jax.Array:
         """implementation: of the gated product, where there are few enough rows for it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 from flax import struct
 
@@ -34,6 +36,8 @@ class Experts:
     down_proj: Weight
     axis: str | None = struct.field(pytree_node=False, default=None)
     mail: jax.Array | None = None
+
+    split: ClassVar[str] = "down_proj"  # see `split.py`
 
     def __call__(
         self, x: jax.Array, weights: jax.Array, ids: jax.Array, groups: moe.Groups | None = None, implementation: str = "auto"

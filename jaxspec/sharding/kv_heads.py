@@ -14,72 +14,74 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.drafters.blocks import SiluMLP
-from jaxspec.drafters.dflash import DFlash, DFlashAttention
-from jaxspec.drafters.eagle3 import Eagle3, Eagle3Attention
-from jaxspec.drafters.mtp_modules import Module
 from jaxspec.model.config import LayerSpec
-from jaxspec.model.gemma4 import Attention
-from jaxspec.model.layers import Embedding, GatedMLP
-from jaxspec.model.moe import Experts
+from jaxspec.model.split import KVHeads
 from jaxspec.sharding.meshes import TENSOR
-from jaxspec.sharding.specs import is_whole, root_name, weight_spec
+from jaxspec.sharding.specs import Rows, is_whole, partitions_of, weight_spec
 
 
 def spread(tree: Any, mesh: Mesh) -> Any:
     """A target or a drafter as a device of the mesh computes with it inside `Layout.on`: KV heads repeated as often as "tensor" needs,
-    and every module told over which axis its part of a sum or of a vocabulary lies.
+    and every module told over which axis its part of a sum or of a vocabulary lies. What a module needs, its members say: see
+    `model.split`.
 
     tree: weights, or ShapeDtypeStructs, that lie as `shard_tree` says. Returns the same, of the new shapes."""
-    return tree if is_whole(tree) or mesh.shape[TENSOR] == 1 else _spread(tree, root_name(tree), mesh)
+    return tree if is_whole(tree) or mesh.shape[TENSOR] == 1 else _spread(tree, (), partitions_of(tree), mesh)
 
 
-def _spread(tree: Any, path: str, mesh: Mesh) -> Any:
+def _spread(tree: Any, path: tuple[str, ...], rows: Rows, mesh: Mesh) -> Any:
+    """A part of a tree. path: fields and indices that lead to it. rows: the whole tree's `partitions`."""
     if isinstance(tree, tuple):
-        return tuple(_spread(x, f"{path}.{i}", mesh) for i, x in enumerate(tree))
+        return tuple(_spread(x, (*path, str(i)), rows, mesh) for i, x in enumerate(tree))
     if isinstance(tree, dict):
-        return {name: _spread(x, f"{path}.{name}", mesh) for name, x in tree.items()}
+        return {name: _spread(x, (*path, name), rows, mesh) for name, x in tree.items()}
     if not dataclasses.is_dataclass(tree):
         return tree
-    weights = [field.name for field in dataclasses.fields(tree) if field.metadata.get("pytree_node", True)]
-    parts = {name: _spread(getattr(tree, name), f"{path}.{name}", mesh) for name in weights}
+    fields = {field.name: field.metadata.get("pytree_node", True) for field in dataclasses.fields(tree)}
+    parts = {name: _spread(getattr(tree, name), (*path, name), rows, mesh) for name, is_weights in fields.items() if is_weights}
     module: Any = dataclasses.replace(tree, **parts)  # pyright: ignore[reportArgumentType]
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {
+        name: _with_repeated(getattr(tree, name), mesh) for name, is_weights in fields.items() if not is_weights
+    }
 
-    def on_tensor(weight: str, leaf: Any) -> bool:
-        return TENSOR in weight_spec(f"{path}.{weight}", leaf.shape, mesh)
+    def changed(name: str) -> Any:
+        return changes.get(name, getattr(module, name))
 
-    def gathered(name: str) -> None:
-        linear = getattr(module, name)
-        if linear is not None and on_tensor(f"{name}.weight", linear.weight):
-            changes[name] = dataclasses.replace(linear, gather_over=TENSOR)
+    def spec_of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        return weight_spec(".".join((*path, name)), shape, rows, mesh)
 
-    if isinstance(module, Attention | DFlashAttention | Eagle3Attention):
-        changes["spec"], queries = _repeated(module.spec, mesh), "q_proj" if isinstance(module, DFlashAttention) else "qkv_proj"
-        for name, axis in ((queries, 0), ("o_proj", 1)):
-            linear = getattr(module, name)
-            weight = _dealt(linear.weight, f"{path}.{name}.weight", axis, module.spec.group, module.spec, mesh)
-            changes[name] = dataclasses.replace(linear, weight=weight, sum_over=TENSOR if name == "o_proj" else None)
-    elif isinstance(module, GatedMLP | SiluMLP) and on_tensor("down_proj.weight", module.down_proj.weight):
-        changes["down_proj"] = dataclasses.replace(module.down_proj, sum_over=TENSOR)
-    elif (isinstance(module, Embedding) and on_tensor("weight", module.weight)) or (
-        isinstance(module, Experts) and on_tensor("down_proj", module.down_proj)
-    ):
+    def on_tensor(name: str) -> bool:
+        return TENSOR in spec_of(f"{name}.weight", changed(name).weight.shape)
+
+    for heads in getattr(module, "kv_heads", ()):
+        linear = getattr(module, heads.name)
+        weight = _dealt(linear.weight, heads, lambda shape, name=heads.name: spec_of(f"{name}.weight", shape), mesh)
+        changes[heads.name] = dataclasses.replace(linear, weight=weight)
+    for name in getattr(module, "sums", ()):
+        if on_tensor(name):
+            changes[name] = dataclasses.replace(changed(name), sum_over=TENSOR)
+    for name in getattr(module, "gathers", ()):
+        if changed(name) is not None and on_tensor(name):
+            changes[name] = dataclasses.replace(changed(name), gather_over=TENSOR)
+    split = getattr(module, "split", None)
+    if split is not None and TENSOR in spec_of(split, getattr(module, split).shape):
         changes["axis"] = TENSOR
-    elif isinstance(module, Module):
-        gathered("eh_proj")
-    elif isinstance(module, DFlash | Eagle3):
-        gathered("fc")
-        if module.d2t is not None:
-            gathered("lm_head")
-    if isinstance(module, DFlash):
-        weight = _dealt(module.kv_proj.weight, f"{path}.kv_proj.weight", 2, 0, module.config.layers[0], mesh)
-        changes["kv_proj"] = dataclasses.replace(module.kv_proj, weight=weight)
-    if (config := getattr(module, "config", None)) is not None:
-        changes["config"] = _repeated_config(config, mesh)
     return dataclasses.replace(module, **changes)
+
+
+def _with_repeated(static: Any, mesh: Mesh) -> Any:
+    """A setting of a module in which every layer has its KV heads as `_repeated` says."""
+    if isinstance(static, LayerSpec):
+        return _repeated(static, mesh)
+    if type(static) is tuple:
+        return tuple(_with_repeated(x, mesh) for x in static)
+    if dataclasses.is_dataclass(static) and not isinstance(static, type):
+        new = {field.name: _with_repeated(getattr(static, field.name), mesh) for field in dataclasses.fields(static)}
+        changes = {name: value for name, value in new.items() if value != getattr(static, name)}
+        return dataclasses.replace(static, **changes) if changes else static
+    return static
 
 
 def _repeated(spec: LayerSpec, mesh: Mesh) -> LayerSpec:
@@ -89,24 +91,18 @@ def _repeated(spec: LayerSpec, mesh: Mesh) -> LayerSpec:
     return dataclasses.replace(spec, num_kv_heads=kv_heads, num_heads=kv_heads * -(-spec.group // copies))
 
 
-def _repeated_config(config: Any, mesh: Mesh) -> Any:
-    if hasattr(config, "text"):
-        return dataclasses.replace(config, text=_repeated_config(config.text, mesh))
-    return dataclasses.replace(config, layers=tuple(_repeated(spec, mesh) for spec in config.layers))
-
-
 def _copies(spec: LayerSpec, mesh: Mesh) -> int:
     return mesh.shape[TENSOR] // math.gcd(spec.num_kv_heads, mesh.shape[TENSOR])
 
 
-def _dealt(weight: Any, path: str, axis: int, queries: int, spec: LayerSpec, mesh: Mesh) -> Any:
-    """The weight with each KV head's `queries` query heads dealt out to its copies; see `_deal`."""
-    copies = _copies(spec, mesh)
+def _dealt(weight: Any, heads: KVHeads, spec_of: Callable[[tuple[int, ...]], PartitionSpec], mesh: Mesh) -> Any:
+    """The weight with the query heads of each KV head dealt out to its copies; see `_deal`. spec_of: where a weight of a shape lies."""
+    copies, queries = _copies(heads.spec, mesh), heads.queries
     if copies == 1:
         return weight
-    settings = (axis, queries, -(-queries // copies), copies)
-    shape = jax.eval_shape(functools.partial(_deal, axis=axis, queries=queries, group=settings[2], copies=copies), weight).shape
-    sharding = NamedSharding(mesh, weight_spec(path, shape, mesh))
+    settings = (heads.axis, queries, -(-queries // copies), copies)
+    shape = jax.eval_shape(functools.partial(_deal, axis=heads.axis, queries=queries, group=settings[2], copies=copies), weight).shape
+    sharding = NamedSharding(mesh, spec_of(shape))
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding)
     return _deal_onto(sharding)(weight, *settings)

@@ -24,7 +24,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.decode.state import DecodeState
-from jaxspec.model.gemma4 import Gemma4
 from jaxspec.sharding.meshes import DATA, TENSOR
 from jaxspec.sharding.specs import WHOLE, dotted, first_match, is_whole, weight_specs
 from pallas_kernels import all_reduce
@@ -136,7 +135,7 @@ def _tables(mesh: Mesh | AbstractMesh) -> np.ndarray | None:
 
 def _is_weights(arg: Any) -> bool:
     """Whether this is a target or a drafter."""
-    return isinstance(arg, Gemma4) or hasattr(arg, "taps")
+    return hasattr(arg, "partitions") or hasattr(arg, "taps")
 
 
 def _with_mail(tree: Any, mail: jax.Array) -> Any:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-DATA, TENSOR = "data", "tensor"
+from jaxspec.collectives import DATA, TENSOR
 
 
 def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:

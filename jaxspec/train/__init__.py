@@ -6,7 +6,7 @@ from typing import Any
 _EXPORTS = {
     "distil": "jaxspec.train.tuning",
     "finetune": "jaxspec.train.tuning",
-    "Objective": "jaxspec.train.losses",
+    "Objective": "jaxspec.drafters.training",
     "Run": "jaxspec.train.loop",
 }
 

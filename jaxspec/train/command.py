@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-KINDS = ("mtp", "dflash", "eagle3", "mtp-modules", "draft-model")
-
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Adds the command. An option that is not given is left to its default in `distil`, `Run` or the kind's `Objective`."""
@@ -20,7 +18,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         train.add_argument(f"--{name}", help=text, **settings)
 
     option("target", "hub id, folder or bundled name of the target", required=True)
-    option("drafter-kind", ", ".join(KINDS), required=True, choices=KINDS, metavar="KIND")
+    option("drafter-kind", "such as mtp, dflash or eagle3; any other word lists them all", required=True, metavar="KIND")
     option("data", "training data: text, .jsonl of texts or conversations, or .npy of token ids", required=True, nargs="+", metavar="FILE")
     option("out", "folder to write the drafter to", required=True, metavar="DIR")
     option("init", "drafter to start from, or a folder with the config.json of a new one (default: a new one for the target)")

@@ -12,9 +12,9 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, NoDraft
+from jaxspec.drafters.training import XLA
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.train.data import packed
-from jaxspec.train.guesses import XLA
 from jaxspec.train.losses import Batch
 
 

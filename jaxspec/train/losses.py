@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafters.assistant import Gemma4MTP
+from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_rows
 from jaxspec.model.gemma4 import Gemma4
-from jaxspec.train.guesses import XLA, Guess, guesses, pick, whole_rows
 
 
 @struct.dataclass
@@ -22,31 +20,6 @@ class Batch:
     ids: Any
     first: Any
     length: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """What a drafter is trained towards. steps: draft steps in a row. anchors: places of each text that draft, drawn anew in every step.
-    decay: weight of a draft step, against that of the step before it.
-
-    Weights of the distances of a guess's distribution q from the target's p. soft: cross-entropy to p, which is KL up to a constant.
-    hard: cross-entropy to p's most likely token. tv: total variation, half of the L1 distance: 1 - tv is how often speculative sampling
-    accepts (Leviathan et al. 2023, section 3.2).
-    """
-
-    steps: int = 4
-    anchors: int = 64
-    decay: float = 0.8
-    soft: float = 1.0
-    hard: float = 0.0
-    tv: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "anchors"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"the objective's {name} is {getattr(self, name)}, expected at least 1")
-        if not (0 < self.decay <= 1 and min(self.soft, self.hard, self.tv) >= 0 < self.soft + self.hard + self.tv):
-            raise ValueError(f"the objective is {self}; expected a decay above 0 and at most 1, weights of at least 0, and one above")
 
 
 def target_loss(model: Gemma4, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -76,10 +49,10 @@ def distil_loss(
     agree, accepted = whole, jnp.ones((), jnp.float32)
     total, weight = jnp.zeros((), jnp.float32), 0.0
     metrics: dict[str, jax.Array] = {}
-    for k, guess in enumerate(guesses(drafter, target, out, batch.ids, at, objective.steps), start=1):
+    for k, guess in enumerate(drafter.guesses(target, out, batch.ids, at, objective.steps), start=1):
         truth = target.unembed(pick(out.hidden, at + k))
         best = jnp.argmax(truth, axis=-1).astype(jnp.int32)
-        distance, chosen, offered = _distance(drafter, guess, truth, best, objective)
+        distance, chosen, offered = _distance(guess, truth, best, objective)
         counted = valid & (at + k < batch.length[:, None])
         if guess.centroids is not None or guess.ids is not None:
             metrics[f"recall_{k}"] = mean(offered.astype(jnp.float32), counted)
@@ -109,9 +82,7 @@ def mean(values: jax.Array, counted: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(counted, values, 0.0)) / jnp.maximum(jnp.sum(counted.astype(jnp.float32)), 1.0)
 
 
-def _distance(
-    drafter: Any, guess: Guess, truth: jax.Array, best: jax.Array, objective: Objective
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _distance(guess: Guess, truth: jax.Array, best: jax.Array, objective: Objective) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of every place the distance, the token that is drafted, and whether the target's best token could have been. truth: [B, A, V],
     best: [B, A]."""
     logits, p = guess.logits, jax.nn.softmax(truth, axis=-1)
@@ -130,14 +101,14 @@ def _distance(
     if objective.tv:
         distance += objective.tv * (1.0 - jnp.sum(jnp.minimum(shared, jnp.exp(logits - total[..., None])), axis=-1))
     if guess.centroids is not None:
-        assert isinstance(drafter, Gemma4MTP) and drafter.masked_embedding is not None
-        ordering, config = drafter.masked_embedding.token_ordering, drafter.config
+        scores, ordering = guess.centroids.logits, guess.centroids.ordering
+        count = scores.shape[-1]
         # Centroids are to be chosen by how much of p their tokens have.
-        mass = jnp.take(p, ordering, axis=-1).reshape(*best.shape, config.num_centroids, -1).sum(-1)
-        distance -= jnp.sum(mass * jax.nn.log_softmax(guess.centroids, axis=-1), axis=-1)
-        among = jax.lax.top_k(guess.centroids, config.centroid_intermediate_top_k)[1]
-        centroid_of = jnp.argsort(ordering) // (ordering.shape[0] // config.num_centroids)
-        allowed = jnp.take(jnp.any(jax.nn.one_hot(among, config.num_centroids, dtype=bool), axis=-2), centroid_of, axis=-1)
+        mass = jnp.take(p, ordering, axis=-1).reshape(*best.shape, count, -1).sum(-1)
+        distance -= jnp.sum(mass * jax.nn.log_softmax(scores, axis=-1), axis=-1)
+        among = jax.lax.top_k(scores, guess.centroids.top_k)[1]
+        centroid_of = jnp.argsort(ordering) // (ordering.shape[0] // count)
+        allowed = jnp.take(jnp.any(jax.nn.one_hot(among, count, dtype=bool), axis=-2), centroid_of, axis=-1)
         offered = jnp.take_along_axis(allowed, best[..., None], axis=-1)[..., 0]
         # What inference drafts: the best of the tokens that the centroids offer.
         drawable = jnp.where(allowed, guess.logits, -jnp.inf)

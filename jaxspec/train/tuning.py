@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec import checkpoint
 from jaxspec.checkpoint import hub, safetensors
 from jaxspec.drafters.base import NoDraft
-from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine import memory as plan
 from jaxspec.engine.memory import memory_limit
@@ -29,7 +28,6 @@ from jaxspec.targets import DTYPES, eos_token_ids, load_target, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, rows_of
-from jaxspec.train.defaults import default_config
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, distil_loss, target_loss
@@ -64,26 +62,30 @@ def distil(
 ) -> Path:
     """Trains a drafter to guess what a target writes, and returns the folder that holds it, which `load` takes as a drafter.
 
-    target: a hub id, folder or bundled name; its weights stay as they are. drafter_kind: "mtp", "dflash", "eagle3", "mtp-modules" or
-    "draft-model". data: files, see `data.read`. out: the folder; it also gets metrics.jsonl, curves.png and checkpoints/. init: the
-    drafter to go on from (a hub id, folder or bundled name), or the config.json of a fresh one, as a mapping or in a folder without
-    weights; by default a fresh one of a size that suits the target. held_out: files that are measured on and not trained on; by default
-    a fiftieth of the data. self_generate: texts that the target first writes behind beginnings of the data, at `temperature`, and that
-    are half of every batch. objective: fields of `losses.Objective` that shall differ from the kind's. num_draft_tokens: K with which
-    acceptance is measured. resume: go on from the newest checkpoint in `out`. mesh: batches are spread over its axis "data", and all
-    weights are on each of its devices. run: fields of `loop.Run`: steps, batch, length, peak and others.
+    target: a hub id, folder or bundled name; its weights stay as they are. drafter_kind: "mtp", "dflash", "eagle3", "mtp-modules",
+    "draft-model", or the name of another kind that is registered and has an objective. data: files, see `data.read`. out: the folder; it
+    also gets metrics.jsonl, curves.png and checkpoints/. init: the drafter to go on from (a hub id, folder or bundled name), or the
+    config.json of a fresh one, as a mapping or in a folder without weights; by default a fresh one of a size that suits the target.
+    held_out: files that are measured on and not trained on; by default a fiftieth of the data. self_generate: texts that the target
+    first writes behind beginnings of the data, at `temperature`, and that are half of every batch. objective: fields of
+    `Objective` that shall differ from the kind's. num_draft_tokens: K with which acceptance is measured. resume: go on from the
+    newest checkpoint in `out`. mesh: batches are spread over its axis "data", and all weights are on each of its devices. run: fields
+    of `loop.Run`: steps, batch, length, peak and others.
 
     Raises FileNotFoundError or ValueError for what cannot be used, and FloatingPointError as `loop.fit` does.
     """
     kind, how, out = kinds.kind_of(drafter_kind), Run(**run), Path(out)
+    assert kind.objective is not None  # as of every kind that can be trained
     goal = dataclasses.replace(kind.objective, **objective or {})
     folder = checkpoint.resolve(target)
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     model = _target(folder, DTYPES[how.dtype], mesh)
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
     weights, config, generation = _drafter(drafter_kind, init, raw, model, texts, how.seed)
-    if isinstance(weights, DFlash) and goal.steps >= weights.config.block_size:
-        raise ValueError(f"the objective has {goal.steps} draft steps; the drafter's block_size of {weights.config.block_size} holds fewer")
+    try:
+        jax.eval_shape(lambda: weights.init(1, how.length, goal.steps))
+    except ValueError as error:
+        raise ValueError(f"the objective has {goal.steps} draft steps: {error}") from error
     own = None
     if self_generate:
         own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, mesh, out / WRITTEN, progress)
@@ -193,9 +195,12 @@ def _drafter(
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")
             return load_drafter(folder, model.config, jnp.float32, progress=False), config, generation
+    elif init is not None:
+        config, generation = init, chosen.generation
+    elif chosen.default_config is not None:
+        config, generation = chosen.default_config(raw, model.config), chosen.generation
     else:
-        config = default_config(kind, raw, model.config) if init is None else init
-        generation = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"} if kind == "mtp" else {}
+        raise ValueError(f"init is None, and drafter_kind {kind!r} has no default config; expected a config.json or a drafter")
     return kinds.fresh(chosen, config, model, texts.ids, seed), config, generation
 
 

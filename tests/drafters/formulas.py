@@ -190,7 +190,7 @@ def checkpoint_shapes(model) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of this drafter: key and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
     shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
-    return {part.key: part.shape for path in shapes for part in layout.layouts(path, shapes)[0]}
+    return {part.key: part.shape for path in shapes for part in layout.layouts_of(model)(path, shapes)[0]}
 
 
 def check_round(model, target: Gemma4Config, k: int) -> None:

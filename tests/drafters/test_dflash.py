@@ -345,7 +345,7 @@ def test_the_embedding_scale_is_a_setting(scale: float) -> None:
     close(found[0], np.asarray(rounds.target().embed_tokens.weight)[[3, 4]] * scale)
 
 
-REAL = {"31B": shapes.DFLASH["31b"], "26B-A4B": shapes.DFLASH["26b"]}
+REAL = {"31B": shapes.drafter_config("dflash", "31b"), "26B-A4B": shapes.drafter_config("dflash", "26b")}
 # RedHatAI's drafter for 31B (facts: its config.json).
 REAL_SPECULATORS = {
     "architectures": ["DFlashSpeculator"],

@@ -23,7 +23,7 @@ def drafter(name, target):
         return shapes.abstract_drafter(name, "31b", target, jnp.bfloat16)
     taps = {"mask_token_id": 4, "target_layer_ids": range(LAYERS)}
     return dflash.abstract(
-        dflash.DFlashConfig.from_hf({**shapes.DFLASH["31b"], "num_target_layers": LAYERS, "dflash_config": taps}, target)
+        dflash.DFlashConfig.from_hf({**shapes.drafter_config("dflash", "31b"), "num_target_layers": LAYERS, "dflash_config": taps}, target)
     )
 
 

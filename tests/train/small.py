@@ -9,14 +9,15 @@ import numpy as np
 import tiny
 
 from jaxspec.drafters.base import fitted
+from jaxspec.drafters.registry import trainable
+from jaxspec.drafters.training import whole_rows
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
-from jaxspec.train import kinds
 from jaxspec.train.generate import generate
-from jaxspec.train.guesses import whole_rows
 
 VOCAB = 32
 STEPS = 4
+KINDS = trainable()
 TEXT = {**tiny.TEXT, "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 0}
 TARGET = {**tiny.TARGET, "text_config": TEXT}
 CONFIG = Gemma4Config.from_hf(TARGET)
@@ -72,7 +73,7 @@ def target(seed: int = 6) -> gemma4.Gemma4:
 @functools.cache
 def drafter(kind: str) -> Any:
     """Random weights, but for a draft vocabulary of ids that are sorted."""
-    abstract = fitted(kinds.KINDS[kind].read(CONFIGS[kind], CONFIG), CONFIG)
+    abstract = fitted(KINDS[kind].from_checkpoint(None, CONFIGS[kind], CONFIG, jnp.float32), CONFIG)
     weights = jax.tree.map(jnp.asarray, tiny.random_weights(abstract, 1))
     if kind == "eagle3":
         chosen = np.sort(np.random.default_rng(2).permutation(VOCAB)[:24])

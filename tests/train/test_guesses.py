@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from small import STEPS
+from small import KINDS, STEPS
 
 from jaxspec import decode
 from jaxspec.drafters.base import Target
+from jaxspec.drafters.training import whole_rows
 from jaxspec.sampling.choice import Sampling
-from jaxspec.train import guesses
-from jaxspec.train.kinds import KINDS
 
 PLACES = np.asarray([0, 1, 2, 3, 7, 8, 13], np.int32)  # the window is 8
 LENGTH = int(PLACES[-1]) + STEPS + 2
@@ -31,8 +30,8 @@ def drafts(model, drafter, requests):
 
 @jax.jit
 def guessed(model, drafter, ids, at):
-    out, _ = model(guesses.whole_rows(ids), None, taps=drafter.taps)
-    return list(guesses.guesses(drafter, model, out, ids, at, STEPS))
+    out, _ = model(whole_rows(ids), None, taps=drafter.taps)
+    return list(drafter.guesses(model, out, ids, at, STEPS))
 
 
 @pytest.mark.parametrize("kind", KINDS)

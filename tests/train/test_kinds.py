@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import real_configs
 import small
+from small import KINDS
 
 from jaxspec import drafters
+from jaxspec.drafters.assistant import balanced_clusters
 from jaxspec.drafters.base import fitted
+from jaxspec.drafters.blocks import draft_vocabulary
 from jaxspec.model.config import Gemma4Config
-from jaxspec.train import command, kinds
-from jaxspec.train.defaults import default_config
-from jaxspec.train.kinds import KINDS, balanced_clusters, draft_vocabulary
+from jaxspec.train import kinds
 from jaxspec.train.pocket.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 COUNTED = np.repeat(np.arange(small.VOCAB), np.arange(small.VOCAB) % 5 + 1)
 
 
-def test_the_command_offers_every_kind():
-    assert command.KINDS == tuple(KINDS)
+def test_another_word_lists_every_kind():
     with pytest.raises(ValueError, match="drafter_kind is 'ngram'; available: 'mtp', 'dflash', 'eagle3', 'mtp-modules', 'draft-model'"):
         kinds.kind_of("ngram")
 
@@ -85,8 +85,8 @@ def test_default_configs_fit_every_release(kind):
     raws = [*released, *map(real_configs.saved_again, released), small.TARGET, small.TARGET["text_config"]]
     for raw in raws:
         target = Gemma4Config.from_hf(raw)
-        config = default_config(kind, raw, target)
-        made = fitted(KINDS[kind].read(config, target), target)
+        config = KINDS[kind].default_config(raw, target)
+        made = fitted(KINDS[kind].from_checkpoint(None, config, target, jnp.float32), target)
         assert isinstance(made, KINDS[kind].made)
         assert drafters.REGISTRY.keys() & {*config.get("architectures", ()), config["model_type"]}, config
 
@@ -95,8 +95,8 @@ def test_default_configs_fit_every_release(kind):
 def test_a_drafters_config_that_was_saved_again_says_what_it_said(kind):
     for raw in real_configs.TARGETS.values():
         target = Gemma4Config.from_hf(raw)
-        config = default_config(kind, raw, target)
-        once, again = (KINDS[kind].read(found, target) for found in (config, real_configs.saved_again(config)))
+        config = KINDS[kind].default_config(raw, target)
+        once, again = (KINDS[kind].from_checkpoint(None, found, target, jnp.float32) for found in (config, real_configs.saved_again(config)))
         assert jax.tree.structure(once) == jax.tree.structure(again) and jax.tree.leaves(once) == jax.tree.leaves(again)
 
 
@@ -106,7 +106,7 @@ def test_pocket_configs_fit_the_pocket_target():
     target = Gemma4Config.from_hf(checkpoint.read_config(checkpoint.resolve("pocket")))
     for recipe in RECIPES.values():
         kind = KINDS[recipe.kind]
-        made = fitted(kind.read(recipe.config, target), target)
+        made = fitted(kind.from_checkpoint(None, recipe.config, target, jnp.float32), target)
         assert 2 * sum(leaf.size for leaf in jax.tree.leaves(made)) < 16 * 2**20 and recipe.config["dtype"] == "bfloat16"
         dataclasses.replace(kind.objective, **recipe.objective)
 

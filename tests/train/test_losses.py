@@ -9,12 +9,11 @@ import numpy as np
 import optax
 import pytest
 import small
-from small import VOCAB, log_softmax
+from small import KINDS, VOCAB, log_softmax
 
-from jaxspec.train.guesses import guesses, whole_rows
-from jaxspec.train.kinds import KINDS
+from jaxspec.drafters.training import Objective, whole_rows
 from jaxspec.train.loop import _join, _split
-from jaxspec.train.losses import Batch, Objective, distil_loss, places, target_loss
+from jaxspec.train.losses import Batch, distil_loss, places, target_loss
 
 STEPS = 3
 MIXED = Objective(steps=STEPS, decay=0.7, soft=0.8, hard=0.5, tv=0.6)
@@ -37,7 +36,7 @@ def graded(trained, kept, batch, objective):
 def steps_of(drafter, ids):
     out, _ = small.target()(whole_rows(ids), None, taps=drafter.taps)
     at = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :], ids.shape)
-    return list(guesses(drafter, small.target(), out, ids, at, STEPS))
+    return list(drafter.guesses(small.target(), out, ids, at, STEPS))
 
 
 def test_target_loss_is_the_cross_entropy_of_the_tokens_that_were_written():
@@ -93,7 +92,7 @@ def one(drafter, guess, p, truth, q, b, at):
     distance = -0.8 * (soft * log_q).sum() + 0.6 * tv - 0.5 * (log_q[at_best[0]] if len(at_best) else 0)
     if guess.centroids is None:
         return distance, len(at_best) > 0, ids[q.argmax()]
-    scores, members = np.asarray(guess.centroids)[b, at], np.asarray(drafter.masked_embedding.token_ordering).reshape(8, -1)
+    scores, members = np.asarray(guess.centroids.logits)[b, at], np.asarray(drafter.masked_embedding.token_ordering).reshape(8, -1)
     distance -= (p[members].sum(-1) * log_softmax(scores)).sum()
     offered = members[np.argsort(-scores)[:3]].reshape(-1)
     return distance, best in offered, offered[q[offered].argmax()]

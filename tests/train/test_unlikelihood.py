@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import small
 
+from jaxspec.drafters.training import whole_rows
 from jaxspec.train.data import windows
 from jaxspec.train.generate import generate
-from jaxspec.train.guesses import whole_rows
 from jaxspec.train.loop import Run
 from jaxspec.train.losses import Batch, target_loss
 from jaxspec.train.pocket.unlikelihood import break_loops, repeats, unlikelihood

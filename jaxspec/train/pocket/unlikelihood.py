@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.drafters.training import XLA, whole_rows
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.train.generate import generate
-from jaxspec.train.guesses import XLA, whole_rows
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, target_loss
 from pallas_kernels.noise import row_keys

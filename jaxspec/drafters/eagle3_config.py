@@ -1,0 +1,152 @@
+"""The config.json of an EAGLE-3 drafter: what is read of it, that of a fresh drafter, and that of a made-up one for benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxspec.drafters.blocks import named_taps, plain_config, plain_spec, unread_keys
+from jaxspec.model.config import FULL, Gemma4Config, LayerSpec, require
+
+DRAFT_VOCABULARY = 32_000  # of a fresh drafter, where the target has more tokens
+GEMMA = "Gemma4Eagle3Model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """layers: of each its spec. gemma: layers of Gemma 4's kind, with sandwich norms and layer_scalar, all of which see embedding and
+    feature; else Llama's, of which the first does. taps: indices of the target's hidden states. target_hidden_size, num_target_layers:
+    of the target that the drafter was made for, the latter None where the config does not say. num_draft_tokens: what it was trained or
+    published to guess, None where the config does not say. head_norms: queries and keys are
+    normed. norm_before_residual: the first layer adds to the normed feature. norm_before_fc: one norm over all taps; fc_norm: one for
+    each. norm_output: what is fed back has passed the final norm (vLLM's meaning). draft_vocab_size: rows of the head; a head of fewer
+    rows than the target has tokens comes with d2t. own_head, own_embedding: whether the checkpoint has them; else they are the
+    target's. unread: beginnings of the checkpoint's other keys."""
+
+    layers: tuple[LayerSpec, ...]
+    taps: tuple[int, ...]
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    eps: float
+    num_target_layers: int | None = None
+    num_draft_tokens: int | None = None
+    gemma: bool = False
+    head_norms: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_head: bool = False
+    own_embedding: bool = False
+    unread: tuple[str, ...] = ()
+    final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], target: Gemma4Config, keys: Collection[str] = ()) -> Eagle3Config:
+        """Reads config.json, as EAGLE, SpecForge, speculators or DeepSpec write it. keys: of the checkpoint's tensors.
+
+        Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
+        """
+        inner = {**config, **(config.get("transformer_layer_config") or {})}
+        gemma, speculators = GEMMA in (config.get("architectures") or ()), "speculators_model_type" in config
+        hidden, vocab = int(require(inner, "hidden_size")), int(require(inner, "vocab_size"))
+        theirs = int(config.get("target_hidden_size") or hidden)
+        own_embedding, own_head = ("embed_tokens.weight" in keys, "lm_head.weight" in keys) if not gemma else (False, False)
+        if speculators and hidden == theirs and not config.get("embed_requires_grad"):
+            own_embedding = False  # a frozen copy of the target's
+        draft_vocab = int(config.get("draft_vocab_size") or vocab)
+        for name, own in (("embed_tokens", own_embedding), ("lm_head", own_head)):
+            if hidden != theirs and not own:
+                raise ValueError(f"the drafter has hidden_size {hidden} and no {name} of its own; this target's has {theirs}")
+        if draft_vocab != vocab and not own_head:
+            raise ValueError(f"draft_vocab_size is {draft_vocab} of {vocab} tokens, and the checkpoint has no lm_head.weight")
+        layers = _gemma_layers(config) if gemma else _plain_layers(inner)
+        kept = unread_keys(speculators or gemma, own_head=own_head, own_embedding=own_embedding, own_d2t=draft_vocab != vocab)
+        return cls(
+            layers=layers,
+            taps=_taps(config, target.num_hidden_layers),
+            hidden_size=hidden,
+            target_hidden_size=theirs,
+            vocab_size=vocab,
+            draft_vocab_size=draft_vocab,
+            eps=layers[0].eps,
+            num_target_layers=config.get("num_target_layers"),
+            num_draft_tokens=_proposed(config),
+            gemma=gemma,
+            head_norms=gemma or any(key.endswith("self_attn.q_norm.weight") for key in keys),
+            norm_before_residual=not gemma and bool(config.get("norm_before_residual", speculators)),
+            norm_before_fc=bool(config.get("norm_before_fc")),
+            fc_norm=bool(config.get("fc_norm")),
+            norm_output=bool(config.get("norm_output")),
+            own_head=own_head,
+            own_embedding=own_embedding,
+            unread=kept,
+            final_logit_softcapping=inner.get("final_logit_softcapping"),
+            logit_scale=float(config.get("logit_scale") or 1.0),
+        )
+
+
+def _taps(config: Mapping[str, Any], depth: int) -> tuple[int, ...]:
+    """Indices of hidden states. The ids that SpecForge writes into `eagle_config` count layers, unlike those of the same name outside."""
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    named = named_taps(config, {"target_layer_ids": nested})
+    return tuple(sorted(set(named or (2, depth // 2, depth - 3))))
+
+
+def _proposed(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a round a speculators config proposes."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return methods[0].get("speculative_tokens")
+
+
+def _plain_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
+    """Layers of Llama's kind, which all see everything before them."""
+    kinds, count = config.get("layer_types") or (), int(config.get("num_hidden_layers") or 1)
+    if config.get("use_sliding_window") or set(kinds[:count]) - {FULL}:
+        raise ValueError(
+            f"the drafter's layers have layer_types {list(kinds)} and use_sliding_window {config.get('use_sliding_window')}; "
+            f"implemented: {FULL!r} without"
+        )
+    return (plain_spec(config),) * count
+
+
+def _gemma_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
+    """Layers of Gemma 4's kind, of which DeepSpec writes the whole text config."""
+    read = Gemma4Config.from_hf({**config, "tie_word_embeddings": True, "num_kv_shared_layers": 0})
+    for field in ("num_experts", "per_layer_input", "window"):
+        if getattr(read.layers[0], field):
+            raise ValueError(f"the drafter's layers have {field} {getattr(read.layers[0], field)}; implemented: none")
+    return read.layers
+
+
+def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, Any]:
+    """The config.json of a fresh drafter, like RedHatAI's EAGLE-3 speculators. raw: the target's."""
+    depth = target.num_hidden_layers
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **plain_config(target),
+        "intermediate_size": 4 * target.hidden_size,
+        "num_hidden_layers": 1,
+        "rope_theta": 1_000_000.0,
+        "draft_vocab_size": min(DRAFT_VOCABULARY, target.vocab_size),
+        "eagle_aux_hidden_state_layer_ids": sorted({min(2, depth), depth // 2 + 1, depth}),
+    }
+
+
+def made_up(name: str | None, raw: Mapping[str, Any] | None, target: Gemma4Config) -> dict[str, Any]:
+    """The config.json of a drafter of the usual size for any target: one Llama layer as wide as the target, and a head of 32,000 tokens.
+    See `Kind.released`."""
+    return {
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": min(DRAFT_VOCABULARY, target.vocab_size // 2),
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 4 * target.hidden_size,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }

@@ -1,0 +1,118 @@
+"""What training asks of a drafter: an objective, and what it guesses along a known text, from many places of it at once.
+
+Of a place P of a text the drafter has seen the rows 0 .. P of the target; token P + 1 is the anchor. Draft step k, from 1 on, guesses
+token P + k + 1, and the text's own tokens stand for the guesses before it, which they are for as long as those are accepted. Guesses
+along a text are made by the very modules that run at inference. What is differentiated runs in plain XLA: the kernels have no
+derivative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec
+from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.model.rows import Rows
+
+XLA = "xla"  # the implementation of attention that has a derivative
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a drafter is trained towards: draft steps at places of a text, and weights of the distances of a guess's distribution q from
+    the target's p. Raises ValueError for numbers that make no objective."""
+
+    # Draft steps in a row.
+    steps: int = 4
+    # Places of each text that draft, drawn anew in every step.
+    anchors: int = 64
+    # Weight of a draft step, against that of the step before it.
+    decay: float = 0.8
+    # Weight of cross-entropy to p, which is KL up to a constant.
+    soft: float = 1.0
+    # Weight of cross-entropy to p's most likely token.
+    hard: float = 0.0
+    # Weight of total variation, half of the L1 distance: 1 - tv is how often speculative sampling accepts (Leviathan et al. 2023,
+    # section 3.2).
+    tv: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "anchors"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"the objective's {name} is {getattr(self, name)}, expected at least 1")
+        if not (0 < self.decay <= 1 and min(self.soft, self.hard, self.tv) >= 0 < self.soft + self.hard + self.tv):
+            raise ValueError(f"the objective is {self}; expected a decay above 0 and at most 1, weights of at least 0, and one above")
+
+
+@struct.dataclass
+class Centroids:
+    """The scores of a centroid head, of whose best centroids the tokens are offered."""
+
+    # [B, A, centroids] float32.
+    logits: jax.Array
+    # [V] int32, the token ids of each centroid in turn.
+    ordering: jax.Array
+    # How many centroids offer their tokens.
+    top_k: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class Guess:
+    """One draft step, from A places of each of B texts."""
+
+    # [B, A, C] float32.
+    logits: jax.Array
+    # [C] int32, the tokens that the logits belong to; None if candidate i is token i.
+    ids: jax.Array | None = None
+    # Of a centroid head, whose logits then are of all tokens; else None.
+    centroids: Centroids | None = None
+
+
+def whole_rows(ids: jax.Array) -> Rows:
+    """Every row of a batch of whole sequences. ids: [B, T] int32."""
+    batch, length = ids.shape
+    zero = jnp.zeros((batch,), jnp.int32)
+    return Rows(ids, zero, zero + length, jnp.arange(batch, dtype=jnp.int32))
+
+
+def whole_cache(layers: tuple[LayerSpec, ...], keys: Any) -> PagedKV:
+    """A cache of whole sequences, each of which is one page. keys: of each layer K and V, [B, T, KV, D]."""
+    batch, length = keys[0][0].shape[:2]
+    table = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    empty = paged.fixed(layers, slots=batch, max_len=length, num_draft_tokens=0, page_size=length, dtype=keys[0][0].dtype)
+    return dataclasses.replace(empty, layers=tuple(LayerKV(*pair) for pair in keys), tables={SLIDING: table, FULL: table})
+
+
+def pick(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of each sequence. x: [B, T, ...], index: [B, A] int32 -> [B, A, ...]; indices past the end give the last row."""
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="clip")
+
+
+# What the text config of a fresh drafter with Gemma's layers has of the target's.
+_SHARED = (
+    "vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads", "attention_k_eq_v", "attention_bias", "attention_dropout",
+    "hidden_activation", "rms_norm_eps", "rope_parameters", "sliding_window", "max_position_embeddings", "tie_word_embeddings",
+    "pad_token_id", "eos_token_id", "bos_token_id", "initializer_range", "dtype",
+)  # fmt: skip
+_NONE = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+
+
+def gemma_text_config(raw: Mapping[str, Any], target: Gemma4Config, layer_types: list[str], **sizes: Any) -> dict[str, Any]:
+    """The text config of a fresh drafter whose layers are Gemma 4's. raw: the target's config.json. sizes: fields of its own."""
+    text = raw.get("text_config") or raw
+    full = target.layers[-1]  # which always is; a config that transformers wrote has its sizes by layer
+    heads = {"global_head_dim": full.head_dim, "num_global_key_value_heads": full.num_kv_heads if full.k_eq_v else None}
+    shared = {name: text[name] for name in _SHARED if name in text} | heads | {"model_type": "gemma4_text", "dtype": "bfloat16"}
+    return {**shared, **_NONE, "num_hidden_layers": len(layer_types), "layer_types": layer_types, **sizes}
+
+
+def narrow(hidden_size: int) -> int:
+    """The width of a fresh drafter that is narrower than its target, whose own is given: a quarter, in multiples of 64."""
+    return max(64, hidden_size // 256 * 64)
