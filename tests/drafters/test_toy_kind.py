@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import tiny
 import toy
+from jax.sharding import PartitionSpec
 
 import jaxspec
 from jaxspec import drafters, sharding
 from jaxspec.bench import roofline, workload
-from jaxspec.decode import accept
 from jaxspec.drafters import registry
+from jaxspec.drafters.base import Target
 from jaxspec.model.config import Gemma4Config
+from jaxspec.sampling.choice import Sampling
 from jaxspec.train import distil, kinds
 from jaxspec.train.loop import read_metrics
 
@@ -62,19 +64,29 @@ def test_a_name_is_taken_once():
     assert "other" not in registry.KINDS
 
 
+def drafted(target, drafter, state, slots):
+    """The state, and drafts for every slot behind an anchor of its own."""
+    view = Target(target, state.cache, slots, slots + 7, slots)
+    drafts, _ = drafter.draft(state.drafter, view, Sampling(state.seed, state.temperature, shard=target.shard), 3)
+    return state, drafts.tokens
+
+
 def test_tokens_and_guesses_on_two_devices_are_those_of_one(monkeypatch):
-    """Tokens are those without drafts. Guesses are accepted at given rates, whatever the target says: else wrong ones would change no
-    text."""
+    """Tokens are those without drafts. Wrong guesses would change none of them, so they are compared by themselves."""
     target = meshes.target("31B").config
     weights = tiny.random_weights(toy.from_checkpoint(None, toy.config_for(target), target, jnp.float32), 2)
     known = meshes.drafter
     monkeypatch.setattr(meshes, "drafter", lambda member, kind: weights if kind == "toy" else known(member, kind))
-    placed, again = (meshes.Placed("31B", "toy", sharding.mesh(tensor=2)) for _ in range(2))
+    placed = meshes.Placed("31B", "toy", sharding.mesh(tensor=2))
     assert placed.drafter.embed_tokens.axis == placed.drafter.mix.gather_over == "tensor"
     assert all(leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0] // 2 for leaf in jax.tree.leaves(placed.drafter))
-    np.testing.assert_array_equal(placed.texts(2)[0], meshes.texts("31B"))
-    rule = accept.synthetic((1.0, 0.8))
-    np.testing.assert_array_equal(again.texts(2, rule)[0], meshes.texts("31B", "toy", 2, rule))
+    tokens, state = placed.texts(2)
+    np.testing.assert_array_equal(tokens, meshes.texts("31B"))
+    slots = np.arange(meshes.SLOTS, dtype=np.int32)
+    _, guesses = jax.jit(placed.layout.on(drafted, PartitionSpec("data")))(placed.target, placed.drafter, state, slots)
+    _, wanted = jax.jit(drafted)(meshes.target("31B"), weights, jax.tree.map(np.asarray, state), slots)
+    np.testing.assert_array_equal(guesses, wanted)
+    assert len(np.unique(guesses)) > 8
 
 
 @pytest.mark.parametrize("named", [True, False])
