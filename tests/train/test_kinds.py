@@ -96,7 +96,8 @@ def test_a_drafters_config_that_was_saved_again_says_what_it_said(kind):
     for raw in real_configs.TARGETS.values():
         target = Gemma4Config.from_hf(raw)
         config = KINDS[kind].default_config(raw, target)
-        once, again = (KINDS[kind].from_checkpoint(None, found, target, jnp.float32) for found in (config, real_configs.saved_again(config)))
+        both = config, real_configs.saved_again(config)
+        once, again = (KINDS[kind].from_checkpoint(None, found, target, jnp.float32) for found in both)
         assert jax.tree.structure(once) == jax.tree.structure(again) and jax.tree.leaves(once) == jax.tree.leaves(again)
 
 
