@@ -134,6 +134,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     ),
 }
 
+
 def target_config(name: str) -> Gemma4Config:
     """The config of a named target, or of a checkpoint folder, of which only config.json is read.
 

@@ -71,7 +71,6 @@ def _converted_headers(folder: Path, layouts: Layouts) -> dict[str, Stored]:
     }
 
 
-
 def _plan(
     folder: Path, stored: Mapping[str, Stored], leaves: Mapping[str, Any], prefix: str, layouts: Layouts
 ) -> dict[str, list[tuple[Part, Stored]]]:

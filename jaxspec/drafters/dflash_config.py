@@ -14,28 +14,31 @@ MASK_TOKEN = 4  # Gemma's `<mask>`
 
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig:
-    """layers, causal: of each layer its spec, and whether a row of the block sees only the block's rows up to its own. taps: indices of
-    the target's hidden states. target_hidden_size, num_target_layers: of the target that the drafter was made for, the latter None where
-    the config does not say. block_size: rows of the longest block, the anchor's among them. draft_vocab_size: rows of the head; a
-    head of fewer rows than the target has tokens comes with d2t. own_head, own_mask: whether the checkpoint has a head and a mask
-    embedding; else they are the target's. unread: beginnings of the checkpoint's other keys. input_embedding_scale: of the block's
-    embeddings; 1 takes the rows of the target's table as they are, hidden_size ** 0.5 is what some ports use."""
+    """What a DFlash drafter is made of, and the target that it was made for."""
 
+    # Of each layer its spec, and whether a row of the block sees only the block's rows up to its own.
     layers: tuple[LayerSpec, ...]
     causal: tuple[bool, ...]
+    # Indices of the target's hidden states, in the order in which fc takes them.
     taps: tuple[int, ...]
     hidden_size: int
     vocab_size: int
+    # Rows of the head. A head of fewer rows than the target has tokens comes with d2t.
     draft_vocab_size: int
+    # Rows of the longest block, the anchor's among them.
     block_size: int
     mask_token_id: int
     eps: float
+    # Of the target that the drafter was made for; None where the config does not say.
     target_hidden_size: int
     num_target_layers: int | None = None
+    # Whether the checkpoint has a head and a mask embedding; else they are the target's.
     own_head: bool = False
     own_mask: bool = False
+    # Beginnings of the checkpoint's keys that nothing reads.
     unread: tuple[str, ...] = ()
     final_logit_softcapping: float | None = None
+    # Of the block's embeddings: 1 takes the rows of the target's table as they are, hidden_size ** 0.5 is what some ports use.
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
 

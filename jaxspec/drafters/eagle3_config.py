@@ -15,32 +15,38 @@ GEMMA = "Gemma4Eagle3Model"
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config:
-    """layers: of each its spec. gemma: layers of Gemma 4's kind, with sandwich norms and layer_scalar, all of which see embedding and
-    feature; else Llama's, of which the first does. taps: indices of the target's hidden states. target_hidden_size, num_target_layers:
-    of the target that the drafter was made for, the latter None where the config does not say. num_draft_tokens: what it was trained or
-    published to guess, None where the config does not say. head_norms: queries and keys are
-    normed. norm_before_residual: the first layer adds to the normed feature. norm_before_fc: one norm over all taps; fc_norm: one for
-    each. norm_output: what is fed back has passed the final norm (vLLM's meaning). draft_vocab_size: rows of the head; a head of fewer
-    rows than the target has tokens comes with d2t. own_head, own_embedding: whether the checkpoint has them; else they are the
-    target's. unread: beginnings of the checkpoint's other keys."""
+    """What an EAGLE-3 drafter is made of, and the target that it was made for."""
 
     layers: tuple[LayerSpec, ...]
+    # Indices of the target's hidden states.
     taps: tuple[int, ...]
     hidden_size: int
+    # Of the target that the drafter was made for; None where the config does not say.
     target_hidden_size: int
     vocab_size: int
+    # Rows of the head. A head of fewer rows than the target has tokens comes with d2t.
     draft_vocab_size: int
     eps: float
     num_target_layers: int | None = None
+    # What it was trained or published to guess, None where the config does not say.
     num_draft_tokens: int | None = None
+    # Layers of Gemma 4's kind, with sandwich norms and layer_scalar, all of which see embedding and feature; else Llama's, of which the
+    # first does.
     gemma: bool = False
+    # Queries and keys are normed.
     head_norms: bool = False
+    # The first layer adds to the normed feature.
     norm_before_residual: bool = False
+    # One norm over all taps before fc.
     norm_before_fc: bool = False
+    # One norm for each tap before fc.
     fc_norm: bool = False
+    # What is fed back has passed the final norm (vLLM's meaning).
     norm_output: bool = False
+    # Whether the checkpoint has them; else they are the target's.
     own_head: bool = False
     own_embedding: bool = False
+    # Beginnings of the checkpoint's keys that nothing reads.
     unread: tuple[str, ...] = ()
     final_logit_softcapping: float | None = None
     logit_scale: float = 1.0

@@ -42,9 +42,7 @@ def _spread(tree: Any, path: tuple[str, ...], rows: Rows, mesh: Mesh) -> Any:
     fields = {field.name: field.metadata.get("pytree_node", True) for field in dataclasses.fields(tree)}
     parts = {name: _spread(getattr(tree, name), (*path, name), rows, mesh) for name, is_weights in fields.items() if is_weights}
     module: Any = dataclasses.replace(tree, **parts)  # pyright: ignore[reportArgumentType]
-    changes: dict[str, Any] = {
-        name: _with_repeated(getattr(tree, name), mesh) for name, is_weights in fields.items() if not is_weights
-    }
+    changes: dict[str, Any] = {name: _with_repeated(getattr(tree, name), mesh) for name, is_weights in fields.items() if not is_weights}
 
     def changed(name: str) -> Any:
         return changes.get(name, getattr(module, name))
