@@ -22,7 +22,6 @@ import numpy as np
 from jaxspec import checkpoint, drafters, sharding, targets
 from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.hub import CONVERTED, INDEX_FILE
-from jaxspec.model import gemma4
 from jaxspec.sharding import specs
 from jaxspec.trees import leaves
 
@@ -65,7 +64,7 @@ def convert(
     unfinished = final.with_name(f".{final.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a conversion that was killed
     try:
-        weights = targets.load_target(folder, place(gemma4.abstract(config, weights_dtype)), progress=progress)
+        weights = targets.load_target(folder, place(targets.abstract_target(config, weights_dtype)), progress=progress)
         _write(unfinished, folder, weights, weights_dtype)
         del weights
         if draft_folder is not None:

@@ -15,9 +15,10 @@ from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import memory as plan
 from jaxspec.engine.memory import size
 from jaxspec.loading import MAX_SLOTS, num_draft_tokens_for
-from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
-from jaxspec.targets import DTYPES, max_len_of, read_target
+from jaxspec.model.config import FULL, SLIDING
+from jaxspec.model.target import TargetConfig
+from jaxspec.targets import DTYPES, abstract_target, max_len_of, read_target
+from jaxspec.trees import leaves as leaves_of
 from jaxspec.trees import nbytes
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
@@ -32,12 +33,13 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
     """
     config, generation = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
-    tree = gemma4.abstract(config, dtype)
+    tree = abstract_target(config, dtype)
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
+    window = max(layer.window or 0 for layer in config.layers)
     shared = config.num_hidden_layers - len(config.kv_owners)
     experts = max(layer.num_experts for layer in config.layers)
     yield f"target      {folder}"
-    yield f"layers      {sliding} sliding (window {config.sliding_window}), {full} full" + (f"; {shared} share K and V" if shared else "")
+    yield f"layers      {sliding} sliding (window {window}), {full} full" + (f"; {shared} share K and V" if shared else "")
     yield f"width       hidden {config.hidden_size}, feed-forward {config.intermediate_size}" + (f", {experts} experts" if experts else "")
     for kind in (SLIDING, FULL):
         spec = next((layer for layer in config.layers if layer.kind == kind), None)
@@ -46,7 +48,7 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
             equal = ", K = V" if spec.k_eq_v else ""
             yield f"{name:<11} {spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{equal}"
     yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {generation or 'unset'}"
-    yield f"parameters  {_count(tree):,}, of which {_embeddings(config):,} are per-layer embeddings"
+    yield f"parameters  {_count(tree):,}, of which {_embeddings(tree):,} are per-layer embeddings"
     yield f"weights     {size(nbytes(tree))} in {jnp.dtype(dtype).name}"
     per_token = {kind: kv_bytes_per_token(config, kind, jnp.dtype(dtype).itemsize) for kind in (SLIDING, FULL)}
     yield f"KV cache    sliding {per_token[SLIDING]:,} bytes a token, for the window; full {per_token[FULL]:,} bytes a token"
@@ -81,7 +83,7 @@ def describe_plan(
     draft: Any = NoDraft() if drafter is None else drafters.abstract_drafter(drafter, config, dtype)
     max_len = max_len_of(config, max_len)
     count = num_draft_tokens_for(draft, drafter, num_draft_tokens, max_len)
-    target, over = gemma4.abstract(config, dtype), None if mesh is None else sharding.abstract_mesh_of(mesh)
+    target, over = abstract_target(config, dtype), None if mesh is None else sharding.abstract_mesh_of(mesh)
 
     def sizes_at(length: int) -> plan.Sizes:
         return plan.sizes_of(target, draft, max_len=length, num_draft_tokens=count, mesh=over)
@@ -119,7 +121,7 @@ def describe_mesh(folder: Path, drafter: Path | None, text: str) -> Iterator[str
     mesh: Any = sharding.abstract_mesh_of(text)
     config, _ = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
-    trees: dict[str, Any] = {"target": gemma4.abstract(config, dtype)}
+    trees: dict[str, Any] = {"target": abstract_target(config, dtype)}
     if drafter is not None:
         trees["drafter"] = drafters.abstract_drafter(drafter, config, dtype)
     axes = ", ".join(f"{axis}={count}" for axis, count in mesh.shape.items())
@@ -148,7 +150,7 @@ def bytes_of(text: str) -> int:
     return int(float(found[1]) * next(count for unit, count in UNITS.items() if unit.lower() == found[2].lower()))
 
 
-def kv_bytes_per_token(config: Gemma4Config, kind: str, itemsize: int) -> int:
+def kv_bytes_per_token(config: TargetConfig, kind: str, itemsize: int) -> int:
     """Bytes that one token adds to the cache over all layers of `kind` that own K and V."""
     owners = (config.layers[i] for i in config.kv_owners)
     return sum(spec.num_kv_heads * (spec.key_dims + spec.head_dim) * itemsize for spec in owners if spec.kind == kind)
@@ -158,5 +160,5 @@ def _count(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def _embeddings(config: Gemma4Config) -> int:
-    return config.vocab_size_per_layer_input * config.num_hidden_layers * config.hidden_size_per_layer_input
+def _embeddings(tree: Any) -> int:
+    return sum(leaf.size for path, leaf in leaves_of(tree).items() if path.startswith("embed_tokens_per_layer."))

@@ -21,9 +21,8 @@ from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import memory_limit
 from jaxspec.engine.params import MAX_SEED, Defaults
 from jaxspec.engine.runner import check_pages
-from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
-from jaxspec.targets import DTYPES, eos_token_ids, load_target, max_len_of, read_target, weights_dtype
+from jaxspec.model.target import TargetConfig
+from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, max_len_of, read_target, weights_dtype
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
 
@@ -104,7 +103,7 @@ def load(
     count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
     rule.check(count)
 
-    abstract = place(gemma4.abstract(config, chosen_dtype))
+    abstract = place(abstract_target(config, chosen_dtype))
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     shards = 1 if mesh is None else mesh.shape[sharding.DATA]
@@ -172,7 +171,7 @@ def _check_choices(**chosen: str) -> None:
             raise ValueError(f"{name} is 'triton', but {obstacle}")
 
 
-def _object(drafter: Any, config: Gemma4Config) -> Drafter:
+def _object(drafter: Any, config: TargetConfig) -> Drafter:
     """A drafter that is no checkpoint, bound to the target."""
     if drafter is None:
         return NoDraft()

@@ -13,6 +13,7 @@ from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import KINDS, kind_of
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.target import TargetConfig
 from jaxspec.targets import read_target
 
 _COMMON = {
@@ -135,7 +136,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-def target_config(name: str) -> Gemma4Config:
+def target_config(name: str) -> TargetConfig:
     """The config of a named target, or of a checkpoint folder, of which only config.json is read.
 
     Raises FileNotFoundError or ValueError for what is neither.
@@ -154,7 +155,7 @@ def drafter_names() -> list[str]:
     return [*_named_kinds(), *TARGETS]
 
 
-def drafter_config(name: str, shape: str, target: Gemma4Config | None = None) -> Mapping[str, Any]:
+def drafter_config(name: str, shape: str, target: TargetConfig | None = None) -> Mapping[str, Any]:
     """The config.json of a named drafter for the target of a name, or for that of a folder. target: its config, by default the named one's.
 
     Raises ValueError for a drafter that there is not for this target."""
@@ -170,7 +171,7 @@ def drafter_config(name: str, shape: str, target: Gemma4Config | None = None) ->
     return found
 
 
-def abstract_drafter(name: str, shape: str, target: Gemma4Config, dtype: Any) -> Any:
+def abstract_drafter(name: str, shape: str, target: TargetConfig, dtype: Any) -> Any:
     """A named drafter for the target of a name, or that of a checkpoint folder, as a tree of ShapeDtypeStructs.
 
     Raises FileNotFoundError or ValueError for what is neither, and for a drafter that there is not for this target.

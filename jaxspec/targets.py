@@ -4,43 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters
 from jaxspec.checks import integer
-from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.families import family_named, family_of
+from jaxspec.model.target import TargetConfig, TargetModel
 from pallas_kernels import device
 
 MAX_LEN = 4096
+Target = TypeVar("Target", bound=TargetModel)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
-def read_target(folder: Path) -> tuple[Gemma4Config, dict[str, Any]]:
+def read_target(folder: Path) -> tuple[TargetConfig, dict[str, Any]]:
     """The config and generation config of a target's folder. Raises FileNotFoundError or ValueError."""
     raw = checkpoint.read_config(folder)
     try:
-        config = Gemma4Config.from_hf(raw)
+        config = family_named(raw.get("model_type")).read(raw)
     except ValueError as error:
         hint = "; it is a drafter, to be given as drafter=" if drafters.is_drafter(raw) else ""
         raise ValueError(f"the target {folder} cannot be loaded: {error}{hint}") from error
     return config, checkpoint.read_generation_config(folder)
 
 
-def load_target(folder: Path, abstract: gemma4.Gemma4, *, progress: bool = True) -> gemma4.Gemma4:
-    """A target's weights in the shapes, dtypes and shardings of `gemma4.abstract`."""
-    return checkpoint.load_weights(folder, abstract, prefixes=gemma4.CHECKPOINT_PREFIXES, skip=gemma4.TOWERS, progress=progress)
+def abstract_target(config: TargetConfig, dtype: Any) -> TargetModel:
+    """A target as a tree of ShapeDtypeStructs of this dtype."""
+    return family_of(config).abstract(config, dtype)
 
 
-def max_len_of(config: Gemma4Config, asked: int | None) -> int:
+def load_target(folder: Path, abstract: Target, *, progress: bool = True) -> Target:
+    """A target's weights in the shapes, dtypes and shardings of `abstract_target`. Raises ValueError for weights that do not fit them."""
+    family = family_of(abstract.config)
+    return checkpoint.load_weights(folder, abstract, prefixes=family.prefixes, skip=family.unread, progress=progress)
+
+
+def max_len_of(config: TargetConfig, asked: int | None) -> int:
     """Positions of a sequence: what was asked for, by default the model's maximum, but at most 4096."""
     longest = config.max_position_embeddings
     return min(longest, MAX_LEN) if asked is None else integer("max_len", asked, 2, longest)
 
 
-def eos_token_ids(config: Gemma4Config, generation: Mapping[str, Any]) -> tuple[int, ...]:
+def eos_token_ids(config: TargetConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
     """What ends a sequence: the generation config's eos_token_id, else the config's."""
     value = generation.get("eos_token_id")
     if value is None:

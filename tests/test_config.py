@@ -7,6 +7,7 @@ import oracle
 import pytest
 from real_configs import ASSISTANTS, FULL, SLIDING, TARGETS
 
+from jaxspec.model import families, gemma4
 from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 MODELS = list(TARGETS)
@@ -185,3 +186,12 @@ def test_assistants_have_no_such_part(field: str) -> None:
     text = {**ASSISTANTS["E2B"]["text_config"], field: 256}
     with pytest.raises(ValueError, match=f"the assistant's text_config has {field}=256; an assistant has none"):
         AssistantConfig.from_hf({**ASSISTANTS["E2B"], "text_config": text})
+
+
+def test_families_are_found_by_model_type_and_by_config():
+    config = families.family_named("gemma4").read(TARGETS["31B"])
+    assert families.family_of(config) is families.family_named("gemma4_text") is gemma4.FAMILY
+    with pytest.raises(ValueError, match="model_type is 'llama'; a target has one of gemma4, gemma4_unified, gemma4_text"):
+        families.family_named("llama")
+    with pytest.raises(TypeError, match="config is of type dict; expected one of Gemma4Config"):
+        families.family_of({})

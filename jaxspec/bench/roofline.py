@@ -18,8 +18,7 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import bytes_read
 from jaxspec.model import traffic
-from jaxspec.model.gemma4 import DecoderLayer, Gemma4
-from jaxspec.trees import nbytes
+from jaxspec.model.target import TargetModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class StepBytes:
         return StepBytes(*(size / devices for size in dataclasses.astuple(self)))
 
 
-def step_bytes(target: Gemma4, drafter: Any, *, batch: int, num_draft_tokens: int, context: float) -> StepBytes:
+def step_bytes(target: TargetModel, drafter: Any, *, batch: int, num_draft_tokens: int, context: float) -> StepBytes:
     """What one step of `batch` sequences with `context` cached positions each has to read.
 
     target, drafter: weights or their shapes. Of experts those are counted that random routing of all rows is expected to choose, and
@@ -49,10 +48,10 @@ def step_bytes(target: Gemma4, drafter: Any, *, batch: int, num_draft_tokens: in
     rows = batch * (num_draft_tokens + 1)
     kv = traffic.visible_kv((spec for spec in target.config.layers if spec.owns_kv), target.dtype, context)
     drafted = bytes_read(drafter, target, batch=batch, num_draft_tokens=num_draft_tokens, context=context)
-    return StepBytes(traffic.weights_read(target, rows), batch * kv, *drafted)
+    return StepBytes(target.weights_read(rows), batch * kv, *drafted)
 
 
-def prefill_flops(target: Gemma4, length: int, chunk: int, taps: tuple[int, ...] = ()) -> float:
+def prefill_flops(target: TargetModel, length: int, chunk: int, taps: tuple[int, ...] = ()) -> float:
     """Floating-point operations that a prompt of `length` tokens needs, computed in chunks: two for each weight of a matrix and row,
     and those of attention over the keys that each row sees. Layers that share K and V run a chunk's last row alone, unless a tap
     lies above the first of them; so does the head."""
@@ -60,34 +59,23 @@ def prefill_flops(target: Gemma4, length: int, chunk: int, taps: tuple[int, ...]
     calls = math.ceil(length / chunk)
     cut = config.first_shared_layer if max(taps, default=0) <= config.first_shared_layer else config.num_hidden_layers
     flops = 2.0 * calls * target.embed_tokens.weight.size
-    if target.per_layer_model_projection is not None:
-        flops += 2.0 * length * target.per_layer_model_projection.weight.size
-    for i, layer in enumerate(target.layers):
-        spec = layer.self_attn.spec
+    before, of_layers = target.weights_multiplied()
+    flops += 2.0 * length * before
+    for i, (spec, weights) in enumerate(zip(config.layers, of_layers, strict=True)):
         last = [min((n + 1) * chunk, length) for n in range(calls)]
         rows, seen = (length, _seen(length, spec.window)) if i < cut else (calls, sum(min(n, spec.window or n) for n in last))
-        flops += 2.0 * rows * _matrices(target, layer) + 4.0 * spec.num_heads * spec.head_dim * seen
+        flops += 2.0 * rows * weights + 4.0 * spec.num_heads * spec.head_dim * seen
     return flops
 
 
-def step_flops(target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> float:
+def step_flops(target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> float:
     """Floating-point operations of the target's pass of a step, counted as those of a prompt. A drafter needs some percent of that, which
     are left out."""
-    weights = target.embed_tokens.weight.size
-    if target.per_layer_model_projection is not None:
-        weights += target.per_layer_model_projection.weight.size
-    flops = 2.0 * weights
-    for layer in target.layers:
-        spec = layer.self_attn.spec
-        flops += 2.0 * _matrices(target, layer) + 4.0 * spec.num_heads * spec.head_dim * min(context, spec.window or context)
+    before, of_layers = target.weights_multiplied()
+    flops = 2.0 * (target.embed_tokens.weight.size + before)
+    for spec, weights in zip(target.config.layers, of_layers, strict=True):
+        flops += 2.0 * weights + 4.0 * spec.num_heads * spec.head_dim * min(context, spec.window or context)
     return batch * (num_draft_tokens + 1) * flops
-
-
-def _matrices(target: Gemma4, layer: DecoderLayer) -> int:
-    """Weights of a layer's matrices that a row is multiplied with."""
-    spec, experts = layer.self_attn.spec, nbytes(layer.experts) // jnp.dtype(target.dtype).itemsize
-    always = sum(leaf.size for leaf in jax.tree.leaves(layer) if len(leaf.shape) > 1) - experts
-    return always + experts * spec.top_k_experts // max(spec.num_experts, 1)
 
 
 def _seen(length: int, window: int | None) -> int:

@@ -31,7 +31,7 @@ from jaxspec.bench import kernel_times, roofline
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, Plan, Workload, plan
 from jaxspec.engine import cuda_graphs as graphs
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, seed_words
 from jaxspec.sampling.filters import Filters
 
@@ -373,7 +373,7 @@ def _admit(state: decode.DecodeState, ended: jax.Array, requests: decode.Request
     return decode.admit(decode.release(state, ended), jnp.arange(requests.length.shape[0], dtype=jnp.int32), requests)
 
 
-def _requests(work: Workload, config: Gemma4Config, batch: int, length: int, limit: int) -> decode.Requests:
+def _requests(work: Workload, config: TargetConfig, batch: int, length: int, limit: int) -> decode.Requests:
     """Prompts of random tokens that nothing ends but `limit`."""
     rng = np.random.default_rng(work.seed)
     each = np.full(batch, length, np.int32)

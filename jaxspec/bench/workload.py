@@ -18,11 +18,10 @@ from jaxspec.decode.accept import Rule, rule_of, synthetic
 from jaxspec.drafters.base import num_draft_tokens_of
 from jaxspec.engine.memory import memory_limit
 from jaxspec.engine.runner import PREFILL_ROWS
-from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.filters import CANDIDATES
-from jaxspec.targets import DTYPES
+from jaxspec.targets import DTYPES, abstract_target
 from pallas_kernels.dialect import IMPLEMENTATIONS
 
 RATES = (0.92, 0.78, 0.67, 0.57)
@@ -135,7 +134,7 @@ def plan(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
     target_config = shapes.target_config(config)
-    target: Any = gemma4.abstract(target_config, DTYPES[dtype])
+    target: Any = abstract_target(target_config, DTYPES[dtype])
     draft: Any = shapes.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
     drafting = num_draft_tokens_of(draft) > 0
     count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
@@ -153,7 +152,7 @@ def plan(
     return made
 
 
-def _check(work: Workload, config: Gemma4Config, batches: Sequence[int], temperatures: Sequence[float], prefill: Sequence[int]) -> None:
+def _check(work: Workload, config: TargetConfig, batches: Sequence[int], temperatures: Sequence[float], prefill: Sequence[int]) -> None:
     for name in ("context", "tokens", "repeats", "prefill_chunk"):
         integer(name, getattr(work, name), 1)
     for temperature in temperatures:

@@ -12,14 +12,14 @@ from jaxspec.decode.round import NO_DRAFTS, Round
 from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, Observed
-from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.rows import Rows
+from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN
 from jaxspec.sampling.logprobs import Logprobs, logprobs_of
 
 
 def prefill(
-    target: Gemma4,
+    target: TargetModel,
     drafter: Drafter,
     state: DecodeState,
     slots: jax.Array,
@@ -64,7 +64,7 @@ def prefill(
 
 
 def score(
-    target: Gemma4, state: DecodeState, slots: jax.Array, *, chunk: int, count: int, attention: str = "auto"
+    target: TargetModel, state: DecodeState, slots: jax.Array, *, chunk: int, count: int, attention: str = "auto"
 ) -> tuple[DecodeState, Logprobs]:
     """Computes up to `chunk` more rows of each slot's known tokens, and the log-probabilities of the tokens after them.
 

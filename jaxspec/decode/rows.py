@@ -20,7 +20,7 @@ from jaxspec.decode.state import (
 )
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.target import TargetModel
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.choice import Needs, Sampling, choose, choose_by_head
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, logprobs_of
@@ -54,7 +54,7 @@ class SlotRows:
         return self.sampling.tables.verified(whole(logits, self.sampling.shard), none if drafts is None else drafts.tokens)
 
 
-def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: Gemma4) -> SlotRows:
+def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: TargetModel) -> SlotRows:
     """The fields of a list of slots. slots: [B] int32, an id >= slots stands for no sequence and is not live."""
 
     def of(field: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ class Choices:
 
 
 def target_choices(
-    target: Gemma4, rows: SlotRows, hidden: jax.Array, positions: jax.Array, round: Round, drafts: Drafts | None = None
+    target: TargetModel, rows: SlotRows, hidden: jax.Array, positions: jax.Array, round: Round, drafts: Drafts | None = None
 ) -> Choices:
     """Chooses the tokens at `positions`: by the head alone, without a row of logits in memory, where nothing else needs the logits.
 

@@ -11,8 +11,8 @@ from flax import struct
 
 from jaxspec.drafters.base import Drafter
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.gemma4 import Gemma4, init_cache
 from jaxspec.model.paged_kv import PagedKV
+from jaxspec.model.target import TargetModel
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.filters import Filters
 from jaxspec.sampling.logit_edits import Edits
@@ -83,7 +83,7 @@ class Requests:
 
 
 def init_state(
-    target: Gemma4,
+    target: TargetModel,
     drafter: Drafter,
     *,
     slots: int,
@@ -95,8 +95,7 @@ def init_state(
     kv_dtype: Any = None,
 ) -> DecodeState:
     """A state of empty slots. num_draft_tokens: the largest K to be used with it. kv_dtype: the target's dtype by default."""
-    cache = init_cache(
-        target.config,
+    cache = target.init_cache(
         slots=slots,
         max_len=max_len,
         num_draft_tokens=num_draft_tokens,

@@ -17,12 +17,12 @@ from jaxspec.decode.round import Round
 from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, Observed, Target
-from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.rows import Rows, take_row
+from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN
 
 
-def spec_step(target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.Array, *, round: Round) -> DecodeState:
+def spec_step(target: TargetModel, drafter: Drafter, state: DecodeState, slots: jax.Array, *, round: Round) -> DecodeState:
     """One round for each slot of the list that is ready to decode: draft, verify, accept, append, observe. The others stay as they are.
 
     slots: [B] int32, ids >= slots stand for no sequence. round: static. Where full pages run out the state is `starved` and no slot
@@ -62,7 +62,7 @@ def spec_step(target: Gemma4, drafter: Drafter, state: DecodeState, slots: jax.A
 
 
 def decode_loop(
-    target: Gemma4,
+    target: TargetModel,
     drafter: Drafter,
     state: DecodeState,
     slots: jax.Array,

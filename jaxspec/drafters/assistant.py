@@ -25,10 +25,11 @@ from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, gemma_text_config, narrow, pick
 from jaxspec.model import traffic
-from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
-from jaxspec.model.gemma4 import PARTITIONS, DecoderLayer, Gemma4, abstract_layer, decoder_layer, next_weights
+from jaxspec.model.config import FULL, SLIDING, AssistantConfig
+from jaxspec.model.gemma4 import PARTITIONS, DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.model.rows import Hidden, Keys
+from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose, choose_by_head
 from jaxspec.trees import nbytes
 from pallas_kernels import centroid_head
@@ -78,7 +79,7 @@ class Gemma4MTP:
         whole = [r"\bmlp\."] if self.masked_embedding is None else [r"\bmlp\.", r"^model\.embed_tokens\."]
         return (*((pattern, PartitionSpec()) for pattern in whole), *PARTITIONS)
 
-    def bind(self, target: Gemma4Config) -> Gemma4MTP:
+    def bind(self, target: TargetConfig) -> Gemma4MTP:
         return dataclasses.replace(self, config=bind(self.config, target))
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> MTPState:
@@ -168,7 +169,7 @@ class Gemma4MTP:
             if ids.min() < 0 or ids.max() >= vocab:
                 raise ValueError(f"token_ordering of the drafter {folder} has ids {ids.min()} .. {ids.max()}; expected 0 .. {vocab - 1}")
 
-    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+    def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """A pass for each draft. Of a centroid head those rows are counted that random centroids are expected to offer."""
         config, size = self.config, float(nbytes(self))
         if self.masked_embedding is not None:
@@ -179,7 +180,7 @@ class Gemma4MTP:
         kv = traffic.visible_kv((target.config.layers[i] for i in sources if i is not None), target.dtype, context)
         return num_draft_tokens * size, num_draft_tokens * batch * kv
 
-    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+    def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
         keys = {spec.kind: out.keys[spec.kv_source] for spec in self.config.text.layers if spec.kv_source is not None}
         hidden = pick(out.hidden, at)
         drafter = dataclasses.replace(self, suppress_tokens=())  # a guess of zero probability would be infinitely far
@@ -209,7 +210,7 @@ class Gemma4MTP:
         return {"top_k": self.config.centroid_intermediate_top_k, "suppressed": self.suppress_tokens}
 
 
-def bind(config: AssistantConfig, target: Gemma4Config) -> AssistantConfig:
+def bind(config: AssistantConfig, target: TargetConfig) -> AssistantConfig:
     """The config with each layer reading the target's last owning layer of its kind.
 
     Raises ValueError, naming both numbers, if the assistant does not fit the target.
@@ -261,7 +262,7 @@ def abstract(config: AssistantConfig, dtype: Any = jnp.bfloat16, suppress_tokens
     )
 
 
-def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> Gemma4MTP:
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> Gemma4MTP:
     """The assistant that a config.json tells of, as a tree of ShapeDtypeStructs. Its generation_config.json names tokens that are never
     drafted. Raises ValueError if it cannot be used with the target."""
     generation = {} if folder is None else checkpoint.read_generation_config(folder)
@@ -269,7 +270,7 @@ def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemm
     return abstract(bound, dtype, tuple(generation.get("suppress_tokens") or ()))
 
 
-def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, Any]:
+def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, Any]:
     """The config.json of a fresh assistant, like google/gemma-4-31B-it-assistant. raw: the target's."""
     kinds = [kind for kind in (SLIDING, SLIDING, SLIDING, FULL) if target.last_owner(kind) is not None]
     width = narrow(target.hidden_size)
@@ -290,7 +291,7 @@ def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, An
 RELEASED = {"e2b": (256, 4, True), "e4b": (256, 4, True), "12b": (1024, 16, False), "26b": (1024, 16, False), "31b": (1024, 32, False)}
 
 
-def released(name: str | None, raw: Mapping[str, Any] | None, target: Gemma4Config) -> dict[str, Any] | None:
+def released(name: str | None, raw: Mapping[str, Any] | None, target: TargetConfig) -> dict[str, Any] | None:
     """The config.json of the assistant that was released for a target: see `Kind.released`."""
     if name not in RELEASED or raw is None:
         return None

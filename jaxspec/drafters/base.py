@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafters.kind import Kind
-from jaxspec.model.config import Gemma4Config
-from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.paged_kv import PagedKV
+from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling
 from jaxspec.trees import nbytes
 
@@ -33,7 +32,7 @@ class Observed:
     in the middle of a prompt. draft_attention: as in `Target`.
     """
 
-    model: Gemma4
+    model: TargetModel
     slots: jax.Array
     ids: jax.Array
     positions: jax.Array
@@ -52,7 +51,7 @@ class Target:
     attention: the implementation that serves the target's attention. draft_attention: the one asked for the drafter's, "auto" where
     none was: then a drafter that reads the target's cache takes `attention`, and any other chooses by its own needs."""
 
-    model: Gemma4
+    model: TargetModel
     cache: PagedKV
     slots: jax.Array
     anchor: jax.Array
@@ -90,7 +89,7 @@ class Drafter(Protocol):
 
     What it was made for:
 
-    - `bind(target: Gemma4Config)` gives the drafter as it is used with that target, and raises ValueError, naming what was found and what
+    - `bind(target: TargetConfig)` gives the drafter as it is used with that target, and raises ValueError, naming what was found and what
       was expected, if it does not fit.
     - `num_draft_tokens`: drafts a round where nobody asks for a number; None or no such member for 4, 0 for a drafter that never drafts.
     - `watched`: False if hardly any accepted draft is no sign of a mistake; see `engine.acceptance_watch`.
@@ -161,7 +160,7 @@ class NoDraft:
         return Drafts(jnp.full((target.slots.shape[0], num_draft_tokens), -1, jnp.int32)), state
 
 
-def fitted(drafter: Any, target: Gemma4Config) -> Any:
+def fitted(drafter: Any, target: TargetConfig) -> Any:
     """The drafter, weights or an abstract tree, bound to its target. Raises ValueError, naming both numbers, if it does not fit."""
     bind = getattr(drafter, "bind", None)
     drafter = drafter if bind is None else bind(target)
@@ -177,7 +176,7 @@ def num_draft_tokens_of(drafter: Any) -> int:
     return NUM_DRAFT_TOKENS if named is None else named
 
 
-def bytes_read(drafter: Any, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+def bytes_read(drafter: Any, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
     """Bytes of weights, and of K and V, that all passes of a round read: what the drafter says, else all weights once for each draft.
 
     drafter, target: weights or their shapes. batch: sequences, of `context` cached positions each."""

@@ -15,9 +15,10 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, require
-from jaxspec.model.gemma4 import PARTITIONS, Gemma4
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
+from jaxspec.model.gemma4 import PARTITIONS
 from jaxspec.model.layers import Linear
+from jaxspec.model.target import TargetConfig, TargetModel
 
 # Where their weights lie on a mesh, beside those of layers: see `model.split`.
 BLOCK_PARTITIONS: tuple[tuple[str, PartitionSpec], ...] = (
@@ -40,7 +41,7 @@ def named_taps(*configs: Mapping[str, Any]) -> tuple[int, ...] | None:
     return next(iter(named), None)
 
 
-def check_target(config: Any, target: Gemma4Config) -> None:
+def check_target(config: Any, target: TargetConfig) -> None:
     """Raises ValueError if a drafter's config was made for a target of another depth or vocabulary."""
     made_for, depth = config.num_target_layers, target.num_hidden_layers
     if made_for is not None and made_for != depth:
@@ -113,9 +114,9 @@ class SiluMLP:
         return self.down_proj(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
 
 
-def head(model: Gemma4, lm_head: Linear | None, d2t: jax.Array | None, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def head(model: TargetModel, lm_head: Linear | None, d2t: jax.Array | None, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Float32 logits from a drafter's own head or the target's, and the candidates' token ids, i + d2t[i], where a head has d2t."""
-    linear = Linear(model.embed_tokens.weight) if lm_head is None else lm_head
+    linear = Linear(model.head[0]) if lm_head is None else lm_head
     logits = linear(out.astype(linear.weight.dtype), dtype=jnp.float32)
     if d2t is None:
         return logits, None
@@ -159,7 +160,7 @@ def draft_vocabulary(tokens: np.ndarray, size: int, vocab_size: int) -> np.ndarr
     return np.sort(np.argsort(-counts, kind="stable")[:size])
 
 
-def plain_config(target: Gemma4Config) -> dict[str, Any]:
+def plain_config(target: TargetConfig) -> dict[str, Any]:
     """Of the config.json of a fresh drafter as wide as the target, what decoders of Llama's and Qwen3's kind have in common."""
     return {
         "hidden_size": target.hidden_size,

@@ -31,12 +31,12 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import Gemma4Config, LayerSpec, refuse_quantised
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.config import LayerSpec, refuse_quantised
 from jaxspec.model.layers import Linear, RMSNorm, Weight, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden
 from jaxspec.model.split import KVHeads
+from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose
 from jaxspec.trees import nbytes
 from pallas_kernels.paged_attention import paged_attention
@@ -135,7 +135,7 @@ class DFlash:
         """All that a block holds beside the anchor."""
         return self.config.block_size - 1
 
-    def bind(self, target: Gemma4Config) -> DFlash:
+    def bind(self, target: TargetConfig) -> DFlash:
         config, theirs = self.config, target.hidden_size
         if config.hidden_size != theirs or config.target_hidden_size != theirs:
             made_for = f"hidden_size {config.hidden_size}, for a target of {config.target_hidden_size}"
@@ -185,7 +185,7 @@ class DFlash:
             x = _layer(layer, kv_proj, x, positions, pools, table, target.length, self.config.causal[i], target.draft_attention)
         return self.norm(x)
 
-    def embed(self, model: Gemma4, ids: jax.Array) -> jax.Array:
+    def embed(self, model: TargetModel, ids: jax.Array) -> jax.Array:
         """The block's embeddings. ids: [B, T] int32 -> [B, T, h]."""
         dtype, scale = self.fc.weight.dtype, self.config.input_embedding_scale
         x = dataclasses.replace(model.embed_tokens, scale=scale)(ids).astype(dtype)
@@ -194,7 +194,7 @@ class DFlash:
         mask = (self.mask_embedding * jnp.asarray(scale, dtype)).reshape(1, 1, -1)
         return jnp.where((ids == self.config.mask_token_id)[..., None], mask, x)
 
-    def candidates(self, model: Gemma4, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def candidates(self, model: TargetModel, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of outputs after the final norm, and the token ids that they belong to (None: candidate i is token i).
 
         out: [B, T, h] -> [B, T, C] each, C the draft vocabulary.
@@ -202,12 +202,12 @@ class DFlash:
         logits, ids = head(model, self.lm_head, self.d2t, out)
         return softcap(logits * jnp.float32(self.config.output_multiplier), self.config.final_logit_softcapping), ids
 
-    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+    def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """One pass over the block; the head is the target's where the drafter has none."""
         head = 0 if self.lm_head is not None else nbytes(target.embed_tokens)
         return nbytes(self) + head, batch * traffic.visible_kv(self.config.layers, self.fc.weight.dtype, context)
 
-    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+    def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
         batch, length = ids.shape
         cache = whole_cache(self.config.layers, self.context(out.taps, jnp.arange(length, dtype=jnp.int32)[None, :]))
         masks = jnp.full((batch, steps), self.config.mask_token_id, jnp.int32)
@@ -297,7 +297,7 @@ def abstract(config: DFlashConfig, dtype: Any = jnp.bfloat16) -> DFlash:
     )
 
 
-def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> DFlash:
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> DFlash:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs. Raises ValueError if it cannot be used with the target."""
     refuse_quantised(config)
     if folder is None:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.drafters.blocks import named_taps, plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, require
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
+from jaxspec.model.target import TargetConfig
 
 MASK_TOKEN = 4  # Gemma's `<mask>`
 
@@ -43,7 +44,7 @@ class DFlashConfig:
     output_multiplier: float = 1.0
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], target: Gemma4Config, keys: Collection[str] = ()) -> DFlashConfig:
+    def from_hf(cls, config: Mapping[str, Any], target: TargetConfig, keys: Collection[str] = ()) -> DFlashConfig:
         """Reads config.json, as z-lab or speculators write it. keys: of the checkpoint's tensors.
 
         Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
@@ -130,7 +131,7 @@ def _layers(
     return tuple(plain_spec(inner, window if kind == SLIDING else None, rope_theta=1e6) for kind in kinds), causal
 
 
-def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, Any]:
+def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, Any]:
     """The config.json of a fresh drafter, like z-lab/gemma-4-31B-it-DFlash. raw: the target's."""
     layers, depth = 5, target.num_hidden_layers
     taps = min(layers + 1, depth)

@@ -1,4 +1,4 @@
-"""A draft model: any Gemma 4 target, smaller than the one it guesses for, with a cache of its own.
+"""A draft model: any target, smaller than the one it guesses for, with a cache of its own.
 
 It is the target's own class, called in the same loop. `observe` runs it over the rows that are committed and over the anchor, so its
 cache holds positions 0 .. length and the output at the anchor gives the first guess; each further guess is one row. A round of K
@@ -21,12 +21,13 @@ from jax.sharding import PartitionSpec
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, gemma_text_config, narrow, pick, whole_rows
-from jaxspec.model import gemma4, traffic
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, SLIDING, TARGET_TYPES, Gemma4Config
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model import traffic
+from jaxspec.model.config import FULL, SLIDING
+from jaxspec.model.families import MODEL_TYPES, family_named, family_of
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Rows
+from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose
 from jaxspec.trees import nbytes
 
@@ -51,21 +52,27 @@ class DraftModelState:
 class DraftModel:
     """A smaller target as a drafter. model: its weights. page_size: positions in a page of its cache."""
 
-    model: Gemma4
+    model: TargetModel
     page_size: int = struct.field(pytree_node=False, default=64)
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     # A checkpoint is a target's.
     checkpoint_field: ClassVar[str] = "model"
-    key_prefixes: ClassVar[tuple[str, ...]] = gemma4.CHECKPOINT_PREFIXES
-    unread: ClassVar[tuple[str, ...]] = gemma4.TOWERS
+
+    @property
+    def key_prefixes(self) -> tuple[str, ...]:
+        return family_of(self.model.config).prefixes
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        return family_of(self.model.config).unread
 
     @property
     def partitions(self) -> tuple[tuple[str, PartitionSpec], ...] | None:
         layers = self.model.layers
         return None if nbytes(layers) < len(layers) * SMALL_LAYER else self.model.partitions
 
-    def bind(self, target: Gemma4Config) -> DraftModel:
+    def bind(self, target: TargetConfig) -> DraftModel:
         bind(self.model.config, target)
         return self
 
@@ -110,36 +117,36 @@ class DraftModel:
         after = dataclasses.replace(state, cache=cache, drafted=num_draft_tokens > 0)
         return Drafts.joined(steps, target.slots.shape[0]), after
 
-    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+    def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """A pass for each draft."""
         model = self.model
         kv = traffic.visible_kv((spec for spec in model.config.layers if spec.owns_kv), model.dtype, context)
-        return num_draft_tokens * traffic.weights_read(model, batch), num_draft_tokens * batch * kv
+        return num_draft_tokens * model.weights_read(batch), num_draft_tokens * batch * kv
 
-    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+    def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
         own, _ = self.model(whole_rows(ids), None, attention=XLA)
         for k in range(1, steps + 1):
             yield Guess(self.model.unembed(pick(own.hidden, at + k)))
 
 
-def bind(config: Gemma4Config, target: Gemma4Config) -> Gemma4Config:
+def bind(config: TargetConfig, target: TargetConfig) -> TargetConfig:
     """The draft model's config, if it can guess for this target. Raises ValueError, naming both numbers, if it cannot."""
     if config.vocab_size != target.vocab_size:
         raise ValueError(f"the draft model has vocab_size {config.vocab_size}, the target {target.vocab_size}")
     return config
 
 
-def abstract(config: Gemma4Config, dtype: Any = jnp.bfloat16) -> DraftModel:
+def abstract(config: TargetConfig, dtype: Any = jnp.bfloat16) -> DraftModel:
     """The draft model as a tree of ShapeDtypeStructs."""
-    return DraftModel(gemma4.abstract(config, dtype))
+    return DraftModel(family_of(config).abstract(config, dtype))
 
 
-def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> DraftModel:
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> DraftModel:
     """The draft model that a target's config.json tells of, as a tree of ShapeDtypeStructs."""
-    return abstract(Gemma4Config.from_hf(config), dtype)
+    return abstract(family_named(config.get("model_type")).read(config), dtype)
 
 
-def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, Any]:
+def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, Any]:
     """The config.json of a fresh draft model. raw: the target's."""
     width = narrow(target.hidden_size)
     sizes = {"hidden_size": 2 * width, "intermediate_size": 8 * width, "final_logit_softcapping": target.final_logit_softcapping}
@@ -148,7 +155,7 @@ def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, An
 
 KIND = Kind(
     name="draft-model",
-    config_names=TARGET_TYPES,
+    config_names=MODEL_TYPES,
     made=DraftModel,
     from_checkpoint=from_checkpoint,
     objective=Objective(steps=4, decay=1.0, hard=1.0),

@@ -31,12 +31,12 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import Gemma4Config, LayerSpec, refuse_quantised
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.config import LayerSpec, refuse_quantised
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, take_row
 from jaxspec.model.split import KVHeads
+from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose
 from jaxspec.trees import nbytes
 from pallas_kernels.paged_attention import paged_attention
@@ -173,7 +173,7 @@ class Eagle3:
     def num_draft_tokens(self) -> int | None:
         return self.config.num_draft_tokens
 
-    def bind(self, target: Gemma4Config) -> Eagle3:
+    def bind(self, target: TargetConfig) -> Eagle3:
         made_for = self.config.target_hidden_size
         if made_for != target.hidden_size:
             raise ValueError(f"the drafter was made for a target of hidden_size {made_for}, this target has {target.hidden_size}")
@@ -236,13 +236,13 @@ class Eagle3:
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         return self.fc(jnp.concatenate(parts, axis=-1))
 
-    def embed(self, model: Gemma4, ids: jax.Array) -> jax.Array:
+    def embed(self, model: TargetModel, ids: jax.Array) -> jax.Array:
         """Embeddings of tokens: the drafter's own, or rows of the target's table. ids: [B, T] int32 -> [B, T, h]."""
         scale = math.sqrt(self.config.hidden_size) if self.config.gemma else 1.0
         table = dataclasses.replace(model.embed_tokens, scale=scale) if self.embed_tokens is None else self.embed_tokens
         return table(ids).astype(self.fc.weight.dtype)
 
-    def candidates(self, model: Gemma4, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def candidates(self, model: TargetModel, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of the last layer's outputs, and the token ids that they belong to (None: candidate i is token i).
 
         x: [B, T, h] -> [B, T, C] each, C the draft vocabulary.
@@ -250,7 +250,7 @@ class Eagle3:
         logits, ids = head(model, self.lm_head, self.d2t, self.norm(x))
         return softcap(logits * jnp.float32(self.config.logit_scale), self.config.final_logit_softcapping), ids
 
-    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+    def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """The features' projection once; layers and head for every draft."""
         head = 0 if self.lm_head is not None else nbytes(target.embed_tokens)
         once = nbytes((self.fc, self.input_norm, self.fc_norm))
@@ -258,7 +258,7 @@ class Eagle3:
         kv = traffic.visible_kv(_stored(self.config.layers), self.fc.weight.dtype, context)
         return once + num_draft_tokens * each, num_draft_tokens * batch * kv
 
-    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+    def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
         """The training-time test: a first pass over all rows, then rows of their own for every place, which see the first pass's keys up
         to the place and their own after it."""
         batch, length = ids.shape
@@ -366,7 +366,7 @@ def abstract(config: Eagle3Config, dtype: Any = jnp.bfloat16) -> Eagle3:
     )
 
 
-def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> Eagle3:
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> Eagle3:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs. Raises ValueError if it cannot be used with the target."""
     refuse_quantised(config)
     keys = ("lm_head.weight",) if folder is None else checkpoint.read_headers(folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxspec.drafters.blocks import named_taps, plain_config, plain_spec, unread_keys
 from jaxspec.model.config import FULL, Gemma4Config, LayerSpec, require
+from jaxspec.model.target import TargetConfig
 
 DRAFT_VOCABULARY = 32_000  # of a fresh drafter, where the target has more tokens
 GEMMA = "Gemma4Eagle3Model"
@@ -52,7 +53,7 @@ class Eagle3Config:
     logit_scale: float = 1.0
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], target: Gemma4Config, keys: Collection[str] = ()) -> Eagle3Config:
+    def from_hf(cls, config: Mapping[str, Any], target: TargetConfig, keys: Collection[str] = ()) -> Eagle3Config:
         """Reads config.json, as EAGLE, SpecForge, speculators or DeepSpec write it. keys: of the checkpoint's tensors.
 
         Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
@@ -129,7 +130,7 @@ def _gemma_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
     return read.layers
 
 
-def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, Any]:
+def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, Any]:
     """The config.json of a fresh drafter, like RedHatAI's EAGLE-3 speculators. raw: the target's."""
     depth = target.num_hidden_layers
     return {
@@ -144,7 +145,7 @@ def default_config(raw: Mapping[str, Any], target: Gemma4Config) -> dict[str, An
     }
 
 
-def made_up(name: str | None, raw: Mapping[str, Any] | None, target: Gemma4Config) -> dict[str, Any]:
+def made_up(name: str | None, raw: Mapping[str, Any] | None, target: TargetConfig) -> dict[str, Any]:
     """The config.json of a drafter of the usual size for any target: one Llama layer as wide as the target, and a head of 32,000 tokens.
     See `Kind.released`."""
     return {

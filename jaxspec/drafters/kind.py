@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.drafters.training import Objective
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.target import TargetConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Kind:
     # (folder, config.json, the target's config, dtype) -> the drafter as a tree of ShapeDtypeStructs, whose paths are the checkpoint's
     # keys. folder: the checkpoint's, or None of a config that has no weights yet. Raises ValueError for a config that cannot be used;
     # whether the drafter fits the target, its `bind` says, which is called behind it.
-    from_checkpoint: Callable[[Path | None, Mapping[str, Any], Gemma4Config, Any], Any]
+    from_checkpoint: Callable[[Path | None, Mapping[str, Any], TargetConfig, Any], Any]
 
     # Bench: (name of a released target, its config.json, its config) -> config.json of the drafter that was released for it, or of a
     # made-up one; None if there is none. For a target's folder, name and config.json are None.
-    released: Callable[[str | None, Mapping[str, Any] | None, Gemma4Config], Mapping[str, Any] | None] | None = None
+    released: Callable[[str | None, Mapping[str, Any] | None, TargetConfig], Mapping[str, Any] | None] | None = None
     # What `jaxspec bench --drafter` calls it, where that is not `name`.
     bench_name: str | None = None
 
@@ -38,6 +38,6 @@ class Kind:
     objective: Objective | None = None
     # (the target's config.json, its config) -> config.json of a fresh drafter of a size that suits the target. None if one has to be
     # given.
-    default_config: Callable[[Mapping[str, Any], Gemma4Config], dict[str, Any]] | None = None
+    default_config: Callable[[Mapping[str, Any], TargetConfig], dict[str, Any]] | None = None
     # The generation_config.json of a fresh drafter, which is written where there is anything in it.
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -40,10 +40,11 @@ from jaxspec.drafters.training import XLA, Guess, Objective, gemma_text_config, 
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import FULL, SLIDING, TEXT_TYPES, Gemma4Config, LayerSpec, refuse_quantised
-from jaxspec.model.gemma4 import PARTITIONS, DecoderLayer, Gemma4, abstract_layer, decoder_layer
+from jaxspec.model.gemma4 import PARTITIONS, DecoderLayer, abstract_layer, decoder_layer
 from jaxspec.model.layers import Linear, RMSNorm, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, take_row
+from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose
 from jaxspec.trees import nbytes
 
@@ -193,7 +194,7 @@ class MTPModules:
         """One for each module."""
         return len(self.config.layers)
 
-    def bind(self, target: Gemma4Config) -> MTPModules:
+    def bind(self, target: TargetConfig) -> MTPModules:
         bind(self.config, target)
         return self
 
@@ -285,15 +286,17 @@ class MTPModules:
         head = self.modules[step % len(self.modules)].shared_head
         return softcap(head.output(head.norm(hidden), dtype=jnp.float32), self.config.final_logit_softcapping)
 
-    def bytes_read(self, target: Gemma4, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
+    def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """A module for each draft, in turn."""
         modules = self.modules
         turns = [i % len(modules) for i in range(num_draft_tokens)]
-        size = sum(traffic.experts_read(nbytes(modules[i]), modules[i].mtp_block, batch) for i in turns)
+        blocks = [modules[i].mtp_block for i in turns]
+        left_out = (traffic.experts_left_out(block.self_attn.spec, block.experts, batch) for block in blocks)
+        size = sum(nbytes(modules[i]) for i in turns) - sum(left_out)
         layers = [self.config.layers[i] for i in turns]
         return size, batch * traffic.visible_kv(layers, modules[0].eh_proj.weight.dtype, context)
 
-    def guesses(self, target: Gemma4, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
+    def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
         """The first M steps run their modules over all rows; each later one runs the last M rows up to every place again, over the keys
         that its module made before them."""
         batch, length = ids.shape
@@ -339,7 +342,7 @@ def _store(cache: PagedKV, layer: int, keys: Keys, start: jax.Array, count: jax.
     return dataclasses.replace(cache, layers=tuple(layers))
 
 
-def bind(config: ModulesConfig, target: Gemma4Config) -> ModulesConfig:
+def bind(config: ModulesConfig, target: TargetConfig) -> ModulesConfig:
     """The config, if the modules were made for this target. Raises ValueError, naming both numbers, if they were not."""
     for field in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if getattr(config, field) != getattr(target, field):
@@ -368,12 +371,12 @@ def abstract(config: ModulesConfig, dtype: Any = jnp.bfloat16) -> MTPModules:
     return MTPModules(MTPModel({str(config.num_hidden_layers + i): module(spec) for i, spec in enumerate(config.layers)}), config)
 
 
-def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Gemma4Config, dtype: Any) -> MTPModules:
+def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> MTPModules:
     """The modules that a config.json tells of, as a tree of ShapeDtypeStructs."""
     return abstract(ModulesConfig.from_hf(config), dtype)
 
 
-def default_config(raw: Mapping[str, Any], target: Gemma4Config, count: int = 3) -> dict[str, Any]:
+def default_config(raw: Mapping[str, Any], target: TargetConfig, count: int = 3) -> dict[str, Any]:
     """The config.json of `count` fresh modules, laid out like stepfun-ai/Step-3.5-Flash's. raw: the target's."""
     text = gemma_text_config(
         raw,
@@ -388,7 +391,7 @@ def default_config(raw: Mapping[str, Any], target: Gemma4Config, count: int = 3)
     return {**config, "dtype": "bfloat16", "text_config": text}
 
 
-def made_up(name: str | None, raw: Mapping[str, Any] | None, target: Gemma4Config) -> dict[str, Any] | None:
+def made_up(name: str | None, raw: Mapping[str, Any] | None, target: TargetConfig) -> dict[str, Any] | None:
     """The config.json of four modules like a released target's sliding layers: see `Kind.released`."""
     if raw is None:
         return None

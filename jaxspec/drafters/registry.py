@@ -11,7 +11,8 @@ from jaxspec import checkpoint
 from jaxspec.drafters import assistant, base, dflash, draft_model, eagle3, mtp_modules, ngram
 from jaxspec.drafters.base import Drafter, fitted
 from jaxspec.drafters.kind import Kind
-from jaxspec.model.config import TARGET_TYPES, Gemma4Config
+from jaxspec.model.families import MODEL_TYPES
+from jaxspec.model.target import TargetConfig
 
 # By name, in the order in which they were registered.
 KINDS: dict[str, Kind] = {}
@@ -49,10 +50,10 @@ def kind_of(config: Mapping[str, Any]) -> Kind | None:
 
 def is_drafter(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a drafter which can be nothing else."""
-    return any(name in REGISTRY and name not in TARGET_TYPES for name in names_of(config))
+    return any(name in REGISTRY and name not in MODEL_TYPES for name in names_of(config))
 
 
-def abstract_drafter(folder: Path, target: Gemma4Config, dtype: Any) -> Any:
+def abstract_drafter(folder: Path, target: TargetConfig, dtype: Any) -> Any:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs, bound to its target.
 
     Raises ValueError if the checkpoint is no drafter, or does not fit the target.
@@ -71,7 +72,7 @@ def abstract_drafter(folder: Path, target: Gemma4Config, dtype: Any) -> Any:
 
 
 def load_drafter(
-    folder: Path, target: Gemma4Config, dtype: Any, *, place: Callable[[Any], Any] = lambda abstract: abstract, progress: bool = True
+    folder: Path, target: TargetConfig, dtype: Any, *, place: Callable[[Any], Any] = lambda abstract: abstract, progress: bool = True
 ) -> Drafter:
     """The drafter in a checkpoint folder. place: gives the leaves of an abstract tree their shardings.
 

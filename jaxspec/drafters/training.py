@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec
+from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Rows
+from jaxspec.model.target import TargetConfig
 
 XLA = "xla"  # the implementation of attention that has a derivative
 
@@ -104,7 +105,7 @@ _SHARED = (
 _NONE = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 
 
-def gemma_text_config(raw: Mapping[str, Any], target: Gemma4Config, layer_types: list[str], **sizes: Any) -> dict[str, Any]:
+def gemma_text_config(raw: Mapping[str, Any], target: TargetConfig, layer_types: list[str], **sizes: Any) -> dict[str, Any]:
     """The text config of a fresh drafter whose layers are Gemma 4's. raw: the target's config.json. sizes: fields of its own."""
     text = raw.get("text_config") or raw
     full = target.layers[-1]  # which always is; a config that transformers wrote has its sizes by layer

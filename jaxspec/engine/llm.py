@@ -34,7 +34,7 @@ from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.engine.turn import Turn
 from jaxspec.engine.warmup import measured
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Needs
 from jaxspec.sharding import TENSOR
 from jaxspec.sharding.meshes import DATA, data_shards
@@ -63,7 +63,7 @@ class LLM:
 
     def __init__(
         self,
-        target: Gemma4,
+        target: TargetModel,
         drafter: Drafter,
         tokenizer: Tokenizer,
         *,
@@ -119,7 +119,7 @@ class LLM:
         self.settings = {"model": name, "max_len": max_len, "dtype": dtype, "kv_dtype": kv_dtype, "accept": accept.name}
 
     @property
-    def target(self) -> Gemma4:
+    def target(self) -> TargetModel:
         return self._runner.target
 
     @property

@@ -16,7 +16,8 @@ import jax
 from jaxspec import sharding
 from jaxspec.checks import integer
 from jaxspec.engine.runner import PAGE, PREFILL_CHUNK, PREFILL_ROWS, PREFIX_BYTES, Runner
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec
+from jaxspec.model.config import FULL, SLIDING, LayerSpec
+from jaxspec.model.target import TargetConfig
 
 # Slots that are taken without being asked for: with 4 drafts each, what they verify is about what keeps a GPU's arithmetic as busy as its
 # memory, and more of them gain little.
@@ -110,7 +111,7 @@ def sizes_of(
     )
 
 
-def _activations(config: Gemma4Config, rows: int) -> int:
+def _activations(config: TargetConfig, rows: int) -> int:
     """Numbers that a layer's pass over so many rows holds: gate and up, the experts' rows, and a few times the hidden state."""
 
     def layer(spec: LayerSpec) -> int:
@@ -120,7 +121,7 @@ def _activations(config: Gemma4Config, rows: int) -> int:
     return rows * max(map(layer, config.layers))
 
 
-def _attention(config: Gemma4Config, batch: int, rows: int, max_len: int, itemsize: int) -> int:
+def _attention(config: TargetConfig, batch: int, rows: int, max_len: int, itemsize: int) -> int:
     """Bytes of XLA's attention: gathered keys and values, and scores one and a half times."""
     full = [spec for spec in config.layers if spec.kind == FULL]
     gathered = max((2 * spec.num_kv_heads * spec.head_dim for spec in full), default=0) * max_len * itemsize

@@ -24,7 +24,7 @@ from jaxspec.engine import cuda_graphs as graphs
 from jaxspec.engine.admission import packed
 from jaxspec.engine.buckets import padded
 from jaxspec.engine.device_clock import Times
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import ring_rows
 from jaxspec.sharding.layout import Layout
@@ -88,7 +88,7 @@ class Programs:
 
     def __init__(
         self,
-        target: Gemma4,
+        target: TargetModel,
         drafter: Drafter,
         init: Callable[[], DecodeState],
         *,

@@ -26,7 +26,7 @@ from jaxspec.engine.programs import Key, Programs
 from jaxspec.engine.request import Request
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stats import accepted_by_call, histogram_of
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.trees import nbytes
@@ -60,7 +60,7 @@ class Runner:
 
     def __init__(
         self,
-        target: Gemma4,
+        target: TargetModel,
         drafter: Drafter,
         *,
         slots: int,
@@ -117,7 +117,7 @@ class Runner:
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self.programs.state)
 
     @staticmethod
-    def init_state(target: Gemma4, drafter: Drafter, **sizes: Any) -> decode.DecodeState:
+    def init_state(target: TargetModel, drafter: Drafter, **sizes: Any) -> decode.DecodeState:
         """A state as `decode.init_state` makes it, with room for the stop ids of a request."""
         return decode.init_state(target, drafter, max_stop_ids=MAX_STOP_IDS, **sizes)
 

@@ -18,12 +18,15 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR, Shard
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import Gemma4Config, LayerSpec
+from jaxspec.model import traffic
+from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
 from jaxspec.model.split import KVHeads
+from jaxspec.model.target import Family
+from jaxspec.trees import nbytes
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import gated_by
@@ -187,6 +190,23 @@ class Gemma4:
         weight, cap = self.head
         return softcap(Linear(weight)(hidden, dtype=jnp.float32), cap)
 
+    def weights_read(self, rows: int) -> float:
+        """Bytes of the weights, or of their shapes, that a pass over so many rows reads. The tied embedding counts as the head;
+        per-layer embeddings are only gathered from."""
+        left_out = (traffic.experts_left_out(layer.self_attn.spec, layer.experts, rows) for layer in self.layers)
+        return nbytes(self) - nbytes(self.embed_tokens_per_layer) - sum(left_out)
+
+    def weights_multiplied(self) -> tuple[int, tuple[int, ...]]:
+        """How many weights of matrices a row is multiplied with: before the layers, and in each of them. The head is not counted."""
+
+        def of(layer: DecoderLayer) -> int:
+            spec, experts = layer.self_attn.spec, nbytes(layer.experts) // self.dtype.itemsize
+            always = sum(leaf.size for leaf in jax.tree.leaves(layer) if len(leaf.shape) > 1) - experts
+            return always + experts * spec.top_k_experts // max(spec.num_experts, 1)
+
+        projection = self.per_layer_model_projection
+        return 0 if projection is None else projection.weight.size, tuple(map(of, self.layers))
+
     def per_layer_inputs(self, ids: jax.Array, embedded: jax.Array) -> jax.Array | None:
         """Per-layer embeddings of every row: [B, T, layers, P], or None where the model has none."""
         if self.embed_tokens_per_layer is None:
@@ -249,6 +269,10 @@ class Gemma4:
         if cache is not None:
             cache = _store(cache, rows, fresh)
         return Hidden(normed, tuple(tapped[i] for i in taps), fresh), cache
+
+    def init_cache(self, **settings: Any) -> PagedKV:
+        """An empty cache for this target; `settings` are those of `paged_kv.init`."""
+        return init_cache(self.config, **settings)
 
     def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
         """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32."""
@@ -383,5 +407,16 @@ def abstract_layer(spec: LayerSpec, dtype: Any) -> DecoderLayer:
 
 
 def init_cache(config: Gemma4Config, **settings: Any) -> PagedKV:
-    """An empty cache for this target; `settings` are those of `paged_kv.init`."""
+    """An empty cache for a target of this config; `settings` are those of `paged_kv.init`."""
     return paged.init(config.layers, **settings)
+
+
+FAMILY = Family(
+    model_types=TARGET_TYPES,
+    config=Gemma4Config,
+    model=Gemma4,
+    read=Gemma4Config.from_hf,
+    abstract=abstract,
+    prefixes=CHECKPOINT_PREFIXES,
+    unread=TOWERS,
+)

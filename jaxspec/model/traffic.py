@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspec.model.config import LayerSpec
-from jaxspec.model.gemma4 import DecoderLayer, Gemma4
 from jaxspec.trees import nbytes
 
 
@@ -20,21 +19,11 @@ def expected_distinct(chosen: int, of: int, rows: int) -> float:
     return of * (1 - (1 - chosen / of) ** rows)
 
 
-def weights_read(target: Gemma4, rows: int) -> float:
-    """Bytes of a target's weights that a pass of so many rows reads. The tied embedding counts as the head; per-layer embeddings are
-    only gathered from. target: weights or their shapes."""
-    size: float = nbytes(target) - nbytes(target.embed_tokens_per_layer)
-    for layer in target.layers:
-        size = experts_read(size, layer, rows)
-    return size
-
-
-def experts_read(size: float, layer: DecoderLayer, rows: int) -> float:
-    """`size` bytes less those of the layer's experts that none of so many rows chooses, if their routing is random."""
-    spec = layer.self_attn.spec
+def experts_left_out(spec: LayerSpec, experts: Any, rows: int) -> float:
+    """Bytes of a layer's experts, weights or their shapes, that none of so many rows chooses, if their routing is random."""
     if not spec.num_experts:
-        return size
-    return size - (1 - expected_distinct(spec.top_k_experts, spec.num_experts, rows) / spec.num_experts) * nbytes(layer.experts)
+        return 0.0
+    return (1 - expected_distinct(spec.top_k_experts, spec.num_experts, rows) / spec.num_experts) * nbytes(experts)
 
 
 def visible_kv(layers: Iterable[LayerSpec], dtype: Any, context: float) -> float:

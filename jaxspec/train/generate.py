@@ -13,7 +13,7 @@ from jaxspec import decode
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, NoDraft
 from jaxspec.drafters.training import XLA
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.target import TargetModel
 from jaxspec.train.data import packed
 from jaxspec.train.losses import Batch
 
@@ -37,7 +37,7 @@ def written(llm: Any, prompts: Sequence[list[int]], width: int, *, temperature: 
     return packed([np.asarray([*p, *c.token_ids], np.int32) for p, c in zip(prompts, done, strict=True)], [len(p) for p in prompts], width)
 
 
-def continued(model: Gemma4, drafter: Drafter, ids: jax.Array, given: jax.Array, num_draft_tokens: int) -> DecodeState:
+def continued(model: TargetModel, drafter: Drafter, ids: jax.Array, given: jax.Array, num_draft_tokens: int) -> DecodeState:
     """Greedy continuations to the end of the rows, by the loop that serves, without stopping at any token.
 
     ids: [B, T] int32, of which the first `given` [B] are the prompts.
@@ -60,7 +60,7 @@ def continued(model: Gemma4, drafter: Drafter, ids: jax.Array, given: jax.Array,
     return decode.decode_loop(model, drafter, state, slots, length, round=round)
 
 
-def generate(model: Gemma4, prompts: jax.Array, new_tokens: int) -> jax.Array:
+def generate(model: TargetModel, prompts: jax.Array, new_tokens: int) -> jax.Array:
     """Greedy continuations. prompts: [B, P] int32 -> [B, P + new_tokens] int32."""
     given = jnp.full((prompts.shape[0],), prompts.shape[1], jnp.int32)
     return continued(model, NoDraft(), jnp.pad(prompts, ((0, 0), (0, new_tokens))), given, 0).tokens

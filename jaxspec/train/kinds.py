@@ -15,7 +15,7 @@ from jaxspec.checkpoint import safetensors
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import save_drafter, trainable
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.target import TargetModel
 
 
 def kind_of(name: str) -> Kind:
@@ -26,7 +26,7 @@ def kind_of(name: str) -> Kind:
     return kinds[name]
 
 
-def fresh(kind: Kind, config: Mapping[str, Any], target: Gemma4, tokens: np.ndarray, seed: int) -> Any:
+def fresh(kind: Kind, config: Mapping[str, Any], target: TargetModel, tokens: np.ndarray, seed: int) -> Any:
     """A drafter that has learnt nothing, float32. tokens: what it will be trained on, whose counts choose a draft vocabulary.
 
     Heads begin as rows of the target's table, and the norms before such a head, or before the target's own, as the target's last norm:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_rows
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.target import TargetModel
 
 
 @struct.dataclass
@@ -22,7 +22,7 @@ class Batch:
     length: Any
 
 
-def target_loss(model: Gemma4, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+def target_loss(model: TargetModel, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean cross-entropy of the next token, in nats, of tokens from `first` on."""
     ids, place = batch.ids, jnp.arange(1, batch.ids.shape[1], dtype=jnp.int32)[None, :]
     counted = (place >= batch.first[:, None]) & (place < batch.length[:, None])
@@ -35,7 +35,7 @@ def target_loss(model: Gemma4, batch: Batch) -> tuple[jax.Array, dict[str, jax.A
 
 
 def distil_loss(
-    drafter: Any, target: Gemma4, batch: Batch, key: jax.Array | None, objective: Objective
+    drafter: Any, target: TargetModel, batch: Batch, key: jax.Array | None, objective: Objective
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mean distance of a drafter's guesses from the target's choices, by `objective`. key: of the places; None takes every one.
 

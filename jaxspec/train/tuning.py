@@ -23,7 +23,7 @@ from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine import memory as plan
 from jaxspec.engine.memory import memory_limit
 from jaxspec.model import gemma4
-from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.target import TargetModel
 from jaxspec.targets import DTYPES, eos_token_ids, load_target, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
@@ -90,7 +90,7 @@ def distil(
     if self_generate:
         own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, mesh, out / WRITTEN, progress)
 
-    def loss(drafter: Any, model: Gemma4, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(drafter: Any, model: TargetModel, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return distil_loss(drafter, model, batch, key, goal)
 
     def save(drafter: Any) -> None:
@@ -143,10 +143,10 @@ def finetune(
     model = _target(folder, jnp.float32, None)
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
 
-    def loss(model: Gemma4, _: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(model: TargetModel, _: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return target_loss(model, batch)
 
-    def save(model: Gemma4) -> None:
+    def save(model: TargetModel) -> None:
         save_target(out, model, raw)
         for name in BESIDE:
             if (folder / name).exists():
@@ -160,19 +160,20 @@ def finetune(
     return out
 
 
-def save_target(out: Path, model: Gemma4, config: Mapping[str, Any]) -> None:
+def save_target(out: Path, model: TargetModel, config: Mapping[str, Any]) -> None:
     """Writes a target's text model. Weights get the config's dtype."""
     dtype = safetensors.FLOATS["BF16"] if model.config.dtype == "bfloat16" else np.float32
     checkpoint.save_weights(out, model, config, prefix=gemma4.CHECKPOINT_PREFIXES["text_config" not in config], dtype=dtype)
 
 
-def _target(folder: Path, dtype: Any, mesh: Mesh | None) -> Gemma4:
+def _target(folder: Path, dtype: Any, mesh: Mesh | None) -> TargetModel:
     """A target's weights, on all devices of a mesh."""
-    model = load_target(folder, gemma4.abstract(read_target(folder)[0], dtype), progress=False)
+    config: Any = read_target(folder)[0]
+    model = load_target(folder, gemma4.abstract(config, dtype), progress=False)
     return model if mesh is None else jax.device_put(model, NamedSharding(mesh, PartitionSpec()))
 
 
-def _texts(data: Files, held_out: Files | None, tokenizer: Tokenizer, length: int, model: Gemma4) -> tuple[Batch, Batch]:
+def _texts(data: Files, held_out: Files | None, tokenizer: Tokenizer, length: int, model: TargetModel) -> tuple[Batch, Batch]:
     """(to train on, held out)"""
 
     def load(files: Files) -> Batch:
@@ -183,7 +184,7 @@ def _texts(data: Files, held_out: Files | None, tokenizer: Tokenizer, length: in
 
 
 def _drafter(
-    kind: str, init: Any, raw: Mapping[str, Any], model: Gemma4, texts: Batch, seed: int
+    kind: str, init: Any, raw: Mapping[str, Any], model: TargetModel, texts: Batch, seed: int
 ) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
     """(float32 weights, config.json, generation_config.json)"""
     chosen = kinds.kind_of(kind)
@@ -206,7 +207,7 @@ def _drafter(
 
 def _own(
     folder: Path,
-    model: Gemma4,
+    model: TargetModel,
     tokenizer: Tokenizer,
     texts: Batch,
     count: int,
@@ -259,7 +260,7 @@ def _fingerprint(texts: Batch) -> list[int]:
     return [len(texts.ids), int(np.sum(texts.ids, dtype=np.int64))]
 
 
-def _slots(model: Gemma4, length: int, mesh: Mesh | None) -> int:
+def _slots(model: TargetModel, length: int, mesh: Mesh | None) -> int:
     """How many texts are written at a time: what memory allows beside what is there."""
     device = jax.local_devices()[0]
     limit = memory_limit(device)
@@ -290,7 +291,7 @@ def scores(held: Batch, loss: Callable[..., Any], batch: int) -> Callable[[Any, 
 
 
 def _evaluation(
-    model: Gemma4, held: Batch, loss: Callable[..., Any], batch: int, num_draft_tokens: int
+    model: TargetModel, held: Batch, loss: Callable[..., Any], batch: int, num_draft_tokens: int
 ) -> Callable[[Any], dict[str, float]]:
     """Held-out loss and metrics, and the acceptance length of greedy text behind beginnings of held-out texts, by the loop that serves."""
     score = scores(held, loss, batch)
@@ -299,7 +300,7 @@ def _evaluation(
     given = np.where(some.first > 0, np.minimum(some.first, some.length), some.length // 2).clip(1).astype(np.int32)
 
     @jax.jit
-    def accepted(model: Gemma4, drafter: Any) -> jax.Array:
+    def accepted(model: TargetModel, drafter: Any) -> jax.Array:
         return acceptance_length(continued(model, drafter, jnp.asarray(some.ids), jnp.asarray(given), num_draft_tokens))
 
     def evaluate(drafter: Any) -> dict[str, float]:

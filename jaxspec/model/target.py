@@ -1,0 +1,197 @@
+"""What a target is: the model that decides every token. Whatever works with targets asks of one what stands here, and no more.
+
+A family of models is a file like `gemma4.py`: a config, a model, and a `Family` row, which `families.py` lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxspec.collectives import Shard
+from jaxspec.model.config import LayerSpec
+from jaxspec.model.layers import Embedding, RMSNorm
+from jaxspec.model.paged_kv import PagedKV
+from jaxspec.model.rows import Hidden, Keys, Rows
+
+
+class TargetConfig(Protocol):
+    """A target's config.json as far as others than its family read it. Fields are named as Hugging Face names them. Hashable."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of hidden states and embeddings."""
+        ...
+
+    @property
+    def intermediate_size(self) -> int:
+        """The inner width of a layer's MLP; layers may differ, see `layers`."""
+        ...
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """How many layers; hidden states are numbered 0 .. num_hidden_layers."""
+        ...
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer is. Cache, sharding, memory plan and drafters are made after it."""
+        ...
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence, in tokens."""
+        ...
+
+    @property
+    def eos_token_id(self) -> tuple[int, ...]:
+        """Ids that end a text where the generation config names none."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The name of the checkpoint's dtype, such as "bfloat16"."""
+        ...
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads; layers may differ, see `layers`. So may the next three: they are what a fresh drafter's config takes over."""
+        ...
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def layer_types(self) -> tuple[str, ...]: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+    @property
+    def final_logit_softcapping(self) -> float | None:
+        """The cap of logits, None where there is none."""
+        ...
+
+    @property
+    def first_shared_layer(self) -> int:
+        """The first layer that reads another layer's K and V; num_hidden_layers if none does."""
+        ...
+
+    @property
+    def kv_owners(self) -> tuple[int, ...]:
+        """The layers that own K and V, of which there is at least one."""
+        ...
+
+    def last_owner(self, kind: str) -> int | None:
+        """The last layer of a kind (`LayerSpec.kind`) that owns K and V, or None: what a drafter of that kind of layer may read."""
+        ...
+
+
+class TargetModel(Protocol):
+    """A target's weights: an immutable pytree, made of arrays, ShapeDtypeStructs or shardings.
+
+    Paths of leaves are the checkpoint's keys without a prefix, but for the fused matrices of `checkpoint.layout`; by them
+    `sharding.specs` says where each lies. Inside `shard_map` the weights are a device's part.
+    """
+
+    # Where weights lie on a mesh: see `split`.
+    partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]]
+
+    @property
+    def config(self) -> TargetConfig: ...
+
+    @property
+    def dtype(self) -> Any:
+        """Of the weights; by default the cache has it too."""
+        ...
+
+    @property
+    def embed_tokens(self) -> Embedding:
+        """The table of token embeddings [V, H]; drafters without one of their own embed with it, by a scale of theirs."""
+        ...
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """The weights of each layer."""
+        ...
+
+    @property
+    def norm(self) -> RMSNorm:
+        """The norm before the head."""
+        ...
+
+    @property
+    def head(self) -> tuple[jax.Array, float | None]:
+        """What `unembed` makes logits with: the weight [V, H], or the device's part of it, and the cap of the logits, or None."""
+        ...
+
+    @property
+    def shard(self) -> Shard | None:
+        """The device's part of the vocabulary, None where it has all of it."""
+        ...
+
+    def weights_read(self, rows: int) -> float:
+        """Bytes of the weights, or of their shapes, that a pass over so many rows reads."""
+        ...
+
+    def weights_multiplied(self) -> tuple[int, tuple[int, ...]]:
+        """How many weights of matrices a row is multiplied with: before the layers, and in each of them. The head is not counted."""
+        ...
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """Token embeddings as the first layer reads them: tap 0. ids: [...] int32 -> [..., H]."""
+        ...
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Logits of hidden states after `norm`, capped, float32, of the device's part of the vocabulary. [..., H] -> [..., V]."""
+        ...
+
+    def init_cache(
+        self, *, slots: int, max_len: int, num_draft_tokens: int, page_size: int = 64, dtype: Any, full_pages: int | None = None
+    ) -> PagedKV:
+        """An empty cache for the layers that own K and V; the arguments are those of `paged_kv.init`."""
+        ...
+
+    def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
+        """The first `length` cached positions of layer `owner`, for a drafter that attends to them. slots, length, count: [B] int32."""
+        ...
+
+    def __call__(
+        self, rows: Rows, cache: PagedKV | None, *, taps: tuple[int, ...] = (), last_only: bool = False, attention: str = "auto"
+    ) -> tuple[Hidden, PagedKV | None]:
+        """Runs B blocks of T rows, and stores their K and V in the cache.
+
+        A row sees its sequence's cached positions and the rows before it. cache: None runs whole sequences and stores nothing. taps:
+        indices of hidden states to return, 0 .. num_hidden_layers; ValueError for others. last_only: `Hidden.hidden` is wanted of
+        each last real row alone. attention: the implementation of attention and the kernels around it.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What there is to know of a family of targets before one is there: how to read its checkpoints."""
+
+    # What config.json names as `model_type`.
+    model_types: tuple[str, ...]
+    # The classes of its configs and its models.
+    config: type
+    model: type
+    # From config.json to the config. Raises ValueError for what the family does not have.
+    read: Callable[[Mapping[str, Any]], TargetConfig]
+    # From a config of the family and a dtype to the model as a tree of ShapeDtypeStructs.
+    abstract: Callable[[Any, Any], TargetModel]
+    # What a checkpoint's keys may have before the paths of the tree; the first that occurs is taken.
+    prefixes: tuple[str, ...]
+    # Beginnings of keys that nothing reads: parts of the checkpoint that are no text model.
+    unread: tuple[str, ...]
