@@ -12,40 +12,48 @@ from jaxspec.text import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
-    """A token's log-probability, its rank among all tokens (1 is the most likely), and its text."""
+    """A token's log-probability."""
 
     logprob: float
+    """The model's own, before temperature, filters, penalties and biases."""
     rank: int
+    """Among all tokens; 1 is the most likely."""
     decoded_token: str
+    """The token's text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What was generated from one prompt.
-
-    text: without the stop token, the stop string and special tokens. token_ids: with the stop token. finish_reason: "stop" (a stop
-    token or stop string came), "length" (max_tokens or max_len was reached) or "error" (this request alone failed; what it had by then
-    is given). stop_reason: the stop string; or the id, if it was one of stop_token_ids; None if it was the checkpoint's own end token.
-    seed: the one that was used. stats: the rounds that it took. index: which of the prompt's n samples. prompt_index: which of the
-    call's prompts. num_cached_tokens: prompt tokens that had been computed for another request. logprobs: for each new token a dict of
-    token id -> Logprob, of the token itself and of the most likely ones, None unless asked for; prompt_logprobs: the same for the
-    prompt, where the first token has None. error: what failed, None unless finish_reason is "error".
-    """
+    """What was generated from one prompt."""
 
     text: str
+    """Without the stop token, the stop string and special tokens."""
     token_ids: list[int]
+    """The new tokens, the stop token included."""
     finish_reason: str
+    """"stop" (a stop token or stop string came), "length" (max_tokens or max_len was reached) or "error" (this request alone failed, and
+    has what it had by then)."""
     stop_reason: int | str | None
+    """The stop string; or the stop token, if it was one of stop_token_ids; None if it was the checkpoint's own end token."""
     prompt_token_ids: list[int]
+    """The prompt's tokens."""
     seed: int
+    """The seed that was used."""
     stats: RoundStats
+    """The rounds that it took."""
     index: int = 0
+    """Which of the prompt's n samples it is."""
     prompt_index: int = dataclasses.field(default=0, compare=False)
+    """Which of the call's prompts it belongs to."""
     num_cached_tokens: int = dataclasses.field(default=0, compare=False)
+    """Prompt tokens that had been computed for another request."""
     logprobs: list[dict[int, Logprob]] | None = None
+    """For each new token a dict from token id to Logprob, of the token itself and of the most likely tokens; None unless asked for."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """The same for the prompt's tokens, of which the first has None."""
     error: str | None = None
-    # What `_repr_html_` cuts the text with. It is no field: == and asdict pass it by, and so does a copy that is pickled.
+    """What failed; None unless finish_reason is "error"."""
+    # `_repr_html_` cuts the text with it. It is no field: == and asdict ignore it, and a pickled copy goes without.
     tokenizer: dataclasses.InitVar[Tokenizer | None] = None
 
     def __post_init__(self, tokenizer: Tokenizer | None) -> None:
@@ -67,11 +75,15 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A piece of a stream. text and token_ids: what is new; text that may still change is held back. logprobs: of token_ids, if
-    asked for and at most 20. The last chunk has a finish_reason and the whole Completion; before it both are None."""
+    """A piece of a stream."""
 
     text: str
+    """What is new; text that may still change is held back."""
     token_ids: list[int]
+    """The tokens that are new."""
     finish_reason: str | None = None
+    """As of the Completion in the last chunk, None before it."""
     completion: Completion | None = dataclasses.field(default=None, repr=False)
+    """All of it in the last chunk, None before it."""
     logprobs: list[dict[int, Logprob]] | None = None
+    """Those of token_ids, if at most 20 were asked for; else None."""

@@ -1,4 +1,4 @@
-"""What keeps calls short on a GPU: XLA puts a program's kernels into CUDA graphs, which take long to record and to ask about."""
+"""CUDA graphs, into which XLA puts a program's kernels: options and memory that keep the host's part of a call short."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import numpy as np
 
 from pallas_kernels.device import capability
 
-# A loop is recorded whole, so that its calls return at once and what is to run next waits on the device. By default XLA records the body
-# alone and asks before each round, on the host, whether to go on. The kinds of commands before the last two are those of a round. Sums
-# that XLA makes itself are none of them: a loop that has one runs as it would without.
+# With these options a loop is recorded as one graph, so that its call returns at once and the next call waits on the device. By default XLA
+# records the loop's body only, and asks on the host before each round whether to go on. The last two kinds of commands are the loop itself,
+# the others are what a round consists of. Sums over devices that XLA makes itself are not among them: a loop with one runs as by default.
 WHOLE_LOOP = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
-# The host launches each kernel, so that a profiler sees all of them. It does not see those of all rounds where a loop is a graph.
+# With these the host launches each kernel, so that a profiler sees all of them. Of a loop that is a graph it does not see every round.
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
-HOPPER = 9.0  # compute capability of the first GPUs that it was measured on
+HOPPER = 9.0  # compute capability; on older GPUs WHOLE_LOOP was not measured
 
-# Bytes of a gap, and how many of them: slot ids and counts; small reports; requests to admit and reports of many sequences.
+# Bytes of a gap -> how many gaps: for slot ids and counts; small reports; requests to admit and reports of many sequences.
 GAPS = {256: 64, 4096: 32, 2**16: 16, 2**20: 8}
 SMALLEST = 256  # bytes that any array takes
 
 
 def compiled(lowered: Any, devices: Collection[Any]) -> Any:
-    """A lowered program with a loop, compiled. devices: those that it runs on. Hopper GPUs or newer, all of this process, get WHOLE_LOOP,
-    where XLA knows it; raises what the compiler raises."""
+    """Compiles a lowered program with a loop. devices: those that it runs on; if all are Hopper GPUs or newer and of this process, the
+    program gets WHOLE_LOOP, provided that XLA knows these options. Raises what the compiler raises."""
     ready = all(device.process_index == jax.process_index() and (capability(device) or 0.0) >= HOPPER for device in devices)
     return _compiled(lowered, WHOLE_LOOP if ready else None)
 
 
 def used_on(devices: Iterable[Any]) -> bool:
-    """Whether programs are put into CUDA graphs there."""
+    """Whether XLA puts programs for these devices into CUDA graphs."""
     return any(device.platform == "gpu" for device in devices)
 
 
 def without(lowered: Any, devices: Collection[Any]) -> Any:
-    """The same program without CUDA graphs, for a profiler. It computes the same with the same kernels, and takes longer."""
+    """Compiles a lowered program without CUDA graphs, for a profiler. It runs the same kernels, and takes longer."""
     return _compiled(lowered, NO_GRAPHS)
 
 
@@ -55,13 +55,13 @@ def _compiled(lowered: Any, options: dict[str, Any] | None) -> Any:
 
 
 def keep_apart(devices: Iterable[Any]) -> list[jax.Array]:
-    """Leaves gaps for small arrays in the memory of those devices that are GPUs of this process, so that large ones lie where they lay in
-    the call before. They are there as long as what is returned, which holds them apart.
+    """Leaves gaps for small arrays in the memory of each device that is a GPU of this process, so that the large temporary arrays of a call
+    get the same addresses every time. Returns the arrays between the gaps; the gaps last as long as these are held.
 
-    Before a call XLA records anew each kernel of a graph that works on an address that moved: 2 to 4 ms for a round of a large model on an
-    H200. Weights and state stay where they are. A call's temporary arrays lie where XLA's allocator finds room, at the beginning of the
-    smallest free block that will do. The call's small arguments, which come first, would take the beginning of that same block if no
-    smaller one were free, and whatever else is alive by chance would decide how far it then shifts.
+    If an address has changed, XLA records the kernels that use it anew before the call: 2 to 4 ms for a round of a large model on an H200.
+    Weights and state do not move. XLA's allocator puts temporary arrays at the beginning of the smallest free block that is large enough.
+    The call's small arguments are allocated first. Without gaps they would take the beginning of that block, and shift the temporary
+    arrays by an amount that depends on whatever else happens to be alive.
     """
     walls = list[jax.Array]()
     for device in devices:

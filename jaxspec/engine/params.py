@@ -19,50 +19,53 @@ MAX_REPETITION = 1e4  # and its reciprocal at least, so that a penalised logit i
 class SamplingParams:
     """How to generate, with vLLM's names and meanings. Values are checked when the object is made.
 
-    Where temperature, top_k, top_p, min_p or repetition_penalty is None, the checkpoint's generation_config.json says.
-
-    max_tokens: new tokens at most, the stop token counted; None means up to the engine's max_len, which bounds every request.
-    min_tokens: no stop token is chosen before so many new tokens, and no stop string is looked for in them.
-    temperature: 0 is greedy. top_k: only the k most likely tokens, 0 or -1 for all. top_p: only the most likely tokens that together
-    reach this probability. min_p: only tokens at least this share as likely as the most likely one. They apply in the order
-    temperature, min_p, top_k, top_p; tokens of equal probability are kept or dropped together.
-    seed: 0 .. 2**63 - 1, the same seed gives the same text (with acceptance "coupled" whatever the drafter and the batch); None draws
-    one. n: completions of each prompt, which is computed once, at most 16,384; sample i uses seed + i.
-    stop: strings that end the text; the text ends before the string, with include_stop_str_in_output behind it (and then shows a
-    stop token's text too). stop_token_ids: end after any of these, besides the checkpoint's own end tokens. ignore_eos: do not end
-    at the checkpoint's own.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output, 1e-4 .. 1e4.
-    presence_penalty, frequency_penalty: subtracted for tokens in the output, once and for each time. logit_bias: token id -> what is
-    added to its logit, cut to -100 .. 100. allowed_token_ids: no other token is chosen. bad_words: their last token is not chosen
-    where it would complete them.
-    logprobs: report each new token's log-probability and those of so many most likely tokens, -1 for the whole vocabulary. They are
-    the model's own, before temperature, filters, penalties and biases. More than 20 take another pass over the text at its end.
-    prompt_logprobs: the same for the prompt's tokens, by another pass over it.
-    Integers are below 2**31 and numbers at most 1e30, where nothing else is said.
+    Where temperature, top_k, top_p, min_p or repetition_penalty is None, the checkpoint's generation_config.json decides. Integers are
+    below 2**31 and other numbers at most 1e30, where nothing else is said.
 
     Raises TypeError for a wrong type, ValueError for a value out of range.
     """
 
     max_tokens: int | None = None
+    """New tokens at most, the stop token included. None: up to the engine's max_len, which bounds every request."""
     min_tokens: int = 0
+    """Until there are so many new tokens, no stop token is chosen and no stop string is looked for."""
     temperature: float | None = None
+    """0 is greedy. temperature, min_p, top_k and top_p apply in this order; tokens of equal probability are kept or dropped together."""
     top_k: int | None = None
+    """Only the k most likely tokens; 0 or -1 for all."""
     top_p: float | None = None
+    """Only the most likely tokens that together reach this probability, more than 0 and at most 1."""
     min_p: float | None = None
+    """Only tokens at least this share as likely as the most likely one, 0 .. 1."""
     seed: int | None = None
+    """0 .. 2**63 - 1. The same seed gives the same text; with acceptance "coupled" whatever the drafter and the batch. None draws one."""
     n: int = 1
+    """Completions of each prompt, which is computed once; at most 16,384. Sample i uses seed + i."""
     stop: str | tuple[str, ...] = ()
+    """Strings that end the text. It ends before the string."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the text, beside the checkpoint's own end tokens."""
     include_stop_str_in_output: bool = False
+    """Whether the text ends behind the stop string instead, and shows the text of a stop token."""
     ignore_eos: bool = False
+    """Whether the checkpoint's own end tokens do not end the text."""
     repetition_penalty: float | None = None
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output, 1e-4 .. 1e4."""
     presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens in the output, -2 .. 2."""
     frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output for each time that they occur, -2 .. 2."""
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """From token id to what is added to its logit, cut to -100 .. 100."""
     allowed_token_ids: tuple[int, ...] | None = None
+    """No other token is chosen. None for all."""
     bad_words: tuple[str, ...] = ()
+    """Words whose last token is not chosen where it would complete them."""
     logprobs: int | None = None
+    """Report each new token's log-probability and those of so many most likely tokens; -1 for the whole vocabulary. They are the model's
+    own, before temperature, filters, penalties and biases. More than 20 take another pass over the text at its end."""
     prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, by another pass over it."""
 
     def __post_init__(self) -> None:
         checks = {
@@ -143,18 +146,19 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What requests that say nothing use, from a checkpoint's generation_config.json. suppress_tokens: ids that are never chosen."""
+    """What requests that say nothing use, from a checkpoint's generation_config.json."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    suppress_tokens: tuple[int, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()  # ids that are never chosen
 
     @classmethod
     def of(cls, generation: Mapping[str, Any]) -> Defaults:
-        """temperature is 0 unless the file samples, then 1 where it names none; what else it leaves out changes nothing.
+        """generation: the file's content. temperature is 0 unless the file samples, and then 1 where it names none. Whatever else it leaves
+        out gets the value that changes nothing.
 
         Raises TypeError or ValueError, as SamplingParams does, for values that make no sense.
         """

@@ -20,52 +20,46 @@ from jaxspec.text import OutputText
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One sequence. prompt: [n] int32. limit: the length at which it ends. own_ends: the checkpoint's end tokens, none if ignored.
-    params: what was asked for; temperature .. repetition_penalty are params' or the checkpoint's. bad_words: by their token ids. index:
-    which of the prompt's samples. prompt_index: which of the call's prompts.
+    """One sequence, as the host knows it."""
 
-    status, computed, rounds, drafted: as of the last call, see DecodeState. guessed: how many tokens each round guessed. output,
-    from_draft: the new tokens so far, without what follows a stop string, and whether each was an accepted draft. text: the output's.
-    logprobs: of each new token that was looked at, if the loop gives them; scored: those of tokens that were not. taken: how many tokens
-    `take` has given. slot: -1 while it has
-    none. order: requests that were begun before. goals: rows at which its prompt is to be kept for others. shared: rows of its prompt
-    that others had computed. keep: whether its slot may go on from an earlier turn, and be kept for the next. asked: when it was asked
-    for; first_token_seconds: until its first token. accounted: whether the totals have it.
-    """
-
-    prompt: np.ndarray
-    limit: int
-    stop_ids: tuple[int, ...]
-    own_ends: frozenset[int]
+    # What was asked for.
+    prompt: np.ndarray  # [n] int32
+    limit: int  # the length, prompt included, at which it ends
+    stop_ids: tuple[int, ...]  # tokens that end it
+    own_ends: frozenset[int]  # those of them that are the checkpoint's own end tokens
     seed: int
-    temperature: float
+    temperature: float  # this and the next four: of the params, or the checkpoint's defaults
     top_k: int
     top_p: float
     min_p: float
     repetition_penalty: float
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_words: tuple[tuple[int, ...], ...]  # each by its token ids
     params: SamplingParams
-    text: OutputText
-    index: int = 0
-    prompt_index: int = 0
-    keep: bool = False
-    slot: int = -1
-    order: int = -1
-    status: int = decode.EMPTY
+    text: OutputText  # of the new tokens, with the stop string if one was found
+    index: int = 0  # which of the prompt's n samples it is
+    prompt_index: int = 0  # which of the call's prompts it belongs to
+    keep: bool = False  # whether its sequence is kept at its end, for a conversation that goes on
+
+    # Where it is. The host gives it a slot, and calls on the device report what became of it.
+    slot: int = -1  # -1 while it has none
+    order: int = -1  # its number in the order in which requests got their first slot; -1 before
+    status: int = decode.EMPTY  # this and the next three: as in DecodeState, after the last call
     computed: int = 0
     rounds: int = 0
     drafted: int = 0
-    guessed: list[int] = dataclasses.field(default_factory=list)
-    output: list[int] = dataclasses.field(default_factory=list)
-    from_draft: list[bool] = dataclasses.field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
-    scored: list[Logprobs] = dataclasses.field(default_factory=list)
-    taken: int = 0
-    goals: list[int] = dataclasses.field(default_factory=list)
-    shared: int = 0
-    asked: float = 0.0
-    first_token_seconds: float = 0.0
-    accounted: bool = False
+    guessed: list[int] = dataclasses.field(default_factory=list)  # the number of tokens that each round guessed
+    goals: list[int] = dataclasses.field(default_factory=list)  # rows at which its prompt is to be kept for others, ascending
+    shared: int = 0  # rows of its prompt that had been computed for others
+
+    # What it has.
+    output: list[int] = dataclasses.field(default_factory=list)  # the new tokens, without what follows a stop string
+    from_draft: list[bool] = dataclasses.field(default_factory=list)  # for each of them, whether it was an accepted draft
+    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)  # of the new tokens that `look` has seen, by the loop
+    scored: list[Logprobs] = dataclasses.field(default_factory=list)  # of the new tokens that it has not seen, as calls reported them
+    taken: int = 0  # how many new tokens `take` has returned
+    asked: float = 0.0  # the time at which it was asked for, in seconds by the LLM's clock
+    first_token_seconds: float = 0.0  # from then until its first token was known
+    accounted: bool = False  # whether the LLM's totals include it
 
     @property
     def length(self) -> int:
@@ -73,17 +67,18 @@ class Request:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All that are known. [length] int32"""
+        """The prompt and the new tokens: [length] int32."""
         return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
 
     @property
     def goal(self) -> int:
-        """How many rows are to be computed before it decodes: all but the anchor."""
+        """How many rows must be computed before it decodes: those of all tokens but the anchor, the newest of them. A prompt is computed
+        whole, since its last row chooses the first token."""
         return self.length - 1 if self.output else self.length
 
     @property
     def ready(self) -> bool:
-        """Whether it decodes."""
+        """Whether it has a first token and all its rows, so that it can decode."""
         return bool(self.output) and self.computed == self.length - 1
 
     @property
@@ -103,7 +98,7 @@ class Request:
 
     @property
     def in_loop(self) -> bool:
-        """Whether the loop gives its log-probabilities."""
+        """Whether the decode loop gives its log-probabilities."""
         return self.params.logprobs is not None and 0 <= self.params.logprobs <= MAX_LOGPROBS
 
     @property
@@ -113,17 +108,18 @@ class Request:
 
     @property
     def profile(self) -> tuple[Any, ...]:
-        """Requests of one profile need the same of a call."""
+        """Requests with equal profiles need the same from a call."""
         top_k = 0 if not self.top_k else 1 if self.top_k <= CANDIDATES else 2
         return self.temperature > 0, top_k, self.top_p < 1, self.min_p > 0, self.edited, self.in_loop
 
     def lose(self) -> None:
-        """Its slot is another's: what was computed is gone, what is known stays."""
+        """Takes note that its slot is gone, and with it what was computed. Its tokens stay."""
         self.slot, self.computed = -1, 0
         self.goals.clear()
 
     def advance(self, report: decode.Report, row: int, num_draft_tokens: int) -> None:
-        """Takes in what a call whose rounds guessed so many tokens reports about it in this row."""
+        """Takes in what a call reports about it. row: its row of the report. num_draft_tokens: tokens that each of the call's rounds
+        guessed."""
         length, self.computed, self.status, rounds, self.drafted = report.rows[row, :5].tolist()
         self.guessed += [num_draft_tokens] * (rounds - self.rounds)
         self.rounds, new = rounds, length - self.length
@@ -134,8 +130,8 @@ class Request:
             self.scored.append(jax.tree.map(lambda x: x[row, :new], report.logprobs))
 
     def take(self) -> tuple[list[int], str]:
-        """(tokens, text) since the last time. A stop string ends the sequence here, and what comes after it is dropped. A stop token
-        has no text unless include_stop_str_in_output."""
+        """(tokens, text) since the last call of this. A stop string ends the sequence here, and what follows it is dropped. A stop token
+        has no text unless the params include_stop_str_in_output."""
         new = self.output[self.taken :]
         ended = self.stopped and not self.params.include_stop_str_in_output
         piece = self.text.push(new[:-1] if ended else new)
@@ -149,12 +145,12 @@ class Request:
 
 
 def needs_of(requests: Iterable[Request], suppress_tokens: tuple[int, ...] = ()) -> Needs:
-    """What a call that works on these requests must be compiled with."""
+    """What a call that works on these requests must be compiled for. suppress_tokens: ids that are never chosen."""
     listed = list(requests)
     sampled = [r for r in listed if r.temperature > 0]
-    whole = [r for r in sampled if not 1 <= r.top_k <= CANDIDATES]
+    unbounded = [r for r in sampled if not 1 <= r.top_k <= CANDIDATES]
     scope = "plain"
     if any(r.top_k or r.top_p < 1 or r.min_p for r in sampled):
-        scope = "top" if not whole else "search" if any(r.top_k or r.top_p < 1 for r in whole) else "whole"
+        scope = "top" if not unbounded else "search" if any(r.top_k or r.top_p < 1 for r in unbounded) else "whole"
     logprobs = MAX_LOGPROBS if any(r.in_loop for r in listed) else None
     return Needs(scope, any(r.edited for r in listed), logprobs, suppress_tokens)

@@ -1,5 +1,5 @@
-"""Turns on several data shards, side by side. Each shard has a runner with slots, pages and programs of its own, and goes at its own pace:
-no shard waits for another's prompts or for its longest sequence."""
+"""Turns on several data shards at once. Each shard has a runner with its own slots, pages and programs, and its own pace: no shard waits
+for another's prompts or for its longest sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxspec.sampling.logprobs import Logprobs
 
 
 class Shards:
-    """The runners of all data shards, each on a thread of its own while it steps. Steps of one call alone are under way at a time."""
+    """The runners of all data shards. While it steps, each runs on its own thread. At any time, only one call has steps under way."""
 
     def __init__(self, runners: Sequence[Runner]):
         self.runners = list(runners)
@@ -33,14 +33,14 @@ class Shards:
         return Turn(self.runners[0], requests, needs_of, self.seen[0], kinds)
 
     def take(self, owner: Turns | None) -> None:
-        """Lets another call step, once what the last one has under way is done."""
+        """Lets another call step, once the steps of the last one are done. owner: the call's turns; None for work outside of turns."""
         if self._owner is not None and self._owner is not owner:
             self._owner.wait()
         self._owner = owner
 
 
 class _Dealt(collections.deque[Request]):
-    """Requests that a shard's turn reads; there may be more after there were none."""
+    """Requests that a shard's turn reads. More may come after it was empty."""
 
     def __next__(self) -> Request:
         if not self:
@@ -52,8 +52,8 @@ class _Dealt(collections.deque[Request]):
 
 
 class Turns:
-    """The turns of one call on all data shards, with the methods of one `Turn`. Requests are dealt out one by one, to the shard that has
-    least to do; a conversation goes where it was held before. `active` and `end` tell of the shards that are not stepping."""
+    """The turns of one call on all data shards, with the methods of one `Turn`. Requests are dealt out one by one to the shard that has the
+    fewest; a conversation goes where it was kept before. `active` and `end` cover only the shards that are not stepping."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Turns:
         return self._next is not None or any(map(len, self._dealt)) or any(self._turns[i].waiting for i in self._resting)
 
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Lets every shard that has something to do begin a step, and waits until one of them has done its. meanwhile: called in between.
-        False once nothing is left to do. Raises RuntimeError if others hold all slots."""
+        """Starts a step on every idle shard that has something to do, and waits until a step of one of them is done. meanwhile: called in
+        between. Returns False once nothing is left to do. Raises RuntimeError if other calls hold all slots."""
         self._shards.take(self)
         self._deal()
         for i in self._resting:
@@ -104,14 +104,14 @@ class Turns:
         return [request for i in self._resting for request in self._turns[i].end()]
 
     def score(self, request: Request, count: int) -> Logprobs:
-        """As `Turn.score`, for a request that `end` has just given: the shard where it ended is not stepping, and has a slot free. So
-        has the one with most free slots."""
+        """As `Turn.score`, for a request that `end` has just returned. The shard where it ended is not stepping and has a free slot, so the
+        idle shard with most free slots has one too."""
         self._shards.take(self)
         free = max(self._resting, key=lambda i: self._shards.runners[i].free_slots)
         return self._turns[free].score(request, count)
 
     def wait(self) -> None:
-        """Waits until no shard is stepping. What the steps gave is taken in by the next `step`."""
+        """Waits until no shard is stepping. The next `step` takes in the results."""
         concurrent.futures.wait(self._stepping)
 
     def close(self) -> None:

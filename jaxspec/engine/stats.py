@@ -48,16 +48,18 @@ def rates_of(histogram: Iterable[int], tried: Iterable[int] | None = None) -> tu
 
 @dataclasses.dataclass(frozen=True)
 class RoundStats:
-    """The rounds of one sequence. drafted: tokens that the drafter guessed. histogram: rounds by accepted drafts, 0 .. K.
-    from_draft: for each new token, whether it was an accepted draft. tried: rounds that guessed at least i tokens, i = 1 .. K, None
-    where all guessed K. first_token_seconds: from the call until the first token was
-    known, waiting for a slot included, compiling not."""
+    """The rounds of one sequence."""
 
     drafted: int
+    """Tokens that the drafter guessed."""
     histogram: tuple[int, ...]
+    """Rounds by how many drafts they accepted, 0 .. K."""
     from_draft: tuple[bool, ...] = dataclasses.field(repr=False)
+    """For each new token, whether it was an accepted draft."""
     first_token_seconds: float = dataclasses.field(default=0.0, compare=False)
+    """From the call until the first token was known. Waiting for a slot counts, compiling does not."""
     tried: tuple[int, ...] | None = None
+    """Rounds that guessed at least i tokens, i = 1 .. K; None where all guessed K."""
 
     @classmethod
     def of(
@@ -108,39 +110,51 @@ class RoundStats:
 class Stats:
     """Totals of an engine since it was loaded, or of a part of its life: a later one less an earlier one.
 
-    requests, prompt_tokens, tokens: what was served; a stream that was closed early counts what it gave. steps, drafted, accepted,
-    histogram, rounds_by_draft: sums over requests; an empty rounds_by_draft says that all rounds made every draft. stepped_tokens: tokens
-    less the first of each request, which no step gives. seconds: time spent generating, compiling excluded; busy_seconds: of these, those
-    in which the device had a call to work on, from the moment that the host began to hand it over until its results were known. host_times:
-    of turns that computed prompts, steps or both, by how long the host took for one while the device had nothing to do, entry i counting
-    times up to 10 us * 2^(i/4); see `host_seconds`. Where there are several data shards, times are those of the busiest. cached_tokens:
-    of the prompt tokens, those that had been computed for other requests. preemptions: sequences that made room for others and were
-    computed again. first_token_seconds: sum over requests of the time until the first token was known. compilations, compile_seconds:
-    programs made ready, and how long that took, be it by compiling or from the persistent cache. weight_bytes, state_bytes: memory of the
-    target's and drafter's weights, and of the cache and all slots. peak_bytes: the most that a device has had in use, None where it does
-    not say.
+    Where there are several data shards, times are those of the busiest.
     """
 
     requests: int = 0
+    """Requests that were served. A stream that was closed early counts, with what it gave."""
     prompt_tokens: int = 0
+    """Tokens of their prompts."""
     tokens: int = 0
+    """New tokens."""
     steps: int = 0
+    """Draft/verify rounds, summed over requests, as are the next two, histogram and rounds_by_draft."""
     drafted: int = 0
+    """Tokens that the drafter guessed."""
     accepted: int = 0
+    """Drafts that became tokens."""
     stepped_tokens: int = 0
+    """New tokens less the first of each request, which no step gives."""
     histogram: tuple[int, ...] = ()
+    """Steps by how many drafts they accepted, 0 .. K."""
     rounds_by_draft: tuple[int, ...] = ()
+    """Steps that guessed at least i tokens, i = 1 .. K; empty where all guessed K."""
     cached_tokens: int = 0
+    """Prompt tokens that had been computed for other requests."""
     preemptions: int = 0
+    """Sequences that made room for others and were computed again."""
     seconds: float = 0.0
+    """Time spent generating, compiling excluded."""
     busy_seconds: float = 0.0
+    """Of these, the time in which the device had a call to work on: from when the host began to hand it over until its results were
+    known."""
     host_times: tuple[int, ...] = ()
+    """Turns that computed prompts, steps or both, by the time that the host took for one while the device had nothing to do: entry i
+    counts times up to 10 us * 2^(i/4). See `host_seconds`."""
     first_token_seconds: float = 0.0
+    """Time until the first token was known, summed over requests."""
     compilations: int = 0
+    """Programs that were made ready, by compiling or from the persistent cache."""
     compile_seconds: float = 0.0
+    """The time that this took."""
     weight_bytes: int = 0
+    """Memory of the target's and the drafter's weights."""
     state_bytes: int = 0
+    """Memory of the cache and of all slots."""
     peak_bytes: int | None = None
+    """The most memory that a device has had in use; None where it does not say."""
 
     def plus(self, prompt_tokens: int, rounds: RoundStats, cached_tokens: int = 0) -> Stats:
         """With one more request."""
