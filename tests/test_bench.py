@@ -17,6 +17,7 @@ from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import cuda_graphs as graphs
 from jaxspec.model import gemma4, traffic
+from jaxspec.engine import cuda_graphs
 from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -166,9 +167,9 @@ def folders(tmp_path_factory):
 
 
 def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
-    used, without, traced = iter([True, False]), graphs.without, []
-    monkeypatch.setattr(graphs, "used_on", lambda devices: next(used))  # as if the greedy run's were a GPU
-    monkeypatch.setattr(graphs, "without", lambda *args: traced.append(args) or without(*args))
+    used, without, traced = iter([True, False]), cuda_graphs.without, []
+    monkeypatch.setattr(cuda_graphs, "used_on", lambda devices: next(used))  # as if the greedy run's were a GPU
+    monkeypatch.setattr(cuda_graphs, "without", lambda *args: traced.append(args) or without(*args))
     model = ["--config", str(folders / "target"), "--drafter", str(folders / "assistant"), "--dtype", "float32", "--k", "2"]
     work = ["--batch", "4", "--context", "20", "--tokens", "40", "--acceptance", "0.9,0.5", "--prefill", "24", "--prefill-chunk", "16"]
     work += ["--temperature", "0,0.8", "--top-k", "9", "--top-p", "0.9"]

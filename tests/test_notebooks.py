@@ -19,7 +19,7 @@ import pytest
 from nbclient import NotebookClient
 
 from jaxspec.checkpoint import hub
-from jaxspec.engine import html as display
+from jaxspec.engine import html
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -63,7 +63,7 @@ def kernel_environment(tmp_path, monkeypatch):
     startup.mkdir(parents=True)
     (startup / "programs.py").write_text(STARTUP)
     # A kernel finds the package as this process does, and not by the folder that it starts in.
-    folders = [str(Path(display.__file__).parents[2]), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(html.__file__).parents[2]), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     return tmp_path
 
@@ -80,7 +80,7 @@ def test_notebook_runs_without_a_warning_and_draws(number, kernel_environment):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == FIGURES[number]
     pages = "".join(output.get("data", {}).get("text/html", "") for output in outputs)
     if number in ("01", "02", "04", "06"):  # they show completions
-        assert display.TINTS["draft"] in pages and display.TITLES["target"] in pages
+        assert html.TINTS["draft"] in pages and html.TITLES["target"] in pages
     if number == "01":
         assert "6.8 million parameters" in pages
 

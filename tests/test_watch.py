@@ -11,7 +11,7 @@ import jaxspec
 from jaxspec.decode import accept
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import acceptance_watch as watch
+from jaxspec.engine import acceptance_watch
 from jaxspec.engine.acceptance_watch import AcceptanceWarning, Watch
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -55,12 +55,12 @@ def test_what_it_leaves_alone(drafter, rule):
 
 def test_how_sure_it_is():
     for count, trials in ((0, 300), (72, 500), (160, 1000), (200, 1000), (1000, 1000)):
-        np.testing.assert_allclose(watch.at_most(count, trials, 0.2), stats.binom.cdf(count, trials, 0.2), rtol=1e-9)
+        np.testing.assert_allclose(acceptance_watch.at_most(count, trials, 0.2), stats.binom.cdf(count, trials, 0.2), rtol=1e-9)
 
 
 def test_an_untrained_drafter_is_noticed_once(tmp_path, monkeypatch):
     """After its first 40 rounds, in spite of which the texts are those of the target."""
-    monkeypatch.setattr(watch, "ROUNDS", 40)
+    monkeypatch.setattr(acceptance_watch, "ROUNDS", 40)
     llm = jaxspec.load(tiny.tiny_target(tmp_path / "target"), tiny.tiny_assistant(tmp_path / "drafter"), max_slots=1, progress=False)
     params = jaxspec.SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     with pytest.warns(AcceptanceWarning, match=r"in \d of the last \d\d rounds: the drafter Gemma4MTP is near chance.*num_draft_tokens=0"):

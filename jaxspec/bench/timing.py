@@ -33,6 +33,7 @@ from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, Plan, Workload, plan
 from jaxspec.engine import cuda_graphs as graphs
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, seed_words
+from jaxspec.engine import cuda_graphs
 from jaxspec.sampling.filters import Filters
 
 
@@ -149,7 +150,7 @@ def measure(plan: Plan, *, progress: bool = True) -> Report:
         begun = time.perf_counter()
         target, drafter = jax.block_until_ready(random_weights(plan.placed(), work.seed))
         weights_s = time.perf_counter() - begun
-        gaps = graphs.keep_apart([device] if plan.mesh is None else plan.mesh.devices.flat)
+        gaps = cuda_graphs.keep_apart([device] if plan.mesh is None else plan.mesh.devices.flat)
         decoded = tuple(_decode_all(plan, target, drafter, (bandwidth, rate), stage))
         prefilled = tuple(_prefill_all(plan, target, drafter, rate, stage))
         del gaps
@@ -300,8 +301,8 @@ def _decode(
     accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
     found: tuple[kernel_times.KernelTime, ...] = ()
     if work.profile is not None:
-        if graphs.used_on(jax.tree.leaves(target)[0].devices()):
-            loop, _ = _compiled(on(function), target, drafter, state, slots, np.int32(0), np.bool_(False), compiler=graphs.without)
+        if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
+            loop, _ = _compiled(on(function), target, drafter, state, slots, np.int32(0), np.bool_(False), compiler=cuda_graphs.without)
             call(1)  # loads the kernels
         folder, (_, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", counts()
         with jax.profiler.trace(str(folder)):
@@ -390,8 +391,8 @@ def _requests(work: Workload, config: TargetConfig, batch: int, length: int, lim
     return decode.Requests(**fields, filters=Filters(*filters))
 
 
-def _compiled(function: Callable[..., Any], *args: Any, compiler: Any = graphs.compiled) -> tuple[Any, Program]:
-    """A program that takes the state along, its third argument, and what making it took. compiler: one of `graphs`."""
+def _compiled(function: Callable[..., Any], *args: Any, compiler: Any = cuda_graphs.compiled) -> tuple[Any, Program]:
+    """A program that takes the state along, its third argument, and what making it took. compiler: one of `cuda_graphs`."""
     begun = time.perf_counter()
     lowered = jax.jit(function, donate_argnums=2).lower(*args)
     traced = time.perf_counter()

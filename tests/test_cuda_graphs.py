@@ -5,7 +5,7 @@ import types
 import jax
 import pytest
 
-from jaxspec.engine import cuda_graphs as graphs
+from jaxspec.engine import cuda_graphs
 
 
 def gpu(capability="9.0", process_index=0):
@@ -28,9 +28,9 @@ class Lowered:
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        ([gpu()], graphs.WHOLE_LOOP),
-        ([gpu("10.0")], graphs.WHOLE_LOOP),
-        ([gpu(), gpu()], graphs.WHOLE_LOOP),
+        ([gpu()], cuda_graphs.WHOLE_LOOP),
+        ([gpu("10.0")], cuda_graphs.WHOLE_LOOP),
+        ([gpu(), gpu()], cuda_graphs.WHOLE_LOOP),
         ([gpu("8.9")], None),
         ([gpu(), gpu("8.9")], None),
         ([gpu(), gpu(process_index=1)], None),
@@ -39,25 +39,25 @@ class Lowered:
 )
 def test_a_loop_on_new_gpus_of_one_process_is_recorded_whole(devices, options):
     lowered = Lowered()
-    assert graphs.compiled(lowered, devices) == "program" and lowered.asked == [options]
+    assert cuda_graphs.compiled(lowered, devices) == "program" and lowered.asked == [options]
 
 
 def test_a_program_for_a_profiler_has_no_graphs():
     lowered = Lowered()
-    assert graphs.without(lowered, [gpu("8.9")]) == "program" and lowered.asked == [graphs.NO_GRAPHS]
-    assert graphs.used_on([gpu("8.9")]) and not graphs.used_on(jax.devices())
+    assert cuda_graphs.without(lowered, [gpu("8.9")]) == "program" and lowered.asked == [cuda_graphs.NO_GRAPHS]
+    assert cuda_graphs.used_on([gpu("8.9")]) and not cuda_graphs.used_on(jax.devices())
 
 
 def test_a_compiler_that_does_not_know_the_options_does_without():
     lowered = Lowered("No such compile option: 'xla_gpu_graph_min_graph_size'")
-    assert graphs.compiled(lowered, [gpu()]) == "program" and lowered.asked == [graphs.WHOLE_LOOP, None]
+    assert cuda_graphs.compiled(lowered, [gpu()]) == "program" and lowered.asked == [cuda_graphs.WHOLE_LOOP, None]
     with pytest.raises(RuntimeError, match="out of memory"):
-        graphs.compiled(Lowered("out of memory"), [gpu()])
+        cuda_graphs.compiled(Lowered("out of memory"), [gpu()])
 
 
 def test_options_are_known_to_this_jax():
     program = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 5, lambda x: x + 1, x)).lower(0)
-    assert [program.compile(compiler_options=options)(0) for options in (graphs.WHOLE_LOOP, graphs.NO_GRAPHS)] == [5, 5]
+    assert [program.compile(compiler_options=options)(0) for options in (cuda_graphs.WHOLE_LOOP, cuda_graphs.NO_GRAPHS)] == [5, 5]
 
 
 def test_gaps_are_left_between_small_arrays_that_stay(monkeypatch):
@@ -69,8 +69,8 @@ def test_gaps_are_left_between_small_arrays_that_stay(monkeypatch):
 
     monkeypatch.setattr(jax, "device_put", put)
     mine, other = gpu(), gpu(process_index=1)
-    walls = graphs.keep_apart([mine, other, *jax.devices()])
-    assert len(walls) == sum(graphs.GAPS.values()) and {device.process_index for _, device in placed} == {0}
+    walls = cuda_graphs.keep_apart([mine, other, *jax.devices()])
+    assert len(walls) == sum(cuda_graphs.GAPS.values()) and {device.process_index for _, device in placed} == {0}
     sizes = [nbytes for nbytes, _ in placed]
-    assert sizes[1::2] == [graphs.SMALLEST] * len(walls)
-    assert {size: sizes[::2].count(size) for size in graphs.GAPS} == graphs.GAPS
+    assert sizes[1::2] == [cuda_graphs.SMALLEST] * len(walls)
+    assert {size: sizes[::2].count(size) for size in cuda_graphs.GAPS} == cuda_graphs.GAPS
