@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxspec import SamplingParams, checkpoint, released
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.engine.llm import LLM
+from jaxspec.engine.settings import Settings
 from jaxspec.model import gemma4
 from jaxspec.text import load_tokenizer
 
@@ -39,8 +40,8 @@ def main() -> None:
         for cache in ("empty", "full"):
             jax.clear_caches()
             begun = time.perf_counter()
-            settings = {"num_draft_tokens": args.k, "max_slots": args.slots, "max_len": args.max_len, "progress": False}
-            llm = LLM(target, drafter, tokenizer, **settings)
+            settings = Settings(num_draft_tokens=args.k, max_slots=args.slots, max_len=args.max_len, progress=False)
+            llm = LLM(target, drafter, tokenizer, settings)
             params = SamplingParams(max_tokens=16, temperature=0)
             llm.warmup(params)
             ready = time.perf_counter()

@@ -24,11 +24,12 @@ from jaxspec import SamplingParams, checkpoint, released, sharding
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.workload import RATES
 from jaxspec.decode.accept import synthetic
-from jaxspec.engine import memory as plan
 from jaxspec.engine.llm import LLM
-from jaxspec.engine.memory import memory_limit
+from jaxspec.engine.memory import fit, memory_limit, most_slots, sizes_of
+from jaxspec.engine.settings import Settings
 from jaxspec.loading import MAX_SLOTS
 from jaxspec.model import gemma4
+from jaxspec.sharding.placement import placement_of
 from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
@@ -76,16 +77,13 @@ def main() -> None:
     dtype, limit = DTYPES[args.dtype], memory_limit(device)
     room = None if limit is None else int(args.memory_fraction * limit)
     trees = gemma4.abstract(config, dtype), released.abstract_drafter(args.drafter, args.config, config, dtype)
-    mesh = None if args.mesh is None else sharding.mesh_of(args.mesh)
-    shards = 1 if mesh is None else mesh.shape[sharding.DATA]
+    placement = placement_of(None if args.mesh is None else sharding.mesh_of(args.mesh))
+    shards = placement.shards
     max_len = args.lengths[1] + args.tokens
-    sizes = plan.sizes_of(*trees, max_len=max_len, num_draft_tokens=args.k, kernels=dialect.obstacle() is None, mesh=mesh)
+    sizes = sizes_of(*trees, max_len=max_len, num_draft_tokens=args.k, kernels=dialect.obstacle() is None, placement=placement)
     begun = time.perf_counter()
-    if mesh is None:
-        target, drafter = random_weights(trees, args.seed)
-    else:
-        placed = tuple(sharding.shard_tree(tree, mesh) for tree in trees)
-        target, drafter = (sharding.spread(tree, mesh) for tree in random_weights(placed, args.seed))
+    placed = tuple(placement.place(tree) for tree in trees)
+    target, drafter = (placement.spread(tree) for tree in random_weights(placed, args.seed))
     jax.block_until_ready((target, drafter))
     work = f"{args.config} with {args.drafter}, {args.dtype}, K = {args.k}"
     print(f"{device.device_kind}, {args.mesh or 'one device'}, jax {jax.__version__}: {work}")
@@ -103,22 +101,19 @@ def main() -> None:
     rates = tuple(map(float, args.acceptance.split(",")))[: args.k]
     for asked in args.slots.split(","):
         share = -(-args.prompts // shards)
-        most = MAX_SLOTS if room is None else plan.most_slots(sizes, room, share)
-        chosen = plan.fit(sizes, room, min(most, share) if asked == "auto" else int(asked))
-        llm = LLM(
-            target,
-            drafter,
-            load_tokenizer(checkpoint.resolve("pocket")),
+        most = MAX_SLOTS if room is None else most_slots(sizes, room, share)
+        chosen = fit(sizes, room, min(most, share) if asked == "auto" else int(asked))
+        settings = Settings(
             num_draft_tokens=args.k,
             max_slots=chosen.slots * shards,
             max_len=max_len,
             accept=synthetic(rates),
             kv_pages=chosen.pages,
             prefix_bytes=chosen.prefix_bytes,
-            mesh=mesh,
             progress=False,
         )
-        print(row(llm, prompts, args.tokens, shards, 1 if mesh is None else mesh.size), flush=True)
+        llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement)
+        print(row(llm, prompts, args.tokens, shards, placement.size), flush=True)
         del llm
         gc.collect()  # what it held is to be free for the next
 

@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import checkpoint, drafters, sharding, targets
+from jaxspec import checkpoint, drafters, targets
 from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.hub import CONVERTED, INDEX_FILE
 from jaxspec.sharding import specs
+from jaxspec.sharding.placement import placement_of
 from jaxspec.trees import leaves
 
 DRAFTER = "drafter"
@@ -51,7 +52,7 @@ def convert(
     _check_destination(final)
     if jax.process_count() > 1:
         raise ValueError(f"a conversion runs in one process; found {jax.process_count()}")
-    place = (lambda tree: tree) if mesh is None else functools.partial(sharding.shard_tree, mesh=mesh)
+    place = placement_of(mesh).place
     folder = checkpoint.resolve(source)
     config, _ = targets.read_target(folder)
     asked = targets.DTYPES.get(config.dtype, jnp.float32) if dtype == "auto" else targets.weights_dtype(dtype, config.dtype)

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters, sharding
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine import memory as plan
-from jaxspec.engine.memory import size
+from jaxspec.engine.memory import Sizes, check_limits, fit, most_slots, size, sizes_of
+from jaxspec.engine.settings import PAGE
 from jaxspec.loading import MAX_SLOTS, num_draft_tokens_for
 from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
+from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import DTYPES, abstract_target, max_len_of, read_target
 from jaxspec.trees import leaves as leaves_of
 from jaxspec.trees import nbytes
@@ -77,20 +78,20 @@ def describe_plan(
     memory: bytes of a device, of which JAX takes jax_fraction; None for what each part takes alone. mesh: such as "data=2,tensor=4", of
     which a device's part is shown. The rest as in `jaxspec.load`, and so is what is raised.
     """
-    plan.check(memory_fraction, max_slots)
+    check_limits(memory_fraction, max_slots)
     config, _ = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
     draft: Any = NoDraft() if drafter is None else drafters.abstract_drafter(drafter, config, dtype)
     max_len = max_len_of(config, max_len)
     count = num_draft_tokens_for(draft, drafter, num_draft_tokens, max_len)
-    target, over = abstract_target(config, dtype), None if mesh is None else sharding.abstract_mesh_of(mesh)
+    target, placement = abstract_target(config, dtype), abstract_placement_of(mesh)
 
-    def sizes_at(length: int) -> plan.Sizes:
-        return plan.sizes_of(target, draft, max_len=length, num_draft_tokens=count, mesh=over)
+    def sizes_at(length: int) -> Sizes:
+        return sizes_of(target, draft, max_len=length, num_draft_tokens=count, placement=placement)
 
     sizes = sizes_at(max_len)
     room = None if memory is None else int(memory_fraction * jax_fraction * memory)
-    chosen = plan.fit(sizes, room, max_slots, default_slots=MAX_SLOTS)
+    chosen = fit(sizes, room, max_slots, default_slots=MAX_SLOTS)
     slots, pages = chosen.slots, chosen.pages
     snapshots = min(chosen.prefix_bytes // sizes.slot, slots)  # as Runner takes them
     kept = sizes.kept(slots, pages) + snapshots * sizes.slot
@@ -99,9 +100,9 @@ def describe_plan(
         yield f"memory      {size(memory)}{taken}; memory_fraction {memory_fraction} of it is {size(room)}"
     yield f"weights     {size(sizes.target)} target, {size(sizes.drafter)} drafter"
     yield f"slot        {size(sizes.slot)}: sliding rings {size(sizes.rings)}; all else {size(sizes.slot - sizes.rings)}"
-    yield f"page        {size(sizes.page)}: {plan.PAGE} positions of full layers; {sizes.width} pages for max_len {max_len}"
+    yield f"page        {size(sizes.page)}: {PAGE} positions of full layers; {sizes.width} pages for max_len {max_len}"
     yield f"calls       about {size(sizes.work(slots))} for activations and logits, K = {count}"
-    each = "" if over is None or over.shape["data"] == 1 else f" for each of {over.shape['data']} data shards"
+    each = "" if placement.shards == 1 else f" for each of {placement.shards} data shards"
     yield f"plan        {slots} slots, {pages} pages, snapshots of {snapshots} prompts{each}"
     yield f"            {size(kept)} kept, {size(kept + sizes.work(slots))} with calls"
     if room is None:
@@ -109,7 +110,7 @@ def describe_plan(
     yield "lengths     slots that can all grow to a max_len"
     for length in LENGTHS:
         if length <= config.max_position_embeddings:
-            yield f"            {length:>7} {plan.most_slots(sizes_at(length), room, 10**6):>6}"
+            yield f"            {length:>7} {most_slots(sizes_at(length), room, 10**6):>6}"
 
 
 def describe_mesh(folder: Path, drafter: Path | None, text: str) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,18 @@ from jaxspec.checks import integer
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import memory as plan
-from jaxspec.engine.device_lock import Alone
+from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.llm import LLM
-from jaxspec.engine.memory import memory_limit
+from jaxspec.engine.memory import check_limits, fit, memory_limit, sizes_of
 from jaxspec.engine.params import MAX_SEED, Defaults
-from jaxspec.engine.runner import check_pages
+from jaxspec.engine.settings import Settings, check_pages
 from jaxspec.model.target import TargetConfig
+from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, max_len_of, read_target, weights_dtype
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
 
-MAX_SLOTS = 8
+MAX_SLOTS = 8  # where a device does not say how much memory it has
 KV_DTYPES = {"auto": None, **DTYPES, "fp8": jnp.float8_e4m3fn}
 
 
@@ -51,39 +50,52 @@ def load(
 ) -> LLM:
     """Loads a target, and a drafter that guesses for it, and returns an LLM.
 
-    target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket"). drafter: the same ("pocket-mtp"; a target is a
-    draft model), "ngram" to look guesses up in the sequence itself, a Drafter object, or None to decode one token a step.
+    target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket").
 
-    num_draft_tokens: tokens guessed in each round; by default what the drafter's generation_config.json says, else what its kind was
-    made for (a DFlash block less its anchor, the number in an EAGLE-3 speculator's config, one for each MTP module), else 4.
-    After `LLM.warmup` calls guess fewer where that is faster, unless a number is given.
-    dtype: of weights and cache, "float32" or "bfloat16"; "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for
-    float16, which Gemma overflows. mesh: a Mesh with axes "data" and "tensor", as `jaxspec.mesh(data=2, tensor=4)` makes it, to spread
-    weights and slots over, where processes are several along "tensor" alone; one device by default. tensor: short for a mesh of so many
-    devices along "tensor".
-    max_slots: sequences in flight; by default as many as memory allows, at most 64, and 8 where a device does not say what it has.
-    max_len: tokens of a sequence, its prompt counted; the model's maximum, but at most 4096, by
-    default. accept: the acceptance rule: "coupled", which keeps a draft exactly when it is what the target chooses; "standard"
-    or "block", rejection sampling, which keep a little more at temperatures above 0 and make texts depend on the drafter; or, for
-    benchmarks, `accept.synthetic(rates)`. attention: implementation of attention and the kernels around it, "xla" or "triton" (GPUs
-    of compute capability 8.0 and newer); "auto" takes the kernels where they run.
-    draft_attention: the same for the drafter; where it is "auto", a drafter that reads the target's cache takes `attention` and any
-    other chooses for itself. kv_dtype: of the target's cache, "float32", "bfloat16" or "fp8" (e4m3, half the memory of bfloat16, for
-    a little accuracy); "auto" is that of the weights. kv_pages: pages of 64 tokens that full-attention layers of all sequences share (of
-    a data shard's, on a mesh), at least what one of max_len takes; by default as many as all can fill, or as fit. With fewer than all can
-    fill, the youngest sequence gives way when they run out, and is computed again later.
-    memory_fraction: the share of a device's memory that weights and cache may take. seed: of the seeds drawn for requests that name
-    none. progress: show bars.
+    drafter: the same ("pocket-mtp"; a target serves as a draft model), "ngram" to look guesses up in the sequence itself, a Drafter
+    object, or None to decode one token a step.
 
-    Raises FileNotFoundError, ValueError or TypeError that says what was found and what was expected: for a checkpoint that is
-    missing, damaged or of another kind, a drafter that does not fit, a setting out of range.
+    num_draft_tokens: tokens guessed in each round. By default what the drafter's generation_config.json says, else what its kind was
+    made for (a DFlash block less its anchor, the number in an EAGLE-3 speculator's config, one for each MTP module), else 4. By default,
+    calls after `LLM.warmup` also guess fewer where that is faster.
+
+    dtype: of weights and cache, "float32" or "bfloat16". "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for float16,
+    which Gemma overflows.
+
+    mesh: devices to spread weights and slots over: a Mesh with axes "data" and "tensor", as `jaxspec.mesh(data=2, tensor=4)` makes it;
+    one device by default. Over several processes, only "tensor" may be spread. tensor: short for a mesh of so many devices along
+    "tensor".
+
+    max_slots: sequences in flight. By default as many as memory allows, at most 64, and 8 where a device does not say what it has.
+
+    max_len: tokens of a sequence, its prompt included. By default the model's maximum, but at most 4096.
+
+    accept: the acceptance rule. "coupled" keeps a draft exactly when it is what the target chooses. "standard" and "block" are rejection
+    sampling: they keep a little more at temperatures above 0 and make texts depend on the drafter. `accept.synthetic(rates)` is for
+    benchmarks.
+
+    attention: implementation of attention and of the kernels around it, "xla" or "triton" (GPUs of compute capability 8.0 and newer).
+    "auto" takes the kernels where they run. draft_attention: the same for the drafter. With "auto", a drafter that reads the target's
+    cache takes `attention`, and any other chooses for itself.
+
+    kv_dtype: of the target's cache, "float32", "bfloat16" or "fp8" (e4m3: half the memory of bfloat16, at some cost in accuracy). "auto"
+    is the dtype of the weights.
+
+    kv_pages: pages of 64 tokens that the full-attention layers of all sequences share, on each data shard; at least what a sequence of
+    max_len takes. By default as many as all slots can fill, or as fit. With fewer than all can fill, the youngest sequence is preempted
+    when they run out, and computed again later.
+
+    memory_fraction: the share of a device's memory that weights and cache may take. seed: from which seeds are drawn for requests that
+    name none. progress: whether to show progress bars.
+
+    Raises FileNotFoundError, ValueError or TypeError that says what was found and what was expected: for a checkpoint that is missing,
+    damaged or of another kind, a drafter that does not fit, a setting out of range.
     """
     rule = rule_of(accept)
-    _check_choices(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
-    plan.check(memory_fraction, max_slots)
+    check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
+    check_limits(memory_fraction, max_slots)
     seed = integer("seed", seed, 0, MAX_SEED - 1)
-    mesh = _mesh(mesh, tensor)
-    place, spread = _placement(mesh)
+    placement = _placement(mesh, tensor)
 
     folder = checkpoint.resolve(target, weights=False)
     config, generation = read_target(folder)
@@ -96,55 +108,52 @@ def load(
 
     if isinstance(drafter, str | os.PathLike) and drafter != "ngram":
         draft_folder = checkpoint.resolve(drafter)
-        planned = place(drafters.abstract_drafter(draft_folder, config, chosen_dtype))
+        planned = placement.place(drafters.abstract_drafter(draft_folder, config, chosen_dtype))
     else:
         draft_folder, planned = None, _object(drafter, config)
-        drafter = planned if mesh is None else jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), planned, place(planned))
+        drafter = placement.put(planned)
     count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
     rule.check(count)
 
-    abstract = place(abstract_target(config, chosen_dtype))
+    abstract = placement.place(abstract_target(config, chosen_dtype))
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
-    shards = 1 if mesh is None else mesh.shape[sharding.DATA]
-    with Alone(() if mesh is None else mesh.devices.flat)():  # kernels that add up over devices may be tried
-        sizes = plan.sizes_of(
-            abstract,
-            planned,
-            max_len=max_len,
-            num_draft_tokens=count,
-            kv_dtype=KV_DTYPES[kv_dtype],
-            kernels=attention != "xla" and dialect.obstacle() is None,
-            mesh=mesh,
-        )
-        wanted = None if max_slots is None else -(-max_slots // shards)
-        chosen = plan.fit(sizes, _room(memory_fraction), wanted, kv_pages, default_slots=MAX_SLOTS)
-
-    folder = checkpoint.resolve(target)  # only now, since a target's weights are a long download
-    tokenizer = load_tokenizer(folder)
-    _enable_compilation_cache()
-    weights = load_target(folder, abstract, progress=progress)
-    if draft_folder is not None:
-        drafter = drafters.load_drafter(draft_folder, config, chosen_dtype, place=place, progress=progress)
-    return LLM(
-        spread(weights),
-        spread(drafter),
-        tokenizer,
+    shards, cache_dtype = placement.shards, KV_DTYPES[kv_dtype]
+    with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
+        kernels = attention != "xla" and dialect.obstacle() is None
+        sizes = {"max_len": max_len, "num_draft_tokens": count, "kv_dtype": cache_dtype, "kernels": kernels}
+        needed = sizes_of(abstract, planned, placement=placement, **sizes)
+    wanted = None if max_slots is None else -(-max_slots // shards)
+    chosen = fit(needed, _room(memory_fraction), wanted, kv_pages, default_slots=MAX_SLOTS)
+    settings = Settings(
         num_draft_tokens=count,
-        adaptive=num_draft_tokens is None,
         max_slots=chosen.slots * shards,
         max_len=max_len,
-        eos_token_ids=eos_token_ids(config, generation),
-        defaults=defaults,
         accept=rule,
         attention=attention,
         draft_attention=draft_attention,
-        kv_dtype=KV_DTYPES[kv_dtype],
+        kv_dtype=cache_dtype,
         kv_pages=chosen.pages,
         prefix_bytes=chosen.prefix_bytes,
-        mesh=mesh,
+        adaptive=num_draft_tokens is None,
         seed=seed,
         progress=progress,
+    )
+
+    folder = checkpoint.resolve(target)  # only now, since a target's weights are a long download
+    tokenizer = load_tokenizer(folder)
+    enable_compilation_cache()
+    weights = load_target(folder, abstract, progress=progress)
+    if draft_folder is not None:
+        drafter = drafters.load_drafter(draft_folder, config, chosen_dtype, place=placement.place, progress=progress)
+    return LLM(
+        placement.spread(weights),
+        placement.spread(drafter),
+        tokenizer,
+        settings,
+        eos_token_ids=eos_token_ids(config, generation),
+        defaults=defaults,
+        placement=placement,
         name=os.fspath(target),
     )
 
@@ -161,7 +170,8 @@ def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, m
     return count
 
 
-def _check_choices(**chosen: str) -> None:
+def check_names(**chosen: str) -> None:
+    """Raises ValueError for an implementation or a kv_dtype that does not exist, or that cannot run here."""
     implementations = ("auto", *dialect.IMPLEMENTATIONS)
     offered = {"attention": implementations, "draft_attention": implementations, "kv_dtype": tuple(KV_DTYPES)}
     for name, value in chosen.items():
@@ -188,20 +198,15 @@ def _object(drafter: Any, config: TargetConfig) -> Drafter:
         raise ValueError(f"the drafter {type(drafter).__name__} cannot be used with this target: {error}") from error
 
 
-def _mesh(mesh: jax.sharding.Mesh | None, tensor: int | None) -> jax.sharding.Mesh | None:
-    if tensor is None:
-        return mesh
-    if mesh is not None:
-        raise ValueError(f"tensor is {tensor} and mesh is given too; expected one of them")
-    return sharding.mesh(tensor=integer("tensor", tensor, 1))
-
-
-def _placement(mesh: jax.sharding.Mesh | None) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """How an abstract tree of weights gets its shardings, and how loaded weights become those that a mesh computes with."""
-    if mesh is None:
-        return lambda tree: tree, lambda tree: tree
-    sharding.check(mesh)
-    return lambda tree: sharding.shard_tree(tree, mesh), lambda tree: sharding.spread(tree, mesh)
+def _placement(mesh: jax.sharding.Mesh | None, tensor: int | None) -> Placement:
+    """Where `load` was told to put everything. Raises TypeError or ValueError."""
+    if tensor is not None:
+        if mesh is not None:
+            raise ValueError(f"tensor is {tensor} and mesh is given too; expected one of them")
+        mesh = sharding.mesh(tensor=integer("tensor", tensor, 1))
+    placement = placement_of(mesh)
+    placement.check()
+    return placement
 
 
 def _room(fraction: float) -> int | None:
@@ -211,7 +216,7 @@ def _room(fraction: float) -> int | None:
     return None if limit is None else int(fraction * limit) - used
 
 
-def _enable_compilation_cache() -> None:
+def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, in JAXSPEC_CACHE_DIR or ~/.cache/jaxspec, unless JAX was told a folder."""
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         from jax.experimental.compilation_cache import compilation_cache

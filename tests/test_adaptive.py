@@ -8,8 +8,9 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec.engine import draft_count as adaptive
-from jaxspec.engine.draft_count import Adaptive
+from jaxspec.engine.buckets import Buckets
+from jaxspec.engine.draft_count import MARGIN, Adaptive, counts_up_to
+from jaxspec.engine.settings import Settings
 from jaxspec.engine.warmup import measured
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -48,7 +49,7 @@ def test_it_settles_where_tokens_a_second_are_most(shares, by_k):
     chooser = Adaptive((0, 2, 4), costs(b1=by_k))
     chosen = run(chooser, shares, 1, 150, np.random.default_rng(0))
     speed = {k: (1 + sum(np.cumprod(shares)[:k])) / by_k[k] for k in by_k}
-    good = [speed[k] * adaptive.MARGIN >= max(speed.values()) for k in chosen[50:]]
+    good = [speed[k] * MARGIN >= max(speed.values()) for k in chosen[50:]]
     assert np.mean(good) >= 0.95
 
 
@@ -100,7 +101,7 @@ def test_it_knows_nothing_of_rounds_without_drafts():
 
 @pytest.mark.parametrize(("k", "chosen"), [(0, (0,)), (1, (0, 1)), (2, (0, 1, 2)), (4, (0, 2, 4)), (7, (0, 4, 7)), (15, (0, 8, 15))])
 def test_what_there_is_to_choose_among(k, chosen):
-    assert adaptive.choices(k) == chosen
+    assert counts_up_to(k) == chosen
 
 
 @pytest.mark.parametrize(
@@ -127,10 +128,9 @@ def test_a_round_costs_what_it_adds_to_a_call(monkeypatch, max_len, found):
         return calls.append(rounds)
 
     runner = types.SimpleNamespace(
-        max_len=max_len,
+        settings=Settings(num_draft_tokens=3, max_slots=1, max_len=max_len),
         free_slots=1,
-        slots=1,
-        decode_buckets=[1],
+        buckets=Buckets(1, max_len),
         admit=lambda active: None,
         end=lambda active: None,
         decode=decode,
@@ -181,4 +181,5 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
 @pytest.mark.parametrize("settings", [{"num_draft_tokens": 3}, {"accept": "standard"}])
 def test_a_number_that_was_asked_for_stays(folders, settings):
     llm = jaxspec.load(*folders, max_slots=1, max_len=64, progress=False, **settings)
-    assert llm._choices == () and llm._runner.programs_for(llm._needs([]), llm._choices) == llm._runner.programs_for(llm._needs([]))
+    runner, needs = llm._runner, llm._needs([])
+    assert llm.draft_counts == () and runner.programs_for(needs, llm.draft_counts) == runner.programs_for(needs)

@@ -20,7 +20,7 @@ import jaxspec
 from jaxspec import cli
 from jaxspec.batch import job as batch
 from jaxspec.batch import results
-from jaxspec.engine import runner as runner
+from jaxspec.engine import runner
 from jaxspec.engine.params import SamplingParams
 from jaxspec.engine.stats import RoundStats
 
@@ -32,7 +32,7 @@ class FakeLLM:
     raises: what the prompts in `poison` raise once they are under way, None there for any prompt."""
 
     name, progress, max_len, target = "fake", False, 32, ()
-    settings = MappingProxyType({"model": "fake", "max_len": 32, "dtype": "float32"})
+    text_settings = MappingProxyType({"model": "fake", "max_len": 32, "dtype": "float32"})
     tokenizer = SimpleNamespace(encode=lambda text: [ord(c) % 100 for c in text])
 
     def __init__(self, dies=None, fails=(), raises=None, poison=None):
@@ -295,13 +295,13 @@ def test_a_line_that_passes_the_check_and_cannot_be_computed_is_put_aside(model,
     params = SamplingParams(temperature=0.8, ignore_eos=True)
     batch.run_batch(llm, path, tmp_path / "whole.jsonl", params)
 
-    def packed(requests, *sizes):
+    def arrays_of(requests, *sizes):
         if any(request.params.max_tokens == 7 for request in requests):
             raise OverflowError("Python integer 10000000000 out of bounds for int32")
-        return pack(requests, *sizes)
+        return real(requests, *sizes)
 
-    pack = runner.packed
-    monkeypatch.setattr(runner, "packed", packed)
+    real = runner.arrays_of
+    monkeypatch.setattr(runner, "arrays_of", arrays_of)
     result = batch.run_batch(llm, path, tmp_path / "out.jsonl", params)
     bad = [4, 9, 14, 19]
     error = "OverflowError: Python integer 10000000000 out of bounds for int32"
@@ -388,7 +388,7 @@ def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
     with pytest.raises(ValueError, match=r"was made with run_seed 1, not 2; temperature None, not 0\.5: use the same to resume"):
         batch.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=2)
     other = FakeLLM()
-    other.settings = {**other.settings, "dtype": "bfloat16"}
+    other.text_settings = {**other.text_settings, "dtype": "bfloat16"}
     with pytest.raises(ValueError, match=r"was made with dtype 'float32', not 'bfloat16': use the same to resume"):
         batch.run_batch(other, requests, out, seed=1)
     line = read_lines(out)[0]["line"]

@@ -15,9 +15,8 @@ from jaxspec.bench import kernel_times, random_weights, roofline, workload
 from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine import cuda_graphs as graphs
-from jaxspec.model import gemma4, traffic
 from jaxspec.engine import cuda_graphs
+from jaxspec.model import gemma4, traffic
 from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 pytestmark = pytest.mark.usefixtures("unoptimised")

@@ -16,19 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from test_alone import free
+from test_device_lock import free
 
 from jaxspec import SamplingParams
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import shards as replicas
-from jaxspec.engine import turn as schedule
+from jaxspec.engine import turn
+from jaxspec.engine.admission import init_state
+from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.programs import Programs
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
+from jaxspec.engine.settings import Settings
+from jaxspec.engine.shards import Shards
 from jaxspec.engine.slots import Slots
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
+from jaxspec.sharding.placement import ONE_DEVICE
 from jaxspec.trees import nbytes
 
 VOCAB, MAX_LEN, PAGE, CHUNK, K, TOTAL = 64, 96, 4, 16, 2, 4
@@ -56,10 +60,9 @@ class Letters:
 def few_programs(unoptimised):
     """Of one size each, whatever part of all slots may run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "prefill_buckets", [(TOTAL, CHUNK)])
-        patch.setattr(Runner, "decode_buckets", [TOTAL])
-        patch.setattr(Runner, "admit_buckets", [TOTAL])
-        patch.setattr(schedule, "ENOUGH", 0.2)  # a long prompt alone fills a part of a call
+        for name, sizes in {"prefill": [(TOTAL, CHUNK)], "decode": [TOTAL], "admit": [TOTAL]}.items():
+            patch.setattr(Buckets, name, sizes)
+        patch.setattr(turn, "ENOUGH", 0.2)  # a long prompt alone fills a part of a call
         yield
     for cached in (programs, reference, answers, target):
         cached.cache_clear()
@@ -81,12 +84,13 @@ def llm_of(snapshots, shards=1):
     model, drafter, sizes = target(), NGram(), {"max_len": MAX_LEN, "num_draft_tokens": K, "page_size": PAGE}
 
     def size(slots):
-        return nbytes(jax.eval_shape(lambda: Runner.init_state(model, drafter, slots=slots, full_pages=1, **sizes)))
+        return nbytes(jax.eval_shape(lambda: init_state(model, drafter, slots=slots, full_pages=1, **sizes)))
 
     sizes |= {"kv_pages": PAGES, "prefix_bytes": snapshots * (size(2) - size(1)), "progress": False}
-    llm = LLM(model, drafter, Letters(), max_slots=TOTAL - snapshots, **sizes)
-    more = [Runner(model, drafter, slots=TOTAL - snapshots, **sizes) for _ in range(shards - 1)]
-    llm._shards = replicas.Shards([llm._runner, *more])
+    settings = Settings(max_slots=TOTAL - snapshots, **sizes)
+    llm = LLM(model, drafter, Letters(), settings)
+    more = [Runner(model, drafter, settings, ONE_DEVICE) for _ in range(shards - 1)]
+    llm._shards = Shards([llm._runner, *more])
     for runner in llm._shards.runners:
         assert runner.total_slots == TOTAL
         runner.programs.compiled = programs()
@@ -174,13 +178,13 @@ def test_a_prompt_waits_for_a_slot_that_another_is_copied_from(order, place):
         streams[i].close()
     for end in (1, 2):
         llm.generate([*P, end], params(2, 1))
-    assert [kept.over for kept in llm._runner.held.kept.values()] == [False] and llm._runner.free_slots == 2
+    assert [kept.over for kept in llm._runner.held.kept.values()] == [False] and llm.free_slots == 2
     found = llm.generate(order, [params(5, i) for i in range(len(order))])
     assert [c.token_ids for c in found] == expected
     assert found[order.index([*P, 13])].num_cached_tokens == len(P) - 1 or order[0] == Q
     for i in (place, others[0]):
         assert begun[i] + sum((chunk.token_ids for chunk in streams[i]), []) == text
-    assert llm._runner.free_slots == TOTAL
+    assert llm.free_slots == TOTAL
 
 
 def test_no_slot_is_no_place():
@@ -231,11 +235,11 @@ def few_and_many(work, few, many):
 
 def test_a_stream_that_is_closed_is_counted_while_nobody_else_computes(monkeypatch):
     llm, account, others = reference(), LLM._account, []
-    monkeypatch.setattr(LLM, "_account", lambda *args: others.append(free(llm._alone)) or account(*args))
+    monkeypatch.setattr(LLM, "_account", lambda *args: others.append(free(llm._lock)) or account(*args))
     begin(llm)
     stream = llm.stream(STREAMED, params(40, 7))
     next(stream)
-    assert free(llm._alone)
+    assert free(llm._lock)
     before = llm.stats.requests
     stream.close()
     assert others == [False] and llm.stats.requests == before + 1
@@ -347,7 +351,7 @@ class Load:
         while self.streams:
             self.read()
         for runner in self.llm._shards.runners:
-            assert runner.free_slots == runner.slots
+            assert runner.free_slots == runner.settings.max_slots
             runner.flush()
             while runner.evict():
                 pass

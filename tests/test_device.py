@@ -43,6 +43,6 @@ def test_kernels_that_were_asked_for_are_refused_with_the_reason():
         with pytest.raises(
             ValueError, match="attention is 'triton', but the Tesla T4 has compute capability 7.5; kernels need at least 8.0"
         ):
-            loading._check_choices(attention="triton")
+            loading.check_names(attention="triton")
     assert device.obstacle(KINDS["L4"]) is None
     assert device.obstacle() == "the device is a CPU; kernels need an NVIDIA GPU"

@@ -1,9 +1,11 @@
 """The engine: whatever the drafter, the batch, the slots and the way of asking, the tokens are those of plain decoding."""
 
+import dataclasses
 import functools
 import sys
 import threading
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +15,12 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import SamplingParams, decode
+from jaxspec import SamplingParams, decode, engine
 from jaxspec.decode import accept
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine import finish as completions
-from jaxspec.engine import llm as engine
-from jaxspec.engine import programs, request, runner, slots
-from jaxspec.engine import turn as schedule
+from jaxspec.engine import buckets
 from jaxspec.engine.params import Defaults
+from jaxspec.engine.programs import DecodeRounds, Prefill
 from jaxspec.sampling.choice import PLAIN, seed_words
 
 MAX_LEN = 96
@@ -55,7 +55,7 @@ def tokens(completions):
 @pytest.fixture(scope="module", autouse=True)
 def quick_to_compile(unoptimised):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "PREFILL_ROWS", runner.PREFILL_CHUNK)  # one program for prompts of every length
+        patch.setattr(buckets, "PREFILL_ROWS", buckets.PREFILL_CHUNK)  # one program for prompts of every length
         yield
 
 
@@ -289,10 +289,10 @@ def test_what_load_was_told_reaches_every_program(load, parrot, monkeypatch):
 
         return function
 
-    for name, program in (("prefill", ("prefill", 1, 64, PLAIN)), ("decode_loop", ("decode", 1, PLAIN, 2))):
+    for name, program in (("prefill", Prefill(1, 64, PLAIN)), ("decode_loop", DecodeRounds(1, PLAIN, 2))):
         monkeypatch.setattr(decode, name, spy(name))
         with pytest.raises(InterruptedError):
-            llm._runner.programs.program(program)
+            llm._runner.programs.ready(program)
     told = decode.Round(2, rule, PLAIN, "xla", "xla")
     assert seen == {"prefill": {"chunk": 64, "round": told}, "decode_loop": {"round": told}}
 
@@ -363,7 +363,7 @@ def test_a_conversation_goes_on_from_what_its_earlier_turns_computed(llm, monkey
     assert chat([*long, 3], max_tokens=3)[0] == 89
     cached, known = chat(range(800, 810), max_tokens=4)
     assert chat([*known, 3])[0] == len(known) - 1
-    assert llm._runner.free_slots == 3
+    assert llm.free_slots == 3
     while llm._runner.evict():  # what is kept goes when its pages or its slot are needed
         pass
     assert chat([*known, 3])[0] == 0
@@ -417,20 +417,21 @@ def test_bad_arguments_of_calls(speculative):
 
 
 def test_who_waits_for_a_program_is_told(llm, monkeypatch, capsys):
-    programs, key = llm._runner.programs, ("decode", 7)
-    monkeypatch.setattr(programs, "_compiler", lambda *key: lambda: print("compiles", file=sys.stderr) or key)
+    programs, program = llm._runner.programs, DecodeRounds(7, PLAIN, 0)
+    monkeypatch.setattr(programs, "_compiler", lambda program: lambda: print("compiles", file=sys.stderr) or program)
     monkeypatch.setattr(programs, "compiled", dict(programs.compiled))
     for progress in (True, False):
-        monkeypatch.setattr(programs, "_progress", progress)
-        assert programs.program(key) == key
+        monkeypatch.setattr(programs, "settings", dataclasses.replace(programs.settings, progress=progress))
+        assert programs.ready(program) == program
         assert ("Compiling decode 7" in capsys.readouterr().err.partition("compiles")[0]) == progress
-        del programs.compiled[key]
+        del programs.compiled[program]
 
 
 def interrupted(function, at):
     """Calls a function, and raises KeyboardInterrupt before the line that is the at-th to run in the engine's own files. Returns how
     many lines ran."""
-    ours = {module.__file__ for module in (completions, engine, programs, request, runner, schedule, slots)}
+    names = ("finish", "llm", "programs", "request", "runner", "slots", "turn")
+    ours = {str(Path(engine.__file__).with_name(f"{name}.py")) for name in names}
     count = 0
 
     def trace(frame, event, arg):
@@ -464,7 +465,7 @@ def test_an_interrupt_anywhere_leaves_the_llm_usable(llm, expected):
             interrupted(short, at)  # which may end before: what earlier ones have computed need not be computed again
         except KeyboardInterrupt:
             caught += 1
-        assert llm._runner.free_slots >= 2, f"at line {at} of {lines}"  # the stream's may be lost; it is computed again
+        assert llm.free_slots >= 2, f"at line {at} of {lines}"  # the stream's may be lost; it is computed again
     assert caught > 20
     assert tokens(short([1, 2, 5, 7])) == [expected[row][:12] for row in (1, 2, 5, 7)]
     assert begun + sum((c.token_ids for c in stream), []) == expected[0]
@@ -475,12 +476,13 @@ def test_a_call_that_fails_costs_neither_the_llm_nor_open_streams(llm, expected,
     stream = llm.stream(PROMPTS[0][0], params(0))
     begun = next(stream).token_ids
     generate(llm, [0, 1])  # compiles the program that is to fail
-    key = next(key for key in llm._runner.programs.compiled if key[0] == "decode" and key[1] == 3)
+    compiled = llm._runner.programs.compiled
+    program = next(program for program in compiled if isinstance(program, DecodeRounds) and program.size == 3)
 
     def failing(*args):
         raise jax.errors.JaxRuntimeError(f"{reason}: 3 bytes more\nand a lot of detail")
 
-    monkeypatch.setitem(llm._runner.programs.compiled, key, failing)
+    monkeypatch.setitem(compiled, program, failing)
     reason = "RESOURCE_EXHAUSTED"
     lower = r"lower max_slots \(3\), max_len \(96\), kv_pages \(6\) or memory_fraction: RESOURCE_EXHAUSTED: 3 bytes more$"
     with pytest.raises(MemoryError, match=lower):
@@ -491,7 +493,7 @@ def test_a_call_that_fails_costs_neither_the_llm_nor_open_streams(llm, expected,
     monkeypatch.undo()
     assert tokens(generate(llm, [0, 1])) == expected[:2]
     assert begun + sum((c.token_ids for c in stream), []) == expected[0]  # it is computed again up to where it was
-    assert llm._runner.free_slots == 3
+    assert llm.free_slots == 3
     assert tokens(generate(llm)) == expected
 
 
@@ -588,7 +590,7 @@ def test_an_item_that_is_not_valid_is_named_and_costs_only_its_iterator(llm, exp
     with pytest.raises(TypeError, match="params of prompt 0 are of type dict"):
         llm.check("x", {})
     llm.check(*good)
-    assert llm._runner.free_slots == 3
+    assert llm.free_slots == 3
 
     def failing():
         yield from [good] * 4
@@ -599,9 +601,9 @@ def test_an_item_that_is_not_valid_is_named_and_costs_only_its_iterator(llm, exp
     with pytest.raises(ZeroDivisionError):
         for completion in llm.as_completed([good] * 4):
             completion.index / 0
-    assert llm._runner.free_slots == 3
+    assert llm.free_slots == 3
     iterator = llm.as_completed([(PROMPTS[row][0], params(row, max_tokens=row + 1)) for row in (0, 1, 5, 6)])
     next(iterator)
     iterator.close()
-    assert llm._runner.free_slots == 3
+    assert llm.free_slots == 3
     assert tokens(generate(llm, [0])) == [expected[0]]

@@ -198,16 +198,16 @@ def test_compiled_programs_are_kept_where_nobody_chose_a_folder(monkeypatch, tmp
 
     chosen = jax.config.jax_compilation_cache_dir
     try:
-        loading._enable_compilation_cache()
+        loading.enable_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == chosen  # somebody chose: left alone
         monkeypatch.setenv("JAXSPEC_CACHE_DIR", str(tmp_path / "own"))
         jax.config.update("jax_compilation_cache_dir", None)
-        loading._enable_compilation_cache()
+        loading.enable_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
         monkeypatch.delenv("JAXSPEC_CACHE_DIR")
         monkeypatch.setenv("HOME", str(tmp_path))
         jax.config.update("jax_compilation_cache_dir", None)
-        loading._enable_compilation_cache()
+        loading.enable_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / ".cache" / "jaxspec")
     finally:
         jax.config.update("jax_compilation_cache_dir", chosen)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.engine.admission import packed
+from jaxspec.engine.admission import arrays_of
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.intake import Maker
 from jaxspec.engine.params import MAX_N, Defaults, SamplingParams
@@ -97,7 +97,7 @@ def test_the_largest_values_that_are_taken_fit_the_device():
     numbers = {"temperature": 1e30, "top_p": 5e-324, "min_p": 5e-324, "repetition_penalty": 1e4, "logit_bias": {9: 10**400}}
     ids = {"stop_token_ids": [9], "allowed_token_ids": [9], "logprobs": 10, "prompt_logprobs": -1, "n": 2}
     maker = Maker(None, 10, 64, (1,), Defaults())  # pyright: ignore[reportArgumentType]
-    found = packed(maker.requests(0, [3], SamplingParams(**integers, **numbers, **ids), int), 2, 64)
+    found = arrays_of(maker.requests(0, [3], SamplingParams(**integers, **numbers, **ids), int), 2, 64)
     assert (found.filters.top_k.tolist(), found.edits.min_tokens.tolist(), found.limit.tolist()) == ([most] * 2, [most] * 2, [64] * 2)
     assert found.seed.tolist() == [[2**32 - 1, 2**31 - 1], [0, 0]] and (found.temperature == np.float32(1e30)).all()
     assert (found.edits.bias[:, 0] == 100).all() and (found.edits.repetition == 1e4).all()

@@ -14,6 +14,7 @@ from quick import few_programs
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine.params import Defaults
+from jaxspec.engine.programs import DecodeRounds
 from jaxspec.sampling import logprobs as logprobs
 from jaxspec.sampling.logit_edits import MAX_BAD_WORDS, MAX_IDS
 from jaxspec.train.losses import whole_rows
@@ -133,7 +134,7 @@ def test_more_logprobs_and_those_of_the_prompt_take_another_pass(llm, texts, log
         assert_logprobs(completion.prompt_logprobs[1:], prompt[1:], rows[: len(prompt) - 1], 3)
     short = llm.generate([300, 301], params(1, max_tokens=2, logprobs=-1, prompt_logprobs=0))[0]
     assert [len(named) for named in short.logprobs] == [tiny.VOCAB] * 2 and [len(n) for n in short.prompt_logprobs[1:]] == [1]
-    assert llm._runner.free_slots == 4
+    assert llm.free_slots == 4
 
 
 @pytest.mark.parametrize("steps", [1, 5])
@@ -176,7 +177,7 @@ def test_a_stop_string_ends_a_text_inside_a_block_and_across_tokens_and_calls(ll
                 assert "".join(c.text for c in chunks) == found.text and chunks[-1].completion == found
                 assert sum((c.token_ids for c in chunks), []) == found.token_ids
     assert {(True, True), (True, False), (False, True)} <= kinds
-    assert llm._runner.free_slots == 4
+    assert llm.free_slots == 4
 
 
 def test_stop_strings_of_one_request_leave_the_others_alone(llm, texts):
@@ -209,7 +210,8 @@ def test_requests_of_every_kind_share_a_batch_and_keep_their_texts(llm, texts):
     alone = [llm.generate(prompt, p)[0] for prompt, p in zip(PROMPTS, asked, strict=True)]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert together[0].token_ids == texts[0].token_ids and all(together[i].token_ids != texts[i].token_ids for i in (1, 2, 3))
-    assert {key[2].scope for key in llm._runner.programs.compiled if key[0] == "decode"} >= {"plain", "top", "search"}
+    rounds = [program for program in llm._runner.programs.compiled if isinstance(program, DecodeRounds)]
+    assert {program.needs.scope for program in rounds} >= {"plain", "top", "search"}
 
 
 def test_allowed_ids_bad_words_and_biases(llm, texts):

@@ -1,15 +1,17 @@
 """What the host makes the device do next, with a runner that only takes notes."""
 
 import collections
-import types
+import dataclasses
 
 import numpy as np
 import pytest
 
 from jaxspec import decode
+from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.request import Request
-from jaxspec.engine.runner import Runner
+from jaxspec.engine.runner import Call
+from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.turn import AHEAD, BESIDE, Turn
 from jaxspec.sampling.choice import PLAIN
@@ -22,7 +24,7 @@ class Text:
 class Notes:
     """A runner of two slots and pages of 4 tokens. ends: orders of the requests that the next decode call ends. pages: free ones."""
 
-    slots, page_size, num_draft_tokens = 2, 4, 0
+    settings = Settings(num_draft_tokens=0, max_slots=2, max_len=1000, page_size=4)
 
     def __init__(self):
         self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(3), [], 100, False, set()
@@ -30,13 +32,10 @@ class Notes:
 
     @property
     def free_slots(self):
-        return self.slots - len(self.held.running)
+        return self.settings.max_slots - len(self.held.running)
 
     def ready(self):
         pass
-
-    def pages_for(self, rows):
-        return -(-rows // self.page_size)
 
     def admit(self, requests):
         for request in requests:
@@ -49,7 +48,7 @@ class Notes:
     def prefill(self, requests, needs):
         self.calls.append(("prefill", [r.order for r in requests]))
         goal = next((goal for goal in requests[0].goals if goal > requests[0].computed), requests[0].goal)
-        return requests[:1], "prefill", min(requests[0].computed + 8, goal)
+        return Call(requests[:1], "prefill", min(requests[0].computed + 8, goal))
 
     def used(self, requests):
         return min(requests[0].goal - requests[0].computed, 8) / 8
@@ -57,7 +56,7 @@ class Notes:
     def decode(self, requests, steps, until_any=False, needs=PLAIN):
         self.calls.append(("decode", [r.order for r in requests]))
         self.steps = steps
-        return requests, "decode", 0
+        return Call(requests, "decode", 0)
 
     def read(self, calls):
         starved, self.starved = self.starved, False
@@ -147,7 +146,7 @@ def test_a_sequence_waits_until_there_are_pages_for_what_it_knows(turn):
 @pytest.mark.parametrize(("decoding", "computing", "rounds"), [(1, 1, 1), (15, 1, 1), (16, 1, 2), (31, 1, 3), (64, 1, BESIDE), (31, 3, 1)])
 def test_prompts_are_computed_the_sooner_the_more_slots_wait_for_theirs(turn, monkeypatch, decoding, computing, rounds):
     """A round is as long for few sequences as for many. But a long prompt costs many that decode no more than a part of their speed."""
-    monkeypatch.setattr(Notes, "slots", decoding + computing)
+    monkeypatch.setattr(Notes, "settings", dataclasses.replace(Notes.settings, max_slots=decoding + computing))
     monkeypatch.setattr(Notes, "used", lambda *_: 0.0)
     runner, turn = turn(*(request(i) for i in range(decoding)), *(request(*range(90, 120), i) for i in range(computing)))
     runner.held, events = Slots(decoding + computing), []
@@ -215,7 +214,7 @@ def test_who_loses_its_slot_is_told_nothing_of_what_was_computed_there(turn):
     ],
 )
 def test_prompts_are_computed_one_by_one_by_twos_or_many_at_a_time(slots, max_len, buckets):
-    assert Runner.prefill_buckets.fget(types.SimpleNamespace(slots=slots, max_len=max_len)) == buckets
+    assert Buckets(slots, max_len).prefill == buckets
 
 
 def test_who_begins_alike_waits_for_what_is_being_computed(turn):

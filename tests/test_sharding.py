@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from quick import few_programs
-from test_alone import free
+from test_device_lock import free
 
 import jaxspec
 from jaxspec import cli, decode, sharding
-from jaxspec.engine.device_lock import Alone
+from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sharding import kv_heads
@@ -58,10 +58,10 @@ def test_data_shards_take_requests_side_by_side(load, texts, monkeypatch):
     """Each has slots, pages and programs of its own; streams, log-probabilities and calls that take turns work across them. While they
     compute, and while what adds up is tried, others that share devices wait."""
     tables, tried = all_reduce.tables, []
-    monkeypatch.setattr(all_reduce, "tables", lambda devices: tried.append(free(Alone(jax.devices()[3:5]))) or tables(devices))
+    monkeypatch.setattr(all_reduce, "tables", lambda devices: tried.append(free(DeviceLock(jax.devices()[3:5]))) or tables(devices))
     llm = load(mesh=jaxspec.mesh(data=2, tensor=2), max_slots=3)
     assert tried and not any(tried)
-    assert llm.max_slots == 4 and [r.slots for r in llm._shards.runners] == [2, 2]
+    assert llm.max_slots == 4 and [r.settings.max_slots for r in llm._shards.runners] == [2, 2]
     attn = llm.target.layers[0].self_attn
     # The one KV head lies on both devices of a shard, with one of its two query heads each.
     assert (attn.spec.num_kv_heads, attn.spec.group) == (2, 1) and attn.qkv_proj.weight.sharding.spec[0] == "tensor"
@@ -78,7 +78,7 @@ def test_data_shards_take_requests_side_by_side(load, texts, monkeypatch):
     def asked():
         for prompt in PROMPTS:
             yield prompt, GREEDY
-            held.append((free(Alone(jax.devices()[3:5])), free(Alone(jax.devices()[4:6]))))
+            held.append((free(DeviceLock(jax.devices()[3:5])), free(DeviceLock(jax.devices()[4:6]))))
 
     done = {c.prompt_index: c for c in llm.as_completed(asked())}
     assert held == [(False, True)] * 4

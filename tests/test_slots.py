@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.request import Request
-from jaxspec.engine.slots import Kept, Slots, boundary, common
+from jaxspec.engine.slots import KeptSequence, Slots, boundary, common
 
 
 def ids(*numbers):
@@ -51,7 +51,7 @@ def test_slots_are_given_up_in_order():
     assert slots.idle() == 0
     slots.end([2])
     slots.released([0, 1, 2])
-    assert slots.ended == [3] and list(slots.kept) == [1] and isinstance(slots.kept[1], Kept)
+    assert slots.ended == [3] and list(slots.kept) == [1] and isinstance(slots.kept[1], KeptSequence)
     slots.put(0, running[0])
     slots.released([0])  # another sequence is in it
     assert slots.running == running[:1]

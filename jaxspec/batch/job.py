@@ -155,7 +155,7 @@ class Batch:
         if self._params.seed is not None:
             raise ValueError(f"params.seed is {self._params.seed}, which all lines would share; expected None, and a seed for the run")
         settings = {
-            **llm.settings,
+            **llm.text_settings,
             "run_seed": self._seed,
             "shard": f"{self._shard}/{self._shards}",
             "token_ids": token_ids,

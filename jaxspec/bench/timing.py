@@ -30,10 +30,9 @@ from jaxspec import decode, sharding
 from jaxspec.bench import kernel_times, roofline
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, Plan, Workload, plan
-from jaxspec.engine import cuda_graphs as graphs
+from jaxspec.engine import cuda_graphs
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, seed_words
-from jaxspec.engine import cuda_graphs
 from jaxspec.sampling.filters import Filters
 
 

@@ -16,8 +16,8 @@ from jaxspec import released as shapes
 from jaxspec.checks import integer, number
 from jaxspec.decode.accept import Rule, rule_of, synthetic
 from jaxspec.drafters.base import num_draft_tokens_of
+from jaxspec.engine.buckets import PREFILL_ROWS
 from jaxspec.engine.memory import memory_limit
-from jaxspec.engine.runner import PREFILL_ROWS
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.filters import CANDIDATES

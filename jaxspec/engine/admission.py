@@ -1,4 +1,4 @@
-"""What the device is told of requests: one array for each field, a row for each request."""
+"""What the device is told of requests: one array for each field, a row for each request. And the state that takes them in."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from jaxspec.sampling.choice import seed_words
 from jaxspec.sampling.filters import Filters
 from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS, NOBODY, Edits
 
-FILTERS = (("top_k", np.int32, 0), ("top_p", np.float32, 1), ("min_p", np.float32, 0))  # with what changes nothing
+FILTERS = (("top_k", np.int32, 0), ("top_p", np.float32, 1), ("min_p", np.float32, 0))  # the last entry is a value that changes nothing
 
 
-def packed(requests: Sequence[Request], size: int, max_len: int) -> decode.Requests:
-    """Requests as `decode.admit` takes them, with all their known tokens; rows up to `size` are filled with what changes nothing."""
+def init_state(target: Any, drafter: Any, **sizes: Any) -> decode.DecodeState:
+    """An empty state with room for the stop ids of every request. The arguments are those of `decode.init_state`."""
+    return decode.init_state(target, drafter, max_stop_ids=MAX_STOP_IDS, **sizes)
+
+
+def arrays_of(requests: Sequence[Request], size: int, max_len: int) -> decode.Requests:
+    """Requests, with all their known tokens, as `decode.admit` takes them: arrays of `size` rows, where the rows that are left hold
+    values that change nothing. Tokens are [size, max_len]."""
 
     def array(values: Sequence[Any], dtype: Any, *shape: int, fill: Any = 0) -> Any:
         out = np.full((size, *shape), fill, dtype)

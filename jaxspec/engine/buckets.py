@@ -1,13 +1,63 @@
-"""Static sizes of calls: lists of slots are padded to a bucket."""
+"""The static sizes of calls. A program is compiled for a bucket, and the list of slots that it works on is padded to that size."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+BUCKET_RATIO = 8  # between the sizes of decode calls
+PREFILL_ROWS = 512  # rows of the largest prefill call; enough that reading the weights is not what it waits for
+PREFILL_CHUNK = 64  # rows of each sequence in a prefill call of several sequences, or of a short one
+CALL_ROWS = 256  # the cost of a prefill call beside its rows, counted in rows: it reads all weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The sizes of a runner's calls."""
+
+    slots: int  # sequences that run at a time
+    max_len: int  # tokens of the longest sequence
+
+    @property
+    def decode(self) -> list[int]:
+        """Sequences of a decode call: 1, 8, 64, ... and the number of slots."""
+        sizes = [1]
+        while sizes[-1] < self.slots:
+            sizes.append(min(sizes[-1] * BUCKET_RATIO, self.slots))
+        return sizes
+
+    @property
+    def prefill(self) -> list[tuple[int, int]]:
+        """(sequences, rows of each) of a prefill call."""
+        short, long = min(PREFILL_CHUNK, self.max_len), min(PREFILL_ROWS, self.max_len)
+        # Once the long chunk has been through two prompts, a call that they share finishes what is left of them with few idle rows.
+        halves = {(2, long // 2)} if self.slots > 1 and long == PREFILL_ROWS > 2 * short else set()
+        return sorted({(1, short), (1, long), *halves, (min(self.slots, PREFILL_ROWS // PREFILL_CHUNK), short)})
+
+    @property
+    def admit(self) -> list[int]:
+        """Requests that a call puts into slots."""
+        return sorted({1, min(self.slots, BUCKET_RATIO)})
+
+    def best_prefill(self, left: Sequence[int]) -> tuple[int, int]:
+        """The prefill bucket that computes most prompt rows for what it costs. left: the rows that each prompt lacks, in the order in
+        which they are served."""
+        return max(self.prefill, key=lambda bucket: useful_rows(left, *bucket) / (bucket[0] * bucket[1] + CALL_ROWS))
+
+
+def useful_rows(left: Sequence[int], size: int, chunk: int) -> int:
+    """How many rows of a prefill call for `size` sequences of `chunk` rows belong to prompts, of which `left` rows each are missing."""
+    return sum(min(chunk, n) for n in left[:size])
+
+
+def smallest(sizes: Sequence[int], count: int) -> int:
+    """The first size that holds so many. sizes: ascending."""
+    return next(size for size in sizes if size >= count)
+
 
 def padded(values: Sequence[Any], size: int, fill: Any = 0, dtype: Any = np.int32) -> Any:
-    """The values as an array [size], with `fill` in the places that are left."""
+    """The values as an array [size] of this dtype, with `fill` in the places that are left."""
     return np.asarray([*values, *[fill] * (size - len(values))], dtype)

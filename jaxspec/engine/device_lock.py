@@ -1,4 +1,4 @@
-"""One thread at a time computes on devices that wait for each other, and in one LLM."""
+"""A lock for devices that wait for each other: one thread at a time computes there, and in one LLM."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 
 
 class _Lock:
-    """A device's, or somebody's own. last: who held it last."""
+    """The lock of one device, or of an LLM whose devices wait for no others."""
 
     def __init__(self) -> None:
         self.held = threading.RLock()
-        self.last: Callable[[], Alone | None] = lambda: None
+        self.last: Callable[[], DeviceLock | None] = lambda: None  # a weak reference to the DeviceLock that held it last
 
 
-class Alone:
-    """Called, it gives a context in which one thread at a time is; a thread that is in may enter again.
+class DeviceLock:
+    """Calling it gives a context that one thread at a time can enter; a thread that is inside may enter again.
 
-    devices: between which sums travel, if any. In a sum each of them waits for the others, so that two programs must begin in one order
-    on all of them: where two have devices in common, a thread is in the context of one of them.
-
-    settle: waits for threads that go on giving the devices something to do after the context was left; called before others begin.
+    devices: those whose programs exchange sums, if any. In a sum each device waits for the others, so two programs must start in the same
+    order on all of them. That is why two DeviceLocks that have a device in common share its lock.
     """
 
-    _of: dict[Any, _Lock] = {}
+    _of: dict[Any, _Lock] = {}  # the lock of each device
 
     def __init__(self, devices: Iterable[Any] = ()):
-        # All take the locks in one order, so that nobody waits for somebody who waits.
+        # All take the locks in the same order, so that no two of them wait for each other.
         shared = [self._of.setdefault(device, _Lock()) for device in sorted(devices, key=lambda device: device.id)]
-        self._locks, self.settle = shared or [_Lock()], lambda: None
+        self._locks = shared or [_Lock()]
+        # Waits for threads that still give the devices work after the context was left. Called before somebody else enters.
+        self.settle: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:

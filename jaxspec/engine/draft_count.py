@@ -1,12 +1,13 @@
-"""How many tokens to guess: between calls of the loop, one of a few compiled numbers K, by expected tokens a second.
+"""How many tokens to guess: before each call of the loop, the one of a few compiled numbers K with the most expected tokens a second.
 
-A round that guesses K tokens gives 1 + r_1 + ... + r_K of them on average, r_i being the share of rounds that accept draft i and all
-before it, and takes what such a round took at warm-up with as many sequences. r_i is the product of the shares c_1 .. c_i of drafts that
-are accepted where all before them were, which rounds of any K of at least i measure, so that the K in use tells about smaller ones too.
+A round that guesses K tokens gives 1 + r_1 + ... + r_K of them on average, where r_i is the share of rounds that accept draft i and all
+before it. It takes as long as such a round took at warm-up with as many sequences. r_i is the product c_1 ... c_i, where c_i is the share
+of drafts i that are accepted once all drafts before them are. Rounds of any K of at least i measure c_i, so the K in use also tells about
+smaller ones.
 
-Two rules keep the choice awake and calm. What is not seen is forgotten: counts halve every so many rounds, and what is left of them is
-mixed with a few rounds of a good drafter, so that a position that has not been tried for long looks worth a try again. And another K is
-taken only if it promises a margin more. Where acceptance decides the text, as with every rule but "coupled", K stays as it is.
+Two rules let the choice change, but not for little. Old counts fade: they halve every HALF_LIFE rounds, and are mixed with a few rounds of
+a good drafter, so that a position that has not been tried for long looks worth a try again. And another K is taken only if it promises
+MARGIN times the speed. With every rule but "coupled" acceptance decides the text, and K stays as it is.
 """
 
 from __future__ import annotations
@@ -15,35 +16,36 @@ from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-HALF_LIFE = 2000.0  # rounds, each sequence's counted, after which a count is half forgotten
-HOPED, HOPED_ROUNDS = 0.8, 10.0  # what a draft is taken to be accepted by where nothing is known, and how many rounds that weighs
-MARGIN = 1.05
+HALF_LIFE = 2000.0  # rounds, summed over sequences, after which a count is halved
+HOPED, HOPED_ROUNDS = 0.8, 10.0  # the c_i that is assumed where nothing is known, and the number of rounds that it counts for
+MARGIN = 1.05  # how much faster another K must promise to be
 
 
-def choices(num_draft_tokens: int) -> tuple[int, ...]:
-    """The numbers to choose among, where the drafter's own is K: none, half of K and K."""
+def counts_up_to(num_draft_tokens: int) -> tuple[int, ...]:
+    """The numbers of drafts to choose among, ascending, where the drafter's own is K: 0, half of K and K."""
     return tuple(sorted({0, (num_draft_tokens + 1) // 2, num_draft_tokens}))
 
 
 class Adaptive:
-    """Chooses among `choices` for batches of the sizes that `costs` names. costs: seconds of a round by (batch size, K), all of them
-    measured; it never changes, so that what is chosen depends on acceptance alone. Begins with the largest K.
+    """Chooses K among `draft_counts`, for each batch size that `costs` names. It begins with the largest.
 
-    Raises ValueError for a cost that is missing or no positive number.
+    costs: seconds of a round by (batch size, K), with every pair measured. They never change, so that the choice depends on acceptance
+    alone. Raises ValueError for a cost that is missing or no positive number.
     """
 
-    def __init__(self, choices: Iterable[int], costs: Mapping[tuple[int, int], float]):
-        self.choices = tuple(sorted(set(choices)))
+    def __init__(self, draft_counts: Iterable[int], costs: Mapping[tuple[int, int], float]):
+        self.draft_counts = tuple(sorted(set(draft_counts)))
         self.costs = dict(costs)
         self.sizes = tuple(sorted({size for size, _ in costs}))
         for size in self.sizes:
-            for k in self.choices:
+            for k in self.draft_counts:
                 cost = self.costs.get((size, k))
                 if cost is None or not 0 < cost < float("inf"):
                     raise ValueError(f"a round of {size} sequences with {k} drafts costs {cost}; expected a number of seconds above 0")
-        self._tried = np.zeros(self.choices[-1])
-        self._kept = np.zeros(self.choices[-1])
-        self._using = dict.fromkeys(self.sizes, self.choices[-1])
+        # Of each draft position, the rounds that came so far and those that accepted it, both of them gradually forgotten.
+        self._tried = np.zeros(self.draft_counts[-1])
+        self._kept = np.zeros(self.draft_counts[-1])
+        self._using = dict.fromkeys(self.sizes, self.draft_counts[-1])  # K of the last call, by batch size
 
     def see(self, histogram: Iterable[int], num_draft_tokens: int) -> None:
         """Takes in rounds of K drafts: entry i of the histogram counts those that accepted i of them, i = 0 .. K."""
@@ -66,10 +68,10 @@ class Adaptive:
         return (1 + sum(self.rates[:num_draft_tokens])) / self.costs[size, num_draft_tokens]
 
     def choose(self, size: int, among: Collection[int] | None = None) -> int:
-        """K of the next call. size: one of `sizes`. among: those of the choices that may be taken, all by default; if it is none of them
-        that was in use, or there are none, it is the largest choice."""
-        among = self.choices if among is None else among
-        now = self._using[size] if self._using[size] in among else self.choices[-1]
+        """K of the next call. size: one of `sizes`. among: the counts that may be taken, all by default. Where the last call's count is not
+        among them, the largest count stands in for it."""
+        among = self.draft_counts if among is None else among
+        now = self._using[size] if self._using[size] in among else self.draft_counts[-1]
         best = max(among, key=lambda k: self.speed(size, k), default=now)
         if self.speed(size, best) > MARGIN * self.speed(size, now):
             now = best

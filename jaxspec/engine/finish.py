@@ -13,13 +13,13 @@ from jaxspec.engine.stats import RoundStats
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.text import Tokenizer
 
-LEAST_SCORED = 32  # most likely tokens that another pass over a text gives at least
+LEAST_SCORED = 32  # another pass over a text names at least so many of the most likely tokens
 
 Named = list[dict[int, Logprob]]
 
 
 def look(request: Request, tokenizer: Tokenizer) -> tuple[list[int], str]:
-    """Takes in what came since the last time: the new tokens and text. Stop strings end a request here."""
+    """Takes in what came since the last time, and returns the new tokens and their text. A stop string ends the request here."""
     for some in request.scored:
         known = len(request.logprobs)
         request.logprobs += named(request.output[known:], some, request.params.logprobs or 0, tokenizer)
@@ -27,17 +27,17 @@ def look(request: Request, tokenizer: Tokenizer) -> tuple[list[int], str]:
     return request.take()
 
 
-def logprobs_of(
+def final_logprobs(
     request: Request, tokenizer: Tokenizer, vocab_size: int, score: Callable[[Request, int], Logprobs]
 ) -> tuple[Named | None, list[dict[int, Logprob] | None] | None]:
-    """Those of an ended request's output and of its prompt, None where it did not ask, or failed before the loop gave them. score: see
-    `Turn.score`; called where the loop gave none."""
+    """(of its output, of its prompt): the log-probabilities of a request that has ended. None for what it did not ask for, or where it
+    failed first. score: see `Turn.score`; called for those that the loop does not give."""
     params, of_output, of_prompt = request.params, request.logprobs if request.in_loop else None, None
     if request.status == FAILED or not request.rescored:
         return of_output, of_prompt
     asked = None if request.in_loop else params.logprobs
     count, prompt_count = (vocab_size if n == -1 else n or 0 for n in (asked, params.prompt_logprobs))
-    # As many as the next power of two, so that few programs serve all.
+    # The next power of two, so that few programs serve all requests.
     most = max(LEAST_SCORED, 1 << (max(count, prompt_count) - 1).bit_length())
     found = score(request, min(most, vocab_size))
     if asked is not None:
@@ -48,7 +48,7 @@ def logprobs_of(
 
 
 def named(tokens: Sequence[int], found: Logprobs, count: int, tokenizer: Tokenizer) -> Named:
-    """Of each token a dict of itself and the `count` most likely tokens."""
+    """For each token a dict of itself and of the `count` most likely tokens."""
     rows = []
     for token, chosen, rank, top, ids in zip(tokens, found.chosen, found.rank, found.top, found.ids, strict=False):
         row = {token: Logprob(float(chosen), int(rank), tokenizer.token_text(token))}
@@ -65,7 +65,7 @@ def completion_of(
     logprobs: Named | None,
     prompt_logprobs: list[dict[int, Logprob] | None] | None,
 ) -> Completion:
-    """Of a request that has ended and was looked at since."""
+    """The Completion of a request that has ended, and that `look` has seen since."""
     failed, found, output = request.status == FAILED, request.text.found, request.output
     by_id = request.stopped and found is None
     return Completion(
@@ -87,7 +87,7 @@ def completion_of(
 
 
 def _failure(request: Request) -> str:
-    """What failed, and where."""
+    """What failed and where, for `Completion.error`."""
     where = f"step {request.rounds}" if request.output else "the pass over the prompt"
     what = f"the target's logits at position {request.length}, of new token {len(request.output) + 1}, are not finite"
     return f"{what}; it failed in {where}" if not request.edited else f"{what}, or the request allows none; it failed in {where}"

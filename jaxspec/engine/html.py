@@ -11,8 +11,8 @@ import jax
 from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.text import IncrementalDetokenizer, Tokenizer
 
-MAX_TOKENS = 2000  # of an output that are shown; a page with many more becomes slow
-MAX_PROMPT_TOKENS = 100
+MAX_TOKENS = 2000  # tokens of an output that are shown; many more make a page slow
+MAX_PROMPT_TOKENS = 100  # tokens of a prompt that are shown, its last ones
 TINTS = {"draft": "rgba(46,160,67,.30)", "mixed": "rgba(46,160,67,.15)", "target": "rgba(128,128,128,.14)", "prompt": "transparent"}
 TITLES = {"draft": "an accepted draft", "mixed": "partly an accepted draft", "target": "the target's own choice", "prompt": "prompt"}
 LABEL = "border:1px solid;border-radius:3px;padding:0 .2em;font-size:85%;opacity:.75"
@@ -56,17 +56,17 @@ class Loaded(Protocol):
 
 
 class Span(NamedTuple):
-    """Some tokens that make up whole characters. text: theirs; where `special`, the name of one token that has no text. kind: "draft"
-    if all of them were drafts, "target" if none was, else "mixed"; or "prompt"."""
+    """The fewest tokens that make up whole characters."""
 
-    text: str
+    text: str  # theirs; if special, the name of the token
     token_ids: tuple[int, ...]
-    kind: str
-    special: bool = False
+    kind: str  # "draft" if all of them were drafts, "target" if none was, else "mixed"; or "prompt"
+    special: bool = False  # whether it is one token that has no text
 
 
 def spans(tokenizer: Tokenizer, token_ids: Sequence[int], from_draft: Sequence[bool] | None = None) -> Iterator[Span]:
-    """Cuts a sequence into as many spans as its characters allow; the texts that are not special make up `tokenizer.decode` of it.
+    """Cuts a sequence into as many spans as its characters allow. The texts of those that are not special make up what
+    `tokenizer.decode` gives for it.
 
     from_draft: for each token, whether it was an accepted draft; None for a prompt. A character whose bytes are spread over several
     tokens is one span of them all.
@@ -89,7 +89,7 @@ def spans(tokenizer: Tokenizer, token_ids: Sequence[int], from_draft: Sequence[b
         piece = pieces.push([token])
         before = tokenizer.decode([int(token_ids[j]) for j in held]) if held else ""
         if before and token not in tokenizer.byte_ids and piece.startswith(before) and len(piece) > len(before):
-            yield span(before, held)  # bytes that were whole characters, but certain only once another token came
+            yield span(before, held)  # bytes of whole characters, which only the next token showed to be whole
             piece, held = piece[len(before) :], []
         held.append(i)
         if piece:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,13 @@ MAX_STOP_IDS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """Makes requests for one target. eos_token_ids: what ends a sequence by default."""
+    """Makes requests for one target."""
 
     tokenizer: Tokenizer
     vocab_size: int
-    max_len: int
-    eos_token_ids: tuple[int, ...]
-    defaults: Defaults
+    max_len: int  # tokens of the longest sequence
+    eos_token_ids: tuple[int, ...]  # these end a sequence by default
+    defaults: Defaults  # of params that say nothing
 
     def requests(self, index: int, prompt: Any, params: Any, draw_seed: Any) -> list[Request]:
         """The n samples of prompt `index` of a call. draw_seed: gives a seed where params names none.
@@ -75,7 +75,7 @@ class Maker:
             ids = prompt
         else:
             raise TypeError(f"prompt {index} is of type {type(prompt).__name__}, expected a str or a list of token ids")
-        only = set(map(type, ids))  # much faster than to look at each of them
+        only = set(map(type, ids))  # much faster than a test of each
         at = None if only <= {int} else next((at for at, i in enumerate(ids) if not is_id(i)), None)
         if at is not None:
             raise TypeError(f"prompt {index} has {ids[at]!r} at position {at}; expected a token id, an integer")
@@ -111,7 +111,8 @@ class Maker:
                 raise ValueError(f"{name} of prompt {index} is {count}; expected at most {self.vocab_size}, the vocabulary, or -1 for all")
 
     def _bad_words(self, index: int, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word's tokens at the beginning of a text and, where they are as many and begin with another, after a space."""
+        """The tokens of each word, at the beginning of a text and after a space; the latter only if they are as many and begin with
+        another token."""
         found = []
         for word in params.bad_words:
             first, spaced = (tuple(self.tokenizer.encode_word(space + word.lstrip())) for space in ("", " "))
@@ -125,6 +126,34 @@ class Maker:
                 f"prompt {index} has {len(found)} bad words, with a space before and without; expected at most {MAX_BAD_WORDS}"
             )
         return tuple(found)
+
+
+def prompts_of(given: Any) -> list[Any]:
+    """The prompts of a call. A str or a list of token ids is one prompt; anything else holds several of either. Raises TypeError."""
+    ids = isinstance(given, list | tuple | range | np.ndarray) and len(given) > 0 and all(map(is_id, given))
+    if isinstance(given, str) or ids:
+        return [given]
+    if isinstance(given, bytes | Mapping) or hasattr(given, "columns") or not hasattr(given, "__iter__"):
+        raise TypeError(f"prompts are of type {type(given).__name__}, expected a str, a list of token ids, or a list of either")
+    return list(given)
+
+
+def params_of(given: Any, count: int) -> list[Any]:
+    """The params of each of so many prompts: `given` is None, SamplingParams for all of them, or a list. Raises TypeError or ValueError."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"params is {type(given).__name__}, expected SamplingParams, a list of them or None")
+    if len(given) != count:
+        raise ValueError(f"found {len(given)} params for {count} prompts; expected one for each, or one for all")
+    return list(given)
+
+
+def params_or_default(given: Any) -> SamplingParams:
+    """The params of a call that takes one for all prompts. Raises TypeError for anything but SamplingParams or None."""
+    if given is not None and not isinstance(given, SamplingParams):
+        raise TypeError(f"params is {type(given).__name__}, expected SamplingParams or None")
+    return given or SamplingParams()
 
 
 def is_id(value: Any) -> bool:

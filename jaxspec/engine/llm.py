@@ -1,4 +1,4 @@
-"""LLM: what `jaxspec.load` returns. Requests are put into slots as these come free, and turned into text."""
+"""LLM: what `jaxspec.load` returns. It puts requests into slots as these come free, and turns their tokens into text."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxspec.checks import integer
-from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine import draft_count as adaptive_k
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.completion import Chunk, Completion
-from jaxspec.engine.device_lock import Alone
-from jaxspec.engine.finish import completion_of, logprobs_of, look
+from jaxspec.engine.device_lock import DeviceLock
+from jaxspec.engine.draft_count import counts_up_to
+from jaxspec.engine.finish import completion_of, final_logprobs, look
 from jaxspec.engine.html import llm_html
-from jaxspec.engine.intake import Maker, is_id
+from jaxspec.engine.intake import Maker, params_of, params_or_default, prompts_of
 from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request, needs_of
-from jaxspec.engine.runner import PAGE, PREFIX_BYTES, Runner
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.settings import Settings
 from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.engine.turn import Turn
-from jaxspec.engine.warmup import measured
+from jaxspec.engine.warmup import warm_up
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Needs
-from jaxspec.sharding import TENSOR
-from jaxspec.sharding.meshes import DATA, data_shards
+from jaxspec.sharding.placement import ONE_DEVICE, Placement
 from jaxspec.text import Tokenizer
 
-WATCHED_STEPS = 8  # where text is looked at for stop strings between calls
-STREAM_STEPS = 4
+WATCHED_STEPS = 8  # rounds of a call at most while requests have stop strings, which the host looks for between calls
+STREAM_STEPS = 4  # rounds between two chunks of a stream
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -49,16 +48,12 @@ Prompt = str | Sequence[int] | np.ndarray
 class LLM:
     """A target with a drafter, ready to generate.
 
-    Several threads may use one LLM; their calls take turns, with those of other LLMs whose weights are spread over the same devices. A
-    stream holds a slot until it is read to its end or closed, and an iterator
-    of `as_completed` as many as it has use for: calls get by with the others, and raise RuntimeError where there are none.
+    Several threads may use one LLM. Their calls take turns, also with those of other LLMs whose weights are spread over the same devices.
+    A stream holds a slot until it is read to its end or closed, and an iterator of `as_completed` holds as many as it has use for. Other
+    calls use the slots that are left, and raise RuntimeError where there are none.
 
-    target, drafter: weights on their devices. eos_token_ids: what ends a sequence by default. defaults: of requests that say nothing.
-    adaptive: whether `warmup` measures what rounds cost, and calls then choose how many tokens, up to num_draft_tokens, rounds guess;
-    with the rule "coupled" and in one process only. The other settings are those of `jaxspec.load`; page_size and prefix_bytes are as in
-    `Runner`. mesh: where the weights lie, as `sharding.spread` gives them; None for one device. kv_pages are those of a data shard.
-
-    settings: by name, what texts depend on beside requests and, with rules other than "coupled", the drafter.
+    target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
+    defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
     """
 
     def __init__(
@@ -66,57 +61,30 @@ class LLM:
         target: TargetModel,
         drafter: Drafter,
         tokenizer: Tokenizer,
+        settings: Settings,
         *,
-        num_draft_tokens: int,
-        max_slots: int,
-        max_len: int,
         eos_token_ids: Sequence[int] = (),
         defaults: Defaults | None = None,
-        adaptive: bool = False,
-        accept: Rule = COUPLED,
-        attention: str = "auto",
-        draft_attention: str = "auto",
-        kv_dtype: Any = None,
-        kv_pages: int | None = None,
-        page_size: int = PAGE,
-        prefix_bytes: int = PREFIX_BYTES,
-        mesh: jax.sharding.Mesh | None = None,
-        seed: int = 0,
-        progress: bool = True,
+        placement: Placement = ONE_DEVICE,
         name: str = "",
     ):
-        self.tokenizer = tokenizer
-        self.config = target.config
+        self.tokenizer, self.config, self.settings, self.name = tokenizer, target.config, settings, name
+        self.progress = settings.progress
         self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults or Defaults()
-        settings = {
-            "slots": -(-max_slots // (1 if mesh is None else mesh.shape[DATA])),
-            "max_len": max_len,
-            "num_draft_tokens": num_draft_tokens,
-            "accept": accept,
-            "attention": attention,
-            "draft_attention": draft_attention,
-            "kv_dtype": kv_dtype,
-            "kv_pages": kv_pages,
-            "page_size": page_size,
-            "prefix_bytes": prefix_bytes,
-            "progress": progress,
-        }
-        parts = [(target, drafter, None)] if mesh is None else data_shards((target, drafter), mesh)
-        self._totals, self._begun = Stats(), None
-        self._alone = Alone(() if mesh is None or mesh.shape[TENSOR] == 1 else mesh.devices.flat)
-        with self._alone():
-            self._shards = Shards([Runner(target, drafter, mesh=row, clock=self._worked, **settings) for target, drafter, row in parts])
-        self._alone.settle = functools.partial(self._shards.take, None)
+        self._totals = Stats()  # of requests that have ended
+        self._begun: float | None = None  # since when a call has been computing, by `_clock`
+        self._lock = DeviceLock(placement.summing_devices)
+        with self._lock():
+            own = settings.of_shard(placement.shards)
+            self._shards = Shards([Runner(*weights, own, part, clock=self._worked) for weights, part in placement.split((target, drafter))])
+        self._lock.settle = functools.partial(self._shards.take, None)
         self._runner = self._shards.runners[0]
         # Processes that compute together must choose alike, and each measures other times.
-        adaptive = adaptive and num_draft_tokens > 0 and accept.name == "coupled" and jax.process_count() == 1
-        self._choices = adaptive_k.choices(num_draft_tokens) if adaptive else ()
-        self._watch = Watch(drafter, accept)
-        self._seeds = random.Random(seed)
-        self.progress, self.name = progress, name
-        dtype = target.dtype.name
-        kv_dtype = dtype if kv_dtype is None else jnp.dtype(kv_dtype).name
-        self.settings = {"model": name, "max_len": max_len, "dtype": dtype, "kv_dtype": kv_dtype, "accept": accept.name}
+        adaptive = settings.adaptive and settings.num_draft_tokens > 0 and settings.accept.name == "coupled" and jax.process_count() == 1
+        # The numbers of drafts that calls choose among once the LLM is warm; () where they never choose.
+        self.draft_counts = counts_up_to(settings.num_draft_tokens) if adaptive else ()
+        self._watch = Watch(drafter, settings.accept)
+        self._seeds = random.Random(settings.seed)
 
     @property
     def target(self) -> TargetModel:
@@ -128,15 +96,27 @@ class LLM:
 
     @property
     def num_draft_tokens(self) -> int:
-        return self._runner.num_draft_tokens
+        return self.settings.num_draft_tokens
 
     @property
     def max_slots(self) -> int:
-        return sum(runner.slots for runner in self._shards.runners)
+        return sum(runner.settings.max_slots for runner in self._shards.runners)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no call and no stream holds."""
+        return sum(runner.free_slots for runner in self._shards.runners)
 
     @property
     def max_len(self) -> int:
-        return self._runner.max_len
+        return self.settings.max_len
+
+    @property
+    def text_settings(self) -> dict[str, Any]:
+        """By name, what texts depend on beside requests and, with rules other than "coupled", the drafter."""
+        dtype, kv_dtype = self.target.dtype.name, self.settings.kv_dtype
+        kv_name = dtype if kv_dtype is None else jnp.dtype(kv_dtype).name
+        return {"model": self.name, "max_len": self.max_len, "dtype": dtype, "kv_dtype": kv_name, "accept": self.settings.accept.name}
 
     @property
     def stats(self) -> Stats:
@@ -165,66 +145,53 @@ class LLM:
         return llm_html(self, self.name)
 
     def warmup(self, *params: SamplingParams) -> None:
-        """Compiles everything that a run with requests of these params can use, with a progress bar; with none, requests that say
-        nothing. Requests that need more of what SamplingParams offers (filters; penalties and the like; logprobs) compile it when
-        they come.
+        """Compiles everything that a run with requests of these params can use, with a progress bar. Without params: what requests that say
+        nothing use. Requests that need more (filters; penalties and the like; logprobs) compile it when they come.
 
-        Where load was left to choose num_draft_tokens, rounds of fewer drafts and of none are compiled and timed too, and from then on
-        calls guess as many tokens as acceptance and these times make fastest. The tokens are the same."""
+        If `load` was given no num_draft_tokens, this also compiles and times rounds with fewer drafts and with none. From then on calls
+        guess as many tokens as acceptance and these times make fastest. The tokens are the same."""
         needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
-        runners = self._shards.runners
-        total = len(runners) * len(self._runner.programs_for(needs, self._choices))
-        with self._alone(), tqdm(total=total, desc="Compiling", disable=not self.progress) as bar:
+
+        def requests(count: int) -> list[Request]:
+            return self._requests([[0]] * count, SamplingParams(max_tokens=self.max_len, ignore_eos=True, seed=0))
+
+        with self._lock():
             self._shards.take(None)
-            for runner in runners:
-                for line in runner.warmup(needs, self._choices):
-                    bar.set_postfix_str(line)
-                    bar.update()
-            if self._choices and self._runner.adaptive is None:
-                endless = SamplingParams(max_tokens=self.max_len, ignore_eos=True, seed=0)
-                costs = measured(self._runner, self._choices, needs, lambda n: self._requests([[0]] * n, endless))
-                for runner in runners:
-                    runner.adaptive = adaptive_k.Adaptive(self._choices, costs) if costs else None
+            warm_up(self._shards.runners, needs, self.draft_counts, requests, self.progress)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Completes prompts, any number of them, and returns one Completion for each, in order; where params ask for n of a prompt,
-        its n one after the other.
+        """Completes any number of prompts and returns a Completion for each, in order; where params ask for n of a prompt, its n one after
+        the other.
 
         prompts: a str, a list of token ids, or a list of either. params: one for all, or one for each prompt.
         Raises ValueError or TypeError, before anything is computed, for a prompt that is empty, longer than max_len - 1 or has ids
         out of range, and for params that do not fit.
         """
-        one = isinstance(prompts, str) or _is_ids(prompts)
-        if not one and (isinstance(prompts, bytes | Mapping) or hasattr(prompts, "columns") or not hasattr(prompts, "__iter__")):
-            raise TypeError(f"prompts are of type {type(prompts).__name__}, expected a str, a list of token ids, or a list of either")
-        listed = [prompts] if one else list(prompts)
-        return self._generate(self._requests(listed, params))
+        return self._generate(self._requests(prompts_of(prompts), params))
 
     def as_completed(
         self, prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]], params: SamplingParams | None = None
     ) -> Iterator[Completion]:
-        """Completes prompts and yields each Completion as it is ready, in whatever order: its prompt_index says which item it belongs to.
+        """Completes prompts and yields each Completion as soon as it is ready, in any order: its prompt_index says which item it is for.
 
         prompts: any iterable, read as slots come free and never far ahead. An item is a prompt, or a tuple of a prompt and its own
         SamplingParams. params: for the items that bring none.
-        An item that is not valid raises what `generate` raises, with its number, when it is read; `check` tells beforehand. That, an
-        exception in `prompts` or in the consumer, and closing the iterator end all that is unfinished and free the slots.
-        While it computes, and while it waits for `prompts`, other threads' calls wait. Between two completions it stands still and keeps
-        its slots: other calls run, in slots that it has no use for, or raise RuntimeError. So read it to its end or close it.
+        When an item is read that is not valid, this raises what `generate` raises, with the item's number; `check` tells beforehand. Such
+        an item, an exception in `prompts` or in the consumer, or closing the iterator ends all unfinished requests and frees the slots.
+        While it computes, and while it waits for `prompts`, other threads' calls wait. Between two completions it computes nothing but
+        keeps its slots: other calls run in the slots that are left, or raise RuntimeError. So read it to its end or close it.
         """
         if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts is of type {type(prompts).__name__}, expected an iterable of prompts")
-        if params is not None and not isinstance(params, SamplingParams):
-            raise TypeError(f"params is {type(params).__name__}, expected SamplingParams or None")
-        return self._as_completed(self._read(prompts, params or SamplingParams()))
+        return self._as_completed(self._read(prompts, params_or_default(params)))
 
     def _as_completed(self, requests: Iterator[Request]) -> Iterator[Completion]:
         ended: list[Request] = []
         with self._turn(requests) as turn:
             while True:
-                with self._alone(), self._timed():
+                with self._lock(), self._timed():
                     completions = self._advance(turn, ended)
                 if not completions:
                     return
@@ -246,7 +213,7 @@ class LLM:
     def _generate(self, requests: list[Request]) -> list[Completion]:
         done, ended = dict[tuple[int, int], Completion](), list[Request]()
         show = self.progress and len(requests) > 1
-        with self._alone(), self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
+        with self._lock(), self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
             with self._turn(requests) as turn:
                 while some := self._advance(turn, ended):
                     done |= {(c.prompt_index, c.index): c for c in some}
@@ -254,16 +221,15 @@ class LLM:
         return [done[request.prompt_index, request.index] for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, steps: int = STREAM_STEPS) -> Iterator[Chunk]:
-        """Completes one prompt and gives the text as it comes: the first token, then what each `steps` rounds add.
+        """Completes one prompt and yields the text as it comes: the first token, then what each `steps` rounds add.
 
         The tokens are those of `generate`. Closing the iterator frees its slot. Raises what `generate` raises, at once.
         """
         return self._begin(prompt, params, steps)
 
     def _begin(self, prompt: Any, params: Any, steps: int, *, keep: bool = False) -> Iterator[Chunk]:
-        if params is not None and not isinstance(params, SamplingParams):
-            raise TypeError(f"params is {type(params).__name__}, expected SamplingParams or None")
-        if params is not None and params.n > 1:
+        params = params_or_default(params)
+        if params.n > 1:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
         return self._stream(self._requests([prompt], params, keep=keep)[0], integer("steps", steps, 1))
 
@@ -277,9 +243,9 @@ class LLM:
         """Answers a conversation: a Completion; or a list of conversations, or several samples of one: a list of Completions.
 
         messages: dicts with "role" and "content", by the checkpoint's chat template. enable_thinking goes to the template.
-        What was computed of a conversation is kept until its memory is needed: one that goes on from there, or from the end of its
-        last prompt, computes only what is new. Raises what `generate` raises, and ValueError for images and other
-        content that is not text.
+        What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, or from the end of
+        its last prompt, only what is new is computed. Raises what `generate` raises, and ValueError for images and other content that is
+        not text.
         """
         several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
@@ -295,7 +261,7 @@ class LLM:
         enable_thinking: bool = False,
         steps: int = STREAM_STEPS,
     ) -> Iterator[Chunk]:
-        """Answers one conversation and gives the text as it comes, as `stream` does. The rest as in `chat`."""
+        """Answers one conversation and yields the text as it comes, as `stream` does. Arguments and errors as for `chat`."""
         return self._begin(self.chat_prompt(messages, enable_thinking=enable_thinking), params, steps, keep=True)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool = False) -> list[int]:
@@ -304,15 +270,7 @@ class LLM:
 
     def _requests(self, prompts: Sequence[Any], params: Any, *, keep: bool = False) -> list[Request]:
         """Checked requests for a list of prompts."""
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(prompts)
-        else:
-            if not isinstance(params, list | tuple):
-                raise TypeError(f"params is {type(params).__name__}, expected SamplingParams, a list of them or None")
-            each = list(params)
-            if len(each) != len(prompts):
-                raise ValueError(f"found {len(each)} params for {len(prompts)} prompts; expected one for each, or one for all")
-        maker, pairs = self._maker, enumerate(zip(prompts, each, strict=True))
+        maker, pairs = self._maker, enumerate(zip(prompts, params_of(params, len(prompts)), strict=True))
         made = [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, self._draw_seed)]
         return [dataclasses.replace(request, keep=keep) for request in made]
 
@@ -336,7 +294,7 @@ class LLM:
         try:
             yield turn
         finally:
-            with self._alone():
+            with self._lock():
                 turn.close()
 
     def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
@@ -348,8 +306,9 @@ class LLM:
         return going
 
     def _advance(self, turn: Turn | Turns, ended: list[Request]) -> list[Completion]:
-        """Runs a turn until there are completions; nothing is left of it if there are none. ended: requests between two calls of this that
-        have ended and whose completions are still to be made, which is done while the device computes prompts for others."""
+        """Runs a turn until there are completions, and returns them; none once the turn is over. ended: requests that have ended and whose
+        completions are still to be made, carried from one call of this to the next; that work is done while the device computes
+        prompts for others."""
         completions: list[Completion] = []
 
         def complete() -> None:
@@ -366,7 +325,7 @@ class LLM:
                 if request.params.stop:
                     look(request, self.tokenizer)
             ended += turn.end()
-            # Another pass over a text is made of calls, which have no place in the middle of a step.
+            # Another pass over a text makes calls, which it cannot do in the middle of a step.
             if not turn.waiting or any(request.rescored for request in ended):
                 complete()
         return completions
@@ -376,7 +335,7 @@ class LLM:
         try:
             with self._turn([request]) as turn:
                 while True:
-                    with self._alone(), self._timed():
+                    with self._lock(), self._timed():
                         while len(request.output) == known and not request.ended:
                             self._step(turn, steps)
                         new, piece = look(request, self.tokenizer)
@@ -389,16 +348,16 @@ class LLM:
                     yield Chunk(piece, new, logprobs=logprobs)
         finally:
             if request.output and not sys.is_finalizing():
-                with self._alone():
+                with self._lock():
                     if not request.accounted:
                         self._account(request)
 
     def _completion(self, request: Request, turn: Turn | Turns) -> Completion:
-        logprobs = logprobs_of(request, self.tokenizer, self.config.vocab_size, turn.score)
+        logprobs = final_logprobs(request, self.tokenizer, self.config.vocab_size, turn.score)
         return completion_of(request, self.tokenizer, self._account(request), *logprobs)
 
     def _account(self, request: Request) -> RoundStats:
-        """The request's rounds, once they are added to the totals."""
+        """Adds the request's rounds to the totals, and returns them."""
         request.accounted = True
         flags, first = np.asarray(request.from_draft, bool), request.first_token_seconds
         rounds = RoundStats.of(flags, request.drafted, self.num_draft_tokens, first, request.guessed)
@@ -408,7 +367,7 @@ class LLM:
         return rounds
 
     def _clock(self) -> float:
-        """Seconds that stand still while programs are compiled."""
+        """A clock, in seconds, that stands still while programs are compiled."""
         return time.perf_counter() - self._compile_seconds
 
     @property
@@ -427,7 +386,3 @@ class LLM:
         finally:
             self._totals, self._begun = dataclasses.replace(self._totals, seconds=self._worked()), None
 
-
-def _is_ids(prompts: Any) -> bool:
-    """Whether this is one prompt of token ids rather than a list of prompts."""
-    return isinstance(prompts, list | tuple | range | np.ndarray) and len(prompts) > 0 and all(map(is_id, prompts))

@@ -11,41 +11,37 @@ import functools
 import math
 from typing import Any
 
-import jax
-
-from jaxspec import sharding
 from jaxspec.checks import integer
-from jaxspec.engine.runner import PAGE, PREFILL_CHUNK, PREFILL_ROWS, PREFIX_BYTES, Runner
+from jaxspec.engine.admission import init_state
+from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS
+from jaxspec.engine.settings import PAGE, PREFIX_BYTES
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.target import TargetConfig
+from jaxspec.sharding.placement import ONE_DEVICE, Placement
+from jaxspec.trees import bytes_per_device
 
-# Slots that are taken without being asked for: with 4 drafts each, what they verify is about what keeps a GPU's arithmetic as busy as its
-# memory, and more of them gain little.
+# The most slots that are chosen when nobody asks for a number. With 4 drafts each, the rows that they verify keep a GPU's arithmetic about
+# as busy as its memory, and more slots gain little.
 AUTO_SLOTS = 64
-SHARE = 2  # of max_len, one in so many positions is counted on for a slot; where that is too few, sequences give way and are computed again
-# Bytes of temporaries for each logit of a decode call, of [B, K + 1, V]. XLA's programs for an H200 have 4, the float32 itself, where
+SHARE = 2  # pages are planned for sequences of max_len / SHARE; if they grow longer and pages run out, the youngest is preempted
+# Bytes of temporaries for each of the [B, K + 1, V] logits of a decode call. XLA's programs for an H200 take 4, the float32 itself, where
 # nothing is filtered, and 16 to 21 with every filter, penalty and log-probability (31B and 26B-A4B, B = 8 and 64).
 LOGIT = 21
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes on each device.
+    """What each device holds. All but `width` are bytes."""
 
-    target, drafter: weights. fixed: of the state, what all slots share. slot: what a slot takes beside its pages; rings: those of
-    sliding layers, of which it is most. page: one page of 64 positions in all full layers. width: pages of a sequence of max_len.
-    decode: temporaries of a decode call for each slot. prefill: those of a prefill call.
-    """
-
-    target: int
-    drafter: int
-    fixed: int
-    slot: int
-    rings: int
-    page: int
-    width: int
-    decode: int
-    prefill: int
+    target: int  # the target's weights
+    drafter: int  # the drafter's weights
+    fixed: int  # the part of the state that all slots share
+    slot: int  # what each slot takes beside its pages
+    rings: int  # of `slot`, what sliding layers take, which is most of it
+    page: int  # one page of 64 positions in all full layers
+    width: int  # pages of a sequence of max_len
+    decode: int  # temporaries of a decode call, for each slot
+    prefill: int  # temporaries of a prefill call
 
     @property
     def weights(self) -> int:
@@ -68,27 +64,26 @@ def sizes_of(
     num_draft_tokens: int,
     kv_dtype: Any = None,
     kernels: bool = True,
-    mesh: Any = None,
+    placement: Placement = ONE_DEVICE,
 ) -> Sizes:
-    """target, drafter: abstract weights, or real ones. kernels: whether attention runs in kernels, which keep scores to themselves;
-    XLA's attention gathers keys and values of max_len. mesh: a Mesh or an AbstractMesh, over whose "tensor" axis a device's part is
-    counted; slots and pages are then those of one entry of its "data" axis."""
-    if mesh is not None:
-        target, drafter = (sharding.spread(sharding.shard_tree(tree, mesh), mesh) for tree in (target, drafter))
-    init = functools.partial(
-        Runner.init_state, target, drafter, max_len=max_len, num_draft_tokens=num_draft_tokens, kv_dtype=kv_dtype, page_size=PAGE
-    )
+    """What a target and a drafter need of a device, slots and pages being those of one data shard.
+
+    target, drafter: abstract weights, or real ones. kernels: whether attention runs in kernels, which keep their scores to themselves;
+    XLA's attention gathers keys and values of max_len.
+    """
+    target, drafter = (placement.spread(placement.place(tree)) for tree in (target, drafter))
+    sizes = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": kv_dtype, "page_size": PAGE}
+    init = functools.partial(init_state, target, drafter, **sizes)
 
     def shapes(slots: int, pages: int) -> Any:
-        made = functools.partial(init, slots=slots, full_pages=pages)
-        return jax.eval_shape(made) if mesh is None else sharding.Layout.of(mesh, drafter, made).shapes
+        return placement.layout(drafter, functools.partial(init, slots=slots, full_pages=pages)).shapes
 
     def state(slots: int, pages: int) -> int:
-        return sharding.bytes_per_device(shapes(slots, pages))
+        return bytes_per_device(shapes(slots, pages))
 
     def rings(slots: int) -> int:
         layers = zip(shapes(slots, 1).cache.layers, target.config.layers, strict=True)
-        return sharding.bytes_per_device([layer for layer, spec in layers if spec.kind == SLIDING])
+        return bytes_per_device([layer for layer, spec in layers if spec.kind == SLIDING])
 
     one = state(1, 1)
     slot, page = state(2, 1) - one, state(1, 2) - one
@@ -99,8 +94,8 @@ def sizes_of(
         decode += _attention(config, 1, rows, max_len, itemsize)
         prefill += _attention(config, PREFILL_ROWS // PREFILL_CHUNK, PREFILL_CHUNK, max_len, itemsize)
     return Sizes(
-        target=sharding.bytes_per_device(target),
-        drafter=sharding.bytes_per_device(drafter),
+        target=bytes_per_device(target),
+        drafter=bytes_per_device(drafter),
         fixed=one - slot - page,
         slot=slot,
         rings=rings(2) - rings(1),
@@ -129,15 +124,15 @@ def _attention(config: TargetConfig, batch: int, rows: int, max_len: int, itemsi
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How many slots, pages for all of them together, and bytes for snapshots of prompts."""
+class MemoryPlan:
+    """What a data shard makes of its memory."""
 
-    slots: int
-    pages: int
-    prefix_bytes: int
+    slots: int  # sequences that run at a time
+    pages: int  # full-attention pages for all of them together
+    prefix_bytes: int  # bytes for snapshots of prompts
 
 
-def fit(sizes: Sizes, room: int | None, slots: int | None = None, pages: int | None = None, *, default_slots: int = 8) -> Plan:
+def fit(sizes: Sizes, room: int | None, slots: int | None = None, pages: int | None = None, *, default_slots: int = 8) -> MemoryPlan:
     """What to make of so much room. room: bytes of a device that may be taken, None where it does not say, which gives `default_slots`.
 
     slots: what was asked for; None for as many as fit beside the calls' temporaries when sequences are half as long as max_len on
@@ -158,10 +153,10 @@ def fit(sizes: Sizes, room: int | None, slots: int | None = None, pages: int | N
             f"of a device; there is {size(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction "
             "allows more"
         )
-    return Plan(slots, pages, PREFIX_BYTES if left is None else min(PREFIX_BYTES, max(left - pages * sizes.page, 0)))
+    return MemoryPlan(slots, pages, PREFIX_BYTES if left is None else min(PREFIX_BYTES, max(left - pages * sizes.page, 0)))
 
 
-def check(memory_fraction: float, slots: int | None) -> None:
+def check_limits(memory_fraction: float, slots: int | None) -> None:
     """Raises TypeError or ValueError for what `jaxspec.load` does not take."""
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction is {memory_fraction}, expected more than 0 and at most 1")

@@ -16,11 +16,11 @@ from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs
 
 AHEAD = 4  # requests that are read before there is a slot for them
-# Rounds between two calls that compute prompts: at most so many, and as many as the sequences that decode are for each of those that wait
-# for their prompts, in eighths. A round takes about as long for few as for many, so while few decode it is better spent on prompts.
+# While prompts are computed, a step runs one round for every SHARE decoding sequences per unfinished prompt, at least 1 and at most BESIDE.
+# A round takes about as long for few sequences as for many, so while few of them decode, the time is better spent on prompts.
 BESIDE, SHARE = 4, 8
-# The next call that computes prompts waits on the device for the end of a turn's rounds, so that there is no pause while the host takes in
-# what they gave; but only if this share of its rows is of use without the prompts that get a slot then.
+# The next call that computes prompts is queued behind a step's rounds before the host reads their results, so that the device does not
+# pause. But that call cannot include prompts that get a slot afterwards, so it is queued only if this share of its rows is of use.
 ENOUGH = 0.5
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
 
@@ -28,9 +28,9 @@ SEEN = 32  # prompts that are remembered, to find out what later ones have in co
 class Turn:
     """Requests that share the slots until all have ended.
 
-    requests: read as slots come free. needs_of: what calls that work on some requests are compiled for. kinds: one request of each
-    profile, where all are known; else calls are compiled for what has come so far. waiting: read, without a slot. active: in a slot,
-    oldest first.
+    requests: read as slots come free. needs_of: what a call that works on some requests must be compiled for. seen: the last SEEN prompts
+    of earlier turns and of this one. kinds: one request of each profile, if all requests are known; else calls are compiled for the
+    profiles that have come so far.
     """
 
     def __init__(
@@ -43,14 +43,16 @@ class Turn:
     ):
         self._runner, self._requests, self._needs_of, self._seen = runner, requests, needs_of, seen
         self._kinds = dict(kinds or {})
-        self.waiting, self.active = collections.deque[Request](), list[Request]()
-        self._ahead: Call | None = None
+        self.waiting = collections.deque[Request]()  # requests that were read and have no slot
+        self.active = list[Request]()  # requests with a slot, oldest first
+        self._ahead: Call | None = None  # the call that computes prompts for the next step, if it is under way
 
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Fills free slots, then computes some rows of the prompts, if any wait for it, and up to `steps` rounds of the sequences that
-        decode. The next rows of prompts may be under way when it returns; the step after this one reads them. meanwhile: what the host has
-        to do, called while the device computes rows of prompts, if it does. False once nothing is left to do. Raises RuntimeError if
-        others hold all slots."""
+        """Fills free slots, computes some rows of unfinished prompts, and runs up to `steps` rounds of the sequences that decode. The next
+        rows of prompts may be under way when it returns; the next step reads them.
+
+        meanwhile: work for the host, called while the device computes rows of prompts, if there are any. Returns False once nothing is
+        left to do. Raises RuntimeError if other turns hold all slots."""
         runner = self._runner
         runner.ready()
         self._readmit([r for r in self.active if r.slot < 0])
@@ -58,10 +60,10 @@ class Turn:
         if not (self.waiting or self.active):
             return False
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
-            self._preempt(runner.held.running[-1])  # one that had a slot and lost it gets one again
+            self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
         self._admit()
         if not self.active:
-            raise RuntimeError(f"all {runner.slots} slots are held by open streams; close some, or load with more max_slots")
+            raise RuntimeError(f"all {runner.settings.max_slots} slots are held by open streams; close some, or load with more max_slots")
         needs = self._needs_of(list(self._kinds.values()))
         computing, decoding = [r for r in self.active if not r.ready], [r for r in self.active if r.ready]
         call = self._ahead or (runner.prefill(computing, needs) if computing else None)
@@ -81,7 +83,7 @@ class Turn:
         for request in kept:
             request.goals.remove(request.computed)
             runner.snapshot(request)
-        if starved and not any(r.ended for r in self.active):  # those that have ended make room, and are no longer to give way
+        if starved and not any(r.ended for r in self.active):  # the pages of one that has ended come free anyway
             self.make_room()
         return True
 
@@ -105,8 +107,9 @@ class Turn:
         return self._runner.score(request, count, self.make_room)
 
     def make_room(self, reader: Request | None = None) -> None:
-        """Frees pages: those of sequences that have ended or are kept for later prompts, else those of this turn's youngest sequence;
-        of another turn's, where only one is left that makes use of the room, be it a `reader`."""
+        """Frees pages: first those of sequences that have ended, then those that are kept for later prompts and that no running sequence
+        shares, then those of this turn's youngest sequence. If this turn has only one user of the room left, a sequence or the `reader`
+        of `Runner.score`, all kept pages go next, and then those of another turn's youngest sequence."""
         runner = self._runner
         if runner.held.ended:
             runner.flush()
@@ -122,28 +125,29 @@ class Turn:
         self._readmit([r for r in self.active if r is request])
 
     def _readmit(self, lost: list[Request]) -> None:
-        """Puts active requests that have lost their slots at the head of those that wait."""
+        """Puts active requests that have lost their slots at the head of the waiting ones."""
         self._leave(lost)
         self.waiting.extendleft(reversed(lost))
 
     def _leave(self, gone: list[Request]) -> None:
-        """Takes out active requests. They are not told what a call that is under way says of them: it is no longer true."""
+        """Takes out active requests. What a call that is under way reports about them is no longer true, so they are not told of it."""
         self.active = [r for r in self.active if r not in gone]
         if self._ahead is not None:
-            requests, count, report = self._ahead
-            told = [None if r in gone else r for r in requests]
-            self._ahead = (told, count, report) if any(told) else None
+            told = [None if r in gone else r for r in self._ahead.requests]
+            self._ahead = self._ahead._replace(requests=told) if any(told) else None
 
     def _admit(self) -> None:
-        """Gives slots to those that wait, in order, as far as there are pages for what they know. Who begins like a prompt that is being
-        computed for others waits for it."""
+        """Gives slots to waiting requests, in order, as long as there are pages for their tokens. A request waits longer if its prompt
+        begins like one that is being computed and will be kept."""
         runner, fresh, free = self._runner, list[Request](), self._runner.free_slots
+        settings = runner.settings
         promised = sum(self._to_come(r) for r in self.active if not r.ready)
         for request in list(self.waiting) if free else ():
             source, rows = runner.held.find(request.tokens)
             beside = len(self.active) + len(fresh)
-            # One page is to spare for each sequence that may need one soon. A sequence alone finds room.
-            needed = runner.pages_for(request.length + runner.num_draft_tokens) - rows // runner.page_size + promised + beside
+            # One page is left over for each sequence beside it, which may soon need one. A sequence alone always finds room.
+            own = settings.pages_for(request.length + settings.num_draft_tokens) - rows // settings.page_size
+            needed = own + promised + beside
             if len(fresh) >= free or (beside and not self._room(needed, source)):
                 break
             if self._deferred(request, rows, fresh):
@@ -160,10 +164,10 @@ class Turn:
 
     def _to_come(self, request: Request) -> int:
         """Pages that the rest of its prompt will take."""
-        return self._runner.pages_for(request.goal) - self._runner.pages_for(request.computed)
+        return self._runner.settings.pages_for(request.goal) - self._runner.settings.pages_for(request.computed)
 
     def _room(self, needed: int, source: int) -> bool:
-        """Whether there are so many free pages, if need be those of sequences that are kept, but the one in slot `source`."""
+        """Whether there are so many free pages. If need be, kept sequences give up theirs, except the one in slot `source`."""
         runner = self._runner
         while runner.free_pages < needed:
             if runner.held.ended:
@@ -173,19 +177,19 @@ class Turn:
         return True
 
     def _deferred(self, request: Request, rows: int, fresh: list[Request]) -> bool:
-        """Whether a prompt that is on its way through a slot will be kept where it serves this one, and serves it better than any other:
-        for more than `rows`."""
-        ahead = [r for r in [*self.active, *fresh] if r.goals]
-        return any(goal >= rows + self._runner.page_size and common(request.tokens, r.prompt) > goal for r in ahead for goal in r.goals)
+        """Whether a prompt that is being computed will be kept at a row that serves this request, and saves it at least a page more than
+        the `rows` that are kept now."""
+        ahead, least = [r for r in [*self.active, *fresh] if r.goals], rows + self._runner.settings.page_size
+        return any(goal >= least and common(request.tokens, r.prompt) > goal for r in ahead for goal in r.goals)
 
     def _plan(self, request: Request, rows: int) -> None:
-        """Decides where its prompt is kept: where it serves others best, and at its end if the conversation may go on otherwise. rows:
-        of it that are kept already."""
+        """Decides at which rows its prompt is kept: where that saves most work for others, and at its end if the conversation may continue
+        from there. rows: how many of its rows are kept already."""
         if request.output:
             return
-        runner, prompt = self._runner, request.prompt
+        prompt, page_size = request.prompt, self._runner.settings.page_size
         others = [r.prompt for r in self.waiting] + [other for other in self._seen if other is not prompt]
-        goal = boundary(prompt, rows, others, runner.page_size)
+        goal = boundary(prompt, rows, others, page_size)
         goals = {goal, len(prompt) - 1 if request.keep else 0}
-        request.goals[:] = sorted(goal for goal in goals if goal >= rows + runner.page_size)
+        request.goals[:] = sorted(goal for goal in goals if goal >= rows + page_size)
         self._seen.append(prompt)

@@ -1,31 +1,54 @@
-"""What rounds cost: measured once everything is compiled, for the choice of how many tokens rounds guess."""
+"""Warm-up: everything is compiled, and then rounds are timed, for the choice of how many tokens they guess."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from tqdm.auto import tqdm
+
+from jaxspec.engine.draft_count import Adaptive
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling.choice import Needs
 
-# Rounds at warm-up: one takes what TIMED more of them add to a call, by the fastest of CALLS calls, since a call takes time beside its
-# rounds, and most run many. A CUDA graph is recorded in the second run of a loop or of its body.
+# A round's time is what TIMED more rounds add to a call of one round, divided by TIMED: a call takes time beside its rounds. Each call is
+# made CALLS times, and the fastest counts. WARM rounds come first, since a CUDA graph is recorded in the second run of a loop or its body.
 WARM, TIMED, CALLS = 3, 4, 3
 
 
-def measured(
-    runner: Runner, choices: Iterable[int], needs: Needs, requests: Callable[[int], list[Request]]
-) -> dict[tuple[int, int], float] | None:
-    """Seconds of a round for each batch size and number of drafts, from a few rounds of short sequences; None if they find no room.
+def warm_up(
+    runners: Sequence[Runner], needs: Needs, draft_counts: Sequence[int], requests: Callable[[int], list[Request]], progress: bool
+) -> None:
+    """Compiles all programs that requests with these needs use, with a progress bar. Where there are draft counts to choose among, it then
+    times rounds of each, if that is not done yet, and the runners choose from then on.
 
-    Everything is compiled. requests: gives that many, of short prompts, which nothing ends early.
+    runners: of all data shards. requests: makes so many requests, as `measured` takes them.
     """
-    counts, costs = sorted(choices), {}
-    rounds = min(TIMED, ((runner.max_len - 2) // sum(k + 1 for k in counts) - WARM) // CALLS - 2)
-    if rounds < 1 or runner.free_slots < runner.slots:
+    total = len(runners) * len(runners[0].programs_for(needs, draft_counts))
+    with tqdm(total=total, desc="Compiling", disable=not progress) as bar:
+        for runner in runners:
+            for line in runner.warmup(needs, draft_counts):
+                bar.set_postfix_str(line)
+                bar.update()
+        if draft_counts and runners[0].adaptive is None:
+            costs = measured(runners[0], draft_counts, needs, requests)
+            for runner in runners:
+                runner.adaptive = Adaptive(draft_counts, costs) if costs else None
+
+
+def measured(
+    runner: Runner, draft_counts: Iterable[int], needs: Needs, requests: Callable[[int], list[Request]]
+) -> dict[tuple[int, int], float] | None:
+    """Seconds of a round for each (batch size, number of drafts), from a few rounds of short sequences; None if there is no room for them.
+
+    Everything must be compiled. requests: makes so many requests with short prompts, which end at max_len only.
+    """
+    counts, costs, settings = sorted(draft_counts), {}, runner.settings
+    rounds = min(TIMED, ((settings.max_len - 2) // sum(k + 1 for k in counts) - WARM) // CALLS - 2)
+    if rounds < 1 or runner.free_slots < settings.max_slots:
         return None
-    for size in runner.decode_buckets:
+    for size in runner.buckets.decode:
         active = requests(size)
         try:
             runner.admit(active)

@@ -4,6 +4,7 @@ below them."""
 from jaxspec.sharding.kv_heads import spread
 from jaxspec.sharding.layout import Layout
 from jaxspec.sharding.meshes import DATA, TENSOR, abstract_mesh_of, check, data_shards, mesh, mesh_of
+from jaxspec.sharding.placement import OneDevice, OnMesh, Placement, placement_of
 from jaxspec.sharding.specs import WHOLE, shard_tree
 from jaxspec.trees import bytes_per_device, nbytes
 
@@ -12,6 +13,9 @@ __all__ = [
     "TENSOR",
     "WHOLE",
     "Layout",
+    "OnMesh",
+    "OneDevice",
+    "Placement",
     "abstract_mesh_of",
     "bytes_per_device",
     "check",
@@ -19,6 +23,7 @@ __all__ = [
     "mesh",
     "mesh_of",
     "nbytes",
+    "placement_of",
     "shard_tree",
     "spread",
 ]

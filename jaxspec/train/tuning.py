@@ -14,16 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint import hub, safetensors
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter
-from jaxspec.engine import memory as plan
-from jaxspec.engine.memory import memory_limit
+from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
 from jaxspec.model import gemma4
 from jaxspec.model.target import TargetModel
+from jaxspec.sharding.placement import placement_of
 from jaxspec.targets import DTYPES, eos_token_ids, load_target, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
@@ -170,7 +170,7 @@ def _target(folder: Path, dtype: Any, mesh: Mesh | None) -> TargetModel:
     """A target's weights, on all devices of a mesh."""
     config: Any = read_target(folder)[0]
     model = load_target(folder, gemma4.abstract(config, dtype), progress=False)
-    return model if mesh is None else jax.device_put(model, NamedSharding(mesh, PartitionSpec()))
+    return placement_of(mesh).replicate(model)
 
 
 def _texts(data: Files, held_out: Files | None, tokenizer: Tokenizer, length: int, model: TargetModel) -> tuple[Batch, Batch]:
@@ -227,20 +227,13 @@ def _own(
     if len(own.ids) == count:
         return own
     from jaxspec.engine.llm import LLM
+    from jaxspec.engine.settings import Settings
 
     config, generation = read_target(folder)
     slots = min(count, _slots(model, how.length, mesh))
-    llm = LLM(
-        model,
-        NoDraft(),
-        tokenizer,
-        num_draft_tokens=0,
-        max_slots=slots,
-        max_len=how.length,
-        eos_token_ids=eos_token_ids(config, generation),
-        attention="auto" if mesh is None else "xla",
-        progress=progress,
-    )
+    attention = "auto" if placement_of(mesh).size == 1 else "xla"  # kernels do not run on arrays that lie on several devices
+    settings = Settings(num_draft_tokens=0, max_slots=slots, max_len=how.length, attention=attention, progress=progress)
+    llm = LLM(model, NoDraft(), tokenizer, settings, eos_token_ids=eos_token_ids(config, generation))
     prompts = beginnings(texts, count, how.seed)
     kept.parent.mkdir(parents=True, exist_ok=True)
     while (at := len(own.ids)) < count:
@@ -265,11 +258,11 @@ def _slots(model: TargetModel, length: int, mesh: Mesh | None) -> int:
     device = jax.local_devices()[0]
     limit = memory_limit(device)
     if limit is None:
-        return plan.AUTO_SLOTS
-    kernels = mesh is None and dialect.obstacle() is None
-    sizes = plan.sizes_of(model, NoDraft(), max_len=length, num_draft_tokens=0, kernels=kernels)
+        return AUTO_SLOTS
+    kernels = placement_of(mesh).size == 1 and dialect.obstacle() is None
+    sizes = sizes_of(model, NoDraft(), max_len=length, num_draft_tokens=0, kernels=kernels)
     room = int(0.9 * limit) - (device.memory_stats() or {}).get("bytes_in_use", 0) + sizes.weights  # which are there already
-    return plan.most_slots(sizes, room, WRITING_SLOTS) or 1
+    return most_slots(sizes, room, WRITING_SLOTS) or 1
 
 
 def scores(held: Batch, loss: Callable[..., Any], batch: int) -> Callable[[Any, Any], dict[str, float]]:

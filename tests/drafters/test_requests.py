@@ -21,10 +21,12 @@ from test_coupling import CONFIG, KINDS, VOCAB
 from jaxspec import SamplingParams
 from jaxspec.decode.accept import rule_of
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine import turn as schedule
+from jaxspec.engine import turn
+from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.slots import Kept, Slots
+from jaxspec.engine.settings import Settings
+from jaxspec.engine.slots import KeptSequence, Slots
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL
 from jaxspec.sampling.choice import Needs
@@ -60,10 +62,9 @@ def target():
 def small(unoptimised):
     """Few programs, quick to compile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "prefill_buckets", [(SLOTS, CHUNK)])
-        patch.setattr(Runner, "decode_buckets", [SLOTS])
-        patch.setattr(Runner, "admit_buckets", [SLOTS])
-        patch.setattr(schedule, "ENOUGH", 0.2)  # a long prompt alone fills a third of a call
+        for name, sizes in {"prefill": [(SLOTS, CHUNK)], "decode": [SLOTS], "admit": [SLOTS]}.items():
+            patch.setattr(Buckets, name, sizes)
+        patch.setattr(turn, "ENOUGH", 0.2)  # a long prompt alone fills a third of a call
         yield
 
 
@@ -77,7 +78,7 @@ def llm_of(kind, **changes):
     if hasattr(drafter, "page_size"):
         drafter = dataclasses.replace(drafter, page_size=PAGE - 3)
     sizes = {"max_slots": SLOTS, "max_len": MAX_LEN, "page_size": PAGE, "num_draft_tokens": 0 if kind is None else K, "progress": False}
-    llm = LLM(target(), jax.tree.map(jnp.asarray, drafter), Words(), eos_token_ids=EOS, **{**sizes, **changes})
+    llm = LLM(target(), jax.tree.map(jnp.asarray, drafter), Words(), Settings(**{**sizes, **changes}), eos_token_ids=EOS)
     llm._needs = lambda requests: NEEDS
     return llm
 
@@ -90,12 +91,12 @@ def check(runner):
     holders = np.bincount(np.asarray(sum(owned, []), int), minlength=len(state.refs))
     assert state.refs.tolist() == holders.tolist()
     free = state.free[: state.free_count].tolist()
-    hidden = len(state.refs) - getattr(runner, "pages", runner.kv_pages)
+    hidden = len(state.refs) - getattr(runner, "pages", runner.settings.kv_pages)
     assert len(set(free)) == len(free) and set(free) <= set(np.flatnonzero(holders == 0))
     assert len(free) == np.sum(holders == 0) - hidden
     for slot, held in enumerate(runner.held._holds):
         assert held is not None or not owned[slot]
-        if isinstance(held, Kept):
+        if isinstance(held, KeptSequence):
             assert state.held[slot] >= (len(held.tokens) - 1) // PAGE
 
 
@@ -105,7 +106,7 @@ def only(llm, pages=None, prefixes=True):
     runner = llm._runner
     runner.programs.state = None
     runner.ready()
-    runner.pages = runner.kv_pages if pages is None else pages
+    runner.pages = runner.settings.kv_pages if pages is None else pages
     shrunk = dataclasses.replace(runner.programs.state.cache, free_count=jnp.asarray(runner.pages, jnp.int32))
     runner.programs.state = dataclasses.replace(runner.programs.state, cache=shrunk)
     runner._free, read = runner.pages, Runner.read
@@ -319,7 +320,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch):
 
 def test_fewer_pages_than_one_sequence_takes_are_refused():
     with pytest.raises(ValueError, match="kv_pages is 8; one sequence of max_len 72 takes 9 pages of 8 tokens: expected at least as many"):
-        LLM(target(), NoDraft(), Words(), num_draft_tokens=0, max_slots=2, max_len=72, page_size=PAGE, kv_pages=8)
+        Settings(num_draft_tokens=0, max_slots=2, max_len=72, page_size=PAGE, kv_pages=8)
 
 
 def test_every_request_gets_what_it_gets_alone():

@@ -16,8 +16,8 @@ from jaxspec import gemma4
 from jaxspec import released as shapes
 from jaxspec.compile_check import cases as compile_cases
 from jaxspec.compile_check.check import GPUS
-from jaxspec.engine import memory as plan
-from jaxspec.engine.runner import PAGE
+from jaxspec.engine import memory
+from jaxspec.engine.settings import PAGE
 from jaxspec.model.config import FULL
 from pallas_kernels import device, dialect
 
@@ -39,11 +39,11 @@ def planned():
         config = shapes.target_config(name)
         target, max_len = gemma4.abstract(config, jnp.bfloat16), config.max_position_embeddings
         drafter = shapes.abstract_drafter("mtp", name, config, jnp.bfloat16)
-        sizes = plan.sizes_of(target, drafter, max_len=max_len, num_draft_tokens=4, kv_dtype=FP8)
+        sizes = memory.sizes_of(target, drafter, max_len=max_len, num_draft_tokens=4, kv_dtype=FP8)
         spec = next(spec for spec in config.layers if spec.kind == FULL)
-        for room in (int(0.9e9 * memory) for memory in MEMORY):
+        for room in (int(0.9e9 * size) for size in MEMORY):
             if sizes.kept(1, sizes.width) + sizes.work(1) <= room:
-                shape = plan.fit(sizes, room).pages, PAGE, spec.num_kv_heads
+                shape = memory.fit(sizes, room).pages, PAGE, spec.num_kv_heads
                 pair = [jax.ShapeDtypeStruct((*shape, dims), FP8) for dims in (spec.key_dims, spec.head_dim)]
                 found.setdefault((spec.num_kv_heads, spec.key_dims, spec.head_dim), []).append(pair)
     return found

@@ -5,23 +5,23 @@ import threading
 import jax
 import pytest
 
-from jaxspec.engine.device_lock import Alone
+from jaxspec.engine.device_lock import DeviceLock
 
 
 @pytest.fixture(autouse=True)
 def unused(monkeypatch):
-    monkeypatch.setattr(Alone, "_of", {})
+    monkeypatch.setattr(DeviceLock, "_of", {})
 
 
-def free(alone):
+def free(lock):
     """Whether another thread would get in at once."""
     found = []
 
     def look():
-        got = [lock.held.acquire(blocking=False) for lock in alone._locks]
-        for lock, ours in zip(alone._locks, got, strict=True):
+        got = [each.held.acquire(blocking=False) for each in lock._locks]
+        for each, ours in zip(lock._locks, got, strict=True):
             if ours:
-                lock.held.release()
+                each.held.release()
         found.append(all(got))
 
     thread = threading.Thread(target=look)
@@ -32,7 +32,8 @@ def free(alone):
 
 def test_those_that_share_a_device_take_turns():
     first, second, third, fourth, *_ = jax.devices()
-    ours, same, other, overlapping = Alone([first, second]), Alone([second, first]), Alone([third, fourth]), Alone([second, third])
+    pairs = ([first, second], [second, first], [third, fourth], [second, third])
+    ours, same, other, overlapping = map(DeviceLock, pairs)
     with ours(), ours():
         assert not free(ours) and not free(same) and not free(overlapping) and free(other)
         with same():  # a thread does not wait for itself
@@ -45,35 +46,35 @@ def test_those_that_share_a_device_take_turns():
 
 
 def test_without_such_devices_each_has_a_lock_of_its_own():
-    one, other = Alone(), Alone()
+    one, other = DeviceLock(), DeviceLock()
     with one():
         assert not free(one) and free(other)
 
 
 def test_who_comes_next_waits_for_what_the_last_one_left_under_way():
     devices, settled = jax.devices(), []
-    one, other, apart = Alone(devices[:2]), Alone(devices[1:3]), Alone(devices[4:6])
-    for name, alone in (("one", one), ("other", other), ("apart", apart)):
-        alone.settle = lambda name=name: settled.append(name)
-    for alone in (one, one, apart, other, other, one):
-        with alone():
+    one, other, apart = DeviceLock(devices[:2]), DeviceLock(devices[1:3]), DeviceLock(devices[4:6])
+    for name, lock in (("one", one), ("other", other), ("apart", apart)):
+        lock.settle = lambda name=name: settled.append(name)
+    for lock in (one, one, apart, other, other, one):
+        with lock():
             pass
     assert settled == ["one", "other"]
-    del alone, one  # and nothing of what is gone is kept
+    del lock, one  # and nothing of what is gone is kept
     with other():
         assert settled == ["one", "other"]
 
 
 def test_threads_that_come_from_either_side_all_get_through():
     devices, rounds = jax.devices(), []
-    each = [Alone(devices[i : i + 3]) for i in range(4)] + [Alone(devices[i : i + 3][::-1]) for i in range(4)]
+    each = [DeviceLock(devices[i : i + 3]) for i in range(4)] + [DeviceLock(devices[i : i + 3][::-1]) for i in range(4)]
 
-    def work(alone):
+    def work(lock):
         for _ in range(50):
-            with alone():
+            with lock():
                 rounds.append(1)
 
-    threads = [threading.Thread(target=work, args=(alone,), daemon=True) for alone in each]
+    threads = [threading.Thread(target=work, args=(lock,), daemon=True) for lock in each]
     for thread in threads:
         thread.start()
     for thread in threads:

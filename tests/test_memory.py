@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxspec import cli, info, loading, sharding
+from jaxspec import cli, info, loading
 from jaxspec import released as shapes
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine import memory as plan
-from jaxspec.engine.runner import Runner
+from jaxspec.engine import memory
+from jaxspec.engine.admission import init_state
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
+from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.trees import nbytes
 
 GIB = 2**30
@@ -34,7 +35,7 @@ def folders(tmp_path_factory):
 def sizes(max_len=4096, num_draft_tokens=4, **settings):
     target = gemma4.abstract(shapes.target_config("31b"), jnp.bfloat16)
     drafter = shapes.abstract_drafter("mtp", "31b", target.config, jnp.bfloat16)
-    return plan.sizes_of(target, drafter, max_len=max_len, num_draft_tokens=num_draft_tokens, **settings)
+    return memory.sizes_of(target, drafter, max_len=max_len, num_draft_tokens=num_draft_tokens, **settings)
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "eagle3", None])
@@ -42,8 +43,8 @@ def test_sizes_add_up_to_what_the_arrays_take(drafter):
     target = gemma4.abstract(shapes.target_config("e2b"), jnp.bfloat16)
     draft = NoDraft() if drafter is None else shapes.abstract_drafter(drafter, "e2b", target.config, jnp.bfloat16)
     count = 0 if drafter is None else 3
-    found = plan.sizes_of(target, draft, max_len=1000, num_draft_tokens=count)
-    init = functools.partial(Runner.init_state, target, draft, slots=5, max_len=1000, num_draft_tokens=count, full_pages=77)
+    found = memory.sizes_of(target, draft, max_len=1000, num_draft_tokens=count)
+    init = functools.partial(init_state, target, draft, slots=5, max_len=1000, num_draft_tokens=count, full_pages=77)
     assert found.kept(5, 77) == nbytes((target, draft)) + nbytes(jax.eval_shape(init))
     assert found.width == 16
 
@@ -67,34 +68,34 @@ def test_sizes_of_the_31b_by_hand():
 def test_as_many_slots_are_chosen_as_fit_at_half_their_length():
     found = sizes(16384)
     for room in (62 * GIB, 80 * GIB, 100 * GIB, 125 * GIB):
-        chosen = plan.fit(found, room)
+        chosen = memory.fit(found, room)
         assert 256 <= chosen.pages <= 256 * chosen.slots
         # An eighth of what pages share with prompts' snapshots, at most 1 GiB, is left to those.
         used = found.kept(chosen.slots, chosen.pages) + found.work(chosen.slots)
         assert used + chosen.prefix_bytes <= room < used + 1.1 * GIB and chosen.prefix_bytes > 0.1 * GIB
         more = chosen.slots + 1
-        assert more > plan.AUTO_SLOTS or found.kept(more, 128 * more) + found.work(more) > room
+        assert more > memory.AUTO_SLOTS or found.kept(more, 128 * more) + found.work(more) > room
     # More than can all grow to max_len.
-    assert plan.fit(found, 125 * GIB).slots == 53 and plan.most_slots(found, 125 * GIB, 64) == 40
-    assert plan.fit(found, 400 * GIB) == plan.Plan(64, 64 * 256, GIB)
-    assert plan.most_slots(found, 50 * GIB, 64) == 0
+    assert memory.fit(found, 125 * GIB).slots == 53 and memory.most_slots(found, 125 * GIB, 64) == 40
+    assert memory.fit(found, 400 * GIB) == memory.MemoryPlan(64, 64 * 256, GIB)
+    assert memory.most_slots(found, 50 * GIB, 64) == 0
 
 
 def test_what_is_asked_for_is_taken_if_it_fits():
     found = sizes()
-    assert plan.fit(found, None) == plan.Plan(8, 512, GIB) and plan.fit(found, None, 100) == plan.Plan(100, 6400, GIB)
-    assert plan.fit(found, 100 * GIB, 20) == plan.Plan(20, 20 * 64, GIB)
-    fewer = plan.fit(found, 80 * GIB, 23)
+    assert memory.fit(found, None) == memory.MemoryPlan(8, 512, GIB) and memory.fit(found, None, 100) == memory.MemoryPlan(100, 6400, GIB)
+    assert memory.fit(found, 100 * GIB, 20) == memory.MemoryPlan(20, 20 * 64, GIB)
+    fewer = memory.fit(found, 80 * GIB, 23)
     assert fewer.slots == 23 and 64 < fewer.pages < 23 * 64
-    assert plan.fit(found, 100 * GIB, 20, 70) == plan.Plan(20, 70, GIB)
-    alone = plan.fit(found, 100 * GIB, pages=64).slots
+    assert memory.fit(found, 100 * GIB, 20, 70) == memory.MemoryPlan(20, 70, GIB)
+    alone = memory.fit(found, 100 * GIB, pages=64).slots
     assert found.kept(alone, 64) + found.work(alone) <= 100 * GIB < found.kept(alone + 1, 64) + found.work(alone + 1)
     with pytest.raises(
         ValueError, match=r"the weights take 58\.05 GiB and 40 slots with 64 pages 33\.\d\d GiB of a device; there is 80\.00 GiB"
     ):
-        plan.fit(found, 80 * GIB, 40)
+        memory.fit(found, 80 * GIB, 40)
     with pytest.raises(ValueError, match=r"and 1 slots with 64 pages .* of a device; there is 0\.00 MiB of it"):
-        plan.fit(found, -5)
+        memory.fit(found, -5)
 
 
 def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
@@ -103,8 +104,8 @@ def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
     assert cli.main(["info", str(folders[0]), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("memory"))
-    found, size = sizes(16384), plan.size
-    chosen = plan.fit(found, int(0.9 * 0.95 * 141e9))
+    found, size = sizes(16384), memory.size
+    chosen = memory.fit(found, int(0.9 * 0.95 * 141e9))
     kept, work = found.kept(chosen.slots, chosen.pages) + found.slot, found.work(chosen.slots)
     assert chosen.prefix_bytes > found.slot
     assert lines[at : at + 8] == [
@@ -140,11 +141,11 @@ def test_plans_that_make_no_sense_are_refused(folders, capsys):
 def test_load_takes_the_slots_and_pages_that_the_device_has_memory_for(tmp_path, monkeypatch):
     target = tiny.tiny_target(tmp_path / "target")
     abstract = gemma4.abstract(Gemma4Config.from_hf(tiny.TARGET), jnp.float32)
-    found = plan.sizes_of(abstract, NoDraft(), max_len=256, num_draft_tokens=0, kernels=False)
+    found = memory.sizes_of(abstract, NoDraft(), max_len=256, num_draft_tokens=0, kernels=False)
     room = found.kept(5, 20) + found.work(5)
-    chosen = plan.fit(found, room)
+    chosen = memory.fit(found, room)
     assert 4 * chosen.slots > chosen.pages > 2 * chosen.slots > 8
-    monkeypatch.setattr(loading, "LLM", lambda *_, max_slots, kv_pages, **__: (max_slots, kv_pages))
+    monkeypatch.setattr(loading, "LLM", lambda *args, **_: (args[3].max_slots, args[3].kv_pages))
     monkeypatch.setattr(loading, "load_target", lambda *_, **__: None)
     settings = {"max_len": 256, "progress": False, "memory_fraction": 0.5}
     monkeypatch.setattr(loading, "memory_limit", lambda device: 2 * room)
@@ -166,7 +167,7 @@ def test_what_lies_where_on_a_mesh_is_shown(folders, capsys):
     assert shown["layers.*.mlp.gate_up_proj.weight"] == ("6.46", "GiB", "60", "P(None, 'tensor', None)")
     assert shown["layers.*.self_attn.q_norm.weight"][2:] == ("60", "replicated")
     replicated = 2 * (60 * (4 * 5376 + 1) + 5376 + 50 * 2 * 256 + 10 * 2 * 512)
-    assert lines[target] == f"target      14.30 GiB a device, {plan.size(replicated)} of it replicated"
+    assert lines[target] == f"target      14.30 GiB a device, {memory.size(replicated)} of it replicated"
     specs = [row[-1] for row in rows]
     assert specs == sorted(specs, key="replicated".__eq__)
 
@@ -174,7 +175,7 @@ def test_what_lies_where_on_a_mesh_is_shown(folders, capsys):
 def test_kv_heads_that_the_mesh_does_not_divide_are_shown_as_repeated(folders):
     lines = list(info.describe_mesh(folders[0], None, "tensor=8"))
     # Full layers have 4 KV heads, each with a key of 512 x 5,376 that is stored once more for each of 10 layers.
-    assert lines[1].endswith(f"; {plan.size(10 * 4 * 512 * 5376 * 2)} more than on one device, for repeated KV heads")
+    assert lines[1].endswith(f"; {memory.size(10 * 4 * 512 * 5376 * 2)} more than on one device, for repeated KV heads")
 
 
 def test_meshes_that_make_no_sense_are_refused(folders, capsys):
@@ -186,8 +187,7 @@ def test_meshes_that_make_no_sense_are_refused(folders, capsys):
 
 
 def test_sizes_of_a_device_of_a_mesh(folders, capsys):
-    mesh = sharding.abstract_mesh_of("data=2,tensor=4")
-    alone, found = sizes(), sizes(mesh=mesh)
+    alone, found = sizes(), sizes(placement=abstract_placement_of("data=2,tensor=4"))
     # 16 and 4 KV heads lie over 4 devices, and so does all of the target but norms; of the drafter's, attention and the embedding.
     assert 4 * found.rings == alone.rings and 4 * (found.page - 8) == alone.page - 8
     assert 0 < 4 * found.target - alone.target < 10 * 2**20
@@ -196,7 +196,7 @@ def test_sizes_of_a_device_of_a_mesh(folders, capsys):
     options = ["--drafter", str(folders[1]), "--plan", "--memory", "80GB", "--mesh", "data=2,tensor=4"]
     assert cli.main(["info", str(folders[0]), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"weights     {plan.size(found.target)} target, {plan.size(found.drafter)} drafter" in lines
+    assert f"weights     {memory.size(found.target)} target, {memory.size(found.drafter)} drafter" in lines
     assert any(
         line.startswith("plan        64 slots, 4096 pages, snapshots of ") and line.endswith(" for each of 2 data shards") for line in lines
     )

@@ -1,0 +1,73 @@
+"""The settings of an LLM, and the numbers that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxspec.decode.accept import COUPLED, Rule
+from jaxspec.decode.round import Round
+from jaxspec.sampling.choice import Needs
+
+PAGE = 64  # positions in a page
+PREFIX_BYTES = 2**30  # bytes for snapshots of prompts, on each device
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How an LLM runs its models.
+
+    Raises ValueError for an acceptance rule that does not fit num_draft_tokens, or for fewer pages than one sequence can need.
+    """
+
+    num_draft_tokens: int  # K, the tokens that a round guesses at most
+    max_slots: int  # sequences that run at a time, over all data shards
+    max_len: int  # tokens of the longest sequence, its prompt counted
+    accept: Rule = COUPLED  # the acceptance rule
+    attention: str = "auto"  # implementation of the target's attention and of the kernels around it
+    draft_attention: str = "auto"  # implementation of the drafter's attention
+    kv_dtype: Any = None  # dtype of the target's cache; None for the dtype of its weights
+    kv_pages: int | None = None  # full-attention pages that all sequences of a data shard share; None for as many as they can fill
+    page_size: int = PAGE  # positions in a page
+    prefix_bytes: int = PREFIX_BYTES  # bytes of a data shard for snapshots of prompts, in slots beside those that run
+    # Whether warm-up measures what rounds cost, so that calls then choose how many tokens a round guesses, up to num_draft_tokens. It
+    # takes effect with the rule "coupled" and in one process only.
+    adaptive: bool = False
+    seed: int = 0  # from which seeds are drawn for requests that name none
+    progress: bool = True  # whether to show progress bars
+
+    def __post_init__(self) -> None:
+        self.accept.check(self.num_draft_tokens)
+        if self.kv_pages is not None:
+            check_pages(self.kv_pages, self.max_len, self.page_size)
+
+    def of_shard(self, shards: int) -> Settings:
+        """The settings of each of so many data shards: its slots, and the pages that they share, as a number."""
+        slots = -(-self.max_slots // shards)
+        return dataclasses.replace(self, max_slots=slots, kv_pages=self.kv_pages or slots * self.pages_for(self.max_len))
+
+    def pages_for(self, rows: int) -> int:
+        """Full-attention pages of a sequence with so many rows, the drafts of its next round among them."""
+        return math.ceil(min(rows, self.max_len) / self.page_size)
+
+    @property
+    def state_sizes(self) -> dict[str, Any]:
+        """The arguments of `admission.init_state` that follow from the settings of a data shard."""
+        sizes = {"max_len": self.max_len, "num_draft_tokens": self.num_draft_tokens, "kv_dtype": self.kv_dtype}
+        return {**sizes, "page_size": self.page_size, "full_pages": self.kv_pages}
+
+    def round(self, needs: Needs, num_draft_tokens: int | None = None) -> Round:
+        """What a call is compiled for whose requests have these needs and whose rounds guess so many tokens, by default the most."""
+        count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        return Round(count, self.accept, needs, self.attention, self.draft_attention)
+
+
+def check_pages(kv_pages: int, max_len: int, page_size: int = PAGE) -> None:
+    """Raises ValueError for fewer pages than one sequence can need."""
+    least = math.ceil(max_len / page_size)
+    if kv_pages < least:
+        raise ValueError(
+            f"kv_pages is {kv_pages}; one sequence of max_len {max_len} takes {least} pages of {page_size} tokens: expected at least as "
+            "many, or a smaller max_len"
+        )
