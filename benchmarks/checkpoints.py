@@ -63,14 +63,14 @@ def _write(folder: Path, name: str, layers: int | None) -> None:
     from jaxspec.checkpoint import hub, layout
     from jaxspec.model import gemma4
     from jaxspec.model.config import Gemma4Config
-    from jaxspec.trees import leaves
+    from jaxspec.trees import leaves_by_path
 
     config = json.loads(json.dumps(released.TARGETS[name]))
     text = config.get("text_config", config)
     if layers:
         shared = max(0, layers - (text["num_hidden_layers"] - (text.get("num_kv_shared_layers") or 0)))
         text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers], "num_kv_shared_layers": shared}
-    leaves = leaves(gemma4.abstract(Gemma4Config.from_hf(config)))
+    leaves = leaves_by_path(gemma4.abstract(Gemma4Config.from_hf(config)))
     sizes = {path: leaf.shape for path, leaf in leaves.items()}
     files: dict[str, dict[str, tuple[int, ...]]] = {}
     for path in leaves:

@@ -1,4 +1,4 @@
-"""Checks of single values, for errors that name the value, what was found and what was expected."""
+"""Checks of single values. Errors name the value, what was found and what was expected."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 import numbers
 from typing import Any
 
-MAX_INTEGER = 2**31 - 1  # the device holds int32
-MAX_NUMBER = 1e30  # the device holds float32, and may multiply by the reciprocal: 0 where that is a denormal
+MAX_INTEGER = 2**31 - 1  # devices hold int32
+MAX_NUMBER = 1e30  # devices hold float32 and may multiply by the reciprocal, which they flush to 0 if it is denormal
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` as an int. Raises TypeError if it is not an integer (a bool is not), ValueError if it is not in low .. high, by default up to
-    the largest int32."""
+    """`value` as an int of low .. high; high is the largest int32 by default.
+
+    Raises TypeError if it is not an integer (a bool is not), ValueError if it is out of range. name: for the error.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected an integer")
     found, most = int(value), MAX_INTEGER if high is None else high
@@ -23,7 +25,10 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def number(name: str, value: Any, low: float, high: float = MAX_NUMBER, *, above: bool = False) -> float:
-    """`value` as a finite float of low .. high, without low itself if `above`. Raises TypeError or ValueError."""
+    """`value` as a finite float of low .. high; low itself is excluded if `above`.
+
+    Raises TypeError if it is not a real number (a bool is not), ValueError if it is out of range. name: for the error.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected a number")
     try:

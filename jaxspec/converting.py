@@ -24,7 +24,7 @@ from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.hub import CONVERTED, INDEX_FILE
 from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
-from jaxspec.trees import leaves
+from jaxspec.trees import leaves_by_path
 
 DRAFTER = "drafter"
 
@@ -94,8 +94,9 @@ def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype) -> None:
             shutil.copyfile(path, folder / path.name)
     config = checkpoint.read_config(source) | {"dtype": dtype.name}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    fused.save(folder / fused.WEIGHTS, leaves(weights), functools.partial(_cut_axes, specs.partitions_of(weights)))
-    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in (folder / fused.WEIGHTS).rglob("*") if path.is_file()}
+    arrays = folder / fused.ARRAYS_FOLDER
+    fused.save(arrays, leaves_by_path(weights), functools.partial(_cut_axes, specs.partitions_of(weights)))
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in arrays.rglob("*") if path.is_file()}
     text = json.dumps({"version": fused.VERSION, "files": dict(sorted(files.items()))}, indent=2)
     (folder / CONVERTED).write_text(text + "\n", encoding="utf-8")
 

@@ -19,7 +19,7 @@ from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import DTYPES, abstract_target, max_len_of, read_target
-from jaxspec.trees import leaves as leaves_of
+from jaxspec.trees import leaves_by_path as leaves_of
 from jaxspec.trees import nbytes
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
@@ -158,7 +158,7 @@ def kv_bytes_per_token(config: TargetConfig, kind: str, itemsize: int) -> int:
 
 
 def _count(tree: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+    return sum(leaf.size for leaf in jax.tree.leaves_by_path(tree))
 
 
 def _embeddings(tree: Any) -> int:

@@ -1,4 +1,4 @@
-"""JSON Lines, as files of people have them: the one reader of a batch's requests and results and of texts to train on."""
+"""JSON Lines as people write them. A batch's requests and results and the texts to train on are all read by this."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def value(line: bytes) -> Any:
-    """The value of one line of a file that is read as bytes, which ends lines at a line feed alone: a string may hold U+2028 or U+0085
-    as it is. A byte order mark before it and a carriage return behind it say nothing.
+    """The value of one line. A byte order mark before it and a carriage return after it are ignored. Raises ValueError for anything but
+    JSON in UTF-8.
 
-    Raises ValueError for anything but JSON in UTF-8.
+    line: of a file that was opened in binary mode. Only a line feed ends a line there: a string may contain U+2028 or U+0085.
     """
     try:
         return json.loads(line.decode("utf-8-sig"))

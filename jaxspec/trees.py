@@ -1,4 +1,4 @@
-"""Trees of arrays: their leaves by path, and their bytes."""
+"""Trees of arrays, or of ShapeDtypeStructs: their leaves by path, and their bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree, over all devices a replica counted once."""
+    """Bytes of all arrays of a tree. An array counts once, however many devices hold a copy."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes that each device holds of a tree of arrays or ShapeDtypeStructs, all of it where they have no sharding."""
+    """Bytes that each device holds of a tree. A leaf without a sharding counts whole."""
 
     def local(x: Any) -> int:
         sharding = getattr(x, "sharding", None)
@@ -23,6 +23,6 @@ def bytes_per_device(tree: Any) -> int:
     return sum(map(local, jax.tree.leaves(tree)))
 
 
-def leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path: fields and indices joined by dots."""
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """A tree's leaves by path, in the tree's order. A path is fields and indices joined by dots."""
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

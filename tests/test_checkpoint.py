@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import checkpoint
-from jaxspec.checkpoint import hub, safetensors
-from jaxspec.checkpoint import onto_devices as placing
+from jaxspec.checkpoint import hub, onto_devices, safetensors
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model import gemma4
 from jaxspec.model.config import AssistantConfig, Gemma4Config
@@ -198,9 +197,9 @@ def test_goes_to_the_sharding_of_the_tree() -> None:
 def test_the_host_holds_one_leaf_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leaf is on its device before the next one is read: at most q, k and v are read in between."""
     events = []
-    read, place = safetensors.Stored.read, placing._place
+    read, place = safetensors.Stored.read, onto_devices.put_on_devices
     monkeypatch.setattr(safetensors.Stored, "read", lambda self: events.append("r") or read(self))
-    monkeypatch.setattr(placing, "_place", lambda *args: events.append("p") or place(*args))
+    monkeypatch.setattr(onto_devices, "put_on_devices", lambda *args: events.append("p") or place(*args))
     plain("E2B")
     assert set("".join(events).split("p")) == {"r", "rr", "rrr", ""}
 
@@ -225,8 +224,8 @@ def test_a_large_tensor_goes_to_its_devices_by_chunks(
     tree = {"small": jax.ShapeDtypeStruct((3,), jnp.float32), "self_attn": {"q_proj": {"weight": leaf}}}
     put(tmp_path, {"small": np.ones(3, np.float32), "self_attn.q_proj.weight": value})
     sizes, read = [], safetensors.Stored.read
-    monkeypatch.setattr(placing, "LARGE", 100)
-    monkeypatch.setattr(placing, "CHUNK", 5 * 96)
+    monkeypatch.setattr(onto_devices, "LARGE_BYTES", 100)
+    monkeypatch.setattr(onto_devices, "COPIED_BYTES", 5 * 96)
     monkeypatch.setattr(safetensors.Stored, "read", lambda self: sizes.append(self.nbytes) or read(self))
     found = checkpoint.load_weights(tmp_path, tree)["self_attn"]["q_proj"]["weight"]
     np.testing.assert_array_equal(np.asarray(found), value.astype(dtype).reshape(leaf.shape))
@@ -240,7 +239,7 @@ def test_a_large_tensor_goes_to_its_devices_by_chunks(
 
 
 def test_integers_of_a_large_tensor_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "LARGE", 10)
+    monkeypatch.setattr(onto_devices, "LARGE_BYTES", 10)
     put(tmp_path, {"ids": np.asarray([0, 7, -1])})
     with pytest.raises(ValueError, match=r"ids of .* has values -1 \.\. 7, which do not fit int32"):
         checkpoint.load_weights(tmp_path, {"ids": jax.ShapeDtypeStruct((3,), jnp.int32)}, progress=False)

@@ -19,13 +19,12 @@ import tiny
 
 import jaxspec
 from jaxspec import checkpoint, cli, converting, drafters, loading, sharding, targets
-from jaxspec.checkpoint import fused
-from jaxspec.checkpoint import onto_devices as placing
+from jaxspec.checkpoint import fused, onto_devices
 from jaxspec.drafters import dflash, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
-from jaxspec.trees import leaves
+from jaxspec.trees import leaves_by_path
 
 INNER = {
     "model_type": "llama",
@@ -100,14 +99,14 @@ def test_nothing_is_left_to_fuse_or_cast(folders):
     """What lies on disk has the shapes and dtypes of the trees that load makes, in OCDBT, for Orbax to read without us."""
     target, _, converted = folders
     stored = fused.describe(converted)
-    assert stored == {path: leaf for path, leaf in leaves(abstract()).items()}
+    assert stored == {path: leaf for path, leaf in leaves_by_path(abstract()).items()}
     draft = drafters.abstract_drafter(converted / "drafter", Gemma4Config.from_hf(tiny.TARGET), jnp.bfloat16)
-    assert fused.describe(converted / "drafter") == leaves(draft)
+    assert fused.describe(converted / "drafter") == leaves_by_path(draft)
     assert (converted / "weights" / "manifest.ocdbt").is_file()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         args = ocp.args.PyTreeRestore(restore_args={path: ocp.RestoreArgs(restore_type=np.ndarray) for path in stored})
         found = checkpointer.restore(converted / "weights", args=args)
-    wanted = leaves(loading.load_target(target, abstract(), progress=False))
+    wanted = leaves_by_path(loading.load_target(target, abstract(), progress=False))
     for path in wanted:
         np.testing.assert_array_equal(found[path], np.asarray(wanted[path]), err_msg=path)
     assert checkpoint.read_config(converted) == {**checkpoint.read_config(target), "dtype": "bfloat16"}
@@ -182,9 +181,9 @@ def test_large_arrays_are_read_by_rows(folders, tmp_path, monkeypatch, capsys):
     put, start, read = jax.device_put, fused._read, list[int]()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_put", lambda x, *to: put(np.array(x) if isinstance(x, np.ndarray) else x, *to))
-    monkeypatch.setattr(placing, "LARGE", 60_000)
-    monkeypatch.setattr(placing, "CHUNK", 20_000)
-    monkeypatch.setattr(fused, "CHUNK", 10_000)
+    monkeypatch.setattr(onto_devices, "LARGE_BYTES", 60_000)
+    monkeypatch.setattr(onto_devices, "COPIED_BYTES", 20_000)
+    monkeypatch.setattr(fused, "STORED_CHUNK_BYTES", 10_000)
     monkeypatch.setattr(fused, "_read", lambda *args: (read.append(value.nbytes) or value for value in start(*args)))
     target = folders[0]
     converted = jaxspec.convert(target, tmp_path / "out", mesh=sharding.mesh(tensor=4), progress=False)

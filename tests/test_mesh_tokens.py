@@ -14,7 +14,7 @@ from lowering import for_cuda
 
 from jaxspec import decode, sharding
 from jaxspec import released as shapes
-from jaxspec.collectives import Shard, whole, without
+from jaxspec.collectives import Shard, full_logits, suppress
 from jaxspec.decode import accept
 from jaxspec.drafters import draft_model
 from jaxspec.model import gemma4
@@ -167,8 +167,8 @@ def test_candidates_suppressed_tokens_and_logits_of_a_shard():
     out = shown(
         lambda x, tied: (
             top_candidates(x, 20, shard),
-            whole(without(x, (0, 17, 63), shard), shard),
-            whole(x[..., :3], shard),
+            full_logits(suppress(x, (0, 17, 63), shard), shard),
+            full_logits(x[..., :3], shard),
             shard.best(jnp.where(shard.first == 16, jnp.nan, x[0, 0, :2]), shard.first + jnp.arange(2, dtype=jnp.int32)),
         ),
         logits(),

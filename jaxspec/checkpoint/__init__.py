@@ -1,4 +1,4 @@
-"""Checkpoints: from files to arrays and back. It knows no class of models, and may import `collectives`, `trees` and `checks`."""
+"""Checkpoints: files to arrays and back. The package knows no model class. It may import `collectives`, `trees` and `checks`."""
 
 from jaxspec.checkpoint.hub import read_config, read_generation_config, resolve
 from jaxspec.checkpoint.load import load_weights, read_headers

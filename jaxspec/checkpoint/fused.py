@@ -1,5 +1,5 @@
-"""The files of a converted checkpoint: our own leaves, fused and in their dtype, as an Orbax checkpoint (OCDBT) of a flat dict from our
-paths to arrays, with a file that names the format's version and the sizes of all files.
+"""The format of a converted checkpoint: an Orbax checkpoint (OCDBT) of a flat dict from our paths to our arrays, which are fused and in
+the dtype of the conversion. jaxspec.json holds the format's version and the size of every file.
 """
 
 from __future__ import annotations
@@ -17,37 +17,40 @@ import numpy as np
 from jaxspec.checkpoint.hub import CONVERTED, read_json
 from jaxspec.checkpoint.layout import raise_misfits
 from jaxspec.checkpoint.onto_devices import Pieces
-from jaxspec.trees import leaves as leaves_of
+from jaxspec.trees import leaves_by_path
 
 VERSION = 2
-WEIGHTS = "weights"
-CHUNK = 1 << 24  # bytes, few enough that several threads read an array
+ARRAYS_FOLDER = "weights"
+STORED_CHUNK_BYTES = 1 << 24  # small enough for several threads to read one array
 GB = 10**9
 
 
 def save(folder: Path, leaves: Mapping[str, jax.Array], cut_axes: Callable[[str, tuple[int, ...]], tuple[int, ...]]) -> None:
-    """Writes an Orbax checkpoint of arrays by path. cut_axes: of a path and a shape, the axes that are to be one long in a chunk."""
+    """Writes arrays, by path, as an Orbax checkpoint.
+
+    cut_axes: takes a path and a shape and returns the axes along which a chunk has length 1.
+    """
     import orbax.checkpoint as ocp  # here, because it takes a while to import
 
-    # Compressing random bits takes longer than reading them. An array must fit whole in what is copied to the host at a time.
+    # No compression: for weights it takes longer than it saves. The limit on what is copied to the host must admit the largest array.
     room = max(leaf.nbytes for leaf in leaves.values()) // GB + 1
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False, save_device_host_concurrent_gb=room)
-    settings = {path: ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=cut_axes(path, leaf.shape)) for path, leaf in leaves.items()}
+    settings = {
+        path: ocp.SaveArgs(chunk_byte_size=STORED_CHUNK_BYTES, shard_axes=cut_axes(path, leaf.shape)) for path, leaf in leaves.items()
+    }
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(leaves), save_args=settings))
 
 
-
-
 def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
-    """The weights of a converted folder in the shapes, dtypes and shardings of a tree of ShapeDtypeStructs.
+    """Reads a converted folder into the shapes, dtypes and shardings of a tree of ShapeDtypeStructs. progress: show a bar, by bytes.
 
-    Raises ValueError for another version, for files that are missing or cut short, for weights that do not fit the tree, all of them
-    listed, and for weights that cannot be read.
+    Raises ValueError for another version, a missing or truncated file, an array that cannot be read, and weights that do not fit the
+    tree; the error lists all of those.
     """
     from tqdm.auto import tqdm
 
-    arrays, leaves = _open(folder), leaves_of(abstract)
+    arrays, leaves = _open(folder), leaves_by_path(abstract)
     stored = _shapes(arrays)
     problems = []
     for path, leaf in leaves.items():
@@ -66,16 +69,16 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     sources = [arrays[path].astype(leaves[path].dtype)[tuple(slice(*cut) for cut in box)].translate_to[0] for path, box in pieces]
     total = sum(map(_nbytes, sources))
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
-        for (path, box), value in zip(pieces, _read(folder / WEIGHTS, sources), strict=True):
+        for (path, box), value in zip(pieces, _read(folder / ARRAYS_FOLDER, sources), strict=True):
             filled[path].put(box, value)
             bar.update(value.nbytes)
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaf.array() for leaf in filled.values()])
 
 
 def _read(folder: Path, sources: Sequence[Any]) -> Iterator[np.ndarray]:
-    """What each TensorStore holds, valid until the next is taken, which is read meanwhile.
+    """Yields the contents of each TensorStore and reads the next one meanwhile. A value is valid until the next is taken.
 
-    On a CPU each has memory of its own, for JAX to take as the array's; elsewhere two buffers serve all.
+    On a CPU each value has its own memory, which JAX keeps as the array. Elsewhere all values share two buffers.
     """
     import tensorstore as ts
 
@@ -103,7 +106,7 @@ def _nbytes(source: Any) -> int:
 
 
 def describe(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of each leaf in a converted folder, by path. Raises ValueError as `restore` does."""
+    """The shape and dtype of each array in a converted folder, by path. Raises ValueError as `restore` does."""
     return _shapes(_open(folder))
 
 
@@ -112,9 +115,9 @@ def _shapes(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _open(folder: Path) -> dict[str, Any]:
-    """A TensorStore of each array in a converted folder, by path. Raises ValueError as `restore` does.
+    """A TensorStore for each array in a converted folder, by path. Raises ValueError as `restore` does.
 
-    Orbax itself would read no less than all that a device holds at a time, and copy it once more: it maps no files.
+    We do not read through Orbax: it reads everything that a device will hold at once, and copies it once more since it maps no files.
     """
     import tensorstore as ts
 
@@ -129,7 +132,7 @@ def _open(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{folder / name}: found {found}, expected the {size} bytes of {file.name}: convert the checkpoint again")
 
     context = ts.Context({"file_io_mode": {"mode": "memmap"}})
-    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder / WEIGHTS}/"}}
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder / ARRAYS_FOLDER}/"}}
     try:
         keys = [key.decode() for key in ts.KvStore.open(store, context=context).result().list().result()]
         paths = [path for path, _, name in (key.rpartition("/") for key in keys) if name == ".zarray"]
@@ -137,7 +140,7 @@ def _open(folder: Path) -> dict[str, Any]:
         opened = [ts.open(spec, context=context, read=True) for spec in specs]
         return {path: array.result() for path, array in zip(paths, opened, strict=True)}
     except Exception as error:
-        raise _unreadable(folder / WEIGHTS, error) from error
+        raise _unreadable(folder / ARRAYS_FOLDER, error) from error
 
 
 def _unreadable(folder: Path, error: Exception) -> ValueError:

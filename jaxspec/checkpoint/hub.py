@@ -8,18 +8,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]  # the last to be refused, not overlooked
+# mask_embedding.pt is a pickle: we download it so that loading refuses it, where it would otherwise be missed silently.
+DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]
 CONFIGS = ["config.json", "generation_config.json"]
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-CONVERTED = "jaxspec.json"  # what tells a folder that `jaxspec convert` wrote
+CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 def resolve(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """The folder of a checkpoint: a bundled name such as "pocket", a local folder, or a hub id, which is downloaded. weights: whether all
-    of it is, or its configs alone.
+    """The folder of a checkpoint.
 
-    Raises FileNotFoundError if it is none of them or cannot be downloaded, ValueError for a single file.
+    name: a bundled name such as "pocket", a local folder, or a hub id (owner/name), which is downloaded. weights: False downloads the
+    configs alone. Raises FileNotFoundError if the name is none of these or cannot be downloaded, ValueError for a single file.
     """
     text = os.fspath(name)
     found = bundled()
@@ -46,25 +47,25 @@ def resolve(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
 
 
 def bundled() -> dict[str, Path]:
-    """Bundled names: pocket/target is "pocket", any other folder with a config.json is "pocket-" and its name."""
+    """The bundled checkpoints, by name: pocket/target is "pocket", and pocket/X is "pocket-X" if it has a config.json."""
     root = Path(__file__).parent.parent / "pocket"
     folders = (path.parent for path in root.glob("*/config.json"))
     return {"pocket": root / "target"} | {f"pocket-{path.name}": path for path in folders if path.name != "target"}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises FileNotFoundError or ValueError."""
+    """A checkpoint's config.json. Raises FileNotFoundError if there is none, ValueError if it is no JSON object."""
     return read_json(Path(folder) / "config.json")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json of a checkpoint, or {} where there is none."""
+    """A checkpoint's generation_config.json, or {} if there is none. Raises ValueError if it is no JSON object."""
     path = Path(folder) / "generation_config.json"
     return read_json(path) if path.exists() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises FileNotFoundError or ValueError."""
+    """The object in a JSON file. Raises FileNotFoundError if there is no such file, ValueError if it is no JSON object."""
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} has no {path.name}")
     try:
@@ -77,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_pickle(name: str) -> str:
-    """What an error says of a file that is a pickle."""
+    """The error message for a file that is a pickle. name: the file's."""
     convert = f"save_file(torch.load('{name}', weights_only=True), '{WEIGHTS_FILE}', {{'format': 'pt'}})"
     return (
         f"{name} is a pickle, which can run code when it is read; expected safetensors. To convert it, where you trust it: "

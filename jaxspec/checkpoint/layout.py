@@ -1,5 +1,7 @@
-"""How a checkpoint's tensors make up the leaves of our trees. The path of a field is its Hugging Face key; here are the few fused
-matrices that are several tensors, or another shape, in a file."""
+"""How a checkpoint's tensors make up the leaves of our trees.
+
+A leaf's path is its Hugging Face key. The exceptions stand here: fused leaves, which a file holds as several tensors or in another shape.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ MAX_LISTED = 20  # misfits in an error
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One tensor of a file and its place in a leaf: leaf[index] has the tensor's elements in the tensor's order."""
+    """One tensor of a file and its place in a leaf."""
 
     key: str
-    shape: tuple[int, ...]
-    index: tuple[Any, ...] = ()
+    shape: tuple[int, ...]  # in the file
+    index: tuple[Any, ...] = ()  # leaf[index] has the tensor's elements, in the tensor's order
 
 
 # (path of a leaf, shapes of all leaves of its tree by path) -> the ways in which a checkpoint may hold the leaf: see `layouts`.
@@ -36,9 +38,9 @@ def renamed(choices: list[list[Part]], old: str, new: str) -> list[list[Part]]:
 
 
 def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
-    """The ways in which a checkpoint may hold the leaf at `path`; the first is the one that is written.
+    """The ways in which a checkpoint may hold the leaf at `path`. We write the first.
 
-    shapes: of all leaves of the tree, by path. Keys come without the checkpoint's prefix.
+    shapes: the shape of every leaf of the tree, by path. The keys of the returned parts lack the checkpoint's prefix.
     """
     shape = shapes[path]
     stem, _, name = path.rpartition("self_attn.")
@@ -72,8 +74,11 @@ def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]
 
 
 def dead_keys(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Keys beside the leaf at `path` that nothing reads: original releases keep K and V weights of a target's layers that share KV. An
-    assistant with K and V of its own would be another kind of model."""
+    """Keys that a file may hold beside the leaf at `path` although nothing reads them: K and V weights of a target's layers that share
+    KV, which the original releases contain. shapes: as in `layouts`.
+
+    An assistant has none of these: with K and V of its own it would be another kind of model.
+    """
     if not (path.startswith("layers.") and path.endswith("self_attn.qkv_proj.weight")):
         return []
     stem = path.removesuffix("qkv_proj.weight")
@@ -82,7 +87,7 @@ def dead_keys(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def raise_misfits(folder: Path, problems: Sequence[str]) -> None:
-    """Raises ValueError with all that does not fit, if anything does not."""
+    """Raises ValueError that lists the problems, the first 20 of them, if there are any."""
     if problems:
         more = f"\n  ... and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
         listed = "".join(f"\n  {line}" for line in problems[:MAX_LISTED])

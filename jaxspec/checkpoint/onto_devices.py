@@ -1,4 +1,4 @@
-"""Leaves of a tree of weights, from tensors in files to their devices: whole by way of host memory, or a chunk at a time."""
+"""From tensors in files to arrays on devices: a small leaf goes through host memory whole, a large one in chunks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ import numpy as np
 from jaxspec.checkpoint.layout import Part
 from jaxspec.checkpoint.safetensors import Stored
 
-Box = tuple[tuple[int, int], ...]  # a part of an array: along each axis its start, and where it stops
+Box = tuple[tuple[int, int], ...]  # a rectangular part of an array: start and stop along each axis
 
-CHUNK = 1 << 26
-LARGE = 1 << 28  # bytes above which a tensor is not held whole
+LARGE_BYTES = 1 << 28  # the host never holds a larger tensor whole
+COPIED_BYTES = 1 << 26  # how much of a large one it holds at a time
 
 
 def placed(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Callable[[int], Any]) -> jax.Array:
-    """The leaf, a ShapeDtypeStruct, on its devices in its dtype. parts: the tensors that make it up. update: is told of bytes read."""
-    if len(parts) == 1 and parts[0][1].nbytes > LARGE:
+    """A leaf's array on its devices.
+
+    leaf: a ShapeDtypeStruct. parts: the tensors that make it up. update: called with the number of bytes of each read. Raises
+    ValueError for a file that ends early and for integers that the leaf's dtype cannot hold.
+    """
+    if len(parts) == 1 and parts[0][1].nbytes > LARGE_BYTES:
         return _stream(leaf, *parts[0], update)
-    return _place(_assemble(leaf, parts, update), leaf)
+    return put_on_devices(_assemble(leaf, parts, update), leaf)
 
 
 def _read(leaf: Any, part: Part, tensor: Stored) -> np.ndarray:
-    """A tensor whose values the leaf's dtype can hold."""
+    """A tensor's values. Raises ValueError if the leaf's dtype cannot hold them."""
     value = tensor.read()
     if value.dtype.kind == "i" and value.size and not 0 <= value.min() <= value.max() <= np.iinfo(leaf.dtype).max:
         raise ValueError(f"{part.key} of {tensor.file} has values {value.min()} .. {value.max()}, which do not fit {leaf.dtype}")
@@ -36,7 +40,7 @@ def _read(leaf: Any, part: Part, tensor: Stored) -> np.ndarray:
 
 
 def _assemble(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Callable[[int], Any]) -> np.ndarray:
-    """A leaf in host memory, in its dtype."""
+    """A leaf's values in host memory, in its dtype."""
     out = None if len(parts) == 1 else np.empty(leaf.shape, leaf.dtype)
     for part, tensor in parts:
         value = _read(leaf, part, tensor)
@@ -49,37 +53,41 @@ def _assemble(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Callable[
     return out
 
 
-def _place(value: np.ndarray, leaf: Any) -> jax.Array:
-    """The leaf on its devices. Waits, so that the host's copy can go before the next is made."""
+def put_on_devices(value: np.ndarray, leaf: Any) -> jax.Array:
+    """Copies a leaf's values to its devices, and waits, so that the host frees its copy before it makes the next."""
     if leaf.sharding is None:
         return jax.block_until_ready(jax.device_put(value))
-    # Each process fills its own devices: device_put would first compare the whole array among all processes.
+    # Each process fills its own devices. device_put would first compare the whole array between all processes.
     return jax.block_until_ready(jax.make_array_from_callback(value.shape, leaf.sharding, value.__getitem__))
 
 
 class Pieces:
-    """A leaf on its devices, filled a piece at a time, so that the host never holds a large one whole."""
+    """A leaf's array on its devices, filled piece by piece, so that the host never holds a large leaf whole."""
 
     def __init__(self, leaf: Any):
+        """leaf: a ShapeDtypeStruct; without a sharding its array lies on the default device."""
         self.leaf = leaf
-        # A CPU writes rows of 16-bit floats by going through the whole array, rows of integers in place.
+        # The dtype to write in: to write rows of 16-bit floats a CPU copies the whole array, but it writes integers in place.
         self.bits = np.dtype(np.uint16) if leaf.dtype.itemsize == 2 and jax.default_backend() == "cpu" else leaf.dtype
         indices: Any = {None: ()} if leaf.sharding is None else leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        self.held: dict[Any, Box] = {}
+        self.held: dict[Any, Box] = {}  # the part that each device holds
         for device, index in indices.items():
             cuts = (*index, *[slice(None)] * (len(leaf.shape) - len(index)))
             self.held[device] = tuple(cut.indices(size)[:2] for cut, size in zip(cuts, leaf.shape, strict=True))
-        self.arrays: dict[Any, jax.Array] = {}
+        self.arrays: dict[Any, jax.Array] = {}  # what has been written, in `bits`
 
     def needed(self) -> list[Box]:
-        """What its devices hold, each part once, and parts above LARGE bytes by rows."""
+        """The pieces to write: each part that some device holds once, in rows if it is larger than LARGE_BYTES."""
         boxes = list(dict.fromkeys(self.held.values()))
-        if jax.default_backend() == "cpu":  # where the host's copy is the array
+        if jax.default_backend() == "cpu":  # there the host's copy becomes the array
             return boxes
         return [piece for box in boxes for piece in split(box, self.leaf.dtype.itemsize)]
 
     def put(self, box: Box, value: np.ndarray) -> None:
-        """Writes a piece of the leaf where it is held: all that a device holds, or rows of that. Waits, so that the host's copy can go."""
+        """Writes a piece of the leaf to the devices that hold it, and waits, so that the host can free its copy.
+
+        box: all that a device holds, or rows of that. value: what lies in it.
+        """
         value = value.astype(self.leaf.dtype, copy=False)
         for device, held in self.held.items():
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, held, strict=True))
@@ -95,7 +103,7 @@ class Pieces:
         jax.block_until_ready(list(self.arrays.values()))
 
     def array(self) -> jax.Array:
-        """The leaf, once all of it is there; the object is of no use after that."""
+        """The leaf's array. Call it once, after every piece has been put."""
         arrays = [self._array(device) for device in self.held]
         if self.leaf.sharding is None:
             return arrays[0]
@@ -103,34 +111,37 @@ class Pieces:
 
     def _array(self, device: Any) -> jax.Array:
         held = self.arrays.pop(device)
-        # By way of NumPy a CPU takes an array under another dtype as it lies there, where XLA would make a second one.
+        # Through NumPy, because a CPU then keeps the same memory under another dtype. XLA would make a second array.
         return held if held.dtype == self.leaf.dtype else jax.device_put(np.asarray(held).view(self.leaf.dtype), device)
 
 
 def sizes(box: Box) -> tuple[int, ...]:
-    """The shape of what lies in a box."""
+    """The shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def split(box: Box, itemsize: int) -> list[Box]:
-    """A box as it is, or above LARGE bytes as rows of its first axis, CHUNK bytes or one row at a time."""
+    """[box], or if it is larger than LARGE_BYTES, boxes of rows of its first axis, each of at most COPIED_BYTES or one row.
+
+    itemsize: bytes of an element. All boxes have the same number of rows, so the last may overlap the one before.
+    """
     nbytes = math.prod(sizes(box)) * itemsize
-    if nbytes <= LARGE:
+    if nbytes <= LARGE_BYTES:
         return [box]
     (first, last), *others = box
-    rows = min(last - first, max(1, CHUNK * (last - first) // nbytes))
-    # The last rows are as many as the others, so that one program writes them all.
+    rows = min(last - first, max(1, COPIED_BYTES * (last - first) // nbytes))
+    # One size, so that one program writes them all.
     starts = (min(start, last - rows) for start in range(first, last, rows))
     return [((start, start + rows), *others) for start in starts]
 
 
 def _stream(leaf: Any, part: Part, tensor: Stored, update: Callable[[int], Any]) -> jax.Array:
-    """A leaf that is one tensor, on its devices, by way of a chunk in host memory at a time."""
+    """The array of a leaf that is one tensor, copied through host memory chunk by chunk."""
     out, row, done = Pieces(leaf), tensor.nbytes // leaf.shape[0], 0
     for rows in sorted({held[0] for held in out.held.values()}):
         for box in split((rows, *((0, size) for size in leaf.shape[1:])), tensor.nbytes // math.prod(leaf.shape)):
             start, stop = box[0]
-            out.put(box, _read(leaf, part, tensor.part(leaf.shape, start, stop)))
+            out.put(box, _read(leaf, part, tensor.rows(leaf.shape, start, stop)))
             update((stop - max(start, done)) * row)
             done = stop
     return out.array()

@@ -1,4 +1,4 @@
-"""safetensors files: what they hold, without reading it, and their tensors, whole or in part."""
+"""safetensors files: their headers, and their tensors, whole or in rows."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from jaxspec.checkpoint.layout import raise_misfits
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 INTEGERS = {"I64": np.int64, "I32": np.int32}
-DTYPES = {name: np.dtype(kind) for name, kind in (FLOATS | INTEGERS).items()}
-COMPARED = 1 << 20  # bytes of two tensors at a time
+NUMPY_DTYPES = {name: np.dtype(kind) for name, kind in (FLOATS | INTEGERS).items()}
+COMPARED_BYTES = 1 << 20  # how much of two tensors is compared at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: dtype as safetensors names it, and where its bytes are."""
+    """A tensor in a file, unread."""
 
     file: Path
-    dtype: str
+    dtype: str  # safetensors' name, such as "BF16"
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # bytes, from the start of the file
     nbytes: int
 
     def describe(self) -> str:
+        """Dtype and shape, for errors."""
         return f"{self.dtype} {list(self.shape)}"
 
     def read(self) -> np.ndarray:
-        """The whole tensor, in host memory of its own."""
+        """The tensor, in host memory of its own. Raises ValueError if the file ends early."""
         data = np.empty(self.nbytes, np.uint8)
         with open(self.file, "rb", buffering=0) as file:
             file.seek(self.offset)
@@ -45,18 +46,18 @@ class Stored:
                 if not count:
                     raise ValueError(f"{self.file} ended while it was read: found {done} bytes of a tensor of {self.nbytes}")
                 done += count
-        return data.view(DTYPES[self.dtype]).reshape(self.shape)
+        return data.view(NUMPY_DTYPES[self.dtype]).reshape(self.shape)
 
-    def part(self, shape: tuple[int, ...], start: int, stop: int) -> Stored:
-        """The tensor as one of this shape, of as many elements: rows start .. stop - 1 of its first axis."""
+    def rows(self, shape: tuple[int, ...], start: int, stop: int) -> Stored:
+        """Rows start .. stop - 1 of the tensor reshaped to `shape`."""
         row = self.nbytes // shape[0]
         return dataclasses.replace(self, shape=(stop - start, *shape[1:]), offset=self.offset + start * row, nbytes=(stop - start) * row)
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """What a safetensors file holds, without reading its tensors.
+    """The tensors of a safetensors file, by key, unread.
 
-    Raises FileNotFoundError if it is missing, ValueError if it is truncated or no safetensors file.
+    Raises FileNotFoundError if the file is missing, ValueError if it is truncated or not safetensors.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file.parent} has no {file.name}")
@@ -82,18 +83,18 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def _nbytes(entry: Mapping[str, Any]) -> int:
-    """The size of a tensor in a header, which must agree with its shape where the dtype is one we read."""
+    """The size of a tensor by its header entry. Raises ValueError if it contradicts the shape, for a dtype that we read."""
     start, end = entry["data_offsets"]
-    dtype = DTYPES.get(entry["dtype"])
+    dtype = NUMPY_DTYPES.get(entry["dtype"])
     if not 0 <= start <= end or (dtype is not None and math.prod(entry["shape"]) * dtype.itemsize != end - start):
         raise ValueError(f"data_offsets {start}, {end} do not fit {entry['dtype']} {entry['shape']}")
     return end - start
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint: model.safetensors, or the files that model.safetensors.index.json names.
+    """Every tensor of a checkpoint, by key, unread: those of model.safetensors, or of the files that model.safetensors.index.json names.
 
-    Raises FileNotFoundError, or ValueError for a broken index, a file outside the folder, or weights that need pickle.
+    Raises FileNotFoundError if a file is missing, ValueError for a broken index, a file outside the folder, or weights in a pickle.
     """
     folder = Path(folder)
     if (folder / WEIGHTS_FILE).exists():
@@ -113,10 +114,8 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     return {key: headers[name][key] for key, name in index.items()}
 
 
-
-
 def _inside(folder: Path, name: str) -> Path:
-    """folder / name, if that is a file of this folder. A hub's cache links its snapshots to its own blobs, and that is inside too."""
+    """folder / name. Raises ValueError if that lies outside the folder; the hub's cache may link to its own blobs."""
     path, roots = folder / name, [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         roots.append(folder.resolve().parents[1] / "blobs")
@@ -125,13 +124,12 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-
-
 def same_bytes(a: Stored, b: Stored) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes. Reads both."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     with open(a.file, "rb") as left, open(b.file, "rb") as right:
         left.seek(a.offset)
         right.seek(b.offset)
-        counts = (min(COMPARED, a.nbytes - at) for at in range(0, a.nbytes, COMPARED))
+        counts = (min(COMPARED_BYTES, a.nbytes - at) for at in range(0, a.nbytes, COMPARED_BYTES))
         return all(left.read(count) == right.read(count) for count in counts)

@@ -11,21 +11,21 @@ import numpy as np
 
 from jaxspec.checkpoint.hub import WEIGHTS_FILE
 from jaxspec.checkpoint.layout import layouts_of
-from jaxspec.trees import leaves as leaves_of
+from jaxspec.trees import leaves_by_path
 
 
 def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: str = "", dtype: Any = None) -> None:
-    """Writes config.json and model.safetensors in Hugging Face's layout: one file, made in host memory.
+    """Writes config.json and one model.safetensors in Hugging Face's layout. The host holds all of it at once.
 
-    tree: of arrays; where it has a member `layouts`, that says how a file holds them: see `layout.layouts_of`. prefix: put before our
-    paths, such as "model." for a text-only target. dtype: of float weights, by default their own; integers are written as int64, as
-    released checkpoints have them.
+    tree: of arrays; where it has a member `layouts`, that says how a file holds them: see `layout.layouts_of`. prefix: stands before our
+    paths, such as "model." for a text-only target. dtype: what float weights are cast to; None keeps theirs. Integers are written as
+    int64, as in released checkpoints.
     """
     from safetensors.numpy import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    leaves = leaves_of(tree)
+    leaves = leaves_by_path(tree)
     shapes, layouts = {path: tuple(leaf.shape) for path, leaf in leaves.items()}, layouts_of(tree)
     tensors = {}
     for path, leaf in leaves.items():
@@ -34,7 +34,7 @@ def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: 
         for part in layouts(path, shapes)[0]:
             tensors[prefix + part.key] = np.ascontiguousarray(value[part.index].reshape(part.shape))
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-    # Under another name first, so that a run that is killed leaves no half file that looks whole.
+    # Under another name first: a run that is killed must not leave a truncated file under this one.
     unfinished = folder / f".{WEIGHTS_FILE}.unfinished"
     save_file(tensors, unfinished, metadata={"format": "pt"})
     unfinished.replace(folder / WEIGHTS_FILE)

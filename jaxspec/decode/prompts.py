@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxspec.collectives import whole
+from jaxspec.collectives import full_logits
 from jaxspec.decode.round import NO_DRAFTS, Round
 from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
 from jaxspec.decode.state import DecodeState
@@ -80,4 +80,4 @@ def score(
     out, cache = target(Rows(ids[:, :-1], rows.computed, todo, slots), state.cache, attention=attention)
     assert cache is not None
     state = dataclasses.replace(state, cache=cache, computed=state.computed.at[slots].add(todo, mode="drop"))
-    return state, logprobs_of(whole(target.unembed(out.hidden), target.shard), ids[:, 1:], count)
+    return state, logprobs_of(full_logits(target.unembed(out.hidden), target.shard), ids[:, 1:], count)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.collectives import Shard, part, whole, without
+from jaxspec.collectives import Shard, full_logits, suppress
 from jaxspec.decode.round import Round
 from jaxspec.decode.state import (
     FAILED,
@@ -47,11 +47,11 @@ class SlotRows:
     def edited(self, logits: jax.Array, needs: Needs, drafts: Drafts | None = None) -> jax.Array:
         """The logits that tokens are chosen by. logits: [B, K + 1, V], the target's after the known tokens and after each draft."""
         if needs.suppress_tokens:
-            logits = without(logits, needs.suppress_tokens, self.sampling.shard)
+            logits = suppress(logits, needs.suppress_tokens, self.sampling.shard)
         if self.sampling.tables is None:
             return logits
         none = jnp.zeros((logits.shape[0], 0), jnp.int32)
-        return self.sampling.tables.verified(whole(logits, self.sampling.shard), none if drafts is None else drafts.tokens)
+        return self.sampling.tables.verified(full_logits(logits, self.sampling.shard), none if drafts is None else drafts.tokens)
 
 
 def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: TargetModel) -> SlotRows:
@@ -119,7 +119,7 @@ def target_choices(
         return Choices(tokens, sound_choices(most, None, hidden), None, None)
     raw = target.unembed(hidden)
     logits = rows.edited(raw, round.needs, drafts)
-    sound = sound_choices(jnp.max(logits, axis=-1), part(logits, None, shard))
+    sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, shard))
     tokens = choose(logits, positions, dataclasses.replace(rows.sampling, tables=None)) if chosen else None
     return Choices(tokens, sound, logits, raw)
 
@@ -169,7 +169,7 @@ def append_tokens(
         ring = jax.tree.map(
             lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % kept.shape[1]].set(new, mode="drop"),
             state.logprobs,
-            logprobs_of(whole(choices.raw, rows.sampling.shard), tokens, MAX_LOGPROBS),
+            logprobs_of(full_logits(choices.raw, rows.sampling.shard), tokens, MAX_LOGPROBS),
         )
         state = dataclasses.replace(state, logprobs=ring)
     return dataclasses.replace(

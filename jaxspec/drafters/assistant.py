@@ -20,7 +20,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec import checkpoint
-from jaxspec.collectives import without
+from jaxspec.collectives import suppress
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, gemma_text_config, narrow, pick
@@ -129,7 +129,7 @@ class Gemma4MTP:
         if self.masked_embedding is None:
             logits = softcap(Linear(self.model.embed_tokens.weight)(out, dtype=jnp.float32), self.config.text.final_logit_softcapping)
             if self.suppress_tokens:
-                logits = without(logits, self.suppress_tokens, self.model.embed_tokens.shard)
+                logits = suppress(logits, self.suppress_tokens, self.model.embed_tokens.shard)
             return logits, None
         rows = out.reshape(-1, out.shape[-1])
         logits, ids = centroid_head.candidates(rows, *self._centroid_head, **self._centroid_settings, implementation=implementation)

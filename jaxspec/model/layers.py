@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.collectives import Shard, gathered, own, summed
+from jaxspec.collectives import Shard, gathered, local_ids, summed
 from pallas_kernels.all_reduce import Unsummed, serves
 from pallas_kernels.linear import MOST_ROWS, gated, linear, partials
 from pallas_kernels.qkv.reference import rms_norm, rotate
@@ -88,7 +88,7 @@ class Embedding:
         if self.axis is None:
             return jnp.take(self.weight, ids, axis=0, mode="clip")
         size = self.weight.shape[0]
-        at = own(jnp.clip(ids, 0, size * jax.lax.axis_size(self.axis) - 1), size, self.axis, size)
+        at = local_ids(jnp.clip(ids, 0, size * jax.lax.axis_size(self.axis) - 1), size, self.axis, size)
         return summed(jnp.take(self.weight, at, axis=0, mode="fill", fill_value=0), self.axis, self.mail)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 from flax import struct
 
-from jaxspec.collectives import own, summed
+from jaxspec.collectives import local_ids, summed
 from jaxspec.model.layers import Linear, Weight, last_axis, rms, times
 from pallas_kernels import moe
 
@@ -47,6 +47,6 @@ class Experts:
             size = self.gate_up_proj.shape[0]
             first = size * jax.lax.axis_index(self.axis)
             groups = groups and moe.Groups(*(jax.lax.dynamic_slice_in_dim(of_each, first, size) for of_each in groups))
-            ids = own(ids, size, self.axis, size)
+            ids = local_ids(ids, size, self.axis, size)
         out = moe.experts(x, self.gate_up_proj, self.down_proj, weights, ids, groups, implementation=implementation)
         return summed(out, self.axis, self.mail)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.collectives import Shard, part, whole
+from jaxspec.collectives import Shard, full_logits, shard_of
 from jaxspec.sampling.filters import Filters, filtered
 from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
@@ -72,7 +72,7 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     values the first candidate wins.
     """
     logits, ids = allowed(logits, sampling, ids)
-    shard = part(logits, ids, sampling.shard)
+    shard = shard_of(logits, ids, sampling.shard)
     first = jnp.int32(0) if shard is None else shard.first
     candidates = first + jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
     temperature = sampling.temperature[:, None, None]
@@ -114,10 +114,10 @@ def choose_by_head(
 def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """The logits that `choose` chooses by, with -inf for what may not be chosen, and the candidates that they belong to."""
     if sampling.tables is not None:
-        logits = logits if ids is not None else whole(logits, sampling.shard)
+        logits = logits if ids is not None else full_logits(logits, sampling.shard)
         logits = sampling.tables.applied(logits, ids)
     if sampling.filters is not None:
-        logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters, part(logits, ids, sampling.shard))
+        logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters, shard_of(logits, ids, sampling.shard))
     return logits, ids
 
 
@@ -125,7 +125,7 @@ def probabilities(logits: jax.Array, sampling: Sampling, ids: jax.Array | None =
     """The distribution that `choose` draws from: [B, T, C] float32, of the whole vocabulary or of candidates, and the candidates' token
     ids or None. A greedy row has a 1. A row without a largest logit that is finite, from which nothing can be drawn, is all 0."""
     logits, ids = allowed(logits, sampling, ids)
-    logits = logits if ids is not None else whole(logits, sampling.shard)
+    logits = logits if ids is not None else full_logits(logits, sampling.shard)
     temperature = sampling.temperature[:, None, None]
     some = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
     best = jnp.argmax(logits, axis=-1)[..., None]
