@@ -286,7 +286,7 @@ def _compiled(chunks: Any) -> Iterator[Any]:
 def _batch(args: argparse.Namespace) -> int:
     import jax
 
-    from jaxspec.batch.job import Batch
+    from jaxspec.batch.job import BatchJob
     from jaxspec.batch.results import ChangedInput
 
     seed, args.seed = args.seed or 0, None  # of the run, of which each line has its own
@@ -297,7 +297,7 @@ def _batch(args: argparse.Namespace) -> int:
             if together and (mesh is None or mesh.size < jax.device_count()):
                 found = jax.device_count()
                 raise ValueError(f"the processes have {found} devices; expected --mesh over all of them, or --shard without --process")
-            job = stack.enter_context(Batch(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
+            job = stack.enter_context(BatchJob(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
             llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
             job.begin(llm, params, seed=seed, token_ids=args.token_ids, enable_thinking=args.thinking)
         try:
@@ -393,17 +393,17 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    from jaxspec.bench import timing as bench
+    from jaxspec.bench import report, timing, workload
 
     given = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
     with _door():
         if "mesh" in given:
             given["mesh"] = _mesh(args)
-        plan = bench.plan(**given)
+        plan = workload.plan_bench(**given)
         if "json" in args:  # before minutes of measuring
             open(args.json, "a").close()
-    report = bench.measure(plan, progress=sys.stderr.isatty())
-    print("\n".join(bench.lines(report)))
+    found = timing.measure_plan(plan, progress=sys.stderr.isatty())
+    print("\n".join(report.report_lines(found)))
     if "json" in args:
         with _door():
-            bench.write_json(report, args.json)
+            report.write_json(found, args.json)

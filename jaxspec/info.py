@@ -158,7 +158,7 @@ def kv_bytes_per_token(config: TargetConfig, kind: str, itemsize: int) -> int:
 
 
 def _count(tree: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves_by_path(tree))
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def _embeddings(tree: Any) -> int:

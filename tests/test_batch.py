@@ -18,8 +18,8 @@ import tiny
 
 import jaxspec
 from jaxspec import cli
-from jaxspec.batch import job as batch
-from jaxspec.batch import results
+from jaxspec.batch import job, results
+from jaxspec.batch.lines import derived_seed
 from jaxspec.engine import runner
 from jaxspec.engine.params import SamplingParams
 from jaxspec.engine.stats import RoundStats
@@ -110,14 +110,14 @@ def requests(tmp_path):
 @pytest.fixture
 def whole(requests, tmp_path):
     """The results of a run that nothing interrupted."""
-    result = batch.run_batch(FakeLLM(), requests, tmp_path / "whole.jsonl")
+    result = job.run_batch(FakeLLM(), requests, tmp_path / "whole.jsonl")
     assert (result.written, result.kept, result.failed, result.bad) == (21, 0, 0, 0)
     return sorted_lines(tmp_path / "whole.jsonl")
 
 
 def test_a_result_says_what_it_is_of_and_what_it_took(requests, tmp_path):
     out = tmp_path / "out.jsonl"
-    batch.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=3, token_ids=True)
+    job.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=3, token_ids=True)
     found = {(r["id"], r.get("index")): r for r in read_lines(out)}
     assert len(found) == 21
     first = found["r1", None]
@@ -139,7 +139,7 @@ def test_a_result_says_what_it_is_of_and_what_it_took(requests, tmp_path):
     seeds = {r["seed"] for r in found.values()}
     assert len(seeds) == 21
     # Seeds follow the run's.
-    batch.run_batch(FakeLLM(), requests, tmp_path / "other.jsonl", seed=4)
+    job.run_batch(FakeLLM(), requests, tmp_path / "other.jsonl", seed=4)
     assert len(seeds & {r["seed"] for r in read_lines(tmp_path / "other.jsonl")}) == 3
 
 
@@ -152,23 +152,23 @@ def test_an_interrupted_run_goes_on_where_it_was(torn, requests, whole, tmp_path
     for dies in (0, 7, 6):
         llm = FakeLLM(dies)
         with pytest.raises(KeyboardInterrupt):
-            batch.run_batch(llm, requests, out)
+            job.run_batch(llm, requests, out)
         assert len(llm.served) == dies and len(read_lines(out)) == done + dies
         done, left = done + dies, left - dies
         with open(out, "ab") as file:
             file.write(torn)
     llm = FakeLLM()
-    result = batch.run_batch(llm, requests, out)
+    result = job.run_batch(llm, requests, out)
     assert sorted_lines(out) == whole
     assert (result.written, result.kept, len(llm.served)) == (left, done, left)
-    assert batch.run_batch(FakeLLM(dies=0), requests, out).written == 0
+    assert job.run_batch(FakeLLM(dies=0), requests, out).written == 0
 
 
 def test_shards_share_the_lines_and_their_results_are_those_of_one_run(requests, whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        batch.run_batch(FakeLLM(3), requests, tmp_path / "out.jsonl", shard="2/3")
+        job.run_batch(FakeLLM(3), requests, tmp_path / "out.jsonl", shard="2/3")
     for shard in ("3/3", "1/3", "2/3"):
-        batch.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl", shard=shard)
+        job.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl", shard=shard)
     paths = [tmp_path / f"out-{i}-of-3.jsonl" for i in (1, 2, 3)]
     assert sorted_lines(*paths) == whole
     assert {r["line"] % 3 for r in read_lines(paths[1])} == {2}
@@ -177,12 +177,12 @@ def test_shards_share_the_lines_and_their_results_are_those_of_one_run(requests,
 def test_input_is_read_as_it_is_needed(tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"} for _ in range(500)])
     llm = FakeLLM()
-    batch.run_batch(llm, path, tmp_path / "out.jsonl")
+    job.run_batch(llm, path, tmp_path / "out.jsonl")
     assert len(llm.served) == 500 and llm.most_ahead <= 4
     # A job may grow.
     with open(path, "a") as file:
         file.write('{"prompt": "y"}')
-    assert batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").written == 1
+    assert job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").written == 1
 
 
 BAD = {
@@ -207,7 +207,7 @@ def test_bad_lines_are_put_aside_with_their_number_and_the_reason(tmp_path):
     with open(path, "ab") as file:
         file.write(b'{"prompt": "\xff"}\n')
     for _ in range(2):  # another run finds them again
-        result = batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
+        result = job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
         assert (result.bad, result.errors) == (len(BAD) + 1, tmp_path / "out.errors.jsonl")
         found = read_lines(result.errors)
         assert [r["line"] for r in found] == [*range(2, len(BAD) + 2), len(BAD) + 3]
@@ -215,7 +215,7 @@ def test_bad_lines_are_put_aside_with_their_number_and_the_reason(tmp_path):
             assert record["error"].startswith(reason)
         assert sorted(map(str, (r["id"] for r in read_lines(tmp_path / "out.jsonl")))) == ["1", "\ud800"]
     write_lines(path, ['{"prompt": "first"}', '{"id": 2, "prompt": "mended"}'])
-    result = batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
+    result = job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
     assert (result.written, result.bad, result.errors.exists()) == (1, 0, False)
 
 
@@ -223,16 +223,16 @@ def test_bad_lines_are_put_aside_with_their_number_and_the_reason(tmp_path):
 def test_errors_that_a_killed_run_left_torn_are_found_again(torn, tmp_path):
     path, errors = write_lines(tmp_path / "in.jsonl", ['{"prompt": "x"}', "bad"]), tmp_path / "out.errors.jsonl"
     errors.write_bytes(torn)
-    assert batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").bad == 1
+    assert job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").bad == 1
     assert [r["line"] for r in read_lines(errors)] == [2]
 
 
 def test_a_request_that_fails_alone_has_an_error_in_its_result(tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "params": {"seed": i}} for i in range(3)])
-    result = batch.run_batch(FakeLLM(fails=(1,)), path, tmp_path / "out.jsonl")
+    result = job.run_batch(FakeLLM(fails=(1,)), path, tmp_path / "out.jsonl")
     assert (result.written, result.failed) == (3, 1)
     assert [r.get("error") for r in sorted(read_lines(result.out), key=lambda r: r["line"])] == [None, "row 3 is NaN", None]
-    assert batch.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").failed == 1
+    assert job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").failed == 1
 
 
 @pytest.mark.parametrize("raises", [OverflowError("out of bounds"), RuntimeError(), jax.errors.JaxRuntimeError("INTERNAL")], ids=repr)
@@ -241,13 +241,13 @@ def test_a_line_that_raises_while_it_is_served_is_put_aside(raises, requests, wh
     poison = [[1, 2, 3], *map(FakeLLM.tokenizer.encode, ("text 7", "text 8", "text 20"))]
     for _ in range(2):
         llm = FakeLLM(raises=raises, poison=poison)
-        result = batch.run_batch(llm, requests, tmp_path / "out.jsonl")
+        result = job.run_batch(llm, requests, tmp_path / "out.jsonl")
         assert (result.written + result.kept, result.bad) == (21 - 6, 4)
         found = sorted(read_lines(result.errors), key=lambda record: record["line"])
         name = type(raises).__name__
         assert found == [{"line": i, "id": i if i == 5 else f"r{i}", "error": f"{name}: {raises}"} for i in (5, 7, 8, 20)]
         assert sorted_lines(result.out) == [line for line in whole if json.loads(line)["line"] not in (5, 7, 8, 20)]
-    assert batch.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl").written == 6
+    assert job.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl").written == 6
     assert sorted_lines(tmp_path / "out.jsonl") == whole and not result.errors.exists()
 
 
@@ -264,9 +264,9 @@ def test_a_line_that_raises_while_it_is_served_is_put_aside(raises, requests, wh
 def test_what_concerns_the_whole_job_ends_it(raises, poison, requests, whole, tmp_path):
     """A line is not blamed for what other requests raise too."""
     with pytest.raises(type(raises)) as caught:
-        batch.run_batch(FakeLLM(raises=raises, poison=poison), requests, tmp_path / "out.jsonl")
+        job.run_batch(FakeLLM(raises=raises, poison=poison), requests, tmp_path / "out.jsonl")
     assert caught.value is raises and not (tmp_path / "out.errors.jsonl").exists()
-    batch.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl")
+    job.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl")
     assert sorted_lines(tmp_path / "out.jsonl") == whole
 
 
@@ -274,13 +274,13 @@ def test_a_line_whose_request_or_result_raises_is_put_aside(requests, tmp_path, 
     def chat_prompt(self, messages, *, enable_thinking=False):
         raise KeyError("a template's own")
 
-    def record(self, line, sample, done):
-        return {"text": object()} if line.number == 12 else kept(self, line, sample, done)
+    def result_of(line, sample, done, **settings):
+        return {"text": object()} if line.number == 12 else kept(line, sample, done, **settings)
 
-    kept = batch.Batch._record
+    kept = job.result_of
     monkeypatch.setattr(FakeLLM, "chat_prompt", chat_prompt)
-    monkeypatch.setattr(batch.Batch, "_record", record)
-    result = batch.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl")
+    monkeypatch.setattr(job, "result_of", result_of)
+    result = job.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl")
     assert (result.written, result.bad) == (19, 2) and len(read_lines(result.out)) == 19
     assert {r["line"]: r["error"] for r in read_lines(result.errors)} == {
         10: 'KeyError: "a template\'s own"',
@@ -293,7 +293,7 @@ def test_a_line_that_passes_the_check_and_cannot_be_computed_is_put_aside(model,
     path = write_lines(tmp_path / "in.jsonl", lines)
     llm = model[1]
     params = SamplingParams(temperature=0.8, ignore_eos=True)
-    batch.run_batch(llm, path, tmp_path / "whole.jsonl", params)
+    job.run_batch(llm, path, tmp_path / "whole.jsonl", params)
 
     def arrays_of(requests, *sizes):
         if any(request.params.max_tokens == 7 for request in requests):
@@ -302,7 +302,7 @@ def test_a_line_that_passes_the_check_and_cannot_be_computed_is_put_aside(model,
 
     real = runner.arrays_of
     monkeypatch.setattr(runner, "arrays_of", arrays_of)
-    result = batch.run_batch(llm, path, tmp_path / "out.jsonl", params)
+    result = job.run_batch(llm, path, tmp_path / "out.jsonl", params)
     bad = [4, 9, 14, 19]
     error = "OverflowError: Python integer 10000000000 out of bounds for int32"
     assert read_lines(result.errors) == [{"line": i, "id": i, "error": error} for i in bad]
@@ -321,7 +321,7 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(requests, whole, tmp_path,
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().write(text[:size])
 
-    monkeypatch.setattr(batch, "open", lambda path, mode, **_: File(path, mode.replace("b", "")), raising=False)
+    monkeypatch.setattr(job, "open", lambda path, mode, **_: File(path, mode.replace("b", "")), raising=False)
     monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(), SamplingParams(seed=args.seed)))
     for full, room in ((tmp_path / "out.jsonl.run.json", 5), (out, 1000), (out, 2000)):
         assert cli.main(["batch", str(requests), str(out)]) == 2
@@ -334,25 +334,25 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(requests, whole, tmp_path,
 
 
 def test_only_one_process_writes_an_output(requests, tmp_path):
-    with batch.Batch(requests, tmp_path / "out.jsonl"):
+    with job.BatchJob(requests, tmp_path / "out.jsonl"):
         with pytest.raises(ValueError, match=r"out\.jsonl is being written by another process; wait for it, or name another output"):
-            batch.Batch(requests, tmp_path / "out.jsonl")
-        batch.Batch(requests, tmp_path / "out.jsonl", shard="1/2").__exit__()
-    batch.Batch(requests, tmp_path / "out.jsonl").__exit__()
+            job.BatchJob(requests, tmp_path / "out.jsonl")
+        job.BatchJob(requests, tmp_path / "out.jsonl", shard="1/2").__exit__()
+    job.BatchJob(requests, tmp_path / "out.jsonl").__exit__()
 
 
 def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
     llm, out = FakeLLM(), tmp_path / "out.jsonl"
     for shard in ("0/2", "3/2", "1", "a/b"):
         with pytest.raises(ValueError, match=f"shard is '{shard}', expected i/n with i from 1 to n, such as 2/4"):
-            batch.run_batch(llm, requests, out, shard=shard)
+            job.run_batch(llm, requests, out, shard=shard)
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl is not a file; expected a file of JSON lines"):
-        batch.run_batch(llm, tmp_path / "no.jsonl", out)
+        job.run_batch(llm, tmp_path / "no.jsonl", out)
     with pytest.raises(IsADirectoryError, match="the output .* is a folder; expected a file to write"):
-        batch.run_batch(llm, requests, tmp_path)
+        job.run_batch(llm, requests, tmp_path)
     assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
     with pytest.raises(FileNotFoundError, match="the output's folder .*no does not exist"):
-        batch.run_batch(llm, requests, tmp_path / "no" / "out.jsonl")
+        job.run_batch(llm, requests, tmp_path / "no" / "out.jsonl")
     settings = tmp_path / "out.jsonl.run.json"
     (tmp_path / "link").symlink_to(settings.name)
     for given in (
@@ -365,54 +365,54 @@ def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
         {"out_path": out, "in_path": settings},
     ):
         with pytest.raises(ValueError, match=r"found the input .*, the run file .*out\.jsonl\.run\.json|expected four different files"):
-            batch.run_batch(llm, **{"in_path": requests, **given})
+            job.run_batch(llm, **{"in_path": requests, **given})
     assert not settings.exists()
     with pytest.raises(TypeError, match="params is dict, expected SamplingParams or None"):
-        batch.run_batch(llm, requests, out, {})  # pyright: ignore[reportArgumentType]
+        job.run_batch(llm, requests, out, {})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"params\.seed is 3, which all lines would share; expected None"):
-        batch.run_batch(llm, requests, out, SamplingParams(seed=3))
+        job.run_batch(llm, requests, out, SamplingParams(seed=3))
     mine = write_lines(tmp_path / "mine.jsonl", ["dear diary"])
     with pytest.raises(
         ValueError, match=r"mine\.jsonl exists but mine\.jsonl\.run\.json, which a run writes next to its results, does not"
     ):
-        batch.run_batch(llm, requests, mine)
+        job.run_batch(llm, requests, mine)
     with pytest.raises(ValueError, match=r"mine\.jsonl exists and is not a file of errors; name another"):
-        batch.run_batch(llm, requests, out, errors=mine)
+        job.run_batch(llm, requests, out, errors=mine)
     assert mine.read_text() == "dear diary\n"
 
 
 def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
     out = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        batch.run_batch(FakeLLM(8), requests, out, seed=1)
+        job.run_batch(FakeLLM(8), requests, out, seed=1)
     with pytest.raises(ValueError, match=r"was made with run_seed 1, not 2; temperature None, not 0\.5: use the same to resume"):
-        batch.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=2)
+        job.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=2)
     other = FakeLLM()
     other.text_settings = {**other.text_settings, "dtype": "bfloat16"}
     with pytest.raises(ValueError, match=r"was made with dtype 'float32', not 'bfloat16': use the same to resume"):
-        batch.run_batch(other, requests, out, seed=1)
+        job.run_batch(other, requests, out, seed=1)
     line = read_lines(out)[0]["line"]
     lines = requests.read_text().splitlines()
     changed = write_lines(tmp_path / "changed.jsonl", [*lines[: line - 1], '{"id": "other", "prompt": "x"}', *lines[line:]])
     with pytest.raises(
         results.ChangedInput, match=rf"the result of line {line} in .* has another id than 'other', so it is of another input"
     ):
-        batch.run_batch(FakeLLM(), changed, out, seed=1)
+        job.run_batch(FakeLLM(), changed, out, seed=1)
     asked = json.loads(lines[line - 1])
     write_lines(changed, [*lines[: line - 1], {"id": asked.get("id", line), "prompt": "x"}, *lines[line:]])
     with pytest.raises(results.ChangedInput, match=rf"line {line} is not the request that its result in .* answers; name another"):
-        batch.run_batch(FakeLLM(), changed, out, seed=1)
+        job.run_batch(FakeLLM(), changed, out, seed=1)
     respelt = json.dumps(dict(reversed(asked.items())), separators=(" ,", " : "))  # the same request
     write_lines(changed, [*lines[: line - 1], respelt, *lines[line:]])
-    assert batch.run_batch(FakeLLM(), changed, out, seed=1).kept == 8
+    assert job.run_batch(FakeLLM(), changed, out, seed=1).kept == 8
     text = out.read_text().splitlines()
     write_lines(out, [text[0], "something", *text[1:]])
     with pytest.raises(ValueError, match=r"line 2 of .*out\.jsonl is not a result; remove it, and its request is served again"):
-        batch.run_batch(FakeLLM(), requests, out, seed=1)
+        job.run_batch(FakeLLM(), requests, out, seed=1)
 
 
 def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served(requests, tmp_path, monkeypatch, capsys):
-    fails = (batch._derived(3, 1),)
+    fails = (derived_seed(3, 1),)
     monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(fails=fails), SamplingParams(seed=args.seed)))
     out = tmp_path / "out.jsonl"
     assert cli.main(["batch", str(requests), str(out)]) == 0
@@ -447,8 +447,8 @@ def test_a_killed_process_goes_on_with_the_same_command(model, tmp_path, capsys)
     lines = [{"id": f"r{i}", "prompt": "def f():"[: i % 7 + 1], "params": {"max_tokens": 20 + i % 13}} for i in range(80)]
     path = write_lines(tmp_path / "in.jsonl", lines)
     params = SamplingParams(temperature=0.8, ignore_eos=True)
-    assert batch.run_batch(llm, path, tmp_path / "whole.jsonl", params, seed=6).written == 80
-    assert batch.run_batch(llm, path, tmp_path / "out.jsonl", params, seed=6, shard="1/2").written == 40
+    assert job.run_batch(llm, path, tmp_path / "whole.jsonl", params, seed=6).written == 80
+    assert job.run_batch(llm, path, tmp_path / "out.jsonl", params, seed=6, shard="1/2").written == 40
 
     settings = ["--target", str(target), "--max-len", "64", "--max-slots", "1"]
     command = [

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxspec import cli
-from jaxspec import released as shapes
+from jaxspec import cli, released
 from jaxspec.bench import kernel_times, random_weights, roofline, workload
 from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters import assistant as gemma4_mtp
@@ -24,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("unoptimised")
 
 @functools.cache
 def pair(name: str):
-    """A named target and its assistant, as shapes."""
-    config = Gemma4Config.from_hf(shapes.TARGETS[name])
-    assistant = gemma4_mtp.bind(AssistantConfig.from_hf(shapes.drafter_config("mtp", name)), config)
+    """A named target and its assistant, as released."""
+    config = Gemma4Config.from_hf(released.TARGETS[name])
+    assistant = gemma4_mtp.bind(AssistantConfig.from_hf(released.drafter_config("mtp", name)), config)
     return gemma4.abstract(config), gemma4_mtp.abstract(assistant)
 
 
@@ -76,7 +75,7 @@ def test_bytes_of_other_drafters():
     target, _ = pair("31b")
 
     def read(name: str, k: int):
-        drafter = shapes.abstract_drafter(name, "31b", target.config, jnp.bfloat16)
+        drafter = released.abstract_drafter(name, "31b", target.config, jnp.bfloat16)
         size = roofline.step_bytes(target, drafter, batch=2, num_draft_tokens=k, context=3000)
         return size.drafter, size.drafter_kv
 
@@ -96,17 +95,17 @@ def test_bytes_of_other_drafters():
     assert read("ngram", 4) == read("none", 0) == (0, 0)
 
 
-@pytest.mark.parametrize("shape", shapes.TARGETS)
+@pytest.mark.parametrize("shape", released.TARGETS)
 def test_every_named_drafter_fits_the_targets_that_it_is_there_for(shape):
     made = set()
-    for name in shapes.drafter_names():
+    for name in released.drafter_names():
         try:
-            shapes.abstract_drafter(name, shape, pair(shape)[0].config, jnp.bfloat16)
+            released.abstract_drafter(name, shape, pair(shape)[0].config, jnp.bfloat16)
         except ValueError as error:
             assert f"drafter {name!r} is there for config" in str(error)
         else:
             made.add(name)
-    assert made == set(shapes.drafter_names()) - ({"dflash"} if shape not in ("26b", "31b") else set())
+    assert made == set(released.drafter_names()) - ({"dflash"} if shape not in ("26b", "31b") else set())
 
 
 def test_operations_of_a_prompt():
@@ -279,7 +278,7 @@ def test_kernels_are_added_up_by_what_they_compute(monkeypatch, tmp_path):
     ]
     trace = Trace([("Stream #1(Compute)", events), ("XLA Ops", events)])
     monkeypatch.setattr(jax.profiler, "ProfileData", Named("ProfileData", from_file=lambda path: trace))
-    found = kernel_times.kernel_times(tmp_path, program, 2)
+    found = kernel_times.read_trace(tmp_path, program, 2)
     assert [(k.kernel, k.operation, k.ms, k.count) for k in found] == [
         ("nvjet_tst", "draft/dot_general bf16[5,8]", 5.0, 0.5),
         ("gemm_fusion_dot", "verify/dot_general bf16[5,16]", 2.0, 1.0),
@@ -288,9 +287,10 @@ def test_kernels_are_added_up_by_what_they_compute(monkeypatch, tmp_path):
     kernels = "kernels of a step: 8.000 ms in all, without CUDA graphs; a step takes"
     columns = f"{'ms':>9} {'share':>6} {'count':>7} {'us each':>9}  kernel: operation"
     for step_ms in (7.0, 9.4):
-        assert list(kernel_times.table(found, step_ms))[:2] == [f"{kernels} {step_ms:.3f} ms, the ratio is {8 / step_ms:.2f}", columns]
+        lines = list(kernel_times.kernel_lines(found, step_ms))
+        assert lines[:2] == [f"{kernels} {step_ms:.3f} ms, the ratio is {8 / step_ms:.2f}", columns]
     with pytest.raises(RuntimeError, match="left no trace"):
-        kernel_times.kernel_times(tmp_path / "none", program, 2)
+        kernel_times.read_trace(tmp_path / "none", program, 2)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_kernels_are_added_up_by_what_they_compute(monkeypatch, tmp_path):
 )
 def test_kernels_that_do_not_add_up_to_the_step_are_no_table_to_trust(step_ms, ratio, reasons):
     kernels = [kernel_times.KernelTime("gemm", "verify/dot_general bf16[5,16]", 2.0, 1.0)]
-    first, second, *_ = kernel_times.table(kernels, step_ms)
+    first, second, *_ = kernel_times.kernel_lines(kernels, step_ms)
     assert first.endswith(f"a step takes {step_ms:.3f} ms, the ratio is {ratio}")
     assert second == f"the kernels do not add up to the step, within 15%: {reasons}"
 

@@ -14,7 +14,7 @@ import tiny
 
 import jaxspec
 from jaxspec import cli
-from jaxspec.batch import job as batch
+from jaxspec.batch import job
 from jaxspec.engine.params import SamplingParams
 from jaxspec.sharding import meshes as mesh_files
 
@@ -70,9 +70,9 @@ def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(tmp_pa
 
     llm = jaxspec.load(target, max_len=64, max_slots=1, progress=False)
     params = SamplingParams(temperature=0.8, ignore_eos=True)
-    result = batch.run_batch(llm, path, out, params)
+    result = job.run_batch(llm, path, out, params)
     assert (result.written, result.kept) == (LINES - found, found)
-    batch.run_batch(llm, path, tmp_path / "whole.jsonl", params)
+    job.run_batch(llm, path, tmp_path / "whole.jsonl", params)
     assert sorted(out.read_text().splitlines()) == sorted((tmp_path / "whole.jsonl").read_text().splitlines())
 
 

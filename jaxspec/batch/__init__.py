@@ -1,5 +1,5 @@
-"""Batch jobs: prompts from a JSONL file and results to another, as they come, so that a job that was killed resumes. A door: it may import
-all else."""
+"""Batch jobs: requests from a JSON Lines file, results to another. A job that was killed resumes. The package may import all else but
+the other doors."""
 
 from jaxspec.batch.job import BatchResult, run_batch
 

@@ -1,4 +1,4 @@
-"""Requests of a long job, of which one that raises ends nothing but itself."""
+"""Serving the requests of a long job so that one that raises does not end the others."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from jaxspec.engine.completion import Completion
 T = TypeVar("T")
 
 
-def served(
+def serve_apart(
     complete: Callable[[Iterator[Any]], Iterator[Completion]],
     items: Iterator[T],
     request_of: Callable[[T], Any],
     blame: Callable[[T, Exception], None],
     concerns_all: Callable[[Exception], bool],
 ) -> Iterator[tuple[T, Completion]]:
-    """Each item with its completion, in whatever order.
+    """Yields each item with its completion, in any order.
 
-    complete: as `LLM.as_completed`, which ends with the first request that raises. Those that were under way are then served again, in
-    halves, until the one that raises is alone: `blame` gets it and the error, and the others go on. items: read as they are needed.
-    request_of: what `complete` takes for an item.
+    complete: like `LLM.as_completed`, it ends when a request raises. We then serve the requests that were under way again, in halves,
+    until the one that raises is alone. `blame` gets that one and its error. items: read as needed. request_of: makes an item into what
+    `complete` takes. concerns_all: whether an error is the job's and no single request's.
 
-    Raises what `items` and `blame` raise, and an error of which `concerns_all` is true.
+    Raises what `items` and `blame` raise, and an error for which `concerns_all` is true.
     """
-    groups = [iter(items)]  # the last one is served, and then those before it
+    groups = [iter(items)]  # served from the last to the first
     while groups:
         under_way = dict[int, T]()
         try:
@@ -48,7 +48,7 @@ def served(
 
 
 def _asked(items: Iterator[T], request_of: Callable[[T], Any], under_way: dict[int, T]) -> Iterator[Any]:
-    """The requests of items, which it notes as under way."""
+    """Yields the requests of items, and notes each item in `under_way` by its index."""
     index = 0
     while True:
         try:
@@ -56,7 +56,7 @@ def _asked(items: Iterator[T], request_of: Callable[[T], Any], under_way: dict[i
         except StopIteration:
             return
         except Exception:
-            under_way.clear()  # it is no request's
+            under_way.clear()  # the error is no request's
             raise
         under_way[index] = item
         index += 1
@@ -64,12 +64,12 @@ def _asked(items: Iterator[T], request_of: Callable[[T], Any], under_way: dict[i
 
 
 def concerns_all(error: Exception, several: bool) -> bool:
-    """Whether an error is the job's and no request's: no memory, no disk and, where there are several processes, one of them gone."""
+    """Whether an error is the job's and no single request's: no memory, no disk, or, with several processes, any error of a device."""
     device = isinstance(error, jax.errors.JaxRuntimeError)
     return isinstance(error, OSError | MemoryError) or (device and (several or "RESOURCE_EXHAUSTED" in str(error)))
 
 
 def reason(error: Exception) -> str:
-    """What a reader is told. What is checked of a request says itself what is wrong; its only prompt is to a reader that of the line."""
-    text = str(error).replace("prompt 0", "the prompt", 1)
+    """The text about an error in the errors file. ValueError and TypeError, which checks raise, need no type in front of their message."""
+    text = str(error).replace("prompt 0", "the prompt", 1)  # a line has one prompt
     return text if isinstance(error, ValueError | TypeError) and text else f"{type(error).__name__}: {text}"

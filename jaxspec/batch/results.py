@@ -1,9 +1,10 @@
-"""The results of a batch on disk: lines of JSON, each about one line of the input, of which a killed run may leave the last torn."""
+"""The results of a batch on disk: lines of JSON, one for each completion. A killed run may leave the last line incomplete."""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -12,21 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import jsonl
+from jaxspec.batch.lines import Line
+from jaxspec.engine.completion import Completion
 
 
 class ChangedInput(ValueError):
-    """Results are there for lines that the input has no more."""
+    """The input has other lines than those that results exist for."""
 
 
 class Known:
-    """Which requests have results: 8 bytes for each line, and some more for those of several samples."""
+    """Which requests have results. It takes 8 bytes a line, and a little more for a line with several samples."""
 
     def __init__(self) -> None:
-        self.count = self.failed = 0
-        self._names = array.array("Q")  # by line number, the hash of its id; 0 where there is no result
-        self._samples: dict[int, int] = {}  # line number -> bits of the samples that are there, where a request has several
+        self.count = 0  # results
+        self.failed = 0  # results with an error
+        self._names = array.array("Q")  # by line number, the hash of its id; 0 without a result
+        self._samples: dict[int, int] = {}  # of lines with several samples: line number -> a bit for each sample with a result
 
     def add(self, record: Mapping[str, Any]) -> None:
+        """Takes note of a result: a line of the output."""
         line = record["line"]
         if line >= len(self._names):
             self._names.extend(bytes(max(line + 1 - len(self._names), len(self._names))))
@@ -37,7 +42,7 @@ class Known:
         self.failed += "error" in record
 
     def check(self, line: int, name: str | int, out: Path) -> None:
-        """Raises ChangedInput if the result of this line is of another request."""
+        """Raises ChangedInput if this line has a result under another id. out: the output, for the error."""
         known = self._names[line] if line < len(self._names) else 0
         if known and known != _hash(name):
             raise ChangedInput(
@@ -45,25 +50,54 @@ class Known:
             )
 
     def missing(self, line: int, n: int) -> list[int]:
-        """The samples of a line's n that are still to be made."""
+        """The indices, of 0 .. n - 1, of a line's samples that have no result."""
         if line >= len(self._names) or not self._names[line]:
             return list(range(n))
         found = self._samples.get(line)
         return [] if found is None else [i for i in range(n) if not found >> i & 1]
 
 
+def result_of(line: Line, sample: int, done: Completion, *, token_ids: bool) -> dict[str, Any]:
+    """The line of results for a completion. sample: its index among the samples of the input's line. token_ids: include them."""
+    record: dict[str, Any] = {"id": line.name, "line": line.number, "request": f"{line.digest:016x}"}
+    if line.params.n > 1:
+        record["index"] = sample
+    record["text"] = done.text
+    if token_ids:
+        record["token_ids"] = list(done.token_ids)
+    record |= {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason, "seed": done.seed}
+    record["usage"] = {"prompt_tokens": len(done.prompt_token_ids), "completion_tokens": len(done.token_ids)}
+    stats = done.stats
+    record["acceptance"] = {
+        "steps": stats.steps,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "length": stats.acceptance_length,
+    }
+    for key in ("logprobs", "prompt_logprobs"):
+        rows = getattr(done, key)
+        if rows is not None:
+            record[key] = [row and {token: dataclasses.asdict(found) for token, found in row.items()} for row in rows]
+    if done.finish_reason == "error":
+        record["error"] = done.error
+    return record
+
+
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """A line of results, None if it is damaged."""
+    """The result in a line, or None if the line is damaged."""
     try:
         record = jsonl.value(text) if text.endswith(b"\n") else None
     except ValueError:
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("line"), int) and record["line"] > 0 and "id" in record
-    return record if whole else None
+    intact = isinstance(record, dict) and isinstance(record.get("line"), int) and record["line"] > 0 and "id" in record
+    return record if intact else None
 
 
 def remove_errors(path: Path) -> None:
-    """Those of an earlier run, be it one that was killed while it wrote the first: each run finds the bad lines again."""
+    """Removes the errors file of an earlier run, because each run finds the bad lines again. Its only line may be incomplete.
+
+    Raises ValueError for a file that is not one of errors.
+    """
     if path.exists():
         with open(path, "rb") as file:
             first = file.readline()
@@ -78,9 +112,11 @@ def _hash(name: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(json.dumps(name).encode(), digest_size=8).digest(), "little") | 1
 
 
-def write(file: Any, record: Mapping[str, Any]) -> None:
-    """Appends a line. Text stays readable, unless it has half of a surrogate pair, which only an escape can hold. The rest as in
-    `append`."""
+def write_line(file: Any, record: Mapping[str, Any]) -> None:
+    """Appends a line of JSON in UTF-8. Text is escaped only if it has half of a surrogate pair, which UTF-8 cannot hold.
+
+    file: as for `append`, and so is what it raises.
+    """
     try:
         line = json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -89,22 +125,24 @@ def write(file: Any, record: Mapping[str, Any]) -> None:
 
 
 def append(file: Any, text: bytes) -> None:
-    """Hands text to the system. file: without a buffer, which would keep what a full disk has no room for. Raises OSError, which says
-    that nothing is lost."""
+    """Hands text to the operating system. Raises OSError, which says that the earlier results stay.
+
+    file: opened without a buffer, since a buffer would keep what did not fit on a full disk and write it later.
+    """
     left = memoryview(text)
-    with _told(file):
+    with _explained(file):
         while left:
             left = left[file.write(left) :]
 
 
 def sync(file: Any) -> None:
-    """Waits until all is on the disk. Raises as `append` does."""
-    with _told(file):
+    """Waits until everything written is on the disk. Raises as `append` does."""
+    with _explained(file):
         os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
-def _told(file: Any) -> Iterator[None]:
+def _explained(file: Any) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,1 +1,2 @@
-"""Measures a step on this machine, beside the time that reading its weights and cache takes. A door: it may import all else."""
+"""`jaxspec bench`: how long a step takes on this device, beside the least time that it can take. The package may import all else but the
+other doors."""

@@ -1,4 +1,4 @@
-"""Where a program's time goes: the totals of its kernels, from a trace of the profiler."""
+"""Where a program's time goes: the total time of each kind of kernel, from a trace of JAX's profiler."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 
 import jax
 
-# Of a step, how much its kernels may be off in all. A step is a CUDA graph and kernels are traced without one, so they differ a little;
-# far less was not all in the trace, or counted for too many rounds.
+# By what share the kernels of a step may differ from the step's time. They differ a little because a step is timed as a CUDA graph and
+# traced without one. A larger difference means that kernels are missing in the trace or that the count of steps is wrong.
 TOLERANCE = 0.15
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """One kind of kernel. kernel: its name without numbers. operation: JAX's name of what it computes, as a path of scopes, and
-    the result's shape; "" where the trace does not say. ms, count: of a step."""
+    """One kind of kernel in a step."""
 
-    kernel: str
-    operation: str
-    ms: float
-    count: float
+    kernel: str  # its name without numbers
+    operation: str  # JAX's name for what it computes, a path of scopes, and the result's shape; "" if the trace does not say
+    ms: float  # in all
+    count: float  # how often it runs
 
 
-def kernel_times(folder: Path, program: str, steps: int) -> list[KernelTime]:
-    """The kernels of the newest trace in a folder, those that took longest in all first.
+def read_trace(folder: Path, program: str, steps: int) -> list[KernelTime]:
+    """The kernels of the newest trace in a folder; those that take the longest come first.
 
-    program: the compiled program's text, which knows what each kernel is for. steps: how many steps the trace holds.
+    program: the compiled program's text, which names the operation of each kernel. steps: how many steps the trace holds. Raises
+    RuntimeError if there is no trace.
     """
     newest = max(folder.glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
@@ -47,8 +47,8 @@ def kernel_times(folder: Path, program: str, steps: int) -> list[KernelTime]:
     return sorted(kinds, key=lambda kind: -kind.ms)
 
 
-def table(kernels: list[KernelTime], step_ms: float, most: int = 25) -> Iterator[str]:
-    """Lines: the sum of all kernels beside the step that was timed, then those that took longest."""
+def kernel_lines(kernels: list[KernelTime], step_ms: float, most: int = 25) -> Iterator[str]:
+    """Lines of text: the sum of all kernels beside the time of a step, then the `most` kernels that take the longest."""
     total = sum(kernel.ms for kernel in kernels)
     ratio = total / step_ms
     yield f"kernels of a step: {total:.3f} ms in all, without CUDA graphs; a step takes {step_ms:.3f} ms, the ratio is {ratio:.2f}"
@@ -67,16 +67,17 @@ def table(kernels: list[KernelTime], step_ms: float, most: int = 25) -> Iterator
 
 
 def _read(path: Path) -> list[tuple[str, str, float]]:
-    # The types behind a trace have no __module__. Python 3.12 warns of each when it is first used, and where a warning is an error the
-    # process would end.
+    # The types of a trace have no __module__. Python 3.12 warns at the first use of each; if warnings are errors, the process dies.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return list(_kernels(jax.profiler.ProfileData.from_file(str(path))))
 
 
 def _kernels(data: Any) -> Iterator[tuple[str, str, float]]:
-    """(kernel, HLO instruction or "", nanoseconds) of every kernel. On a GPU they lie in the lines of streams, on a CPU in those of
-    XLA's threads, among events of the runtime's own."""
+    """Yields (kernel, HLO instruction or "", nanoseconds) for every run of a kernel.
+
+    A GPU's kernels are in the trace's lines of streams. A CPU's are in the lines of XLA's threads, between events of the runtime.
+    """
     planes = {plane.name: plane for plane in data.planes}
     devices = [plane for name, plane in planes.items() if name.startswith("/device:GPU")]
     for plane in devices or [planes["/host:CPU"]]:
@@ -89,12 +90,12 @@ def _kernels(data: Any) -> Iterator[tuple[str, str, float]]:
 
 
 def _operations(program: str) -> dict[str, str]:
-    """HLO instruction -> JAX's name of the operation, without what all of the loop's body has in common, and what it gives."""
+    """HLO instruction -> JAX's name of the operation and the shape of its result. The path of the loop's body is left out."""
     pattern = r'^\s*(?:ROOT )?%?([\w.-]+) = \(*(\w+\[[\d,]*\])?.*?metadata=\{[^}]*?op_name="([^"]*)"'
     found = re.findall(pattern, program, re.MULTILINE)
     return {_plain(name): f"{re.sub('^.*?while/body/(closed_call/)?', '', path)} {shape}".strip() for name, shape, path in found}
 
 
 def _plain(name: str) -> str:
-    """A kernel's name is its instruction's with other separators."""
+    """A name with "_" for every separator: a kernel and its instruction differ in those alone."""
     return re.sub(r"\W", "_", name)

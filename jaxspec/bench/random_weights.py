@@ -1,4 +1,4 @@
-"""Random weights of a shape, made where they are to lie."""
+"""Random weights for a tree of shapes, made on the devices that will hold them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import numpy as np
 
 
 def random_weights(abstract: Any, seed: int = 0, std: float = 0.02) -> Any:
-    """Weights for an abstract tree, made where they are to lie, one by one: norms and scalars one, a token ordering the identity,
-    everything else normal with deviation `std`. There is one program for each shape."""
+    """Weights in the shapes, dtypes and shardings of a tree of ShapeDtypeStructs, made one by one on their devices.
+
+    Norms, scalars and vectors are 1, integers (a token ordering) are 0, 1, 2, ..., all else is normal with standard deviation `std`.
+    Weights of one shape share a program.
+    """
 
     def draw(path: Any, leaf: Any) -> jax.Array:
         name = jax.tree_util.keystr(path)
@@ -31,7 +34,7 @@ def random_weights(abstract: Any, seed: int = 0, std: float = 0.02) -> Any:
 
 @partial(jax.jit, static_argnames=("shape", "dtype", "sharding"))
 def _normal(seed: jax.Array, index: jax.Array, std: jax.Array, *, shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    """Normal numbers from a hash of (seed, index of the array, coordinates): nothing larger than the result is ever stored."""
+    """Normal numbers from a hash of (seed, index of the array, coordinates). It needs no memory beside the result."""
 
     def mix(x: jax.Array) -> jax.Array:
         x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x21F0AAAD)
@@ -46,6 +49,6 @@ def _normal(seed: jax.Array, index: jax.Array, std: jax.Array, *, shape: tuple[i
 
 
 def normal_of(bits: jax.Array) -> jax.Array:
-    """Standard normal numbers of uint32 bits, all of them finite: with 23 bits and a half, no uniform number rounds to 0 or 1."""
+    """Standard normal float32 numbers from uint32 bits, of any shape. All are finite: (23 bits + 0.5) / 2**23 never rounds to 0 or 1."""
     uniform = ((bits >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
     return jnp.float32(math.sqrt(2)) * jax.lax.erf_inv(2 * uniform - 1)

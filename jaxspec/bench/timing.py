@@ -1,8 +1,8 @@
-"""`jaxspec bench`: what a step costs on the device that is there, beside what it has to cost.
+"""Times steps and prompts on this device, beside the least time that a step can take.
 
-Weights are random and of a released model's shape, so no checkpoint is needed; prompts are random tokens, nothing ends a sequence,
-and drafts are accepted at given rates. The floor of a step is what it has to read over the bandwidth measured in the same run, or what
-it has to compute over the rate of matrix products, whichever is longer.
+Weights are random and have the shapes of a released model, so no checkpoint is needed. Prompts are random tokens, nothing ends a
+sequence, and drafts are accepted at given rates. The floor of a step is the longer of two times: the bytes that it has to read over the
+bandwidth, and the operations that it has to compute over the rate of matrix products. Both rates are measured in the same run.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
-import json
 import math
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,107 +27,21 @@ from tqdm import tqdm
 from jaxspec import decode, sharding
 from jaxspec.bench import kernel_times, roofline
 from jaxspec.bench.random_weights import random_weights
-from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, Plan, Workload, plan
+from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, ProgramCost, Spread
+from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload, plan_bench
 from jaxspec.engine import cuda_graphs
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, seed_words
 from jaxspec.sampling.filters import Filters
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Of several measurements."""
-
-    median: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
+def bench(config: str, drafter: str = "none", *, progress: bool = True, **asked: Any) -> BenchReport:
+    """Times steps and prompts. Arguments and errors are those of `workload.plan_bench`. progress: show a bar."""
+    return measure_plan(plan_bench(config, drafter, **asked), progress=progress)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What making a program ready took, and the bytes of its temporary arrays."""
-
-    trace_s: float
-    compile_s: float
-    temporary_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeFigures:
-    """Decoding a batch. temperature: of every sequence. context: mean length of a sequence while it was timed. steps: rounds that were
-    timed, in all repeats. step_ms: the difference of a call of many rounds and one of a single round, by round; call_ms: what a call takes
-    beside its rounds. acceptance_length: tokens a step of each sequence. bytes, flops: that a step has to read and to compute.
-    floor_ms: the longer time of the two at the measured rates. ratio: step over floor. peak_bytes: most memory in use since the process
-    began, None where the device does not say. kernels: by `kernel_times`, if asked for."""
-
-    batch: int
-    temperature: float
-    num_draft_tokens: int
-    context: float
-    steps: int
-    step_ms: Spread
-    call_ms: float
-    tokens_per_s: float
-    acceptance_length: float
-    bytes: roofline.StepBytes
-    flops: float
-    floor_ms: float
-    ratio: float
-    loop: Program
-    peak_bytes: int | None
-    kernels: tuple[kernel_times.KernelTime, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefillFigures:
-    """Computing one prompt. matmul_share: the share of the measured matmul rate that the needed operations make."""
-
-    length: int
-    chunk: int
-    ms: Spread
-    tokens_per_s: float
-    flops: float
-    matmul_share: float
-    program: Program
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """Everything that a run of `bench` found, and what it was a run of. mesh: devices by axis, if there were several. copy and matmul
-    rates are those of one device, and so are memory and bytes of a step."""
-
-    command: list[str]
-    date: str
-    jax: str
-    jaxlib: str
-    platform: str
-    device: str
-    driver: str | None
-    config: str
-    drafter: str
-    dtype: str
-    settings: Workload
-    mesh: dict[str, int]
-    target_bytes: int
-    drafter_bytes: int
-    weights_s: float
-    copy_bytes_per_s: float
-    matmul_flops_per_s: float
-    decode: tuple[DecodeFigures, ...]
-    prefill: tuple[PrefillFigures, ...]
-
-
-def bench(config: str, drafter: str = "none", *, progress: bool = True, **asked: Any) -> Report:
-    """Times steps and prompts. Arguments and errors are those of `workload.plan`; progress: show a bar."""
-    return measure(plan(config, drafter, **asked), progress=progress)
-
-
-def measure(plan: Plan, *, progress: bool = True) -> Report:
-    """Makes the weights and times what was planned."""
+def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
+    """Makes the weights and times what was planned. Raises RuntimeError if a sequence ends while it is timed."""
     work = plan.work
     stages = 4 + 3 * len(plan.temperatures) * len(plan.batches) + 2 * len(plan.prefill)
     bar = tqdm(total=stages, disable=not progress, leave=False)
@@ -153,7 +65,7 @@ def measure(plan: Plan, *, progress: bool = True) -> Report:
         decoded = tuple(_decode_all(plan, target, drafter, (bandwidth, rate), stage))
         prefilled = tuple(_prefill_all(plan, target, drafter, rate, stage))
         del gaps
-    return Report(
+    return BenchReport(
         command=sys.argv,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         jax=jax.__version__,
@@ -176,51 +88,13 @@ def measure(plan: Plan, *, progress: bool = True) -> Report:
     )
 
 
-def lines(report: Report) -> Iterator[str]:
-    """The report as text."""
-    work, gb = report.settings, 1e9
-    rates = ", ".join(map(str, work.accept.rates[: work.num_draft_tokens])) or work.accept.name
-    with_drafter = f"drafter {report.drafter}, K = {work.num_draft_tokens}, acceptance {rates}" if work.num_draft_tokens else "no drafter"
-    sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(f.temperature for f in report.decode) else ""
-    yield f"{report.config}, {report.dtype}; {with_drafter}{sampling}; attention {work.attention}"
-    mesh = "".join(f", {axis} {size}" for axis, size in report.mesh.items())
-    yield f"{report.device}{mesh}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"
-    yield (
-        f"weights {report.target_bytes / gb:.2f} GB and {report.drafter_bytes / gb:.2f} GB, made in {report.weights_s:.1f} s; "
-        f"copy {report.copy_bytes_per_s / gb:.0f} GB/s; matmul {report.matmul_flops_per_s / 1e12:.1f} TFLOP/s"
-    )
-    if report.decode:
-        yield ""
-        columns = "step ms      min      max  tokens/s  accepted  GB/step  TFLOP  floor ms  ratio  call ms  compile s  peak GB"
-        yield f"batch  temp context  {columns}"
-    for f in report.decode:
-        peak = "       -" if f.peak_bytes is None else f"{f.peak_bytes / gb:8.2f}"
-        yield (
-            f"{f.batch:5d} {f.temperature:5.2f} {f.context:7.0f} {f.step_ms.median:8.3f} {f.step_ms.min:8.3f} {f.step_ms.max:8.3f} "
-            f"{f.tokens_per_s:9.1f} {f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.flops / 1e12:6.2f} {f.floor_ms:9.3f} "
-            f"{f.ratio:6.2f} {f.call_ms:8.2f} {f.loop.compile_s:10.1f} {peak}"
-        )
-    if report.prefill:
-        yield ""
-        yield "prompt  chunk       ms      min      max  tokens/s   TFLOP  of matmul  compile s"
-    for p in report.prefill:
-        yield (
-            f"{p.length:6d} {p.chunk:6d} {p.ms.median:8.2f} {p.ms.min:8.2f} {p.ms.max:8.2f} {p.tokens_per_s:9.0f} "
-            f"{p.flops / 1e12:7.2f} {p.matmul_share:10.1%} {p.program.compile_s:10.1f}"
-        )
-    for f in report.decode:
-        if f.kernels:
-            yield f"\nbatch {f.batch} at temperature {f.temperature}"
-            yield from kernel_times.table(list(f.kernels), f.step_ms.median)
+def _decode_all(
+    plan: BenchPlan, target: Any, drafter: Any, rates: tuple[float, float], stage: Callable[[str], None]
+) -> Iterator[DecodeFigures]:
+    """Times every batch size at every temperature, all in one state with the slots of the largest.
 
-
-def write_json(report: Report, path: str | os.PathLike[str]) -> None:
-    """The report as a JSON object with the names of its fields."""
-    Path(path).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
-
-
-def _decode_all(plan: Plan, target: Any, drafter: Any, rates: tuple[float, float], stage: Callable[[str], None]) -> Iterator[DecodeFigures]:
-    """Every batch size at every temperature, in one state that has the slots of the largest. rates: bytes and operations a second."""
+    rates: bytes and operations a second. stage: shows what is being done.
+    """
     if not plan.batches:
         return
     work, slots = plan.work, max(plan.batches)
@@ -247,8 +121,8 @@ def _decode_all(plan: Plan, target: Any, drafter: Any, rates: tuple[float, float
             yield figures
 
 
-def _placed(plan: Plan, target: Any, drafter: Any, slots: int, max_len: int) -> tuple[Any, Callable[[Any], Any]]:
-    """An empty state, and what makes a function of it run on the plan's devices."""
+def _placed(plan: BenchPlan, target: Any, drafter: Any, slots: int, max_len: int) -> tuple[Any, Callable[[Any], Any]]:
+    """An empty state on the plan's devices, and a wrapper that makes a function of states run on them."""
     init = plan.init(target, drafter, slots, max_len)
     if plan.mesh is None:
         return jax.block_until_ready(jax.jit(init)()), lambda function: function
@@ -256,15 +130,18 @@ def _placed(plan: Plan, target: Any, drafter: Any, slots: int, max_len: int) -> 
     return jax.block_until_ready(layout.empty()), layout.on
 
 
-def _each(plan: Plan, count: int) -> np.ndarray:
-    """The first slots of every data shard, `count` in all."""
+def _each(plan: BenchPlan, count: int) -> np.ndarray:
+    """The first slots of every data shard, `count` in all: [count] int32."""
     return np.tile(np.arange(count // plan.shards, dtype=np.int32), plan.shards)
 
 
 def _decode(
-    plan: Plan, on: Any, target: Any, drafter: Any, state: Any, batch: int, rates: tuple[float, float], stage: Callable[[str], None]
+    plan: BenchPlan, on: Any, target: Any, drafter: Any, state: Any, batch: int, rates: tuple[float, float], stage: Callable[[str], None]
 ) -> tuple[Any, DecodeFigures]:
-    """Times `batch` sequences, in the first slots of every data shard. Takes the state along, and returns it."""
+    """Times `batch` sequences, which are in the first slots of every data shard. Returns the state and the figures.
+
+    on: as `_placed` returns it. state: donated.
+    """
     work, slots = plan.work, _each(plan, batch)
     name = f"batch {batch} at temperature {work.temperature}"
     stage(f"{name}: compile")
@@ -307,8 +184,8 @@ def _decode(
         with jax.profiler.trace(str(folder)):
             call(work.steps)
         traced = int((counts()[1] - before).max())
-        # A trace holds the kernels of all devices, which do the same: the mean of one is wanted.
-        found = tuple(kernel_times.kernel_times(folder, loop.as_text(), traced * (1 if plan.mesh is None else plan.mesh.size)))
+        # A trace holds the kernels of all devices, which do the same. We want one device's.
+        found = tuple(kernel_times.read_trace(folder, loop.as_text(), traced * (1 if plan.mesh is None else plan.mesh.size)))
     step, context = Spread.of(times), statistics.mean(contexts)
     devices, shape = plan.devices_of_a_shard, {"batch": batch // plan.shards, "num_draft_tokens": work.num_draft_tokens, "context": context}
     size = roofline.step_bytes(plan.target_tree, plan.drafter_tree, **shape).over(devices)
@@ -334,14 +211,14 @@ def _decode(
     )
 
 
-def _prefill_all(plan: Plan, target: Any, drafter: Any, rate: float, stage: Callable[[str], None]) -> Iterator[PrefillFigures]:
-    """Every length of a prompt, in one state with a slot for the longest."""
+def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage: Callable[[str], None]) -> Iterator[PrefillFigures]:
+    """Times every length of prompt, all in one state with one slot. rate: operations a second of a device."""
     if not plan.prefill:
         return
     work, max_len, slots = plan.work, max(plan.prefill) + 2, np.zeros(1, np.int32)
     state, on = _placed(plan, target, drafter, 1, max_len)
     admit = jax.jit(on(_admit), donate_argnums=0)
-    programs: dict[int, tuple[Any, Program]] = {}
+    programs: dict[int, tuple[Any, ProgramCost]] = {}
     for length in plan.prefill:
         chunk = min(work.prefill_chunk, length)
         stage(f"prompt of {length}: compile")
@@ -369,12 +246,12 @@ def _prefill_all(plan: Plan, target: Any, drafter: Any, rate: float, stage: Call
 
 
 def _admit(state: decode.DecodeState, ended: jax.Array, requests: decode.Requests) -> decode.DecodeState:
-    """Empties the slots `ended`, and puts the requests into the first ones."""
+    """Empties the slots `ended` and puts the requests into the first slots."""
     return decode.admit(decode.release(state, ended), jnp.arange(requests.length.shape[0], dtype=jnp.int32), requests)
 
 
 def _requests(work: Workload, config: TargetConfig, batch: int, length: int, limit: int) -> decode.Requests:
-    """Prompts of random tokens that nothing ends but `limit`."""
+    """Requests with prompts of random tokens, which only reaching `limit` positions ends."""
     rng = np.random.default_rng(work.seed)
     each = np.full(batch, length, np.int32)
     fields: dict[str, Any] = {
@@ -390,15 +267,15 @@ def _requests(work: Workload, config: TargetConfig, batch: int, length: int, lim
     return decode.Requests(**fields, filters=Filters(*filters))
 
 
-def _compiled(function: Callable[..., Any], *args: Any, compiler: Any = cuda_graphs.compiled) -> tuple[Any, Program]:
-    """A program that takes the state along, its third argument, and what making it took. compiler: one of `cuda_graphs`."""
+def _compiled(function: Callable[..., Any], *args: Any, compiler: Any = cuda_graphs.compiled) -> tuple[Any, ProgramCost]:
+    """A compiled program, and what it took to make. The third argument, the state, is donated. compiler: a function of `cuda_graphs`."""
     begun = time.perf_counter()
     lowered = jax.jit(function, donate_argnums=2).lower(*args)
     traced = time.perf_counter()
     program = compiler(lowered, jax.tree.leaves(args[0])[0].devices())
     memory = program.memory_analysis()
     temporary = 0 if memory is None else memory.temp_size_in_bytes
-    return program, Program(traced - begun, time.perf_counter() - traced, temporary)
+    return program, ProgramCost(traced - begun, time.perf_counter() - traced, temporary)
 
 
 def _driver() -> str | None:

@@ -1,4 +1,4 @@
-"""What `jaxspec bench` is asked to time, checked before anything is made."""
+"""What `jaxspec bench` is to time. Everything is checked before any weight is made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec import decode, sharding
-from jaxspec import released as shapes
+from jaxspec import decode, released, sharding
 from jaxspec.checks import integer, number
 from jaxspec.decode.accept import Rule, rule_of, synthetic
 from jaxspec.drafters.base import num_draft_tokens_of
@@ -24,40 +23,38 @@ from jaxspec.sampling.filters import CANDIDATES
 from jaxspec.targets import DTYPES, abstract_target
 from pallas_kernels.dialect import IMPLEMENTATIONS
 
-RATES = (0.92, 0.78, 0.67, 0.57)
+RATES = (0.92, 0.78, 0.67, 0.57)  # how often draft positions 1, 2, ... are accepted together with all before them
 WARM_UPS, WARM_UP_STEPS = 3, 3  # a CUDA graph is recorded in the second run of a program's loop body
 MEMORY_FRACTION = 0.95  # of what JAX may use; the rest is for temporary arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is asked of the model. context: tokens of a prompt. tokens: new tokens of a sequence in a timed call, about. temperature,
-    top_k, top_p: of every sequence; 0, 0 and 1 use nothing. prefill_chunk: rows of a prefill call, at most. profile: folder for traces.
-    """
+    """What the model does while it is timed."""
 
     num_draft_tokens: int
     accept: Rule
-    context: int = 512
-    tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    context: int = 512  # tokens of a prompt
+    tokens: int = 128  # new tokens of a sequence in a timed call, about
+    temperature: float = 0.0  # of every sequence, as top_k and top_p are
+    top_k: int = 0  # 0 for all tokens
+    top_p: float = 1.0  # 1 for all tokens
     attention: str = "auto"
     draft_attention: str = "auto"
-    repeats: int = 3
-    prefill_chunk: int = PREFILL_ROWS
+    repeats: int = 3  # timed calls
+    prefill_chunk: int = PREFILL_ROWS  # most rows of a prefill call
     seed: int = 0
-    profile: str | None = None
+    profile: str | None = None  # folder for traces
 
     @property
     def steps(self) -> int:
-        """Rounds by which a timed call is longer than one of a single round."""
+        """How many more rounds a long timed call has than a short one, which has a single round."""
         expected = 1 + sum(self.accept.rates[: self.num_draft_tokens])
         return max(math.ceil(self.tokens / expected), 1)
 
     @property
     def max_len(self) -> int:
-        """Room for every round to accept everything."""
+        """Positions of a sequence: enough for every round to accept all drafts."""
         rounds = WARM_UPS * WARM_UP_STEPS + self.repeats * (2 + self.steps) + (self.profile is not None) * (1 + self.steps)
         return self.context + 2 + rounds * (self.num_draft_tokens + 1)
 
@@ -73,43 +70,43 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A target and a drafter by name and as trees of ShapeDtypeStructs, batch sizes and temperatures to decode at, lengths of prompts,
-    and the workload, whose own temperature is that of the prompts. mesh: devices to spread all of it over, None for one."""
+class BenchPlan:
+    """A model, and what to time of it."""
 
-    config: str
-    drafter: str
+    config: str  # the target's name or folder
+    drafter: str  # the drafter's
     dtype: str
-    target_tree: Any
-    drafter_tree: Any
-    batches: tuple[int, ...]
+    target_tree: Any  # of ShapeDtypeStructs
+    drafter_tree: Any  # of ShapeDtypeStructs
+    batches: tuple[int, ...]  # batch sizes to decode, each at each of the temperatures
     temperatures: tuple[float, ...]
-    prefill: tuple[int, ...]
-    work: Workload
-    mesh: jax.sharding.Mesh | None = None
+    prefill: tuple[int, ...]  # lengths of prompts to time
+    work: Workload  # its temperature is that of the timed prompts
+    mesh: jax.sharding.Mesh | None = None  # the devices to use; None for one
 
     @property
     def shards(self) -> int:
-        """Over how many data shards a batch is spread."""
+        """The number of data shards that a batch is spread over."""
         return 1 if self.mesh is None else self.mesh.shape[sharding.DATA]
 
     @property
     def devices_of_a_shard(self) -> int:
+        """The number of devices that hold one data shard."""
         return 1 if self.mesh is None else self.mesh.shape[sharding.TENSOR]
 
     def placed(self) -> tuple[Any, Any]:
-        """The trees as they lie on the mesh."""
+        """The target's and the drafter's tree with their shardings."""
         mesh, trees = self.mesh, (self.target_tree, self.drafter_tree)
         if mesh is None:
             return trees
         return tuple(sharding.spread(sharding.shard_tree(tree, mesh), mesh) for tree in trees)
 
     def init(self, target: Any, drafter: Any, slots: int, max_len: int) -> Any:
-        """(), which makes the empty state of one data shard's share of the slots."""
+        """A function without arguments that makes the empty state of one data shard. slots: those of all data shards together."""
         return functools.partial(self.work.init_state, target, drafter, slots=slots // self.shards, max_len=max_len)
 
 
-def plan(
+def plan_bench(
     config: str,
     drafter: str = "none",
     *,
@@ -121,21 +118,21 @@ def plan(
     dtype: str = "bfloat16",
     mesh: jax.sharding.Mesh | None = None,
     **workload: Any,
-) -> Plan:
-    """Checks what is to be timed: steps of each batch size at each temperature, and prompts of each length in `prefill`.
+) -> BenchPlan:
+    """Checks a request to time steps of each batch size at each temperature, and prompts of each length in `prefill`.
 
     config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
-    `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, see
-    `accept.synthetic`, or the name of a rule, which accepts next to nothing of random drafts but costs what it costs. mesh: as
-    `sharding.mesh` makes it; its data axis divides each of `batches`, and is 1 where prompts are timed. workload: other fields of
-    `Workload`.
+    `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, as for
+    `accept.synthetic`, or the name of a rule; a rule accepts hardly any random draft, but takes the time that it takes. mesh: from
+    `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload: other fields of `Workload`.
+
     Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
-    target_config = shapes.target_config(config)
+    target_config = released.target_config(config)
     target: Any = abstract_target(target_config, DTYPES[dtype])
-    draft: Any = shapes.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
+    draft: Any = released.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
     drafting = num_draft_tokens_of(draft) > 0
     count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
     if count and not drafting:
@@ -144,7 +141,7 @@ def plan(
     accept.check(count)
     work = Workload(count, accept, **workload)
     _check(work, target_config, batches, temperatures, prefill)
-    made = Plan(config, drafter, dtype, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work, mesh)
+    made = BenchPlan(config, drafter, dtype, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work, mesh)
     for batch in [*batches, *[1] * len(prefill)]:
         if batch % made.shards:
             raise ValueError(f"batch is {batch} and the mesh has {made.shards} data shards; expected a multiple of {made.shards}")
@@ -175,8 +172,8 @@ def _check(work: Workload, config: TargetConfig, batches: Sequence[int], tempera
         )
 
 
-def _check_memory(plan: Plan) -> None:
-    """Raises ValueError if a device's part of the weights and of the largest state cannot fit."""
+def _check_memory(plan: BenchPlan) -> None:
+    """Raises ValueError if a device has no room for its share of the weights and of the largest state."""
     work, trees = plan.work, plan.placed()
     sizes = [(batch, work.max_len) for batch in plan.batches] + [(1, length + 2) for length in plan.prefill]
 

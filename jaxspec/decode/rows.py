@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.collectives import Shard, full_logits, suppress
+from jaxspec.collectives import Shard, full_logits, shard_of, suppress
 from jaxspec.decode.round import Round
 from jaxspec.decode.state import (
     FAILED,
