@@ -13,7 +13,7 @@ PANELS = (
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws loss and acceptance length by step as a PNG. rows: of metrics.jsonl. Without matplotlib nothing is drawn."""
+    """Draws loss and acceptance length over steps, as a PNG. rows: of metrics.jsonl. Does nothing without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

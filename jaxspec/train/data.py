@@ -1,4 +1,4 @@
-"""Texts to train on: files of text, JSON lines, conversations or token ids, cut into rows of equal width."""
+"""Texts to train on: files of text, JSON lines, conversations or token ids, cut into rows of one length."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ANSWERS = ("assistant", "model")
 def read(paths: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer, *, length: int, vocab_size: int) -> Batch:
     """All texts of some files, as rows of at most `length` tokens.
 
-    A `.jsonl` file has one object a line: {"text": ...}, or {"messages": [...]} with the roles and contents of a conversation, of whose
-    last answer alone is learnt. A `.npy` file is a stream of token ids. Any other is one text in UTF-8. A text longer than a row goes on
-    in the next one.
+    A `.jsonl` file has an object a line: {"text": ...}, or {"messages": [...]} with the roles and contents of a conversation, which
+    trains on its last answer alone. A `.npy` file is a stream of token ids. Any other file is one text in UTF-8. A text that is longer
+    than a row continues in the next one. vocab_size: the target's.
 
-    Raises FileNotFoundError for a missing file, ValueError that names file and line for anything else than these, for ids outside the
-    target's vocabulary, and where nothing is long enough to learn from.
+    Raises FileNotFoundError for a missing file; ValueError, naming file and line, for any other content and for ids outside the
+    vocabulary; ValueError if no text has 3 tokens.
     """
     rows: list[tuple[np.ndarray, int]] = []
     for path in map(Path, paths):
@@ -37,39 +37,41 @@ def read(paths: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer, *, lengt
     kept = [(ids, first) for ids, first in rows if len(ids) >= max(first, 1) + 2]
     if not kept:
         raise ValueError(f"found no text of 3 tokens or more to learn from in {', '.join(map(str, paths))}")
-    return packed([ids for ids, _ in kept], [first for _, first in kept], length)
+    return batch_of([ids for ids, _ in kept], [first for _, first in kept], length)
 
 
-def packed(texts: Sequence[np.ndarray], first: Sequence[int], length: int) -> Batch:
-    """Rows of `length` tokens, padded with zeros."""
+def batch_of(texts: Sequence[np.ndarray], first: Sequence[int], length: int) -> Batch:
+    """Texts as rows of `length` tokens, padded with zeros. texts: the ids of each, [at most length]. first: see `Batch`."""
     ids = np.zeros((len(texts), length), np.int32)
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = text
     return Batch(ids, np.asarray(first, np.int32), np.asarray([len(text) for text in texts], np.int32))
 
 
-def rows_of(texts: Batch, index: Any) -> Batch:
+def take_rows(texts: Batch, index: Any) -> Batch:
+    """The rows at a NumPy index: a slice or an array."""
     return Batch(texts.ids[index], texts.first[index], texts.length[index])
 
 
 def joined(*parts: Batch) -> Batch:
+    """The rows of several batches of one row length, one after the other."""
     return Batch(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "first", "length")))
 
 
 def held_back(texts: Batch) -> tuple[Batch, Batch]:
-    """(all but, only) the last fiftieth of the rows. Raises ValueError for a single row."""
+    """The rows to train on and those to hold out, which are the last fiftieth, at least one. Raises ValueError for a single row."""
     count = len(texts.ids)
     if count < 2:
         raise ValueError("the data is a single row, of which none can be held out; give more, or held_out")
     cut = count - max(1, count // 50)
-    return rows_of(texts, slice(cut)), rows_of(texts, slice(cut, None))
+    return take_rows(texts, slice(cut)), take_rows(texts, slice(cut, None))
 
 
 def drawn(texts: Batch, batch: int, seed: int, *, own: Batch | None = None) -> Callable[[int], Batch]:
-    """The batch of a step: rows drawn at random, half of them from `own` where that is given."""
+    """A function from a step's number to its batch: `batch` rows drawn at random, half of them from `own` if that is given."""
 
     def some(texts: Batch, count: int, *key: int) -> Batch:
-        return rows_of(texts, np.random.default_rng([seed, *key]).integers(0, len(texts.ids), count))
+        return take_rows(texts, np.random.default_rng([seed, *key]).integers(0, len(texts.ids), count))
 
     def draw(step: int) -> Batch:
         if own is None:
@@ -80,7 +82,7 @@ def drawn(texts: Batch, batch: int, seed: int, *, own: Batch | None = None) -> C
 
 
 def _texts(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, int]]:
-    """(where it stands, ids, first token to learn) of each text of a file."""
+    """Yields (place, ids, first token to learn) for each text of a file. The place is for errors."""
     if path.suffix == ".npy":
         ids = np.load(path, allow_pickle=False)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -119,16 +121,17 @@ def _line(entry: Any, tokenizer: Tokenizer) -> tuple[list[int], int]:
         raise ValueError(f"the last message has role {last!r}; expected 'assistant', whose text is learnt")
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     given = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
-    # A template may open an answer with more than it shows of one that was given, such as an empty thought: inference sees the former.
+    # A template may put something in front of an answer that the model is to write, such as an empty thought, and leave it out of a
+    # finished conversation. Inference has it, so training has it too: we join what is given with the rest of the finished conversation.
     same = next((i for i, (a, b) in enumerate(zip(whole, given, strict=False)) if a != b), min(len(whole), len(given)))
     return given + whole[same:], len(given)
 
 
 def windows(stream: np.ndarray, length: int, batch: int, seed: int) -> Callable[[int], Batch]:
-    """The batch of a step: windows at random places of a stream of token ids."""
+    """A function from a step's number to its batch: `batch` windows of `length` tokens at random places of a stream of token ids, [N]."""
 
     def draw(step: int) -> Batch:
         starts = np.random.default_rng([seed, step]).integers(0, len(stream) - length + 1, batch)
-        return packed([stream[at : at + length] for at in starts], [0] * batch, length)
+        return batch_of([stream[at : at + length] for at in starts], [0] * batch, length)
 
     return draw

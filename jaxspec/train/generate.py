@@ -1,4 +1,4 @@
-"""Text that a target writes itself, which is what its drafters will meet, and how much of it a drafter guesses."""
+"""Text that a target writes itself, for its drafters to learn from, and how much of such text a drafter guesses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from jaxspec.drafters.base import Drafter, NoDraft
 from jaxspec.drafters.training import XLA
 from jaxspec.model.target import TargetModel
 from jaxspec.train.data import packed
+from jaxspec.train.data import batch_of
 from jaxspec.train.losses import Batch
 
 
 def beginnings(texts: Batch, count: int, seed: int) -> list[list[int]]:
-    """Prompts: the given part of a text where it has one, else an eighth to a half of its row."""
+    """Beginnings of `count` texts, drawn at random: a text's given part if it has one, else an eighth to a half of a row's length."""
     rng, width = np.random.default_rng(seed), texts.ids.shape[1]
     prompts = []
     for row in rng.choice(len(texts.ids), count, replace=count > len(texts.ids)):
@@ -29,18 +30,19 @@ def beginnings(texts: Batch, count: int, seed: int) -> list[list[int]]:
 
 
 def written(llm: Any, prompts: Sequence[list[int]], width: int, *, temperature: float, seed: int) -> Batch:
-    """What an LLM writes behind prompts, until it ends there or with the row of `width` tokens. Prompt i has seed + i."""
+    """Prompts with what an LLM writes after them, until it stops or the row of `width` tokens is full. Prompt i has the seed `seed` + i."""
     from jaxspec.engine.params import SamplingParams
 
     params = [SamplingParams(max_tokens=width - len(p), temperature=temperature, seed=seed + i) for i, p in enumerate(prompts)]
     done = llm.generate(prompts, params)
-    return packed([np.asarray([*p, *c.token_ids], np.int32) for p, c in zip(prompts, done, strict=True)], [len(p) for p in prompts], width)
+    texts = [np.asarray([*p, *c.token_ids], np.int32) for p, c in zip(prompts, done, strict=True)]
+    return batch_of(texts, [len(p) for p in prompts], width)
 
 
 def continued(model: TargetModel, drafter: Drafter, ids: jax.Array, given: jax.Array, num_draft_tokens: int) -> DecodeState:
-    """Greedy continuations to the end of the rows, by the loop that serves, without stopping at any token.
+    """The state after greedy decoding to the end of the rows, by the loop that serves requests. No token ends a sequence.
 
-    ids: [B, T] int32, of which the first `given` [B] are the prompts.
+    ids: [B, T] int32. given: [B] int32; the first `given` ids of a row are its prompt.
     """
     batch, length = ids.shape
     slots = jnp.arange(batch, dtype=jnp.int32)
@@ -67,6 +69,6 @@ def generate(model: TargetModel, prompts: jax.Array, new_tokens: int) -> jax.Arr
 
 
 def acceptance_length(state: DecodeState) -> jax.Array:
-    """Tokens a round of a state of `continued`, the target's own choice counted."""
-    # The first token of each text comes from the prefill.
+    """Tokens a round in a state of `continued`, the target's own choice included: [] float32."""
+    # Prefill, not a round, chooses the first token of each text.
     return jnp.sum(state.length - state.prompt - 1) / jnp.maximum(jnp.sum(state.rounds), 1)

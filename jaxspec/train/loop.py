@@ -1,7 +1,7 @@
-"""The training loop: AdamW over float32 masters, compute in bfloat16, checkpoints from which a killed run goes on exactly.
+"""The training loop: AdamW on float32 master weights, compute in bfloat16, and checkpoints from which a killed run resumes exactly.
 
-A step is a pure function of (seed, step, weights, moments): batches and random numbers are drawn anew from seed and step, so that
-nothing but weights, moments and the step need be kept.
+A step is a pure function of (seed, step, weights, moments). Seed and step determine its batch and its random numbers, so a checkpoint
+holds only weights, moments and the step.
 """
 
 from __future__ import annotations
@@ -28,25 +28,31 @@ from jaxspec.train.curves import draw_curves
 # loss(weights in compute dtype, fixed, batch, key) -> (scalar, metrics by name)
 Loss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 METRICS, CURVES, CHECKPOINTS, SETTINGS = "metrics.jsonl", "curves.png", "checkpoints", "settings.json"
-KEPT = 2  # checkpoints
+NEWEST = 2  # how many checkpoints stay
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How to train. steps: updates. batch, length: texts in a batch, tokens in a text. peak: the learning rate after warm-up, which is
-    the first 2 % of the steps; from there it falls as a cosine to a fiftieth. accumulate: parts of a batch, whose gradients are averaged.
-    every: steps between rows of metrics.jsonl. save_every: steps between checkpoints, a multiple of `every`; None for `every`, 0 for
-    no checkpoints. seed: of everything drawn. dtype: of computing; weights and moments are float32."""
+    """How to train. Raises ValueError for values that make no sense."""
 
     steps: int = 1000
+    """Updates."""
     batch: int = 16
+    """Texts in a batch."""
     length: int = 512
+    """Tokens in a text."""
     peak: float = 5e-4
+    """The learning rate after warm-up, which takes the first 2 % of the steps. From there it falls as a cosine to a fiftieth."""
     accumulate: int = 1
+    """Parts that a batch is cut into, whose gradients are averaged."""
     every: int = 100
+    """Steps between rows of metrics.jsonl."""
     save_every: int | None = None
+    """Steps between checkpoints, a multiple of `every`. None is `every`; 0 writes no checkpoints."""
     seed: int = 0
+    """For everything that is drawn at random."""
     dtype: str = "bfloat16"
+    """Of computing, "bfloat16" or "float32". Master weights and moments are float32."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "every"):
@@ -65,14 +71,14 @@ class Run:
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
-    """The learning rate of each step: up to the peak in the first 2 % of them, then as a cosine to a fiftieth of it at the last."""
+    """The learning rate by step: it rises to the peak over the first 2 % of the steps, then falls as a cosine to a fiftieth at the last."""
     rise = max(steps // 50, 1)
-    # The first step is one of those that rise, not one of rate 0 before them.
+    # The first step already has a part of the peak: a step of rate 0 would change nothing.
     return optax.warmup_cosine_decay_schedule(peak / rise, peak, rise - 1, max(steps - 1, rise), peak / 50)
 
 
 def optimizer(peak: float, steps: int, weight_decay: float = 0.1) -> optax.GradientTransformation:
-    """AdamW by `schedule`, clipping at norm 1; only matrices decay."""
+    """AdamW with the learning rate of `schedule`. Gradients are clipped at norm 1, and only matrices decay."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(
@@ -98,26 +104,26 @@ def fit(
 ) -> Any:
     """Minimises `loss` and returns the float32 weights.
 
-    weights: a pytree; float leaves are trained as float32 masters, others stay as they are. fixed: handed to `loss` as it is, such as
-    the target. draw: the batch of a step, a pytree of arrays with the batch first, always the same for a step. A row of metrics.jsonl in
-    `out` has the means since the row before and what `evaluate`, of the weights in compute dtype, measured, which is also done before
-    the first step. save: gets the weights with
-    every checkpoint and at the end. resume: go on from the newest checkpoint in `out`. settings: whatever else must be the same in a
-    resumed run. mesh: batches are spread over its axis "data", weights are on all its devices.
+    weights: a pytree. We train its float leaves, as float32 master weights; the others stay as they are. fixed: passed to `loss`
+    unchanged, such as the target. draw: returns the batch of a step, a pytree of arrays with the batch axis first, always the same for
+    a step. out: the folder for settings, metrics, curves and checkpoints; a row of its metrics.jsonl has the means since the row before.
+    evaluate: takes the weights in the compute dtype and returns figures for a row; it also runs before the first step. save: called
+    with the weights at every checkpoint and at the end. resume: continue from the newest checkpoint in `out`. settings: what else must
+    not change when a run resumes. mesh: batches are spread over its axis "data"; all its devices hold the weights.
 
-    Raises ValueError if `mesh` does not divide the batch, or if a resumed run differs from what it goes on; FileExistsError where `out`
-    has checkpoints and resume is not set, FileNotFoundError where it has none and it is; and FloatingPointError, naming the step and
+    Raises ValueError if `mesh` does not divide the batch, or if a resumed run has other settings; FileExistsError if `out` has
+    checkpoints and `resume` is not set, FileNotFoundError if it has none and `resume` is set; FloatingPointError, naming the step and
     the last good checkpoint, if a loss or gradient is not finite.
     """
     steps, every, seed, accumulate, dtype = run.steps, run.every, run.seed, run.accumulate, DTYPES[run.dtype]
     save_every = every if run.save_every is None else run.save_every
-    wanted: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run) | (settings or {})))  # as they are read back
+    wanted: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run) | (settings or {})))  # as the file will give them back
     shards = 1 if mesh is None else mesh.shape["data"]
     if run.batch // accumulate % shards:
         raise ValueError(f"{shards} devices along the mesh's axis 'data' do not divide a batch of {run.batch // accumulate} texts")
     out.mkdir(parents=True, exist_ok=True)
     trained, kept = _split(weights)
-    masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)  # copies, since they are given away
+    masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)  # copies, since steps donate them
     tx = optimizer(run.peak, steps)
     moments = tx.init(masters)
     copies, parts = (
@@ -203,7 +209,7 @@ def fit(
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl; a last line that was cut off is left out."""
+    """The rows of a run's metrics.jsonl, [] if there is none. A last line that was cut off is left out."""
     path, rows = out / METRICS, []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -214,7 +220,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def _split(weights: Any) -> tuple[Any, Any]:
-    """(float leaves, others), each with None in the other's place."""
+    """The tree with its float leaves alone and the tree with its other leaves alone; None stands for the missing ones."""
     is_float = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.floating)), weights)
     trained, kept = (jax.tree.map(lambda x, f, w=wanted: x if f is w else None, weights, is_float) for wanted in (True, False))
     return trained, kept
@@ -237,14 +243,14 @@ def _flat(*trees: Any) -> dict[str, Any]:
 
 
 def _save(out: Path, step: int, masters: Any, moments: Any) -> Path:
-    """Writes a checkpoint, and removes all but the newest few, with what killed runs left half written."""
+    """Writes a checkpoint. Removes all but the newest few, and unfinished ones of killed runs."""
     import orbax.checkpoint as ocp
 
     folder = (out / CHECKPOINTS).resolve()
     folder.mkdir(exist_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:  # in place only when whole
+    with ocp.StandardCheckpointer() as checkpointer:  # renames the folder when all of it is written
         checkpointer.save(folder / str(step), _flat(masters, moments), force=True)
-    newest = {str(at) for at in _steps(folder)[-KEPT:]}
+    newest = {str(at) for at in _steps(folder)[-NEWEST:]}
     for old in folder.iterdir():
         if old.name not in newest:
             shutil.rmtree(old)
@@ -273,4 +279,5 @@ def _restore(out: Path, masters: Any, moments: Any, settings: dict[str, Any]) ->
 
 
 def _steps(folder: Path) -> list[int]:
+    """The steps of a folder's checkpoints, in order."""
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []

@@ -28,6 +28,7 @@ from jaxspec.targets import DTYPES, eos_token_ids, load_target, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, rows_of
+from jaxspec.train.data import take_rows
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, distil_loss, target_loss
@@ -274,7 +275,7 @@ def scores(held: Batch, loss: Callable[..., Any], batch: int) -> Callable[[Any, 
         return {"held_out_loss": value, **{f"held_out_{name}": value for name, value in metrics.items()}}
 
     count = max(min(SCORED, len(held.ids)) // batch, 1)
-    parts = [rows_of(held, slice(i * batch, (i + 1) * batch)) for i in range(count)]
+    parts = [take_rows(held, slice(i * batch, (i + 1) * batch)) for i in range(count)]
 
     def mean(weights: Any, fixed: Any) -> dict[str, float]:
         found = jax.device_get([score(weights, fixed, part) for part in parts])
@@ -288,7 +289,7 @@ def _evaluation(
 ) -> Callable[[Any], dict[str, float]]:
     """Held-out loss and metrics, and the acceptance length of greedy text behind beginnings of held-out texts, by the loop that serves."""
     score = scores(held, loss, batch)
-    some = rows_of(held, np.linspace(0, len(held.ids) - 1, min(MEASURED, len(held.ids))).astype(int))
+    some = take_rows(held, np.linspace(0, len(held.ids) - 1, min(MEASURED, len(held.ids))).astype(int))
     # What was given of a text, or its first half.
     given = np.where(some.first > 0, np.minimum(some.first, some.length), some.length // 2).clip(1).astype(np.int32)
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from jaxspec.train.pocket import chat_pairs, corpus
 
-TOKENIZER = AutoTokenizer.from_pretrained(corpus.TARGET)
+TOKENIZER = AutoTokenizer.from_pretrained(corpus.TARGET_FOLDER)
 
 
 def module(name: str, functions: int) -> str:
@@ -181,7 +181,7 @@ def test_ids_are_those_of_gemma_4():
     assert TOKENIZER("\n").input_ids == [2, 107]
     named = (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.bos_token_id, TOKENIZER.unk_token_id, TOKENIZER.mask_token_id)
     assert named == (0, 1, 2, 3, 4)
-    generation = json.loads((corpus.TARGET / "generation_config.json").read_text())
+    generation = json.loads((corpus.TARGET_FOLDER / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [1, 106, 50] and generation["bos_token_id"] == 2 and generation["pad_token_id"] == 0
 
 
@@ -213,14 +213,14 @@ def test_code_takes_less_than_a_third_of_a_token_a_byte():
 def test_a_folder_with_a_gemma_4_config_gives_the_same_tokenizer(tmp_path):
     """AutoTokenizer looks at config.json first: Gemma's own tokenizer class would split text its own way."""
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(corpus.TARGET / name, tmp_path)
+        shutil.copy(corpus.TARGET_FOLDER / name, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_text"}))
     text = "def f(x):\n    return x  # ok\n"
     assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == TOKENIZER(text).input_ids
 
 
 def test_names_of_special_tokens_are_text_in_files_and_tokens_in_chat():
-    tokenizer = Tokenizer.from_file(str(corpus.TARGET / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(corpus.TARGET_FOLDER / "tokenizer.json"))
     documents = [corpus.Document("a.py", "library", "<|turn>"), corpus.Document("c", "chat", "<|turn>")]
     code, chat = corpus.encode(tokenizer, documents)
     assert 105 not in code and TOKENIZER.decode(code[1:-1]) == "<|turn>"

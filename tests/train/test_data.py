@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.checkpoint.hub import resolve
 from jaxspec.text import load_tokenizer
-from jaxspec.train.data import drawn, held_back, packed, read, windows
+from jaxspec.train.data import batch_of, drawn, held_back, read, windows
 
 BOS = 2
 
@@ -111,8 +111,8 @@ def test_files_that_cannot_be_learnt_from_are_refused(tokenizer, tmp_path):
 
 
 def test_batches_depend_on_seed_and_step_alone():
-    texts = packed([np.full(5, i) for i in range(40)], [0] * 40, 8)
-    own = packed([np.full(5, 100 + i) for i in range(40)], [2] * 40, 8)
+    texts = batch_of([np.full(5, i) for i in range(40)], [0] * 40, 8)
+    own = batch_of([np.full(5, 100 + i) for i in range(40)], [2] * 40, 8)
     first, again, later, other = drawn(texts, 6, 0)(3), drawn(texts, 6, 0)(3), drawn(texts, 6, 0)(4), drawn(texts, 6, 1)(3)
     assert np.array_equal(first.ids, again.ids) and first.ids.shape == (6, 8)
     assert not np.array_equal(first.ids, later.ids) and not np.array_equal(first.ids, other.ids)
@@ -130,8 +130,8 @@ def test_windows_lie_anywhere_in_a_stream():
 
 
 def test_a_fiftieth_is_held_back():
-    texts = packed([np.full(5, i) for i in range(100)], [0] * 100, 8)
+    texts = batch_of([np.full(5, i) for i in range(100)], [0] * 100, 8)
     rest, held = held_back(texts)
     assert rest.ids[:, 0].tolist() == list(range(98)) and held.ids[:, 0].tolist() == [98, 99]
     with pytest.raises(ValueError, match="the data is a single row, of which none can be held out"):
-        held_back(packed([np.arange(5)], [0], 8))
+        held_back(batch_of([np.arange(5)], [0], 8))

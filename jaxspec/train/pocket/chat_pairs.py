@@ -30,7 +30,7 @@ _DIRECTIVE = re.compile(r"^( *)\.\. (function|class|method|exception|attribute|d
 
 
 def conversations(documents: Iterable[Document], apply_chat_template: Callable[..., Any], budget: int, seed: int) -> list[str]:
-    """Conversations of one to three questions on one file each, rendered, at most `budget` characters in all."""
+    """Rendered conversations, each of one to three questions about one file; at most `budget` characters in all."""
     rng = random.Random(seed)
     groups = []
     for d in documents:
@@ -55,7 +55,10 @@ def conversations(documents: Iterable[Document], apply_chat_template: Callable[.
 
 
 def render(system: str | None, pairs: list[tuple[str, str]], apply_chat_template: Callable[..., Any]) -> str:
-    """What the model is given before it writes the last answer, then that answer and the end of its turn; without bos."""
+    """A conversation as text, without bos: what the model sees before it writes the last answer, then that answer and the end of its turn.
+
+    system: the system message, or None. pairs: (question, answer), at least one.
+    """
     messages = [{"role": "system", "content": system}] if system else []
     for question, answer in pairs:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -65,7 +68,7 @@ def render(system: str | None, pairs: list[tuple[str, str]], apply_chat_template
 
 
 def source_pairs(text: str, name: str, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """(question, answer) for the documented functions and classes of one source file."""
+    """Yields (question, answer) for the documented functions and classes of one source file. name: the file's path in the library."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -116,10 +119,10 @@ def _function_pairs(
 
 
 def page_pairs(text: str, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """(question, answer) for the functions, classes and other objects that one documentation page describes."""
+    """Yields (question, answer) for the functions, classes and other objects that a documentation page describes."""
     lines = text.split("\n")
     module = ""
-    inside: list[tuple[int, str]] = []  # the objects around the current one: indentation, name
+    inside: list[tuple[int, str]] = []  # indentation and name of the objects around the current one
     for i, line in enumerate(lines):
         if named := re.match(r"\.\. (?:current)?module:: (\S+)", line):
             module = named[1]
@@ -140,19 +143,19 @@ def page_pairs(text: str, rng: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def _directive_body(lines: list[str], indent: int) -> str:
-    """The text under a directive at `indent`, up to its end or to the first object described inside it."""
+    """The text under a directive at `indent`, up to its end or to the first object described in it. lines: those after the directive."""
     body = []
     for line in lines:
         if line.strip() and len(line) - len(line.lstrip()) <= indent or _DIRECTIVE.match(line):
             break
         body.append(line)
-    # Further signatures and options come before the first empty line.
+    # Lines before the first empty one are further signatures and options.
     start = next((i for i, line in enumerate(body) if not line.strip()), len(body))
     return textwrap.dedent("\n".join(body[start:])).strip()
 
 
 def _cut(text: str) -> str:
-    """`text` up to LONGEST_ANSWER characters, cut between paragraphs."""
+    """The first paragraphs of `text`, at most LONGEST_ANSWER characters."""
     text = inspect.cleandoc(text)
     while len(text) > LONGEST_ANSWER and "\n\n" in text:
         text = text[: text.rindex("\n\n")].rstrip()

@@ -1,10 +1,10 @@
-"""The pocket models' corpus: the Python standard library's sources and documentation as token streams, and their tokenizer.
+"""The pocket models' corpus, which is the Python standard library's sources and documentation as token streams, and their tokenizer.
 
     python -m jaxspec.train.pocket.corpus --stdlib LIB --docs SOURCES --train-tokenizer FOLDER    # tokenizer.json, tokenizer_config.json
     python -m jaxspec.train.pocket.corpus --stdlib LIB --docs SOURCES --out FOLDER                # train.npy, val.npy, manifest.json
 
-LIB is a Python's standard library with its test suite (default: the running Python's), SOURCES the `_sources` folder of its HTML
-documentation (Debian: python3.11-doc). The same inputs give the same bytes.
+LIB is the folder of a Python's standard library with its test suite (default: the running Python's). SOURCES is the `_sources` folder
+of its HTML documentation (Debian: python3.11-doc). The same inputs give the same bytes.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from jaxspec.train.pocket import chat_pairs
 from jaxspec.train.pocket.documents import Document
 
-TARGET = Path(__file__).parents[2] / "pocket" / "target"
+TARGET_FOLDER = Path(__file__).parents[2] / "pocket" / "target"
 VOCAB_SIZE = 4096
-PAD, EOS, BOS = 0, 1, 2
+EOS, BOS = 1, 2
 SEED = 20
-# Ids below 107 are Gemma 4's; those that it leaves unused, or that stand for what pocket lacks, are `<unusedN>`.
+# Ids below 107 are Gemma 4's. The others of them, which Gemma 4 leaves unused or pocket has no use for, are `<unusedN>`.
 SPECIAL_IDS = {
     "<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "<mask>": 4, "<|tool>": 46, "<tool|>": 47, "<|tool_call>": 48, "<tool_call|>": 49,
     "<|tool_response>": 50, "<tool_response|>": 51, '<|"|>': 52, "<|think|>": 98, "<|channel>": 100, "<channel|>": 101,
@@ -35,10 +35,10 @@ SPECIAL_IDS = {
 }  # fmt: skip
 NEWLINE = 107
 
-# Newlines and the indentation behind them are one piece; a word keeps the space, dot or underscore before it; digits stand alone.
+# Newlines and the indentation after them are one piece. A word has the space, dot or underscore before it. Digits are pieces of their own.
 PIECES = "|".join([r"(?:[ \t]*\n)+[ \t]*", r"[^\S\n]+(?=[^\S\n])", r"[ ._]?\p{L}+", r" ?\p{N}", r" ?[^\s\p{L}\p{N}]+", r"\s"])
 
-# Modules kept out of training, with what else is kept out because it tells of them: tests and pages of the documentation.
+# Modules kept out of training, each with its tests and its page of the documentation, which are kept out too.
 # All exist in Python 3.11, 3.12 and 3.13.
 HELD_OUT = {
     "asyncio/queues.py": ("test/test_asyncio/test_queues.py", "library/asyncio-queue.rst"),
@@ -67,7 +67,7 @@ HELD_OUT = {
     "zipapp.py": ("test/test_zipapp.py", "library/zipapp.rst"),
 }
 
-# Tables, generated files, files that do not parse on purpose, other people's packages, and the list of all changes.
+# Tables, generated files, files that are meant not to parse, third-party packages, and the changelog.
 LEFT_OUT = (
     "site-packages/*", "encodings/*", "_sysconfigdata*", "config-*", "pydoc_data/*", "*/cjkencodings/*", "*/encoded_modules/*",
     "lib2to3/tests/data/*", "test/test_lib2to3/data/*", "test/tokenizedata/*", "*/bad_*", "*/badsyntax_*", "msilib/*",
@@ -75,19 +75,22 @@ LEFT_OUT = (
 )  # fmt: skip
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 LONGEST_LINE = 2000  # characters
-SEEN_SHARE = 0.6  # of a file's lines: one that repeats this much of earlier files is a near-copy
-LETTER_SHARE = 0.4  # of the characters other than spaces: less is a table of numbers
-TEST_SHARE = 0.5  # of the sources and pages, in bytes
-CHAT_SHARE = 0.14  # of everything, in bytes
+SEEN_SHARE = 0.6  # a file is a near-copy if more of its lines than this are in earlier files
+LETTER_SHARE = 0.4  # a file is data if fewer of its characters than this are letters, spaces not counted
+TEST_SHARE = 0.5  # most that tests may be of the sources and pages, in characters
+CHAT_SHARE = 0.14  # most that conversations may be of everything, in characters
 
 
 def held_out_texts() -> dict[str, str]:
-    """The beginnings of HELD_OUT as CPython 3.12.1 has them, {name: text}: the same whatever Python runs."""
-    return json.loads((TARGET.parent / "held_out.json").read_text(encoding="utf-8"))
+    """The beginnings of the HELD_OUT modules in CPython 3.12.1, by name, whatever Python runs."""
+    return json.loads((TARGET_FOLDER.parent / "held_out.json").read_text(encoding="utf-8"))
 
 
 def collect(stdlib: Path, docs: Path | None = None) -> tuple[list[Document], list[Document]]:
-    """(training documents without chat, held-out sources and pages), both in a fixed order, near-copies dropped."""
+    """The documents to train on, without conversations and near-copies, and the held-out sources and pages. Both have a fixed order.
+
+    Raises FileNotFoundError for folders that are not what the command expects.
+    """
     if not (stdlib / "os.py").is_file():
         raise FileNotFoundError(f"--stdlib {stdlib}: expected a standard library's folder, found no os.py in it")
     found = _sources(stdlib) + _topics(stdlib)
@@ -103,7 +106,7 @@ def collect(stdlib: Path, docs: Path | None = None) -> tuple[list[Document], lis
     beside = [pattern for patterns in HELD_OUT.values() for pattern in patterns]
     held = [d for d in found if d.name in HELD_OUT or d.kind == "docs" and d.name in beside]
     rest = [d for d in found if d.name not in HELD_OUT and not any(fnmatch.fnmatchcase(d.name, pattern) for pattern in beside)]
-    # A near-copy of a held-out file is dropped like any other, since the held-out files count as seen first.
+    # The held-out files come first, so that near-copies of them are dropped too.
     seen: set[str] = set()
     for d in held:
         seen |= _lines(d.text)
@@ -129,7 +132,7 @@ def _sources(stdlib: Path) -> list[Document]:
 
 
 def _topics(stdlib: Path) -> list[Document]:
-    """The pages that help() shows, one document each: pydoc_data/topics.py is one dict of strings."""
+    """The pages that help() shows, a document each. pydoc_data/topics.py is one dict of strings."""
     path = stdlib / "pydoc_data" / "topics.py"
     if not path.is_file():
         return []
@@ -142,7 +145,7 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    """The file's text without overlong lines; empty where it is not UTF-8."""
+    """The file's text without overlong lines; "" if it is not UTF-8."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -160,7 +163,7 @@ def _mostly_data(text: str) -> bool:
 
 
 def _cap_tests(documents: list[Document]) -> list[Document]:
-    """Drop tests at random until they are TEST_SHARE of the bytes or less."""
+    """Drops tests at random until they are at most TEST_SHARE of the characters."""
     tests = [d for d in documents if d.kind == "tests"]
     others = sum(len(d.text) for d in documents if d.kind != "tests")
     room = int(others * TEST_SHARE / (1 - TEST_SHARE))
@@ -174,7 +177,10 @@ def _cap_tests(documents: list[Document]) -> list[Document]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Byte-level BPE over `texts`: Gemma 4's special ids, newline at 107, the other 255 bytes, then merges up to `vocab_size`."""
+    """Trains byte-level BPE. Its ids are Gemma 4's special tokens, newline at 107, the other 255 bytes, then merges up to `vocab_size`.
+
+    Raises ValueError if the texts are too small for so many tokens.
+    """
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = _pre_tokenizer()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -204,7 +210,7 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json."""
+    """Writes tokenizer.json and tokenizer_config.json."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
         "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>",
@@ -216,7 +222,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
-    """Ids of each document, uint16, bos first and eos last. The names of special tokens mean them in chat only."""
+    """The ids of each document, [N] uint16, bos first and eos last. A special token's name in the text stands for it in chat only."""
     ids = []
     for d in documents:
         tokenizer.encode_special_tokens = d.kind != "chat"
@@ -225,9 +231,9 @@ def encode(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
     return ids
 
 
-def build(stdlib: Path, docs: Path | None, out: Path, tokenizer_folder: Path = TARGET) -> dict:
-    """Write train.npy and val.npy (uint16 token streams) and manifest.json into `out`; returns the manifest."""
-    from transformers import PreTrainedTokenizerFast  # seconds to import, and nothing else here needs it
+def build(stdlib: Path, docs: Path | None, out: Path, tokenizer_folder: Path = TARGET_FOLDER) -> dict:
+    """Writes train.npy and val.npy (uint16 token streams) and manifest.json into `out`, and returns the manifest."""
+    from transformers import PreTrainedTokenizerFast  # here, because it takes seconds to import
 
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     template = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
@@ -249,7 +255,7 @@ def build(stdlib: Path, docs: Path | None, out: Path, tokenizer_folder: Path = T
         "train": _counts(*streams["train"]),
         "val": _counts(*streams["val"]),
         "held_out": list(HELD_OUT),
-        # Where each held-out document lies in val.npy: [first, one past the last].
+        # The place of each held-out document in val.npy: [start, stop].
         "val_spans": _spans(*streams["val"]),
         "sha256": {
             "tokenizer.json": _sha256(tokenizer_folder / "tokenizer.json"),
@@ -261,7 +267,7 @@ def build(stdlib: Path, docs: Path | None, out: Path, tokenizer_folder: Path = T
 
 
 def _newest_release(docs: Path) -> str:
-    """The newest Python that the documentation tells the news of, e.g. "3.11"."""
+    """The newest Python that the documentation has a "What's new" page of, such as "3.11"."""
     releases = [p.name.removesuffix(".rst.txt") for p in docs.glob("whatsnew/[0-9]*.rst.txt")]
     return max(releases, key=lambda release: [int(part) for part in release.split(".")], default="unknown")
 

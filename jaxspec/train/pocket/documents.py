@@ -1,12 +1,12 @@
-"""What the pocket models' corpus is made of."""
+"""A document of the pocket models' corpus."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Document:
-    """One file, page or conversation. `kind` is library, docs, tests or chat."""
+    """One file, page or conversation."""
 
     name: str
-    kind: str
+    kind: str  # library, docs, tests or chat
     text: str

@@ -1,9 +1,9 @@
-"""The bundled pocket models: their configs and recipes, all run by `jaxspec.train`. One command a model:
+"""The bundled pocket models: their configs and recipes. One command trains a model:
 
     python -m jaxspec.train.pocket target --data DIR --out DIR
     python -m jaxspec.train.pocket mtp --data DIR --out DIR    # or dflash, eagle3, modules, draft
 
-and the figures of the card, on the held-out modules:
+Another prints the figures of the model card, which are measured on the held-out modules:
 
     python -m jaxspec.train.pocket measure [--drafter pocket-mtp]
 
@@ -25,7 +25,7 @@ import numpy as np
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.train import distil
-from jaxspec.train.data import packed, windows
+from jaxspec.train.data import batch_of, windows
 from jaxspec.train.kinds import initial
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, target_loss
@@ -36,9 +36,8 @@ ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-# The end of the stream is kept for prompts, so that the target has not learnt what follows them.
-LEARNT = 0.95
-COMMON = {
+LEARNT = 0.95  # share of the stream that the target trains on; the rest is for prompts, whose continuations it must not know
+COMMON_CONFIG = {
     "vocab_size": 4096,
     "head_dim": 64,
     "global_head_dim": 128,
@@ -61,10 +60,10 @@ COMMON = {
     "initializer_range": 0.02,
     "dtype": "bfloat16",
 }
-TARGET = {
+TARGET_CONFIG = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
-    **COMMON,
+    **COMMON_CONFIG,
     "hidden_size": 256,
     "intermediate_size": 384,
     "num_hidden_layers": 8,
@@ -75,7 +74,7 @@ TARGET = {
     "vocab_size_per_layer_input": 4096,
     "hidden_size_per_layer_input": 16,
 }
-MTP = {
+MTP_CONFIG = {
     "architectures": ["Gemma4AssistantForCausalLM"],
     "model_type": "gemma4_assistant",
     "backbone_hidden_size": 256,
@@ -86,7 +85,7 @@ MTP = {
     "dtype": "bfloat16",
     "text_config": {
         "model_type": "gemma4_text",
-        **COMMON,
+        **COMMON_CONFIG,
         "hidden_size": 128,
         "intermediate_size": 512,
         "num_hidden_layers": 4,
@@ -98,8 +97,8 @@ MTP = {
         "hidden_size_per_layer_input": 0,
     },
 }
-# A decoder of Llama's or Qwen3's kind, as wide as the target.
-PLAIN = {
+# A decoder like Llama's or Qwen3's, as wide as the target.
+DECODER_CONFIG = {
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_attention_heads": 4,
@@ -115,10 +114,10 @@ PLAIN = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
-DFLASH = {
+DFLASH_CONFIG = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
-    **PLAIN,
+    **DECODER_CONFIG,
     "num_hidden_layers": 4,
     "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
     "sliding_window": 128,
@@ -126,26 +125,26 @@ DFLASH = {
     "block_size": 8,
     "dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 3, 5, 7], "final_logit_softcapping": 30.0},
 }
-EAGLE3 = {
+EAGLE3_CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
-    **PLAIN,
+    **DECODER_CONFIG,
     "num_hidden_layers": 1,
     "draft_vocab_size": 3072,
     "eagle_aux_hidden_state_layer_ids": [2, 5, 8],
 }
-MODULES = {
+MODULES_CONFIG = {
     "architectures": ["Gemma4MTPModules"],
     "model_type": "gemma4_mtp_modules",
     "num_nextn_predict_layers": 2,
     "dtype": "bfloat16",
     "text_config": {
         "model_type": "gemma4_text",
-        **COMMON,
+        **COMMON_CONFIG,
         "hidden_size": 256,
         "intermediate_size": 768,
         "num_hidden_layers": 8,
-        "layer_types": [*TARGET["layer_types"], SLIDING, FULL],
+        "layer_types": [*TARGET_CONFIG["layer_types"], SLIDING, FULL],
         "num_kv_shared_layers": 0,
         "use_double_wide_mlp": False,
         "final_logit_softcapping": 30.0,
@@ -153,10 +152,10 @@ MODULES = {
         "hidden_size_per_layer_input": 0,
     },
 }
-DRAFT = {
+DRAFT_CONFIG = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
-    **COMMON,
+    **COMMON_CONFIG,
     "hidden_size": 128,
     "intermediate_size": 512,
     "num_hidden_layers": 6,
@@ -171,29 +170,29 @@ DRAFT = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A drafter's kind and config, and how it is trained: so many steps, on batches of so many texts of so many tokens, and how many
-    texts the target writes for it. objective: what differs from the kind's."""
+    """A drafter's config, and how it is trained."""
 
-    kind: str
+    kind: str  # as for `distil`
     config: dict[str, Any]
-    steps: int
-    batch: int = 64
-    length: int = 320
-    self_generate: int = 8192
-    objective: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int  # updates
+    batch: int = 64  # texts
+    length: int = 320  # tokens of a text
+    self_generate: int = 8192  # texts that the target writes for it
+    objective: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what differs from the kind's default
 
 
 RECIPES = {
-    "mtp": Recipe("mtp", MTP, 6000, batch=96, length=384, self_generate=16384, objective={"anchors": 128}),
-    # Blocks of 4 drafts, as they are used by default; the weights of their places fall as fast as they are reached less often.
-    "dflash": Recipe("dflash", DFLASH, 6000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
-    "eagle3": Recipe("eagle3", EAGLE3, 3500),
-    "modules": Recipe("mtp-modules", MODULES, 5500),
-    "draft": Recipe("draft-model", DRAFT, 3000),
+    "mtp": Recipe("mtp", MTP_CONFIG, 6000, batch=96, length=384, self_generate=16384, objective={"anchors": 128}),
+    # Blocks of 4 drafts, which is the default K. A later place is reached less often, and its weight falls by the same rate.
+    "dflash": Recipe("dflash", DFLASH_CONFIG, 6000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
+    "eagle3": Recipe("eagle3", EAGLE3_CONFIG, 3500),
+    "modules": Recipe("mtp-modules", MODULES_CONFIG, 5500),
+    "draft": Recipe("draft-model", DRAFT_CONFIG, 3000),
 }
 
 
 def train_drafter(name: str, args: argparse.Namespace) -> None:
+    """Trains the drafter of a recipe. args: of the command, which override the recipe."""
     recipe = RECIPES[name]
     distil(
         args.target,
@@ -215,8 +214,11 @@ def train_drafter(name: str, args: argparse.Namespace) -> None:
 
 
 def train_target(args: argparse.Namespace) -> None:
-    """On windows of the stream, then against its own loops, with prompts from the end of the stream, which it has not learnt."""
-    config = Gemma4Config.from_hf(TARGET)
+    """Trains the target on windows of the stream, then against repeating itself, on prompts from the end of the stream.
+
+    args: of the command.
+    """
+    config = Gemma4Config.from_hf(TARGET_CONFIG)
     stream, held = (np.load(args.data / f"{part}.npy") for part in ("train", "val"))
     learnt, rest = np.split(stream, [int(LEARNT * len(stream))])
     length = args.length or 1024
@@ -227,7 +229,7 @@ def train_target(args: argparse.Namespace) -> None:
         return target_loss(model, batch)
 
     rows = [held[at : at + length] for at in range(0, len(held) - length + 1, length)]
-    score = scores(packed(rows, [0] * len(rows), length), loss, run.batch)
+    score = scores(batch_of(rows, [0] * len(rows), length), loss, run.batch)
 
     def evaluate(model: gemma4.Gemma4) -> dict[str, float]:
         return score(model, ())
@@ -236,13 +238,13 @@ def train_target(args: argparse.Namespace) -> None:
     weights = fit(loss, weights, (), texts, run, out=out / "likelihood", evaluate=evaluate)
     run = dataclasses.replace(run, steps=args.unlikelihood_steps, peak=args.peak / 4)
     weights = break_loops(weights, texts, prompts, run, out=out / "unlikelihood", evaluate=evaluate)
-    save_target(out, weights, TARGET)
+    save_target(out, weights, TARGET_CONFIG)
 
 
-def measure(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int = 128, ks: Sequence[int] = (1, 2, 4, 7)) -> None:
-    """Prints acceptance length by K and temperature, and the share of distinct 8-grams of the greedy text.
+def print_acceptance(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int = 128, ks: Sequence[int] = (1, 2, 4, 7)) -> None:
+    """Prints acceptance length by K and temperature, and the share of distinct 8-grams in the new text.
 
-    Continues each held-out module at its beginning and from its token 400 on; float32.
+    target, drafter: as for `load`; in float32. The prompts are the beginning of each held-out module and its tokens from 400 on.
     """
     from jaxspec import SamplingParams, load
     from jaxspec.train.pocket.corpus import BOS, held_out_texts
@@ -284,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--drafter", default="pocket-mtp")
     args = parser.parse_args(argv)
     if args.model == "measure":
-        measure(args.target, args.drafter)
+        print_acceptance(args.target, args.drafter)
     elif args.model == "target":
         train_target(args)
     else:

@@ -1,6 +1,7 @@
-"""Sequence-level unlikelihood training (Welleck et al. 2019, arXiv 1908.04319): a small model decoded greedily runs into loops;
-this teaches it out of them. The model writes continuations greedily, and tokens that complete an n-gram which it has written before
-are made less likely, beside ordinary training.
+"""Sequence-level unlikelihood training (Welleck et al. 2019, arXiv 1908.04319), which teaches a small model not to repeat itself.
+
+Greedy text of a small model falls into loops. So the model writes greedy continuations, and each token that completes an n-gram which
+the sequence already has is made less likely. Ordinary training goes on at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pallas_kernels.noise import row_keys
 
 
 def repeats(ids: jax.Array, n: int) -> jax.Array:
-    """Whether each token completes an n-gram that stood earlier in its sequence. ids: [B, T] int32 -> [B, T] bool."""
+    """Whether each token completes an n-gram that its sequence already has. ids: [B, T] int32 -> [B, T] bool."""
     keys = jnp.zeros((*ids.shape, 2), jnp.uint32)
     for back in range(n):
         keys = row_keys(keys, jnp.roll(ids, back, axis=1))
@@ -43,10 +44,10 @@ def break_loops(
     evaluate: Callable[[Any], dict[str, float]] | None = None,
     progress: bool = True,
 ) -> Gemma4:
-    """Trains on texts as before and, with equal weight a token, against repetition in greedy continuations of prompts.
+    """Trains on texts and, with the same weight a token, against repetition in greedy continuations of prompts. Returns the weights.
 
-    texts, prompts: the batches of a step; prompts have no padding. evaluate: as in `fit`. The metric `distinct_8` is the share of 8-grams
-    in the continuations that are not repeats within their sequence.
+    texts, prompts: return the batch of a step; prompts have no padding. new_tokens: of a continuation. n: of the n-grams. evaluate,
+    progress: as in `fit`. The metric `distinct_8` is the share of tokens in the continuations that complete a new 8-gram.
     """
     given = prompts(0).ids.shape[1]
 
@@ -68,9 +69,9 @@ def break_loops(
 
 
 def unlikelihood(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """-log(1 - p) of each token. logits: [..., V] float32, tokens: [...] int32.
+    """-log(1 - p), where p is the probability of each token. logits: [..., V] float32, tokens: [...] int32 -> [...] float32.
 
-    1 - p is the probability of all other tokens, whose logarithm keeps its digits, and its gradient, where p is all but 1.
+    We take the logarithm of the other tokens' probability: unlike 1 - p, that and its gradient stay exact where p is nearly 1.
     """
     others = jnp.where(jax.nn.one_hot(tokens, logits.shape[-1], dtype=bool), -jnp.inf, logits)
     return jax.nn.logsumexp(logits, axis=-1) - jax.nn.logsumexp(others, axis=-1)
