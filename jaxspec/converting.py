@@ -1,9 +1,9 @@
-"""Converted checkpoints: the weights as they lie on devices, fused and in their dtype, so that loading is reading alone.
+"""Converted checkpoints: weights stored as devices hold them, fused and in their dtype, so that loading only has to read.
 
-A converted folder holds config.json, generation_config.json and the tokenizer's files as the checkpoint had them, jaxspec.json with
-the format's version and the sizes of the weights' files, and `weights`, an Orbax checkpoint (OCDBT) of a flat dict from our paths to
-arrays. A drafter that was converted with its target is such a folder too, `drafter` in the target's. Chunks on disk are cut where
-meshes cut, and each process reads what its own devices hold.
+A converted folder holds config.json, generation_config.json and the tokenizer's files of the checkpoint; jaxspec.json with the format's
+version and the sizes of the weights' files; and `weights`, an Orbax checkpoint (OCDBT) of a flat dict from our paths to arrays. A
+drafter that was converted with its target is such a folder too: `drafter` in the target's. A chunk on disk does not cross the borders at
+which meshes cut, so each process reads only what its devices hold.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def convert(
 ) -> Path:
     """Writes a target, and a drafter for it, as a converted checkpoint, and returns its folder.
 
-    source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a drafter
-    under any name of a checkpoint that `load` takes; it goes to the folder `drafter` in the destination. dtype: of the float weights,
-    "float32" or "bfloat16"; "auto" is the target's own, float32 where that is neither. mesh: devices to hold the weights while they
-    are written; the default device must hold them all otherwise. The checkpoint can be loaded onto any mesh.
+    source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a checkpoint
+    under any name that `load` takes; it goes to the folder `drafter` in the destination. dtype: of the float weights, "float32" or
+    "bfloat16"; "auto" is the target's own, or float32 if that is neither. mesh: the devices that hold the weights during the conversion;
+    None is the default device alone. The result can be loaded onto any mesh.
 
-    Raises FileExistsError for a destination that holds anything, ValueError or FileNotFoundError for what `load` would refuse. A
-    conversion that fails or is killed leaves no folder under the destination's name.
+    Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
+    if several processes convert. A conversion that fails or is killed leaves no folder under the destination's name.
     """
     final = Path(destination).expanduser().absolute()
     _check_destination(final)
@@ -63,7 +63,7 @@ def convert(
 
     final.parent.mkdir(parents=True, exist_ok=True)
     unfinished = final.with_name(f".{final.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a conversion that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # a killed conversion may have left it
     try:
         weights = targets.load_target(folder, place(targets.abstract_target(config, weights_dtype)), progress=progress)
         _write(unfinished, folder, weights, weights_dtype)
@@ -86,7 +86,7 @@ def _check_destination(folder: Path) -> None:
 
 
 def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype) -> None:
-    """One converted folder. jaxspec.json comes last."""
+    """Writes a converted folder. jaxspec.json comes last: a folder without it is not complete."""
     folder.mkdir()
     for path in source.iterdir():
         wanted = path.suffix in (".json", ".jinja") or path.name.startswith("tokenizer")
@@ -102,7 +102,9 @@ def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype) -> None:
 
 
 def _cut_axes(rows: specs.Rows, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axis of heads or experts over which a mesh spreads an array, to be one long in a chunk. Orbax halves the longest axes of the
-    chunks by itself, which serves axes of widths and vocabularies."""
+    """The axes of heads or experts over which a mesh spreads an array: a chunk has length 1 there.
+
+    Other axes need nothing: Orbax halves the longest axes of a chunk by itself, which suits widths and vocabularies.
+    """
     spec = specs.first_match(path, rows)
     return tuple(axis for axis, name in enumerate(spec) if name is not None and len(shape) > 2 and shape[axis] <= 256)

@@ -1,4 +1,4 @@
-"""What a checkpoint is and needs, in lines of text: `jaxspec info`. Configs alone are read, no weights, and no device is asked."""
+"""`jaxspec info`: what a checkpoint is and what it needs, as lines of text. It reads only configs, and asks no device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters, sharding
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine.memory import Sizes, check_limits, fit, most_slots, size, sizes_of
 from jaxspec.engine.settings import PAGE
 from jaxspec.loading import MAX_SLOTS, num_draft_tokens_for
 from jaxspec.model.config import FULL, SLIDING
@@ -27,10 +26,10 @@ UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "Ti
 
 
 def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
-    """Lines about a target in a checkpoint folder, and about a drafter for it.
+    """Yields lines about the target in a checkpoint folder, and about a drafter for it.
 
-    Sizes are those of the text path in the checkpoint's dtype. Raises what `jaxspec.load` raises for checkpoints that cannot be
-    used, a drafter that does not fit among them.
+    Sizes are of the text model in the checkpoint's dtype. Raises as `jaxspec.load` does for a checkpoint that cannot be used and for a
+    drafter that does not fit.
     """
     config, generation = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
@@ -73,10 +72,10 @@ def describe_plan(
     max_slots: int | None = None,
     mesh: str | None = None,
 ) -> Iterator[str]:
-    """Lines about what `jaxspec.load` would make of a device's memory, in the checkpoint's dtype, with kernels.
+    """Yields lines about how `jaxspec.load` would use a device's memory, in the checkpoint's dtype, with kernels.
 
-    memory: bytes of a device, of which JAX takes jax_fraction; None for what each part takes alone. mesh: such as "data=2,tensor=4", of
-    which a device's part is shown. The rest as in `jaxspec.load`, and so is what is raised.
+    memory: bytes of a device, of which JAX takes jax_fraction; None shows only what each part takes. mesh: such as "data=2,tensor=4";
+    the lines are about one of its devices. All else is as in `jaxspec.load`, errors too.
     """
     check_limits(memory_fraction, max_slots)
     config, _ = read_target(folder)
@@ -114,10 +113,10 @@ def describe_plan(
 
 
 def describe_mesh(folder: Path, drafter: Path | None, text: str) -> Iterator[str]:
-    """Lines about where the weights of a target and a drafter lie on a mesh such as "data=2,tensor=4", in the checkpoint's dtype.
+    """Yields lines about how the weights of a target and a drafter lie on a mesh such as "data=2,tensor=4", in the checkpoint's dtype.
 
-    Of weights that differ in their layer alone, how many there are, the PartitionSpec, and what a device holds of them. Raises what
-    `sharding.mesh_of` raises.
+    Weights that differ only in their layer share a line: how many they are, their PartitionSpec, and what a device holds of them. Raises
+    as `sharding.mesh_of` does.
     """
     mesh: Any = sharding.abstract_mesh_of(text)
     config, _ = read_target(folder)
@@ -144,7 +143,7 @@ def describe_mesh(folder: Path, drafter: Path | None, text: str) -> Iterator[str
 
 
 def bytes_of(text: str) -> int:
-    """Of a number with a unit, such as 80GB or 24GiB. Raises ValueError."""
+    """The bytes in a number with a unit, such as 80GB or 24GiB. Raises ValueError for any other text."""
     found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text, re.IGNORECASE)
     if not found:
         raise ValueError(f"{text!r} is not an amount of memory; expected a number and one of {', '.join(UNITS)}, such as 80GB")
@@ -152,7 +151,7 @@ def bytes_of(text: str) -> int:
 
 
 def kv_bytes_per_token(config: TargetConfig, kind: str, itemsize: int) -> int:
-    """Bytes that one token adds to the cache over all layers of `kind` that own K and V."""
+    """Bytes that a token adds to the cache, over all layers of `kind` that own K and V. itemsize: bytes of an element."""
     owners = (config.layers[i] for i in config.kv_owners)
     return sum(spec.num_kv_heads * (spec.key_dims + spec.head_dim) * itemsize for spec in owners if spec.kind == kind)
 

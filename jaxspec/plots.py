@@ -1,4 +1,4 @@
-"""Pictures of what speculation achieved. They need matplotlib: `pip install matplotlib`."""
+"""Plots of what speculation achieves. They need matplotlib: `pip install matplotlib`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MARKERS = "osD^vPX*"
 
 
 def plot_acceptance(stats: Stats | RoundStats, axes: Any = None) -> Any:
-    """Draws how often each draft position was accepted, and how many drafts a step accepted.
+    """Draws how often each draft position was accepted, and how many drafts a step accepted. Returns the figure.
 
-    stats: `llm.stats`, the difference of two, or a completion's. axes: two matplotlib Axes to draw on; a new figure by default.
-    Returns the figure. Raises ImportError without matplotlib, ValueError if there were no steps to draw.
+    stats: `llm.stats`, the difference of two, or a completion's. axes: two matplotlib Axes to draw on; by default those of a new figure.
+    Raises ImportError without matplotlib, ValueError if there are no steps to draw.
     """
     if not stats.steps:
         raise ValueError("there are no steps to draw; generate something first")
@@ -31,10 +31,10 @@ def plot_acceptance(stats: Stats | RoundStats, axes: Any = None) -> Any:
 
 
 def plot_sweep(runs: Mapping[str, Mapping[int, Stats]], axes: Any = None) -> Any:
-    """Draws tokens a step and tokens a second over the number of drafts, a line for each drafter.
+    """Draws tokens a step and tokens a second over the number of drafts, with a line for each drafter. Returns the figure.
 
-    runs: drafter -> number of drafts K -> the Stats of a run. A drafter whose only K is 0 is the baseline, a dashed line across. axes:
-    two matplotlib Axes; a new figure by default. Returns the figure. Raises ImportError without matplotlib, ValueError for no runs.
+    runs: drafter -> number of drafts K -> the Stats of a run. A drafter whose only K is 0 is the baseline and becomes a dashed line.
+    axes: two matplotlib Axes; by default those of a new figure. Raises ImportError without matplotlib, ValueError if there are no runs.
     """
     if not any(runs.values()):
         raise ValueError("there are no runs to draw; expected drafter -> {K: Stats}")
@@ -58,11 +58,11 @@ def plot_sweep(runs: Mapping[str, Mapping[int, Stats]], axes: Any = None) -> Any
 
 
 def plot_frequencies(expected: Mapping[Any, float], samples: Mapping[str, Sequence[Any]], top: int = 12, axes: Any = None) -> Any:
-    """Draws how often tokens came in samples, beside the probabilities that they were drawn by.
+    """Draws how often tokens occur in samples, beside their probabilities. Returns the figure.
 
-    expected: token -> probability. samples: name -> the tokens drawn; bars have the standard error that so many draws by the expected
-    probability have. top: how many of the most probable tokens are drawn. axes: a matplotlib Axes; a new figure by default.
-    Returns the figure. Raises ImportError without matplotlib, ValueError for samples without a draw.
+    expected: token -> probability. samples: name -> the tokens drawn. A bar has the standard error of as many draws by the expected
+    probability. top: how many tokens to show, the most probable ones. axes: a matplotlib Axes; by default that of a new figure.
+    Raises ImportError without matplotlib, ValueError if a sample is empty.
     """
     empty = [name for name, drawn in samples.items() if not len(drawn)]
     if empty:
@@ -84,7 +84,7 @@ def plot_frequencies(expected: Mapping[Any, float], samples: Mapping[str, Sequen
 
 
 def _subplots(name: str, count: int) -> Any:
-    """Axes side by side, of a new figure."""
+    """The Axes of a new figure, side by side: one, or an array of them. name: of the caller, for the error."""
     try:
         import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Targets by their checkpoints: configs, weights, and what a config says of lengths, dtypes and ends."""
+"""Targets by their checkpoints: configs, weights, and what a config says about lengths, dtypes and end tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxspec.model.families import family_named, family_of
 from jaxspec.model.target import TargetConfig, TargetModel
 from pallas_kernels import device
 
-MAX_LEN = 4096
+DEFAULT_MAX_LEN = 4096
 Target = TypeVar("Target", bound=TargetModel)
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}  # that weights may have
 
 
 def read_target(folder: Path) -> tuple[TargetConfig, dict[str, Any]]:
-    """The config and generation config of a target's folder. Raises FileNotFoundError or ValueError."""
+    """The config and the generation config in a target's folder. Raises FileNotFoundError, or ValueError for what is no target."""
     raw = checkpoint.read_config(folder)
     try:
         config = family_named(raw.get("model_type")).read(raw)
@@ -42,13 +42,16 @@ def load_target(folder: Path, abstract: Target, *, progress: bool = True) -> Tar
 
 
 def max_len_of(config: TargetConfig, asked: int | None) -> int:
-    """Positions of a sequence: what was asked for, by default the model's maximum, but at most 4096."""
+    """The most positions of a sequence: `asked`, or by default the model's maximum, but at most 4096.
+
+    Raises TypeError or ValueError if `asked` is no integer from 2 to the model's maximum.
+    """
     longest = config.max_position_embeddings
-    return min(longest, MAX_LEN) if asked is None else integer("max_len", asked, 2, longest)
+    return min(longest, DEFAULT_MAX_LEN) if asked is None else integer("max_len", asked, 2, longest)
 
 
 def eos_token_ids(config: TargetConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """What ends a sequence: the generation config's eos_token_id, else the config's."""
+    """The tokens that end a sequence: the generation config's eos_token_id, or else the config's."""
     value = generation.get("eos_token_id")
     if value is None:
         return config.eos_token_id
@@ -56,9 +59,10 @@ def eos_token_ids(config: TargetConfig, generation: Mapping[str, Any]) -> tuple[
 
 
 def weights_dtype(dtype: Any, checkpoint_dtype: str) -> Any:
-    """The dtype of weights: what was asked for, a name or a dtype; "auto" is the checkpoint's where the device computes with it.
+    """The dtype of weights.
 
-    Raises ValueError for one that is not offered."""
+    dtype: a name or a dtype; "auto" is the checkpoint's if the device computes in it. Raises ValueError for a dtype not in DTYPES.
+    """
     if isinstance(dtype, str) and dtype == "auto":
         return DTYPES[device.float_dtype(checkpoint_dtype)]
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name

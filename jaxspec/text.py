@@ -1,4 +1,4 @@
-"""Text in and out: the checkpoint's tokenizer and chat template, and detokenizing while tokens still arrive."""
+"""Text in and out: the checkpoint's tokenizer and chat template, and detokenizing a sequence while it grows."""
 
 import json
 import logging
@@ -6,36 +6,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# How much of what is already shown is decoded again beside new tokens. A decoder may treat the first token of its input differently (strip
-# its leading space, say), and a character has at most 4 bytes, so 8 tokens back nothing of that can reach the new ones.
+# How many old tokens we decode again with new ones. A decoder may treat the first token of its input differently (strip its leading
+# space, say), and a character has at most 4 bytes. Over 8 tokens neither reaches the new ones.
 CONTEXT_TOKENS = 8
-CALLS = ("tool_calls", "tool_responses")  # what a message may have in place of content
-THOUGHTS = ("<|channel>", "<channel|>")  # what thoughts stand between
-INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character (yet)
+TOOL_KEYS = ("tool_calls", "tool_responses")  # a message may have one of these instead of content
+THOUGHTS = ("<|channel>", "<channel|>")  # the tokens around thoughts
+INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character, or not yet
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, as transformers loads it from the checkpoint's folder.
-
-    bos_token_id, eos_token_id, pad_token_id: int, or None where the tokenizer has none. A model may stop at more ids than eos_token_id:
-    those are in its config. vocab_size: number of ids with a token, added tokens counted; a model's embedding may have more rows.
-    """
+    """A checkpoint's tokenizer, as transformers loads it from the checkpoint's folder."""
 
     def __init__(self, hf_tokenizer, folder: Path):
         self._hf = hf_tokenizer
         self._folder = folder
         backend = hf_tokenizer.backend_tokenizer
+        # None where the tokenizer has no such token. A model may stop at further ids, which are in its config.
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.pad_token_id: int | None = hf_tokenizer.pad_token_id
+        # Ids with a token, added tokens included. A model's embedding may have more rows.
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self.byte_ids = _byte_ids(backend)
+        self.byte_ids = _byte_ids(backend)  # ids of byte tokens
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text, with the special tokens that the checkpoint's tokenizer adds (Gemma: bos first, unless the text itself
-        begins with it, as that of a chat template does). Raises TypeError, and ValueError for half of a surrogate pair, which is no
-        character."""
+        """The token ids of text, with the special tokens that the checkpoint's tokenizer adds.
+
+        Gemma's adds bos in front, unless the text begins with it, as a chat template's does. Raises TypeError for anything but a str,
+        ValueError for half of a surrogate pair, which is no character.
+        """
         if not isinstance(text, str):
             raise TypeError(f"encode() takes one str, found {type(text).__name__}")
         _check_characters(text)
@@ -43,37 +43,39 @@ class Tokenizer:
         return ids[1:] if self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2 else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids. Special tokens and ids without a token are left out; bytes that are no UTF-8 character become U+FFFD."""
-        # Through the backend: the clean-up that transformers may do after it is not local, so text could not be streamed.
+        """The text of ids. It leaves out special tokens and ids without a token. Bytes that are no UTF-8 character become U+FFFD."""
+        # Not through transformers: its clean-up may change text far back, so text could not be streamed.
         return self._hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def thoughts(self, ids: Sequence[int]) -> str:
-        """What `decode` gives of the thoughts that an output begins with, "" where it begins with none. Later turns of a conversation are
-        not to see them, and without the tokens around them a chat template cannot tell them from the answer."""
+        """The decoded thoughts at the beginning of an output; "" if there are none.
+
+        Later turns of a conversation must not see thoughts, and decoded text has no tokens that would mark them for a chat template.
+        """
         opening, closing = map(self._hf.backend_tokenizer.token_to_id, THOUGHTS)
         if opening is None or not ids or ids[0] != opening:
             return ""
         return self.decode(ids[: ids.index(closing) if closing in ids else len(ids)])
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, special tokens too; "" for an id without a token."""
+        """The text of one token by itself, even a special one; "" for an id without a token."""
         return self._hf.backend_tokenizer.decode([int(token_id)], skip_special_tokens=False)
 
     def encode_word(self, text: str) -> list[int]:
-        """Token ids of text without any special tokens around it. Raises ValueError as `encode` does."""
+        """The token ids of text, without special tokens around it. Raises ValueError as `encode` does."""
         _check_characters(text)
         return self._hf.encode(text, add_special_tokens=False)
 
     def has_text(self, token_id: int) -> bool:
-        """False for what decode() leaves out: special tokens, and ids without a token (a padded vocabulary has some)."""
+        """False for what `decode` leaves out: special tokens, and ids without a token, which a padded vocabulary has."""
         return token_id not in self._special_ids and self._hf.backend_tokenizer.id_to_token(token_id) is not None
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs) -> list[int]:
-        """Token ids of a conversation, by the checkpoint's chat template.
+        """The token ids of a conversation, by the checkpoint's chat template.
 
         messages: mappings with "role" and "content", oldest first. add_generation_prompt: end with the opening of the model's turn.
-        kwargs go to the template (tools=..., enable_thinking=...). ValueError if there is no template, no message, a message without a
-        role or with no content but text, tool calls or their responses, or if the template refuses the conversation.
+        kwargs go to the template (tools=..., enable_thinking=...). Raises ValueError if there is no template or no message, if a message
+        has no role, or neither text nor tool calls nor their responses, and if the template refuses the conversation.
         """
         if self._hf.chat_template is None:
             raise ValueError(
@@ -90,14 +92,15 @@ class Tokenizer:
         conversation = [dict(message) for message in messages]
         try:
             return self._hf.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, return_dict=False, **kwargs)
-        except Exception as error:  # a template is the checkpoint's code, and raises what it likes, TemplateError above all
+        except Exception as error:  # a template is the checkpoint's code: it may raise anything, most often TemplateError
             raise ValueError(f"the chat template of {self._folder} refused the conversation: {error}") from error
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint in a local folder: tokenizer.json, and tokenizer_config.json and chat_template.jinja where present.
+    """The tokenizer of a checkpoint in a local folder: tokenizer.json, with tokenizer_config.json and chat_template.jinja if they exist.
 
-    Nothing is downloaded and no code from the folder is run. FileNotFoundError names the file that is missing.
+    It downloads nothing and runs no code from the folder. Raises FileNotFoundError if there is no tokenizer.json, ValueError if that
+    cannot be loaded or if a file outside the folder is named.
     """
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -107,7 +110,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     auto_tokenizer = _auto_tokenizer()
     try:
         hf_tokenizer = auto_tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the parser's errors are of many types, bare Exception among them
+    except Exception as error:  # the parser raises many types, even bare Exception
         raise ValueError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
     return Tokenizer(hf_tokenizer, folder)
 
@@ -125,21 +128,21 @@ def _check_names(folder: Path) -> None:
 
 
 class IncrementalDetokenizer:
-    """Detokenizes one sequence while it grows: the pieces, in order, make up tokenizer.decode of all its ids.
+    """Detokenizes one sequence while it grows. The pieces that it returns join to `tokenizer.decode` of all ids.
 
-    A piece never ends inside a character. Bytes that are no complete character yet are held back, and so is a whole run of byte tokens
-    (<0xE2>...) until another token ends it: only then is it known whether the run is text. The cost of a push depends on how much is
-    pushed, not on how long the sequence is.
+    A piece never ends inside a character: bytes that are no complete character yet are held back. So is a run of byte tokens (<0xE2>...)
+    until another token ends it, since only then it is known whether the run is text. The cost of a push does not depend on how long the
+    sequence is.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the last ids before _run; all but the last few leave as soon as their text is out
+        self._window: list[int] = []  # the last ids before _run: those whose text is not all returned, and a few before
         self._run: list[int] = []  # byte tokens at the end, all held back
-        self._shown = 0  # characters of the window's text that are out
+        self._shown = 0  # characters of the window's text that have been returned
 
     def push(self, ids: Sequence[int]) -> str:
-        """Takes the next ids, any number of them; returns the text that is now certain and was not returned before, "" if none."""
+        """Takes the next ids, any number of them. Returns the text that is now certain and was not returned before, "" if none."""
         fresh = False
         for i in filter(self._tokenizer.has_text, map(int, ids)):
             self._run.append(i)
@@ -150,7 +153,7 @@ class IncrementalDetokenizer:
         if not fresh:
             return ""
         text = self._tokenizer.decode(self._window)
-        held = text.endswith(INCOMPLETE)  # of several, only the last can still become a character
+        held = text.endswith(INCOMPLETE)  # if there are several, only the last can still become a character
         piece = text[self._shown : len(text) - held]
         if len(self._window) > CONTEXT_TOKENS:
             self._window = self._window[-CONTEXT_TOKENS:]
@@ -159,7 +162,7 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """The text that was still held back, at the end of the sequence. Afterwards the object is ready for another sequence."""
+        """Returns the text that was held back, at the end of the sequence. Afterwards the object is ready for another sequence."""
         piece = self._tokenizer.decode(self._window + self._run)[self._shown :]
         self._window, self._run, self._shown = [], [], 0
         return piece
@@ -168,28 +171,29 @@ class IncrementalDetokenizer:
 class OutputText:
     """The text of one sequence while it grows, up to the first stop string.
 
-    stop: strings that end the text, looked for across tokens, but not in what the first `min_tokens` tokens complete. include_stop: end
-    behind the string rather than before it. found: the string that ended the text, or None. tokens: how many ids were taken; none is
-    taken after the one that completed a stop string. text: all of it so far; of what `push` returns, none is ever taken back. The cost
-    of a push depends on how much is pushed and on the stop strings, not on how long the text is.
+    What `push` returns stays: it is never taken back. The cost of a push does not depend on how long the text is.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0):
+        """stop: strings that end the text; they may cross tokens. One that is complete within the first `min_tokens` tokens does not
+        count. include_stop: whether the text ends after the stop string or before it."""
         self._pieces = IncrementalDetokenizer(tokenizer)
         self._stop, self._include, self._min_tokens = tuple(stop), include_stop, min_tokens
-        # How much of a stop string may stand before the piece that completes it. It is not to be shown if the string is not.
+        # How much of a stop string may stand before the piece that completes it. That must be held back if the string is not included.
         self._reach = max(map(len, stop), default=1) - 1
         self._held = 0 if include_stop else self._reach
-        self._shown, self._fresh = list[str](), list[str]()  # the text in pieces: what `push` returned, and what it did not
-        self._end = ""  # the last characters of the text, as many as reach
-        self.tokens, self.found = 0, None
+        self._shown, self._fresh = list[str](), list[str]()  # pieces of the text: those that `push` returned, and the others
+        self._end = ""  # the last `_reach` characters of the text
+        self.tokens = 0  # ids taken; none is taken after the one that completes a stop string
+        self.found = None  # the stop string that ended the text
 
     @property
     def text(self) -> str:
+        """All of the text so far."""
         return "".join([*self._shown, *self._fresh])
 
     def push(self, ids: Sequence[int]) -> str:
-        """Takes the next ids until a stop string; returns the text that is certain and was not returned before."""
+        """Takes the next ids, up to a stop string. Returns the text that is now certain and was not returned before."""
         if not self._stop:
             self.tokens += len(ids)
             self._fresh.append(self._pieces.push(ids))
@@ -202,7 +206,7 @@ class OutputText:
         return self._show(0 if self.found is not None else self._held)
 
     def finish(self) -> str:
-        """The rest of the text, at the end of the sequence."""
+        """Returns the rest of the text, at the end of the sequence."""
         if self.found is None:
             self._extend(self._pieces.flush())
         return self._show(0)
@@ -216,7 +220,7 @@ class OutputText:
         places = ((text.find(stop, max(before - len(stop) + 1, 0)), stop) for stop in self._stop)
         at, stop = min((place for place in places if place[0] >= 0), key=lambda place: place[0], default=(-1, None))
         if stop is not None:
-            # What is shown ends before the string, or before the piece, so what is cut off is fresh.
+            # What was returned ends before the stop string, or before this piece, so only fresh text is cut off.
             fresh, over = "".join(self._fresh), len(text) - at - (len(stop) if self._include else 0)
             self.found, self._fresh = stop, [fresh[: len(fresh) - over]]
 
@@ -229,7 +233,7 @@ class OutputText:
 
 
 def _byte_ids(backend) -> frozenset[int]:
-    """Ids of the byte tokens <0x00>..<0xFF>, where the tokenizer's decoder reads them as bytes."""
+    """The ids of the byte tokens <0x00> .. <0xFF>, if the tokenizer's decoder reads them as bytes."""
     letter = backend.token_to_id("<0x41>")
     if letter is None or backend.decode([letter]) != "A":
         return frozenset()
@@ -247,9 +251,9 @@ def _check_characters(text: str) -> None:
 
 
 def _check_content(i: int, message: Mapping[str, Any]) -> None:
-    """Raises ValueError for message i if its content is nothing that a template can read."""
+    """Raises ValueError for message i if it has content that a template cannot read."""
     content = message.get("content")
-    if content is None and not any(message.get(key) for key in CALLS):
+    if content is None and not any(message.get(key) for key in TOOL_KEYS):
         raise ValueError(f"message {i} has no content; found {', '.join(message)}, expected 'role' and 'content'")
     if not isinstance(content, str | list | tuple | None):
         raise ValueError(f"the content of message {i} is {content!r}, expected a str or a list of parts")
@@ -267,7 +271,7 @@ def _listing(folder: Path) -> str:
 
 
 def _auto_tokenizer():
-    """transformers.AutoTokenizer. Imported late, since that takes seconds, and without its advice to install PyTorch."""
+    """transformers.AutoTokenizer. The import is here because it takes seconds. We filter out its advice to install PyTorch."""
     logger = logging.getLogger("transformers")
 
     def no_advice(record: logging.LogRecord) -> bool:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from jaxspec.compile_check import cases as compile_cases
-from jaxspec.compile_check import check as compile_check
+from jaxspec.compile_check import cases, check
 from jaxspec.compile_check.cases import Case
 from jaxspec.compile_check.check import GPUS
 from pallas_kernels import device
@@ -21,20 +20,20 @@ def described(gpu):
 
 def test_every_kernel_has_cases_and_no_program_two():
     with described("h200"):
-        cases, named = compile_cases.kernel_cases(), list(compile_cases._named_cases())
-    assert {case.kernel for case in cases} == {path.parent.name for path in Path(pallas_kernels.__file__).parent.glob("*/triton.py")}
-    assert {case.kernel for case in cases if not case.further} == {case.kernel for case in cases}
-    names = {(case.kernel, case.name) for case in cases}
-    assert len(names) == len(cases) == len({case.program() for case in named}) < len(named)
+        distinct, named = cases.kernel_cases(), list(cases.named_cases())
+    assert {case.kernel for case in distinct} == {path.parent.name for path in Path(pallas_kernels.__file__).parent.glob("*/triton.py")}
+    assert {case.kernel for case in distinct if not case.further} == {case.kernel for case in distinct}
+    names = {(case.kernel, case.name) for case in distinct}
+    assert len(names) == len(distinct) == len({case.program() for case in named}) < len(named)
     # Layers that the 12B and the 26B have in common; what serves on Hopper in either dialect.
     assert ("paged_attention", "12b-sliding x 1") in names and ("paged_attention", "26b-sliding x 1") not in names
     assert {("paged_attention", name) for name in ("31b-full x 1", "31b-full x 1, Triton", "31b-full x 1, fp8")} <= names
     with described("a100"):
-        assert not any(case.name.endswith("Triton") for case in compile_cases.kernel_cases())
+        assert not any(case.name.endswith("Triton") for case in cases.kernel_cases())
 
 
 def test_a_gpu_without_kernels_and_one_with(capsys):
-    assert compile_check.main(["--gpus", "t4,l4", "--kernels", "add_norm E2B assistant"]) == 0
+    assert check.main(["--gpus", "t4,l4", "--kernels", "add_norm E2B assistant"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert lines == [
         "No CUDA plug-in to compile with: programs are only lowered.",
@@ -48,41 +47,41 @@ def test_a_gpu_without_kernels_and_one_with(capsys):
 
 
 def test_where_xla_serves_no_kernel_is_counted(capsys):
-    assert compile_check.main(["--gpus", "a100", "--kernels", "lm_head E2B x 160"]) == 0
+    assert check.main(["--gpus", "a100", "--kernels", "lm_head E2B x 160"]) == 0
     assert "spilled bytes" not in capsys.readouterr().out
 
 
 def test_figures_are_the_most_of_all_programs():
     """Compiled where there is a plug-in alone, so the printing is tested on what compiling would give."""
-    figures = compile_check.Figures()
+    figures = check.KernelFigures()
     figures.add(shared=5, registers=7)
     figures.add(shared=3, registers=9, spilled=None)
-    assert figures == compile_check.Figures(5, 9, None)
+    assert figures == check.KernelFigures(5, 9, None)
 
 
 def test_by_default_steps_are_of_models_that_fit_and_shapes_differ():
     def wanted(gpu, **options):
         given = {"kernels": "", "steps": None, "all": False, "dtype": "auto", **options}
-        return compile_check._wanted(gpu, argparse.Namespace(**given))
+        return check.wanted_cases(gpu, argparse.Namespace(**given))
 
     assert list(wanted("t4")) == ["pocket", "e2b"]
-    assert list(wanted("t4", all=True)) == list(compile_check.STEPS)
+    assert list(wanted("t4", all=True)) == list(check.STEP_MODELS)
     assert wanted("t4", steps="31b") == {"31b": "step of 31b, bfloat16"}
     few, everything = wanted("l4"), wanted("l4", all=True)
     assert few.items() < everything.items() and "paged_attention: 31b-full x 32" in set(everything.values()) - set(few.values())
     some = wanted("l4", kernels="31b-full")
-    assert "paged_attention: 31b-full x 32" in some.values() and not set(some) & set(compile_check.STEPS)
+    assert "paged_attention: 31b-full x 32" in some.values() and not set(some) & set(check.STEP_MODELS)
 
 
 def test_what_fails_is_said(capsys, monkeypatch):
     def refuse(x):
         raise ValueError("one\n  or another reason")
 
-    cases = [Case("some", "shape", refuse, (jax.ShapeDtypeStruct((1,), jnp.float32),))]
-    monkeypatch.setattr(compile_cases, "kernel_cases", lambda: cases)
-    compile_check._of.cache_clear()
-    assert compile_check.main(["--gpus", "a100", "--steps", ""]) == 1
-    compile_check._of.cache_clear()
+    refused = [Case("some", "shape", refuse, (jax.ShapeDtypeStruct((1,), jnp.float32),))]
+    monkeypatch.setattr(cases, "kernel_cases", lambda: refused)
+    check.compiler_and_cases.cache_clear()
+    assert check.main(["--gpus", "a100", "--steps", ""]) == 1
+    check.compiler_and_cases.cache_clear()
     said = capsys.readouterr().out
     assert "  FAILED some: shape: one or another reason\n" in said and said.endswith("1 of 1 programs failed.\n")
     for options, message in (
@@ -90,7 +89,7 @@ def test_what_fails_is_said(capsys, monkeypatch):
         (["--jobs", "0"], "--jobs is 0, expected at least 1"),
     ):
         with pytest.raises(SystemExit):
-            compile_check.main(options)
+            check.main(options)
         assert message in capsys.readouterr().err
 
 
@@ -99,7 +98,7 @@ def test_what_fails_is_said(capsys, monkeypatch):
 )
 def test_a_step_in_what_a_gpu_runs(gpu, dtype, found):
     with described(gpu):
-        case = compile_cases.step_case("pocket", dtype)
+        case = cases.step_case("pocket", dtype)
     assert case.name == f"pocket, {found}" and case.args[0].dtype == case.args[2].cache.layers[0].k.dtype == jnp.dtype(found)
 
 
@@ -119,6 +118,6 @@ condition:
         004: kCopy [source | next=005 (1)] kCopy
         005: kCustomKernel [prev=004 (1) | sink] linear
 """
-    assert compile_check.loop_commands(dumped) == [compile_check.GRAPH]
-    assert compile_check.loop_commands(dumped + "    006: kCopy [source | sink] kCopy\n") == [compile_check.GRAPH, "kCopy"]
-    assert compile_check.loop_commands("001: kCopy [source | sink] kCopy\n") == []
+    assert check.loop_commands(dumped) == [check.GRAPH]
+    assert check.loop_commands(dumped + "    006: kCopy [source | sink] kCopy\n") == [check.GRAPH, "kCopy"]
+    assert check.loop_commands("001: kCopy [source | sink] kCopy\n") == []

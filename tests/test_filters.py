@@ -115,7 +115,7 @@ def test_a_search_finds_what_a_sort_finds():
     assert (np.diff(keys[order].astype(np.int64)) >= 0).all() and keys[500] == keys[501]
     assert np.array_equal(np.asarray(filters._unsortable(jnp.asarray(keys))), x)
     for k in (1, 2, 250, 504):
-        found = filters._largest(jnp.asarray(keys)[None, None], jnp.ones((1, 1, len(x))), jnp.full((1, 1), float(k)))
+        found = filters.largest_key(jnp.asarray(keys)[None, None], jnp.ones((1, 1, len(x))), jnp.full((1, 1), float(k)))
         assert found == np.sort(keys)[-k]
 
 

@@ -21,7 +21,7 @@ from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.model.layers import Linear
 from jaxspec.sampling.choice import Sampling, choose, probabilities
-from jaxspec.sampling.filters import Filters, top_candidates
+from jaxspec.sampling.filters import Filters, best_candidates
 from jaxspec.sampling.logit_edits import defaults, tables
 from jaxspec.sharding import specs
 from pallas_kernels import all_reduce
@@ -166,7 +166,7 @@ def test_candidates_suppressed_tokens_and_logits_of_a_shard():
     tied = np.zeros((1, 1, VOCAB), np.float32)  # the lowest of equals wins, wherever it lies
     out = shown(
         lambda x, tied: (
-            top_candidates(x, 20, shard),
+            best_candidates(x, 20, shard),
             full_logits(suppress(x, (0, 17, 63), shard), shard),
             full_logits(x[..., :3], shard),
             shard.best(jnp.where(shard.first == 16, jnp.nan, x[0, 0, :2]), shard.first + jnp.arange(2, dtype=jnp.int32)),
@@ -175,7 +175,7 @@ def test_candidates_suppressed_tokens_and_logits_of_a_shard():
         tied,
     )
     (values, ids), suppressed, narrow, (best, most) = jax.tree.map(lambda x: np.asarray(x)[2], out)
-    expected = top_candidates(jnp.asarray(logits()), 20)
+    expected = best_candidates(jnp.asarray(logits()), 20)
     np.testing.assert_array_equal(values, expected[0])
     np.testing.assert_array_equal(ids, expected[1])
     wanted = logits().copy()

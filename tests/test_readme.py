@@ -15,7 +15,7 @@ import pytest
 from quick import few_programs
 
 from jaxspec import cli, loading
-from jaxspec.compile_check import check as compile_check
+from jaxspec.compile_check import check
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ def test_block_runs(block, capsys):
 
 def ran(line, capsys):
     """What a command prints, run in this process where it is one of ours."""
-    ours = {"jaxspec ": cli.main, "python -m jaxspec.compile_check ": compile_check.main}
+    ours = {"jaxspec ": cli.main, "python -m jaxspec.compile_check ": check.main}
     for name, main in ours.items():
         if line.startswith(name):
             assert main(shlex.split(line.removeprefix(name))) == 0, line

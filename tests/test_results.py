@@ -44,7 +44,7 @@ def params(row, **changes):
 def load(tmp_path_factory, unoptimised):
     folder = tiny.tiny_target(tmp_path_factory.mktemp("models") / "target")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprobs, "ROWS", 16)
+        patch.setattr(logprobs, "RING_ROWS", 16)
         few_programs(patch)
 
         def made(drafter=None, **settings):

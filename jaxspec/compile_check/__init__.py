@@ -1,1 +1,1 @@
-"""Compiles kernels and steps for GPUs that need not be there. A door: it may import all else."""
+"""Compiles kernels and steps for GPUs that this machine need not have. The package may import what lies below the engine."""

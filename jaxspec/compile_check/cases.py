@@ -1,4 +1,4 @@
-"""The programs that `compile_check` compiles: every kernel at the shapes that models give it, and `spec_step` of a model."""
+"""The programs that `compile_check` compiles: every kernel at the shapes that models give it, and the decode loop of a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, decode
-from jaxspec import released as shapes
+from jaxspec import checkpoint, decode, released
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model import gemma4
 from jaxspec.model.config import AssistantConfig, Gemma4Config
@@ -27,38 +26,41 @@ from pallas_kernels.paged_attention import mosaic
 from pallas_kernels.paged_attention import shapes as attention_shapes
 from pallas_kernels.top_candidates import shapes as top_candidates_shapes
 
-STEP = "step"  # what a step has for a kernel's name
+STEP = "step"  # stands in the place of the kernel's name where the program is a model's step
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One program. args: trees of ShapeDtypeStructs. donate: which of them it may overwrite. further: whether one much like it is there,
-    and it is left to --all."""
+    """One program to compile."""
 
-    kernel: str
+    kernel: str  # its package in pallas_kernels, or STEP
     name: str
     function: Callable[..., Any]
-    args: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
-    further: bool = False
+    args: tuple[Any, ...]  # trees of ShapeDtypeStructs
+    donate: tuple[int, ...] = ()  # the args that it may overwrite
+    further: bool = False  # whether a similar case exists, so that only --all compiles this one
 
     def program(self) -> Any:
-        """Equal for cases that are the same program."""
+        """A key that is equal for cases of the same program."""
         function: Any = self.function
         leaves, tree = jax.tree.flatten(self.args)
         return function.func, function.args, tuple(function.keywords.items()), tuple(leaves), tree
 
 
 def kernel_cases() -> list[Case]:
-    """Every kernel at the named shapes of its package, through its public function, in bfloat16, as "auto" serves it on the current device
-    of `pallas_kernels.device`. What several models have in common is there once, under the first one's name."""
+    """Every kernel at the named shapes of its package, in bfloat16, called through its public function.
+
+    The implementation is what "auto" takes on the current device of `pallas_kernels.device`. A program that several models share stands
+    here once, under the first one's name.
+    """
     cases: dict[Any, Case] = {}
-    for case in _named_cases():
+    for case in named_cases():
         cases.setdefault(case.program(), case)
     return list(cases.values())
 
 
-def _named_cases() -> Iterator[Case]:
+def named_cases() -> Iterator[Case]:
+    """The cases of `kernel_cases`, with a shared program under each of its names."""
     dtype = jnp.bfloat16
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
@@ -142,11 +144,14 @@ def _experts(moe: Any, top_k: int, x: Any, gate_up: Any, down: Any, scores: Any,
 
 
 def step_case(name: str, dtype: str) -> Case:
-    """`decode_loop` of a model and its assistant at one sequence and K = 4. dtype: "auto" is the current device's default."""
+    """`decode_loop` of a model and its assistant, with one sequence and K = 4.
+
+    name: "pocket", or a key of `released.TARGETS`. dtype: of the weights; "auto" is the current device's default.
+    """
     if name == "pocket":
         configs = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
     else:
-        configs = [shapes.TARGETS[name], shapes.drafter_config("mtp", name)]
+        configs = [released.TARGETS[name], released.drafter_config("mtp", name)]
     config, assistant = Gemma4Config.from_hf(configs[0]), AssistantConfig.from_hf(configs[1])
     numbers = jnp.dtype(device.float_dtype(config.dtype) if dtype == "auto" else dtype)
     target, drafter = gemma4.abstract(config, numbers), gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config), numbers)

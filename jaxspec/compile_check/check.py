@@ -1,12 +1,12 @@
-"""Compiles every kernel and a loop of steps for GPUs that need not be there: `python -m jaxspec.compile_check`.
+"""Compiles every kernel and a loop of steps for GPUs that this machine need not have: `python -m jaxspec.compile_check`.
 
-Where JAX's CUDA plug-in and its compiler are installed (`pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm`,
-the first two with --no-deps and of jaxlib's version), programs are compiled to the end for a device that is described in numbers.
-Printed are the shared memory, registers and spilled bytes of each kernel, the most of all its shapes, and the memory of a step. Where
-kernels serve, a step has to be one CUDA graph.
-Without the plug-in programs are lowered for CUDA, which finds what the Triton dialect refuses. Nothing runs, and nothing is timed.
+With JAX's CUDA plug-in and its compiler (`pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm`, the first two
+with --no-deps and in jaxlib's version) it compiles programs completely, for a device that is described in numbers. It prints the shared
+memory, registers and spilled bytes of each kernel, the most over all its shapes, and the memory of a step. If a GPU has kernels, a step
+must be one CUDA graph. Without the plug-in it lowers programs for CUDA, which finds what the Triton dialect refuses. It runs nothing and
+times nothing.
 
-What "auto" takes on a GPU is what is compiled for it. Where that is Mosaic, the Triton kernel that also serves is compiled too.
+A GPU's programs use the implementation that "auto" takes there. If that is a Mosaic kernel, the Triton kernel is compiled too.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxspec.compile_check.cases import Case
 
-STEPS = ("pocket", "e2b", "26b", "31b")
-GRAPH = "kCommandBuffer"  # XLA's name of a CUDA graph
-MOSAIC = "mosaic"  # the name under which kernels in that dialect are counted
-SAID = "stdout"  # a file
+STEP_MODELS = ("pocket", "e2b", "26b", "31b")
+GRAPH = "kCommandBuffer"  # XLA's name for a CUDA graph
+MOSAIC = "mosaic"  # kernels in this dialect are counted under this name
+STDOUT_FILE = "stdout"  # receives what a process that compiles prints
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What XLA asks of a device, from its vendor's data sheet and CUDA's table of technical specifications. memory: bytes; bandwidth:
-    bytes a second; shared: bytes of a multiprocessor, of which a program may use 1 KiB less where it may use more than 64 KiB."""
+    """What XLA has to know of a device. The numbers are from its data sheet and from CUDA's table of technical specifications."""
 
     kind: str
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # compute capability
     multiprocessors: int
-    threads: int
-    shared: int
-    l2: int
-    memory: int
-    bandwidth: int
+    threads: int  # most on a multiprocessor
+    shared: int  # bytes of shared memory of a multiprocessor
+    l2: int  # bytes
+    memory: int  # bytes
+    bandwidth: int  # bytes a second
     clock_ghz: float
 
     @property
     def program_shared(self) -> int:
+        """Bytes of shared memory that a program may use: 1 KiB less than a multiprocessor has, if that is more than 64 KiB."""
         return self.shared if self.shared <= 65_536 else self.shared - 1024
 
     def description(self) -> str:
@@ -100,14 +100,15 @@ GPUS = {
 
 
 @dataclasses.dataclass
-class Figures:
-    """Of a kernel, the most of all programs that hold it. None where they were only lowered."""
+class KernelFigures:
+    """What a kernel uses: the most over all programs that hold it, None if these were only lowered."""
 
-    shared: int | None = None
-    registers: int | None = None
-    spilled: int | None = None
+    shared: int | None = None  # bytes of shared memory
+    registers: int | None = None  # of a thread
+    spilled: int | None = None  # bytes that did not fit into registers
 
     def add(self, **found: int | None) -> None:
+        """Raises each figure to what was found in another program."""
         for name, value in found.items():
             if value is not None:
                 setattr(self, name, max(getattr(self, name) or 0, value))
@@ -115,18 +116,18 @@ class Figures:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a case. kernels: by name, none where XLA serves. memory: bytes of a compiled program's arguments and temporaries.
-    failure: why it did not compile, or is not what it has to be."""
+    """How compiling a case ended."""
 
-    kernels: dict[str, Figures] = dataclasses.field(default_factory=dict)
-    memory: tuple[int, int] | None = None
-    failure: str | None = None
+    kernels: dict[str, KernelFigures] = dataclasses.field(default_factory=dict)  # by name; {} if XLA serves without a kernel
+    memory: tuple[int, int] | None = None  # bytes of a compiled program's arguments and of its temporary arrays
+    failure: str | None = None  # why it did not compile, or what is wrong with it
 
 
 class Compiler:
-    """Compiles for one GPU. dump: where XLA leaves what it makes, or None where no plug-in is and programs are lowered alone."""
+    """Compiles for one GPU. Called with a `Case`, it returns an `Outcome`."""
 
     def __init__(self, gpu: Gpu, dump: Path | None):
+        """dump: the folder that XLA dumps to. None without the plug-in: then programs are only lowered."""
         import jax
         from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec
@@ -141,19 +142,19 @@ class Compiler:
             topology = topologies.get_topology_desc(platform="cuda", target_config=gpu.description(), topology="1x1x1")
             self.device = topology.devices[0]
             self.sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
-        # What was traced for another device holds the tiles that were chosen for it.
+        # A cached trace for another GPU has that one's tiles.
         jax.clear_caches()
 
     @contextlib.contextmanager
     def decisions(self) -> Iterator[None]:
-        """Tracing within is for this GPU."""
+        """A context in which programs are traced for this GPU."""
         import jax
 
         from pallas_kernels.device import described_as
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(described_as(self.device))
-            if jax.__version_info__ >= (0, 11):  # from here on, a kernel is lowered for a GPU that is named
+            if jax.__version_info__ >= (0, 11):  # since then, lowering a kernel needs the name of a GPU
                 kind = jax.sharding.AbstractDevice(device_kind=self.gpu.kind, num_cores=None, platform="gpu")
                 stack.enter_context(jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind)))
             yield
@@ -175,13 +176,13 @@ class Compiler:
         jitted, args = jax.jit(case.function, donate_argnums=case.donate), jax.tree.map(place, case.args)
         lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",)) if self.dump is None else jitted.lower(*args)
         text = lowered.as_text()
-        outcome = Outcome({name: Figures() for name in re.findall(r'name = "(\w+)", num_stages', text)})
-        if "@mosaic_gpu" in text:  # whose modules are bytecode
-            outcome.kernels[MOSAIC] = Figures()
+        outcome = Outcome({name: KernelFigures() for name in re.findall(r'name = "(\w+)", num_stages', text)})
+        if "@mosaic_gpu" in text:  # its modules are bytecode, which has no readable names
+            outcome.kernels[MOSAIC] = KernelFigures()
         if self.dump is None or not (outcome.kernels or case.kernel == STEP):
             return outcome
         for path in self.dump.iterdir():
-            os.truncate(path, 0) if path.name == SAID else path.unlink()
+            os.truncate(path, 0) if path.name == STDOUT_FILE else path.unlink()
         memory: Any = lowered.compile().memory_analysis()
         outcome.memory = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         commands = loop_commands(self._dumped("thunk_sequence_after_thunk_passes.txt"))
@@ -191,7 +192,7 @@ class Compiler:
             if name in outcome.kernels:
                 outcome.kernels[name].add(shared=int(shared))
         ctypes.CDLL(None).fflush(None)
-        for said in (self._dumped(SAID), *self._assembled()):
+        for said in (self._dumped(STDOUT_FILE), *self._assembled()):
             pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
             for name, spilled, registers in re.findall(pattern, said, re.DOTALL):
                 name = MOSAIC if name.endswith("_mosaic_gpu_kernel") else name
@@ -200,11 +201,12 @@ class Compiler:
         return outcome
 
     def _dumped(self, end: str) -> str:
+        """The text of the dumped files whose names end so."""
         assert self.dump is not None
         return "".join(path.read_text() for path in self.dump.glob(f"*{end}"))
 
     def _assembled(self) -> Iterator[str]:
-        """What NVIDIA's assembler says of each module that XLA made: it is there in XLA, too, but says nothing."""
+        """Yields what NVIDIA's assembler reports about each module that XLA made. XLA runs the assembler too, but drops its report."""
         assembler = next(iter(_installed("bin/ptxas")), shutil.which("ptxas"))
         assert self.dump is not None
         for path in self.dump.glob("*.ptx") if assembler else ():
@@ -216,14 +218,14 @@ class Compiler:
 
 
 def loop_commands(dumped: str) -> list[str]:
-    """What the body of a program's loop runs one after the other, by XLA's dump of that: `GRAPH`, or kinds of kernels and copies."""
+    """The commands that the body of a program's loop runs, in order: `GRAPH`, or kinds of kernels and copies. dumped: XLA's thunks."""
     _, _, body = dumped.partition("body:\n")
     depth = min((len(indent) for indent in re.findall(r"^( *)\d+: k\w+", body, re.MULTILINE)), default=0)
     return re.findall(rf"^ {{{depth}}}\d+: (\w+)", body, re.MULTILINE)
 
 
 def _installed(path: str) -> list[str]:
-    """Files of NVIDIA's packages for Python."""
+    """Where NVIDIA's Python packages have this file or folder."""
     return [found for entry in sys.path for found in glob.glob(os.path.join(entry, "nvidia", "cu*", path))]
 
 
@@ -236,46 +238,46 @@ def _has_plugin() -> bool:
 
 
 def _start(folder: str) -> None:
-    """Sets a process up to compile, before JAX is imported. What is written to standard output goes to a file, Mosaic's reports."""
+    """Prepares a process that compiles, before it imports JAX. Its standard output, to which Mosaic prints reports, goes to a file."""
     global _dump
     _dump = Path(tempfile.mkdtemp(dir=folder))
     compiler = [f"--xla_gpu_cuda_data_dir={path}" for path in _installed("")[:1]]
     flags = ["--xla_gpu_autotune_level=0", f"--xla_dump_to={_dump}", *compiler]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    os.dup2(os.open(_dump / SAID, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+    os.dup2(os.open(_dump / STDOUT_FILE, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
 
 
-_dump: Path | None = None  # of a process that compiles
+_dump: Path | None = None  # the folder of a process that compiles
 
 
 @functools.lru_cache(maxsize=1)
-def _of(gpu: str) -> tuple[Compiler, list[Case]]:
-    """What compiles for a GPU, and its kernels' cases."""
-    from jaxspec.compile_check import cases as compile_cases
+def compiler_and_cases(gpu: str) -> tuple[Compiler, list[Case]]:
+    """The compiler for a GPU, a key of GPUS, and its cases of kernels."""
+    from jaxspec.compile_check.cases import kernel_cases
     from pallas_kernels import device
 
     compiler = Compiler(GPUS[gpu], _dump)
     with compiler.decisions():
-        return compiler, [] if device.obstacle() else compile_cases.kernel_cases()
+        return compiler, [] if device.obstacle() else kernel_cases()
 
 
-def _check(work: tuple[str, int | str, str]) -> Outcome:
-    """What becomes of a GPU's case, the number of a kernel's or a step's name, in a dtype."""
-    from jaxspec.compile_check import cases as compile_cases
+def _compile_case(work: tuple[str, int | str, str]) -> Outcome:
+    """Compiles one case. work: a GPU, the number of one of its kernels' cases or the model of a step, and a step's dtype."""
+    from jaxspec.compile_check.cases import step_case
 
     gpu, case, dtype = work
-    compiler, cases = _of(gpu)
+    compiler, cases = compiler_and_cases(gpu)
     with compiler.decisions():
-        return compiler(cases[case] if isinstance(case, int) else compile_cases.step_case(case, dtype))
+        return compiler(cases[case] if isinstance(case, int) else step_case(case, dtype))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 1 if anything did not compile, else 0."""
+    """The command. Returns 1 if a program failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m jaxspec.compile_check", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", default=",".join(GPUS), help=f"some of {','.join(GPUS)} (default: all)")
     parser.add_argument("--kernels", default="", help="only kernels' cases that hold this in kernel and name, all of them")
-    parser.add_argument("--steps", help=f"models whose step is compiled, of {','.join(STEPS)} (default: those that fit)")
+    parser.add_argument("--steps", help=f"models whose step is compiled, of {','.join(STEP_MODELS)} (default: those that fit)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the steps (default: auto)")
     parser.add_argument("--all", action="store_true", help="also shapes and steps much like others: batches, more widths, larger models")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile (default: as many as there are cores)")
@@ -294,27 +296,30 @@ def main(arguments: list[str] | None = None) -> int:
             run = stack.enter_context(concurrent.futures.ProcessPoolExecutor(options.jobs, **settings)).map
         else:
             print("No CUDA plug-in to compile with: programs are only lowered.")
-        wanted = {name: _wanted(name, options) for name in gpus}
+        wanted = {name: wanted_cases(name, options) for name in gpus}
         work = [(name, case, options.dtype) for name in gpus for case in wanted[name]]
-        outcomes = run(_check, work)
+        outcomes = run(_compile_case, work)
         failed = sum(_print(name, wanted[name], itertools.islice(outcomes, len(wanted[name]))) for name in gpus)
     print(f"{failed} of {len(work)} programs failed." if failed else f"{len(work)} programs {'compiled' if plugin else 'were lowered'}.")
     return bool(failed)
 
 
-def _wanted(gpu: str, options: argparse.Namespace) -> dict[int | str, str]:
-    """The cases for a GPU, as `_check` takes them, with their names. Steps take longest and come first."""
+def wanted_cases(gpu: str, options: argparse.Namespace) -> dict[int | str, str]:
+    """The cases to compile for a GPU: the number of a kernel's case or the model of a step -> what is printed for it.
+
+    Steps come first, since they take longest. options: of the command.
+    """
     import jax
 
-    from jaxspec.compile_check import cases as compile_cases
+    from jaxspec.compile_check.cases import step_case
 
-    compiler, cases = _of(gpu)
+    compiler, cases = compiler_and_cases(gpu)
     named = options.steps is not None
-    steps = options.steps.split(",") if named else [] if options.kernels else STEPS
+    steps = options.steps.split(",") if named else [] if options.kernels else STEP_MODELS
     wanted: dict[int | str, str] = {}
     with compiler.decisions():
         for step in filter(None, steps):
-            case = compile_cases.step_case(step, options.dtype)
+            case = step_case(step, options.dtype)
             held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.args))
             if options.all or named or held < GPUS[gpu].memory:
                 wanted[step] = f"{case.kernel} of {case.name}"
@@ -325,16 +330,16 @@ def _wanted(gpu: str, options: argparse.Namespace) -> dict[int | str, str]:
 
 
 def _print(gpu: str, wanted: dict[int | str, str], outcomes: Iterator[Outcome]) -> int:
-    """Prints what became of a GPU's cases; returns how many failed."""
+    """Prints the outcomes of a GPU's cases, and returns how many failed. wanted: as `wanted_cases` returns it."""
     from pallas_kernels import device
 
-    compiler, described = _of(gpu)[0], GPUS[gpu]
+    compiler, described = compiler_and_cases(gpu)[0], GPUS[gpu]
     capability = ".".join(map(str, described.capability))
     print(f"\n{described.kind}, compute capability {capability}, {described.program_shared:,} bytes of shared memory a program")
     with compiler.decisions():
         if reason := device.obstacle():
             print(f"  no kernels: {reason}")
-    programs, most, worst, failed = collections.Counter[str](), dict[str, Figures](), dict[str, str](), 0
+    programs, most, worst, failed = collections.Counter[str](), dict[str, KernelFigures](), dict[str, str](), 0
     for (case, name), outcome in zip(wanted.items(), outcomes, strict=True):
         if outcome.failure is not None:
             failed += 1
@@ -347,7 +352,7 @@ def _print(gpu: str, wanted: dict[int | str, str], outcomes: Iterator[Outcome]) 
                 print(f"    weights and state {held:.2f} GB, temporary {spare:.3f} GB{fits}", flush=True)
         for kernel, figures in outcome.kernels.items():
             programs[kernel] += 1
-            highest = most.setdefault(kernel, Figures())
+            highest = most.setdefault(kernel, KernelFigures())
             if (figures.spilled or 0) > (highest.spilled or 0):
                 worst[kernel] = f"  in {name}"
             highest.add(**dataclasses.asdict(figures))

@@ -15,7 +15,7 @@ from jaxspec.drafters.base import Drafter, Observed
 from jaxspec.model.rows import Rows
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN
-from jaxspec.sampling.logprobs import Logprobs, logprobs_of
+from jaxspec.sampling.logprobs import Logprobs, token_logprobs
 
 
 def prefill(
@@ -80,4 +80,4 @@ def score(
     out, cache = target(Rows(ids[:, :-1], rows.computed, todo, slots), state.cache, attention=attention)
     assert cache is not None
     state = dataclasses.replace(state, cache=cache, computed=state.computed.at[slots].add(todo, mode="drop"))
-    return state, logprobs_of(full_logits(target.unembed(out.hidden), target.shard), ids[:, 1:], count)
+    return state, token_logprobs(full_logits(target.unembed(out.hidden), target.shard), ids[:, 1:], count)

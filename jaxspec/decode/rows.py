@@ -23,7 +23,7 @@ from jaxspec.model import paged_kv as paged
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.choice import Needs, Sampling, choose, choose_by_head
-from jaxspec.sampling.logprobs import MAX_LOGPROBS, logprobs_of
+from jaxspec.sampling.logprobs import MAX_LOGPROBS, token_logprobs
 
 
 @struct.dataclass
@@ -169,7 +169,7 @@ def append_tokens(
         ring = jax.tree.map(
             lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % kept.shape[1]].set(new, mode="drop"),
             state.logprobs,
-            logprobs_of(full_logits(choices.raw, rows.sampling.shard), tokens, MAX_LOGPROBS),
+            token_logprobs(full_logits(choices.raw, rows.sampling.shard), tokens, MAX_LOGPROBS),
         )
         state = dataclasses.replace(state, logprobs=ring)
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""From logits to a token: edits, filters, the noise and the choice. It may import `collectives`, `trees` and `checks`."""
+"""From logits to a token: edits, filters, noise and the choice. The package may import `collectives`, `trees` and `checks`."""
 
 from jaxspec.sampling.choice import PLAIN, Needs, Sampling, choose, probabilities, seed_words
 

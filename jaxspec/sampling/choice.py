@@ -1,8 +1,8 @@
-"""How a token is chosen: argmax(logits / T + gumbel(seed, position, id)), by the target and by its drafters alike.
+"""How the target and its drafters choose a token: argmax(logits / T + gumbel(seed, position, id)).
 
-`position` is that of the token being chosen. Temperature 0 drops the noise. Because the noise depends on nothing else, a draft
-equals what the target would choose at its position exactly when both put the same id on top. Rules that need independent noise
-give a request another seed for each kind of it and each round (`stream_seed`); everything else stays the same.
+`position` is that of the chosen token. Temperature 0 drops the noise. The noise depends on nothing else, so a draft equals the target's
+choice at its position exactly when both put the same id on top. A rule that needs independent noise takes another seed for each kind
+of noise and each round (`stream_seed`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
 from pallas_kernels.noise import gumbel, row_keys
 
-# Kinds of noise beside that of the positions themselves.
+# Streams of noise, besides the noise that tokens are chosen with.
 ACCEPTANCE, DRAFT, RESIDUAL = 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What the requests of a call need beside a temperature. Static: what nobody needs is not compiled.
-
-    scope: "plain" if no request filters, else as in `Filters`. edits: some request has penalties, biases or other `Edits`. logprobs:
-    most likely tokens to report with each token, None for no log-probabilities at all. suppress_tokens: ids that are never chosen.
-    """
+    """What the requests of a call need besides a temperature. Static: what no request needs is not compiled."""
 
     scope: str = "plain"
+    """As in `Filters`, or "plain" if no request filters."""
     edits: bool = False
+    """Whether some request has penalties, biases or other `Edits`."""
     logprobs: int | None = None
+    """How many likely tokens to report with each token; None for no log-probabilities at all."""
     suppress_tokens: tuple[int, ...] = ()
+    """Ids that are never chosen."""
 
     @property
     def choice_alone(self) -> bool:
-        """Whether nothing of the logits is needed but which token they choose."""
+        """Whether the chosen tokens are all that is needed of the logits."""
         return self.scope == "plain" and not self.edits and self.logprobs is None
 
 
@@ -47,16 +47,20 @@ PLAIN = Needs()
 
 @struct.dataclass
 class Sampling:
-    """How B requests choose. seed: [B, 2] uint32 (low and high word); temperature: [B] float32, 0 for greedy. filters, tables: what
-    else applies, or None. shard: the device's part of a vocabulary that lies over several, or None. weighed: of drafts, whether the
-    acceptance rule uses the logits that each is chosen from."""
+    """How B requests choose."""
 
     seed: jax.Array
+    """[B, 2] uint32: low and high word."""
     temperature: jax.Array
+    """[B] float32; 0 is greedy."""
     filters: Filters | None = None
+    """top_k, top_p and min_p, or None."""
     tables: Tables | None = None
+    """Edits of the logits, or None."""
     shard: Shard | None = None
+    """The device's share of a vocabulary that is spread over several devices, or None."""
     weighed: bool = struct.field(pytree_node=False, default=False)
+    """For drafts: whether the acceptance rule needs the logits that each is chosen from."""
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -65,11 +69,10 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 
 def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> jax.Array:
-    """The token ids chosen at `positions`.
+    """Chooses the tokens at `positions`: their ids, [B, T] int32. Of equal values the first candidate wins.
 
-    logits: [B, T, C] float32, of the whole vocabulary, of the device's `sampling.shard` of it, or of candidates. positions: [B, T]
-    int32. ids: [B, T, C] int32, the token ids of the candidates; by default candidate i is token i. Returns [B, T] int32. Of equal
-    values the first candidate wins.
+    logits: [B, T, C] float32, over the whole vocabulary, the device's `sampling.shard` of it, or candidates. positions: [B, T] int32.
+    ids: [B, T, C] int32, the candidates' token ids; None if candidate i is token i.
     """
     logits, ids = allowed(logits, sampling, ids)
     shard = shard_of(logits, ids, sampling.shard)
@@ -95,10 +98,11 @@ def choose_by_head(
     suppressed: tuple[int, ...] = (),
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """What `choose` gives for the logits of a head, by a temperature alone, without these where a kernel serves so few rows.
+    """Chooses as `choose` does by a temperature alone, straight from hidden states. A kernel for few rows never stores the logits.
 
-    hidden: [B, T, H]. table: [V, H], or the device's `sampling.shard` of it. positions: [B, T] int32. suppressed: ids that are never
-    chosen. Returns the ids [B, T] int32 and the values that they reached [B, T] float32, noise included.
+    hidden: [B, T, H]. table: [V, H], or the device's `sampling.shard` of it. positions: [B, T] int32. softcap: of the logits, or None.
+    suppressed: ids that are never chosen. implementation: see `pallas_kernels.lm_head`. Returns ids [B, T] int32 and their values
+    [B, T] float32, noise included.
     """
     shard, rows = sampling.shard, hidden.reshape(-1, hidden.shape[-1])
     keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
@@ -112,7 +116,10 @@ def choose_by_head(
 
 
 def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """The logits that `choose` chooses by, with -inf for what may not be chosen, and the candidates that they belong to."""
+    """The logits that `choose` chooses by, with -inf for what may not be chosen, and the candidates' token ids or None.
+
+    logits, ids: as for `choose`. What is returned may have fewer candidates.
+    """
     if sampling.tables is not None:
         logits = logits if ids is not None else full_logits(logits, sampling.shard)
         logits = sampling.tables.applied(logits, ids)
@@ -122,8 +129,11 @@ def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tup
 
 
 def probabilities(logits: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """The distribution that `choose` draws from: [B, T, C] float32, of the whole vocabulary or of candidates, and the candidates' token
-    ids or None. A greedy row has a 1. A row without a largest logit that is finite, from which nothing can be drawn, is all 0."""
+    """The distribution that `choose` draws from, [B, T, C] float32, and the candidates' token ids or None. logits, ids: as for `choose`.
+
+    It is over the whole vocabulary or over candidates, never over a shard. A greedy row has one 1. A row is all 0 if its largest logit
+    is not finite, since nothing can be drawn from it.
+    """
     logits, ids = allowed(logits, sampling, ids)
     logits = logits if ids is not None else full_logits(logits, sampling.shard)
     temperature = sampling.temperature[:, None, None]
@@ -135,12 +145,12 @@ def probabilities(logits: jax.Array, sampling: Sampling, ids: jax.Array | None =
 
 
 def stream_seed(seed: jax.Array, stream: int, rounds: jax.Array) -> jax.Array:
-    """The seed of one kind of noise in one round, independent of the request's own. seed: [B, 2] uint32; rounds: [B] int32."""
+    """The seed for one stream of noise in one round: [B, 2] uint32. seed: the requests', [B, 2] uint32; rounds: [B] int32."""
     return row_keys(row_keys(seed, jnp.full_like(rounds, stream)), rounds)
 
 
 def uniform(seed: jax.Array, stream: int, rounds: jax.Array, count: int) -> jax.Array:
-    """Uniform numbers of 0 <= u < 1, keyed by (seed, stream, round, index): [B, count] float32."""
+    """Uniform numbers 0 <= u < 1, keyed by (seed, stream, round, index): [B, count] float32. seed, rounds: as for `stream_seed`."""
     index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None, :], (seed.shape[0], count))
     keys = row_keys(jnp.broadcast_to(stream_seed(seed, stream, rounds)[:, None, :], (*index.shape, 2)), index)
     return (keys[..., 0] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)

@@ -1,7 +1,7 @@
-"""What changes logits before the temperature: penalties, biases, allowed ids, bad words and the stop ids before min_tokens.
+"""What changes logits before the temperature: penalties, biases, allowed ids, bad words, and stop ids before min_tokens.
 
 Meanings and order are vLLM's (`vllm/v1/worker/gpu/sample`): allowed ids, bias, stop ids before min_tokens, repetition, frequency and
-presence penalty, bad words. Token i of a verified block sees the drafts before it as if they were part of the output.
+presence penalty, bad words. For token i of a verified block, the drafts before it count as part of the output.
 """
 
 from __future__ import annotations
@@ -11,61 +11,60 @@ import jax.numpy as jnp
 from flax import struct
 
 NOBODY = 2**31 - 1  # pads lists of token ids; scatters drop it
-MAX_IDS = 1024  # ids that a request's logit_bias may name, and its allowed_token_ids
+MAX_IDS = 1024  # most ids in a request's logit_bias, and in its allowed_token_ids
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 16
 
 
 @struct.dataclass
 class Edits:
-    """Of B requests. repetition (1 for none), frequency, presence (0): [B] float32. min_tokens: [B] int32. bias_ids: [B, 1024] int32 and
-    bias: float32. allowed: [B, 1024] int32, none at all for every id. bad_words: [B, 64, 16] int32, each word's tokens at the end,
-    -1 before. Lists of ids are padded with 2**31 - 1."""
+    """What B requests ask for. Lists of ids are padded with NOBODY."""
 
-    repetition: jax.Array
-    frequency: jax.Array
-    presence: jax.Array
-    min_tokens: jax.Array
-    bias_ids: jax.Array
-    bias: jax.Array
-    allowed: jax.Array
-    bad_words: jax.Array
+    repetition: jax.Array  # [B] float32; 1 changes nothing
+    frequency: jax.Array  # [B] float32; 0 changes nothing
+    presence: jax.Array  # [B] float32; 0 changes nothing
+    min_tokens: jax.Array  # [B] int32
+    bias_ids: jax.Array  # [B, 1024] int32
+    bias: jax.Array  # [B, 1024] float32, of bias_ids
+    allowed: jax.Array  # [B, 1024] int32; a row without ids allows every id
+    bad_words: jax.Array  # [B, 64, 16] int32; a word's tokens stand at the end of its row, after -1
 
 
 @struct.dataclass
 class Tables:
-    """Edits of B sequences, and what of the sequences they depend on. bias: [B, V] float32, -inf for what is not allowed. seen: [B, V]
-    bool, in the prompt or the output. count: [B, V] int32, times in the output. recent: [B, 15] int32, the last known tokens, -2 where
-    they are none of the output. produced: [B] int32, tokens of the output. stop_ids: [B, N] int32, padded with -1."""
+    """The edits of B sequences, with what they need to know of the sequences."""
 
     edits: Edits
-    bias: jax.Array
-    seen: jax.Array
-    count: jax.Array
-    recent: jax.Array
-    produced: jax.Array
-    stop_ids: jax.Array
+    bias: jax.Array  # [B, V] float32; -inf for ids that are not allowed
+    seen: jax.Array  # [B, V] bool: whether an id is in the prompt or the output
+    count: jax.Array  # [B, V] int32: how often an id is in the output
+    recent: jax.Array  # [B, 15] int32: the last tokens of the output, after -2 if it has fewer
+    produced: jax.Array  # [B] int32: tokens of the output
+    stop_ids: jax.Array  # [B, N] int32, padded with -1
 
     def applied(self, logits: jax.Array, ids: jax.Array | None = None) -> jax.Array:
-        """Biases and penalties alone, of rows that see no drafts. logits: [B, T, C], of the tokens `ids` [B, T, C] or of all."""
+        """Logits with biases and penalties alone, for rows that see no drafts.
+
+        logits: [B, T, C] float32; ids: [B, T, C] int32, their token ids, or None for the whole vocabulary.
+        """
         if ids is None:
             return self._value(logits, self.bias[:, None], self.seen[:, None], self.count[:, None])
         return self._value(logits, _at(self.bias, ids), _at(self.seen, ids), _at(self.count, ids))
 
     def verified(self, logits: jax.Array, drafts: jax.Array) -> jax.Array:
-        """All edits of a block whose row i chooses the token after the known ones and drafts 0 .. i - 1.
+        """Logits with all edits, for a block whose row i chooses the token after drafts 0 .. i - 1.
 
-        logits: [B, K + 1, V]; drafts: [B, K] int32, ids below 0 are none.
+        logits: [B, K + 1, V] float32; drafts: [B, K] int32, of which ids below 0 are none.
         """
         batch, count = drafts.shape
         edited = self.applied(logits)
         slot, row = jnp.arange(batch)[:, None, None], jnp.arange(count + 1, dtype=jnp.int32)[None, :, None]
         if count:
-            # The logits of the drafts that a row sees, with each counted as often as it stands among them.
+            # The drafts that a row sees have other counts than `applied` took. We edit their logits again.
             earlier = jnp.arange(count, dtype=jnp.int32)[None, None, :] < row
             ids = jnp.where(earlier & (drafts >= 0)[:, None, :], drafts[:, None, :], NOBODY)
             again = jnp.sum(ids[:, :, :, None] == ids[:, :, None, :], axis=-1, dtype=jnp.int32)
-            own = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
-            value = self._value(own, _at(self.bias, ids), jnp.ones(ids.shape, bool), _at(self.count, ids) + again)
+            raw = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
+            value = self._value(raw, _at(self.bias, ids), jnp.ones(ids.shape, bool), _at(self.count, ids) + again)
             edited = edited.at[slot, row, ids].set(value, mode="drop")
         early = (self.produced[:, None, None] + row < self.edits.min_tokens[:, None, None]) & (self.stop_ids >= 0)[:, None, :]
         stops = jnp.where(early, self.stop_ids[:, None, :], NOBODY)
@@ -84,7 +83,7 @@ class Tables:
 
 
 def defaults(count: int) -> Edits:
-    """Edits of requests that ask for none."""
+    """The edits of `count` requests that ask for none."""
     zero = jnp.zeros((count,), jnp.float32)
     return Edits(
         repetition=zero + 1,
@@ -99,8 +98,11 @@ def defaults(count: int) -> Edits:
 
 
 def tables(edits: Edits, tokens: jax.Array, prompt: jax.Array, length: jax.Array, stop_ids: jax.Array, vocab_size: int) -> Tables:
-    """tokens: [B, L] int32, the first `length` [B] of them known and the first `prompt` [B] of those the prompt. stop_ids: as in
-    Tables."""
+    """The tables of B sequences.
+
+    tokens: [B, L] int32, of which the first `length` are known and the first `prompt` are the prompt. prompt, length: [B] int32.
+    stop_ids: [B, N] int32, padded with -1.
+    """
     slot = jnp.arange(tokens.shape[0])[:, None]
     at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     known = jnp.where(at < length[:, None], tokens, NOBODY)

@@ -14,7 +14,6 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, NoDraft
 from jaxspec.drafters.training import XLA
 from jaxspec.model.target import TargetModel
-from jaxspec.train.data import packed
 from jaxspec.train.data import batch_of
 from jaxspec.train.losses import Batch
 

@@ -27,8 +27,7 @@ from jaxspec.sharding.placement import placement_of
 from jaxspec.targets import DTYPES, eos_token_ids, load_target, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
-from jaxspec.train.data import drawn, held_back, joined, read, rows_of
-from jaxspec.train.data import take_rows
+from jaxspec.train.data import drawn, held_back, joined, read, take_rows
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
 from jaxspec.train.loop import Run, fit
 from jaxspec.train.losses import Batch, distil_loss, target_loss

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import pytest
 from lowering import triton_kernels
 
-from jaxspec import gemma4
-from jaxspec import released as shapes
-from jaxspec.compile_check import cases as compile_cases
+from jaxspec import gemma4, released
+from jaxspec.compile_check.cases import kernel_cases
 from jaxspec.compile_check.check import GPUS
 from jaxspec.engine import memory
 from jaxspec.engine.settings import PAGE
@@ -35,10 +34,10 @@ def size(array):
 def planned():
     """(KV heads, dims of a key, dims of a value) -> the pools of a full layer in float8, [K, V] by plan. All released models."""
     found = {}
-    for name in shapes.TARGETS:
-        config = shapes.target_config(name)
+    for name in released.TARGETS:
+        config = released.target_config(name)
         target, max_len = gemma4.abstract(config, jnp.bfloat16), config.max_position_embeddings
-        drafter = shapes.abstract_drafter("mtp", name, config, jnp.bfloat16)
+        drafter = released.abstract_drafter("mtp", name, config, jnp.bfloat16)
         sizes = memory.sizes_of(target, drafter, max_len=max_len, num_draft_tokens=4, kv_dtype=FP8)
         spec = next(spec for spec in config.layers if spec.kind == FULL)
         for room in (int(0.9e9 * size) for size in MEMORY):
@@ -73,7 +72,7 @@ def with_pools(case):
 def large_programs():
     """(case, arguments) of every kernel that has an array of more than 2**31 elements."""
     with device.described_as(H200):
-        cases = [case for case in compile_cases.kernel_cases() if not case.further]
+        cases = [case for case in kernel_cases() if not case.further]
     programs = [(case, with_pools(case)) for case in cases]
     return [(case, args) for case, args in programs if any(size(leaf) > NARROW for leaf in jax.tree.leaves(args))]
 
