@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _bench_parser(commands: Any) -> None:
-    """Options under the names of the arguments of `workload.plan`; one that is not given is left to its default there."""
+    """Options under the names of the arguments of `workload.plan_bench`; one that is not given is left to its default there."""
     text = "Times steps and prompts with random weights of a model's shape, and compares them with the memory floor of the same run."
     bench = commands.add_parser("bench", help="time a model's shape on this device", description=text, argument_default=argparse.SUPPRESS)
 

@@ -95,7 +95,7 @@ def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype) -> None:
     config = checkpoint.read_config(source) | {"dtype": dtype.name}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     arrays = folder / fused.ARRAYS_FOLDER
-    fused.save(arrays, leaves_by_path(weights), functools.partial(_cut_axes, specs.partitions_of(weights)))
+    fused.save_converted(arrays, leaves_by_path(weights), functools.partial(_cut_axes, specs.partitions_of(weights)))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in arrays.rglob("*") if path.is_file()}
     text = json.dumps({"version": fused.VERSION, "files": dict(sorted(files.items()))}, indent=2)
     (folder / CONVERTED).write_text(text + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters, sharding
 from jaxspec.drafters.base import NoDraft
+from jaxspec.engine.memory import Sizes, check_limits, fit, most_slots, size, sizes_of
 from jaxspec.engine.settings import PAGE
 from jaxspec.loading import MAX_SLOTS, num_draft_tokens_for
 from jaxspec.model.config import FULL, SLIDING

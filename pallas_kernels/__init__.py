@@ -1,1 +1,1 @@
-"""GPU kernels for paged attention and sampling, each beside the pure-XLA reference that defines it. Imports nothing from jaxspec."""
+"""GPU kernels, each with the pure-XLA reference that defines it. The package imports nothing from jaxspec."""

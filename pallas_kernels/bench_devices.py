@@ -23,7 +23,10 @@ TRIPS, SAMPLES = 20, 9
 
 
 def over_devices(mesh: Mesh, function: Callable[..., Any], mail: np.ndarray | None = None) -> Any:
-    """Jitted: function of the device's table, its number, and other arguments, on every device; results are those of all devices."""
+    """A jitted function that runs `function` on every device and stacks the results.
+
+    function: takes the device's table of mailboxes, its number, and other arguments. mail: the tables of all devices, or None.
+    """
     spec = PartitionSpec(AXIS)
 
     def local(mail: Any, rank: Any, *args: Any) -> Any:
@@ -34,18 +37,18 @@ def over_devices(mesh: Mesh, function: Callable[..., Any], mail: np.ndarray | No
         ranks = jnp.arange(mesh.size, dtype=jnp.int32)
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(mail, ranks, *args)
 
-    # XLA may leave out a rounding between operations that it fuses, unless told not to.
+    # Without this option XLA may leave out a rounding between operations that it fuses.
     return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
 
 
 def rows_of(seed: Any, rank: Any, shape: tuple[int, int]) -> jax.Array:
-    """Random rows of a device."""
+    """Random rows of a device, bfloat16."""
     key = jax.random.fold_in(jax.random.key(seed), rank)
     return jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
 
 
 def errors(shape: tuple[int, int], mail: Any, rank: Any, seed: Any) -> jax.Array:
-    """How many numbers differ from `jax.lax`'s, in ROUNDS sums, in sums with their norms, and in gathers: [3] int32."""
+    """How many numbers differ from those of `jax.lax` in ROUNDS sums, sums with norms, and gathers: [3] int32."""
 
     def once(i: Any, wrong: jax.Array) -> jax.Array:
         x = rows_of(seed + i, rank, shape)
@@ -70,7 +73,7 @@ def errors(shape: tuple[int, int], mail: Any, rank: Any, seed: Any) -> jax.Array
 
 
 def chain(shape: tuple[int, int], trips: int, summed: Callable[..., Any], mail: Any, rank: Any) -> jax.Array:
-    """UNROLLED times so many sums one after the other, with a kernel between: every number ends as it began."""
+    """UNROLLED * trips sums one after the other, with another kernel between two of them. Every number must end as it began."""
     x = jnp.broadcast_to((jnp.arange(shape[1]) % 128).astype(jnp.bfloat16), shape)
     apart = jnp.where(rank % 2 == 0, 1, -1).astype(x.dtype)
 
@@ -83,20 +86,22 @@ def chain(shape: tuple[int, int], trips: int, summed: Callable[..., Any], mail: 
 
 
 def by_kernel(x: jax.Array, mail: Any) -> jax.Array:
+    """A sum by the kernel."""
     return all_reduce.all_reduce(x, AXIS, mail)
 
 
 def by_xla(x: jax.Array, mail: Any) -> jax.Array:
+    """A sum by `jax.lax`."""
     return jax.lax.psum(x, AXIS)
 
 
 def alone(x: jax.Array, mail: Any) -> jax.Array:
-    """As much work as a chain has between its sums."""
+    """The work between two sums of a chain, without the sum."""
     return x + x
 
 
 def microseconds(run: Any) -> float:
-    """Of one sum."""
+    """The time of one sum. run: runs a chain of TRIPS * UNROLLED sums."""
     times = []
     for _ in range(3 + SAMPLES):
         begun = time.perf_counter()
@@ -107,7 +112,7 @@ def microseconds(run: Any) -> float:
 
 def main() -> None:
     mesh = Mesh(np.asarray(jax.devices()), (AXIS,))
-    tables = all_reduce.tables([jax.devices()])
+    tables = all_reduce.mailbox_tables([jax.devices()])
     if tables is None:
         raise SystemExit("these devices have no mailboxes: they are no GPUs of one process that reach each other's memory")
     mail = jax.device_put(tables[0], NamedSharding(mesh, PartitionSpec(AXIS)))

@@ -1,8 +1,8 @@
-"""Every import of a Pallas dialect, in one place, and the choice between kernels and XLA.
+"""All imports of Pallas dialects, and the choice between kernels and XLA.
 
-Kernels are written in the Triton dialect; `device` says where that runs. JAX warns of its deprecation whenever such a kernel is
-lowered; whoever calls a kernel can do nothing about that, so the warning is silenced here. Where that is worth it, a kernel has a
-second implementation in the Mosaic GPU dialect, for Hopper alone.
+Kernels are written in the Triton dialect; `device` says where that runs. JAX warns at every lowering that the dialect is deprecated. A
+caller can do nothing about that, so we silence the warning here. Where it pays, a kernel has a second implementation in the Mosaic GPU
+dialect, for Hopper alone.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pallas_kernels.device import capability, current, obstacle, shared_memory
 # "triton-interpret" runs the same kernel step by step on any device: slow, for tests.
 IMPLEMENTATIONS = ("xla", "triton", "triton-interpret")
 HOPPER = 9.0
-MULTIPROCESSORS = 132  # of an H100 or H200; for programs that are lowered where no GPU is, too
+MULTIPROCESSORS = 132  # an H100's or H200's; also taken where programs are lowered without a GPU
 
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 
 def select(implementation: str, unsupported: str | None = None, further: tuple[str, ...] = ()) -> str:
-    """The implementation that serves: "xla", "triton" or "triton-interpret".
+    """The implementation to use: "xla", "triton" or "triton-interpret".
 
-    implementation: one of those, which then serves or raises, or "auto": "triton" where the device runs it and the shapes allow
-    it, else "xla". unsupported: why a kernel cannot serve these shapes, or None. further: names of what else the caller offers.
+    implementation: one of these, or "auto", which is "triton" if the device and the shapes allow it, and "xla" otherwise. unsupported:
+    why a kernel cannot serve these shapes, or None. further: other names that the caller offers, for the error.
 
-    Raises ValueError for an unknown name, or if a kernel is asked for that cannot serve.
+    Raises ValueError for an unknown name, or if a kernel was asked for that cannot serve.
     """
     if implementation not in ("auto", *IMPLEMENTATIONS):
         offered = ", ".join(map(repr, (*IMPLEMENTATIONS, *further)))
@@ -61,8 +61,10 @@ def call(
     interpret: bool,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """`pl.pallas_call` in the Triton dialect. name: as it appears in the lowered program. Offsets have 64 bits where an array needs them;
-    NotImplementedError is raised where this JAX cannot be made to compute them."""
+    """`pl.pallas_call` in the Triton dialect. name: the kernel's, in the lowered program. Other arguments are those of `pallas_call`.
+
+    Offsets have 64 bits if an array needs them. The returned function raises NotImplementedError if this JAX cannot compute such offsets.
+    """
     made = pl.pallas_call(
         kernel,
         out_shape=out_shape,
@@ -90,10 +92,11 @@ def call(
 
 @functools.cache
 def widen_offsets() -> bool:
-    """From now on, kernels' offsets into arrays of more than 2**31 elements have 64 bits. Returns whether that could be had.
+    """Makes kernels compute 64-bit offsets into arrays of more than 2**31 elements from now on. Returns whether that worked.
 
-    JAX (0.10 to 0.12) counts bytes, and takes 64 bits for more than 2**32 of them. Of numbers of one byte (float8) so many are twice what
-    signed offsets of 32 bits reach; the offsets wrap. No setting changes that, so the function that counts is told of numbers of two bytes.
+    JAX (0.10 to 0.12) takes 64-bit offsets for arrays of more than 2**32 bytes. With one-byte elements (float8) that is too late: signed
+    32-bit offsets reach only 2**31 elements, then they wrap. No setting changes this, so we tell the function that decides that the
+    elements have two bytes.
     """
     try:
         lowering: Any = importlib.import_module("jax._src.pallas.triton.lowering")
@@ -104,7 +107,7 @@ def widen_offsets() -> bool:
     @functools.wraps(narrow)
     def wide(block_info: Any, *args: Any, **kwargs: Any) -> Any:
         if _miscounted(array := block_info.full_shape_dtype):
-            # Of the dtype, nothing but its size is asked for.
+            # The function looks only at the dtype's size.
             block_info = dataclasses.replace(block_info, full_shape_dtype=jax.ShapeDtypeStruct(array.shape, jnp.uint16))
         return narrow(block_info, *args, **kwargs)
 
@@ -113,7 +116,7 @@ def widen_offsets() -> bool:
 
 
 def _miscounted(array: Any) -> bool:
-    """Whether an array has more than 2**31 elements, but no more than 2**32 bytes."""
+    """Whether JAX takes 32-bit offsets that are too short: more than 2**31 elements in no more than 2**32 bytes."""
     return 2**31 < math.prod(array.shape) <= 2**32 // array.dtype.itemsize
 
 
@@ -129,12 +132,12 @@ def mosaic_obstacle() -> str | None:
 
 @functools.cache
 def mosaic() -> Any:
-    """The Mosaic GPU dialect. Its import takes a second, which only its kernels' users shall wait for."""
+    """The Mosaic GPU dialect. The import takes a second, so only the kernels that need it do it."""
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
 def mosaic_load(ref: Any, layout: Any) -> jax.Array:
-    """What a reference to global memory holds, in registers with this layout."""
+    """Loads what a reference to global memory holds into registers with this layout."""
     index = () if jax.__version_info__ >= (0, 11) else ((),)
     return mosaic().load(ref, *index, layout=layout, optimized=False)
 

@@ -1,7 +1,7 @@
 """Position-keyed Gumbel noise: a counter-based integer hash of a request's seed, a token's position and a token id.
 
-It can be computed for any subset of ids (a vocabulary shard, a few candidates, a tile of a head) with the same values, on any
-backend, which is what lets a target and its drafter share it.
+Any subset of ids (a vocabulary shard, a few candidates, a tile of a head) gets the same values on any backend. So a target and its
+drafter can share the noise.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def row_keys(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def gumbel(keys: jax.Array, ids: jax.Array) -> jax.Array:
-    """Gumbel noise of token ids. keys: [..., 2] uint32 from `row_keys`; ids: [..., C] int32 -> [..., C] float32."""
+    """The Gumbel noise of token ids. keys: [..., 2] uint32 from `row_keys`; ids: [..., C] int32 -> [..., C] float32."""
     return gumbel_of(keys[..., :1], keys[..., 1:], ids)
 
 
 def gumbel_of(first: jax.Array, second: jax.Array, ids: jax.Array) -> jax.Array:
-    """`gumbel` with a key's two words apart, as a kernel loads them; all three broadcast against each other.
+    """`gumbel` with the two words of a key as separate arguments, as a kernel loads them. All three broadcast against each other.
 
-    The uniform is taken as its distance from one, so that large values, the ones that win, keep 32 bits of resolution.
+    We compute the uniform number as its distance from 1, so that large noise, which decides a choice, has 32 bits of resolution.
     """
     bits = _mix(_mix((ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)) ^ first) + second)
     distance = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32), jnp.float32(1.0 - 2.0**-24))
@@ -43,9 +43,10 @@ def gumbel_of(first: jax.Array, second: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def perturbed(logits: jax.Array, temperature: jax.Array, first: jax.Array, second: jax.Array, ids: jax.Array) -> jax.Array:
-    """What the choice of a token maximises: logits / T + noise, or the logits themselves where the temperature T is 0.
+    """What the choice of a token maximises: logits / T + noise, or the logits where the temperature T is 0.
 
-    All five broadcast against each other. first, second: the words of the rows' keys.
+    logits, temperature: float32; first, second: uint32, the two words of the rows' keys; ids: int32, token ids. All five broadcast
+    against each other.
     """
     noisy = logits / jnp.maximum(temperature, jnp.float32(1e-30)) + gumbel_of(first, second, ids)
     return jnp.where(temperature > 0, noisy, logits)

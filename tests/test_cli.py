@@ -127,7 +127,7 @@ def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
 
 
 def test_bench_refuses_a_bad_list_and_a_file_that_cannot_be_written_before_it_measures(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("jaxspec.bench.timing.measure", lambda *args, **settings: pytest.fail("it measured"))
+    monkeypatch.setattr("jaxspec.bench.timing.measure_plan", lambda *args, **settings: pytest.fail("it measured"))
     with pytest.raises(SystemExit):
         cli.main(["bench", "--config", "e2b", "--batch", "1,x"])
     assert "argument --batch: found '1,x', expected whole numbers with commas between them" in capsys.readouterr().err

@@ -98,10 +98,10 @@ def test_load_takes_a_converted_target_and_drafter(folders):
 def test_nothing_is_left_to_fuse_or_cast(folders):
     """What lies on disk has the shapes and dtypes of the trees that load makes, in OCDBT, for Orbax to read without us."""
     target, _, converted = folders
-    stored = fused.describe(converted)
+    stored = fused.stored_shapes(converted)
     assert stored == {path: leaf for path, leaf in leaves_by_path(abstract()).items()}
     draft = drafters.abstract_drafter(converted / "drafter", Gemma4Config.from_hf(tiny.TARGET), jnp.bfloat16)
-    assert fused.describe(converted / "drafter") == leaves_by_path(draft)
+    assert fused.stored_shapes(converted / "drafter") == leaves_by_path(draft)
     assert (converted / "weights" / "manifest.ocdbt").is_file()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         args = ocp.args.PyTreeRestore(restore_args={path: ocp.RestoreArgs(restore_type=np.ndarray) for path in stored})
@@ -116,7 +116,7 @@ def test_another_dtype(folders, tmp_path):
     """A conversion in float32 is what a load in float32 gives, and says so; any conversion can be cast as it is loaded."""
     target, _, converted = folders
     wide = jaxspec.convert(target, tmp_path / "wide", dtype="float32", progress=False)
-    assert {leaf.dtype for leaf in fused.describe(wide).values()} == {np.dtype(np.float32)}
+    assert {leaf.dtype for leaf in fused.stored_shapes(wide).values()} == {np.dtype(np.float32)}
     assert loading.read_target(wide)[0].dtype == "float32"
     assert_same(loading.load_target(wide, abstract(jnp.float32), progress=False), loading.load_target(target, abstract(jnp.float32)))
     exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loading.load_target(target, abstract()))
@@ -178,13 +178,13 @@ def test_chunks_fit_meshes():
 
 def test_large_arrays_are_read_by_rows(folders, tmp_path, monkeypatch, capsys):
     """Where devices have memory of their own the host holds a few rows of a large array at a time, and each part is read once."""
-    put, start, read = jax.device_put, fused._read, list[int]()
+    put, start, read = jax.device_put, fused.read_arrays, list[int]()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_put", lambda x, *to: put(np.array(x) if isinstance(x, np.ndarray) else x, *to))
     monkeypatch.setattr(onto_devices, "LARGE_BYTES", 60_000)
     monkeypatch.setattr(onto_devices, "COPIED_BYTES", 20_000)
     monkeypatch.setattr(fused, "STORED_CHUNK_BYTES", 10_000)
-    monkeypatch.setattr(fused, "_read", lambda *args: (read.append(value.nbytes) or value for value in start(*args)))
+    monkeypatch.setattr(fused, "read_arrays", lambda *args: (read.append(value.nbytes) or value for value in start(*args)))
     target = folders[0]
     converted = jaxspec.convert(target, tmp_path / "out", mesh=sharding.mesh(tensor=4), progress=False)
     wanted = loading.load_target(target, abstract())
@@ -205,7 +205,7 @@ def test_the_command_line(folders, tmp_path, capsys):
     assert cli.main(["convert", str(target), str(tmp_path / "out"), "--drafter", str(assistant), "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out'}\n"
     for name in ("", "drafter"):
-        assert fused.describe(tmp_path / "out" / name) == fused.describe(converted / name)
+        assert fused.stored_shapes(tmp_path / "out" / name) == fused.stored_shapes(converted / name)
     assert cli.main(["convert", str(target), str(tmp_path / "out")]) == 2
     assert "jaxspec: " in (said := capsys.readouterr().err) and "expected nothing or an empty folder" in said
 
@@ -216,7 +216,7 @@ def test_the_command_line(folders, tmp_path, capsys):
 def test_a_conversion_that_fails_leaves_nothing(folders, tmp_path, monkeypatch):
     target, assistant, _ = folders
     (tmp_path / "out").mkdir()
-    write = fused.save
+    write = fused.save_converted
 
     def fail(folder, *args):
         if folder.parent.name == "drafter":
@@ -224,7 +224,7 @@ def test_a_conversion_that_fails_leaves_nothing(folders, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         write(folder, *args)
 
-    monkeypatch.setattr(fused, "save", fail)
+    monkeypatch.setattr(fused, "save_converted", fail)
     with pytest.raises(KeyboardInterrupt):
         jaxspec.convert(target, tmp_path / "out", drafter=assistant, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and not list((tmp_path / "out").iterdir())
@@ -237,11 +237,11 @@ import os, signal, sys
 from pathlib import Path
 from jaxspec import converting
 from jaxspec.checkpoint import fused
-save = fused.save
+save = fused.save_converted
 def kill(folder, *args):
     save(folder, *args)
     os.kill(os.getpid(), signal.SIGKILL)
-fused.save = kill
+fused.save_converted = kill
 converting.convert(sys.argv[1], sys.argv[2], progress=False)
 """
 
@@ -331,7 +331,7 @@ def test_weights_that_cannot_be_read(copy, monkeypatch):
 
 
 def test_a_checkpoint_of_another_config(copy, monkeypatch):
-    monkeypatch.setattr(fused, "_read", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(fused, "read_arrays", lambda *_: pytest.fail("weights were read"))
     other = gemma4.abstract(Gemma4Config.from_hf({**tiny.TEXT, "intermediate_size": 64, "attention_k_eq_v": False}), jnp.bfloat16)
     with pytest.raises(ValueError) as error:
         loading.load_target(copy, other, progress=False)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampling import logit_edits as edits
+from jaxspec.sampling import logit_edits
 from jaxspec.sampling.choice import Sampling, choose
 from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS, NOBODY
 
@@ -38,7 +38,7 @@ ASKED["all"] = {k: v for asked in ASKED.values() for k, v in asked.items()} | {"
 
 def edits_of(asked):
     """The same for every sequence."""
-    arrays = {k: np.array(v) for k, v in dataclasses.asdict(jax.jit(edits.defaults, static_argnums=0)(BATCH)).items()}
+    arrays = {k: np.array(v) for k, v in dataclasses.asdict(jax.jit(logit_edits.defaults, static_argnums=0)(BATCH)).items()}
     for name in ("repetition", "frequency", "presence", "min_tokens"):
         arrays[name][:] = asked.get(name, arrays[name][0])
     for i, (token, bias) in enumerate(asked.get("bias", {}).items()):
@@ -47,7 +47,7 @@ def edits_of(asked):
     arrays["allowed"][:, : len(allowed)] = allowed
     for i, word in enumerate(asked.get("bad_words", [])):
         arrays["bad_words"][:, i, -len(word) :] = word
-    return edits.Edits(**arrays)
+    return logit_edits.Edits(**arrays)
 
 
 def defined(logits, prompt, output, asked):
@@ -71,7 +71,7 @@ def defined(logits, prompt, output, asked):
 
 @jax.jit
 def verified(asked, logits, drafts, tokens=TOKENS, prompt=PROMPT, known=KNOWN):
-    return edits.tables(asked, tokens, prompt, known, STOPS, VOCAB).verified(logits, drafts)
+    return logit_edits.tables(asked, tokens, prompt, known, STOPS, VOCAB).verified(logits, drafts)
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -128,10 +128,10 @@ def test_penalties_are_those_of_transformers():
 
 def test_drafters_choose_with_the_biases_and_penalties_of_their_candidates():
     asked = edits_of(ASKED["all"])
-    tables = jax.jit(edits.tables, static_argnums=5)(asked, TOKENS, PROMPT, KNOWN, STOPS, VOCAB)
+    tables = jax.jit(logit_edits.tables, static_argnums=5)(asked, TOKENS, PROMPT, KNOWN, STOPS, VOCAB)
     sampling = Sampling(jnp.zeros((BATCH, 2), jnp.uint32), jnp.zeros(BATCH, jnp.float32), tables=tables)
     row, position = LOGITS[:, :1], np.zeros((BATCH, 1), np.int32)
-    applied = jax.jit(edits.Tables.applied)(tables, row)
+    applied = jax.jit(logit_edits.Tables.applied)(tables, row)
     assert np.array_equal(choose(row, position, sampling), np.argmax(applied, -1)) and not np.array_equal(applied, row)
     ids = np.broadcast_to(np.array([7, 1, 11, 0], np.int32), (BATCH, 1, 4))
     few = np.take_along_axis(row, ids, -1)
@@ -140,6 +140,6 @@ def test_drafters_choose_with_the_biases_and_penalties_of_their_candidates():
 
 
 def test_lists_have_room_for_what_a_request_may_ask():
-    asked = edits.defaults(2)
+    asked = logit_edits.defaults(2)
     assert asked.bias_ids.shape == asked.allowed.shape == (2, MAX_IDS) and (asked.allowed == NOBODY).all()
     assert asked.bad_words.shape == (2, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)

@@ -206,7 +206,7 @@ def test_a_product_whose_sum_lies_on_several_devices(implementation):
 @pytest.mark.parametrize(("rows", "left"), [(5, True), (160, True), (300, False)])
 def test_a_sum_over_devices_is_left_to_the_norm_that_reads_it(rows, left):
     """Up to as many rows as its kernel takes, also where the product itself is XLA's."""
-    found, mail = [], mailboxes.table([2**44, 2**45])[0]
+    found, mail = [], mailboxes.mailbox_table([2**44, 2**45])[0]
 
     def local(x, weight):
         found.append(Linear(weight, sum_over="tensor", mail=mail).parts(x, "auto"))
@@ -264,8 +264,8 @@ def test_nothing_whole_travels():
 def test_kernels_serve_on_a_mesh(monkeypatch):
     """They see a device's part: 2 of 4 KV heads of a full layer, and half of the vocabulary. On GPUs that reach each other's memory they
     also add up and choose, so that nothing cuts a round in two."""
-    table = mailboxes.table([2**44, 2**45])[None]
-    monkeypatch.setattr(all_reduce, "tables", lambda groups: table)
+    table = mailboxes.mailbox_table([2**44, 2**45])[None]
+    monkeypatch.setattr(all_reduce, "mailbox_tables", lambda groups: table)
     layout, (*trees, _, slots, steps, until_any) = released.__wrapped__(1, 2)
     state = layout.shapes
     assert state.mail.shape == table.shape and layout.shardings.mail.spec == PartitionSpec("data", "tensor")

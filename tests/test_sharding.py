@@ -57,8 +57,8 @@ def texts(load):
 def test_data_shards_take_requests_side_by_side(load, texts, monkeypatch):
     """Each has slots, pages and programs of its own; streams, log-probabilities and calls that take turns work across them. While they
     compute, and while what adds up is tried, others that share devices wait."""
-    tables, tried = all_reduce.tables, []
-    monkeypatch.setattr(all_reduce, "tables", lambda devices: tried.append(free(DeviceLock(jax.devices()[3:5]))) or tables(devices))
+    tables, tried = all_reduce.mailbox_tables, []
+    monkeypatch.setattr(all_reduce, "mailbox_tables", lambda devices: tried.append(free(DeviceLock(jax.devices()[3:5]))) or tables(devices))
     llm = load(mesh=jaxspec.mesh(data=2, tensor=2), max_slots=3)
     assert tried and not any(tried)
     assert llm.max_slots == 4 and [r.settings.max_slots for r in llm._shards.runners] == [2, 2]

@@ -24,6 +24,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of some values, at least one."""
         return cls(statistics.median(values), min(values), max(values))
 
 

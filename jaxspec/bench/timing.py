@@ -28,20 +28,15 @@ from jaxspec import decode, sharding
 from jaxspec.bench import kernel_times, roofline
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, ProgramCost, Spread
-from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload, plan_bench
+from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.engine import cuda_graphs
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, seed_words
 from jaxspec.sampling.filters import Filters
 
 
-def bench(config: str, drafter: str = "none", *, progress: bool = True, **asked: Any) -> BenchReport:
-    """Times steps and prompts. Arguments and errors are those of `workload.plan_bench`. progress: show a bar."""
-    return measure_plan(plan_bench(config, drafter, **asked), progress=progress)
-
-
 def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
-    """Makes the weights and times what was planned. Raises RuntimeError if a sequence ends while it is timed."""
+    """Makes the weights and times what was planned. progress: show a bar. Raises RuntimeError if a sequence ends while it is timed."""
     work = plan.work
     stages = 4 + 3 * len(plan.temperatures) * len(plan.batches) + 2 * len(plan.prefill)
     bar = tqdm(total=stages, disable=not progress, leave=False)

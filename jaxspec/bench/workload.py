@@ -66,6 +66,7 @@ class Workload:
         return decode.Round(self.num_draft_tokens, self.accept, needs, self.attention, self.draft_attention)
 
     def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
+        """An empty state for this workload."""
         return decode.init_state(target, drafter, slots=slots, max_len=max_len, num_draft_tokens=self.num_draft_tokens)
 
 

@@ -25,7 +25,7 @@ STORED_CHUNK_BYTES = 1 << 24  # small enough for several threads to read one arr
 GB = 10**9
 
 
-def save(folder: Path, leaves: Mapping[str, jax.Array], cut_axes: Callable[[str, tuple[int, ...]], tuple[int, ...]]) -> None:
+def save_converted(folder: Path, leaves: Mapping[str, jax.Array], cut_axes: Callable[[str, tuple[int, ...]], tuple[int, ...]]) -> None:
     """Writes arrays, by path, as an Orbax checkpoint.
 
     cut_axes: takes a path and a shape and returns the axes along which a chunk has length 1.
@@ -69,13 +69,13 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     sources = [arrays[path].astype(leaves[path].dtype)[tuple(slice(*cut) for cut in box)].translate_to[0] for path, box in pieces]
     total = sum(map(_nbytes, sources))
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
-        for (path, box), value in zip(pieces, _read(folder / ARRAYS_FOLDER, sources), strict=True):
+        for (path, box), value in zip(pieces, read_arrays(folder / ARRAYS_FOLDER, sources), strict=True):
             filled[path].put(box, value)
             bar.update(value.nbytes)
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaf.array() for leaf in filled.values()])
 
 
-def _read(folder: Path, sources: Sequence[Any]) -> Iterator[np.ndarray]:
+def read_arrays(folder: Path, sources: Sequence[Any]) -> Iterator[np.ndarray]:
     """Yields the contents of each TensorStore and reads the next one meanwhile. A value is valid until the next is taken.
 
     On a CPU each value has its own memory, which JAX keeps as the array. Elsewhere all values share two buffers.
@@ -105,7 +105,7 @@ def _nbytes(source: Any) -> int:
     return source.size * source.dtype.numpy_dtype.itemsize
 
 
-def describe(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+def stored_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """The shape and dtype of each array in a converted folder, by path. Raises ValueError as `restore` does."""
     return _shapes(_open(folder))
 

@@ -54,12 +54,12 @@ def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",)
 def read_headers(folder: Path, layouts: Layouts = layouts) -> dict[str, Stored]:
     """Every tensor of a checkpoint, by key, unread. For a converted folder: the tensors that it was made from, as far as anything
     reads them, for their shapes and dtypes alone; `layouts` says what they were, see `layout.layouts_of`. Raises as
-    `safetensors.read_folder` and `fused.describe` do."""
+    `safetensors.read_folder` and `fused.stored_shapes` do."""
     return _converted_headers(folder, layouts) if (folder / CONVERTED).exists() else read_folder(folder)
 
 
 def _converted_headers(folder: Path, layouts: Layouts) -> dict[str, Stored]:
-    leaves = fused.describe(folder)
+    leaves = fused.stored_shapes(folder)
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     names = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
     return {

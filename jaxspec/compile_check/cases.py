@@ -110,7 +110,7 @@ def named_cases() -> Iterator[Case]:
         sampling = array(shape.rows, 2, dtype=jnp.uint32), array(shape.rows, dtype=jnp.float32)
         function = functools.partial(lm_head.lm_head, softcap=shape.softcap)
         args = (array(shape.rows, shape.hidden), array(shape.vocab, shape.hidden), *sampling)
-        between = min(lm_head_shapes.TARGETS.values()) < shape.hidden < max(lm_head_shapes.TARGETS.values())
+        between = min(lm_head_shapes.HIDDEN_SIZES.values()) < shape.hidden < max(lm_head_shapes.HIDDEN_SIZES.values())
         yield Case("lm_head", name, function, args, further=between)
     for name, shape in centroid_head_shapes.SHAPES.items():
         ordering = array(shape.vocab, dtype=jnp.int32)

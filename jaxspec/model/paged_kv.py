@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
-from pallas_kernels.qkv.reference import stored
-from pallas_kernels.qkv.reference import write as write_rows
+from pallas_kernels.qkv.reference import stored, write_rows
 
 
 @struct.dataclass

@@ -130,7 +130,7 @@ class Layout:
 def _tables(mesh: Mesh | AbstractMesh) -> np.ndarray | None:
     """What kernels that sum over "tensor" have to know, or None where `jax.lax` sums: see `pallas_kernels.all_reduce`."""
     off = os.environ.get("JAXSPEC_ALL_REDUCE") == "xla"
-    return None if off or isinstance(mesh, AbstractMesh) else all_reduce.tables(mesh.devices)
+    return None if off or isinstance(mesh, AbstractMesh) else all_reduce.mailbox_tables(mesh.devices)
 
 
 def _is_weights(arg: Any) -> bool:

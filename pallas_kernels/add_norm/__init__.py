@@ -1,4 +1,4 @@
-"""A sublayer's output, normed and added to the residual stream, and the norms with which the next sublayers read that."""
+"""Adds a sublayer's normed output to the residual stream, and norms the sum for the next sublayers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pallas_kernels import dialect
 from pallas_kernels.add_norm import reference, triton
 from pallas_kernels.all_reduce import Unsummed
 
-# What is added: one output, or several with a norm's weight each, whose norms are added up first. An output may come in parts, also on
-# several devices.
+# What is added: one output, or several, each with its norm's weight, whose norms are summed first. An output may be in parts, and these
+# on several devices.
 Output = jax.Array | Unsummed
 Addend = Output | tuple[tuple[Output, jax.Array], ...]
 
@@ -24,14 +24,13 @@ def add_norm(
     eps: float,
     implementation: str = "auto",
 ) -> tuple[jax.Array, ...]:
-    """(x + norm(y, weight)) * scalar, followed by its norm with each of next_weights.
+    """(x + norm(y, weight)) * scalar, followed by the norm of that with each of next_weights. All returned arrays are like x.
 
-    x: [..., H], the residual stream. y: [..., H], or several pairs of such an array and a weight: their norms' sum then is y. An array
-    with one axis more than x, [S, ..., H], stands for the sum of its S parts (`linear.partials`), `Unsummed` for such a sum over devices,
-    which kernels alone serve. weight and all others: [H]. scalar: [1], or None for 1. Norms are RMS norms with `eps`.
-    Returns arrays like x.
+    x: [..., H], the residual stream. y: [..., H], or several pairs of such an array and a weight; then y is the sum of their norms. An
+    array [S, ..., H], with one axis more than x, stands for the sum of its S parts (`linear.partials`). `Unsummed` stands for such a sum
+    over devices, which only kernels serve. weight, next_weights: [H] each. scalar: [1], or None for 1. Norms are RMS norms with `eps`.
 
-    Arithmetic is in float32; norms, sums and products are rounded to x's dtype, which is that of y unless it is in parts.
+    Arithmetic is in float32. Norms, sums and products are rounded to x's dtype, which y has too unless it is in parts.
     implementation: see `dialect.select`. Raises ValueError for an unknown one.
     """
     chosen = dialect.select(implementation)

@@ -21,7 +21,7 @@ WARPS = (2, 4, 8, 16, 32)
 
 
 def inputs(shape: Shape, dtype: Any) -> tuple[Any, ...]:
-    """x, y, weight, scalar and next_weights, with a stream that is larger than what is added."""
+    """x, y, weight, scalar and next_weights, where the stream x is larger than y."""
     rng = np.random.default_rng(0)
 
     def rows(deviation: float) -> jax.Array:
@@ -36,7 +36,7 @@ def inputs(shape: Shape, dtype: Any) -> tuple[Any, ...]:
 
 
 def check(found: tuple[jax.Array, ...], expected: tuple[jax.Array, ...]) -> float:
-    """The share of bfloat16 numbers that are not equal. Raises AssertionError if any differs by more than roundings can explain."""
+    """The share of bfloat16 numbers that differ. Raises AssertionError if one differs by more than rounding can explain."""
     a, b = (np.concatenate([np.asarray(x, np.float32).reshape(-1) for x in arrays]) for arrays in (found, expected))
     np.testing.assert_allclose(a, b, rtol=2**-6, atol=2**-6)
     return float(np.mean(a != b))
@@ -53,7 +53,7 @@ def main() -> None:
             continue
         args = inputs(shape, jnp.bfloat16)
         kernel, plain = (partial(f, eps=1e-6) for f in (triton.add_norm, reference.add_norm))
-        # XLA may leave out a rounding between operations that it fuses, unless told not to.
+        # Without this option XLA may leave out a rounding between operations that it fuses.
         strict = jax.jit(plain, compiler_options={"xla_allow_excess_precision": False})
         differing = check(jax.jit(kernel)(*args), strict(*args))
         size = 2 * shape.numbers

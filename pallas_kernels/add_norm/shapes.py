@@ -1,4 +1,4 @@
-"""The shapes in which the Gemma 4 family adds to its residual stream, for tests and the benchmark."""
+"""The shapes that the Gemma 4 family gives to `add_norm`, for tests and the benchmark."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """parts: outputs that are normed and added up before they are added. scaled: whether a scalar follows. norms: of the sum."""
+    """One call of `add_norm`."""
 
     rows: int
     hidden: int
-    parts: int = 1
-    scaled: bool = False
-    norms: int = 1
+    parts: int = 1  # outputs that are normed, summed and then added
+    scaled: bool = False  # whether there is a scalar
+    norms: int = 1  # norms of the sum
 
     @property
     def numbers(self) -> int:
-        """Numbers that have to be read and written."""
+        """How many numbers the call has to read and write."""
         weights = 1 + self.norms + (self.parts if self.parts > 1 else 0)
         return self.hidden * (self.rows * (2 + self.parts + self.norms) + weights)
 
 
-# Verify blocks, a batch of 32 of them, and prefill chunks; after attention, after the feed-forward and after the per-layer input.
+# Verify blocks of one sequence and of 32, and a prefill chunk; after attention, the feed-forward and the per-layer input.
 SHAPES = {
     "E2B attention 4": Shape(4, 1536),
     "E2B feed-forward 4": Shape(4, 1536, norms=0),

@@ -1,4 +1,4 @@
-"""Residual sums and their norms as one kernel in the Triton dialect: a program holds one row."""
+"""Residual sums and their norms as one kernel in the Triton dialect. A program holds one row."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.all_reduce import Unsummed
-from pallas_kernels.all_reduce.triton import read, summed, turn_ends
+from pallas_kernels.all_reduce.triton import read_mail, sum_over_devices, turn_ends
 from pallas_kernels.dialect import pl, plgpu
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
-WARP = 512  # numbers of a row that a warp holds: two loads of 16 bytes a thread and array, in flight together
+WARP = 512  # numbers of a row that a warp holds: for each array a thread has two loads of 16 bytes in flight
 MOST_WARPS = 16
 
 
@@ -63,7 +63,7 @@ def _row(*refs, tree, eps):
         return rounded(values * jax.lax.rsqrt(jnp.sum(values * values) / width + eps) * weight)
 
     # All loads are issued before the first sum waits for one.
-    mail = None if mail_ref is None else read(mail_ref)
+    mail = None if mail_ref is None else read_mail(mail_ref)
     parts = [(output(part), None if w is None else load(w)) for part, w in part_refs]
     x, weight = load(x_ref, row), load(weight_ref)
     scalar = None if scalar_ref is None else scalar_ref[0].astype(jnp.float32)
@@ -71,7 +71,7 @@ def _row(*refs, tree, eps):
 
     y = functools.reduce(lambda a, b: rounded(a + b), [rounded(part) if w is None else norm(rounded(part), w) for part, w in parts])
     if mail is not None:
-        y, turn = summed(y, column, inside, mail)
+        y, turn = sum_over_devices(y, column, inside, mail)
         y = rounded(y)
         inside &= turn_ends(turn, jnp.sum(y * y), mail)  # the sum that its norm takes
     x = rounded(x + norm(y, weight))

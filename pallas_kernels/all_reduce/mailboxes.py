@@ -1,4 +1,4 @@
-"""Memory of each GPU of a group that all others of it can write to, outside what JAX manages."""
+"""Mailboxes: memory of each GPU of a group that the group's other GPUs can write to. JAX does not manage it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.all_reduce.triton import LEAST_WIDTH, MOST_DEVICES, all_gather, all_reduce, size
+from pallas_kernels.all_reduce.triton import LEAST_WIDTH, MOST_DEVICES, all_gather, all_reduce, mailbox_bytes
 from pallas_kernels.device import obstacle
 
-PAGE = 2**21  # of GPU memory that is mapped
-TRIALS = 100  # sums by which a group's kernel is tried
+MAPPED_PAGE = 2**21  # bytes: GPU memory is mapped in multiples of this
+TRIALS = 100  # sums and gathers that test a group's kernels
 PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_
 
 
@@ -37,14 +37,16 @@ class _Access(ctypes.Structure):  # CUmemAccessDesc
     _fields_ = (("location", ctypes.c_int), ("device", ctypes.c_int), ("flags", ctypes.c_int))
 
 
-def tables(groups: Iterable[Iterable[Any]]) -> np.ndarray | None:
-    """What kernels of `all_reduce` have to know, for each device of each group of as many: int32 [G, D, D + 1, 2].
+def mailbox_tables(groups: Iterable[Iterable[Any]]) -> np.ndarray | None:
+    """What the kernels of `all_reduce` need to know, for D devices in each of G groups: [G, D, D + 1, 2] int32.
 
-    Of a device, row 0 has the two halves of its mailbox's address, row d those of the d-th device after it in its group, and row D its
-    number in the group. None if these are no GPUs of this process that kernels run on and that reach each other's memory, if XLA was told
-    to run kernels of a graph side by side, or, with a warning, if the kernel does not add up on these GPUs what `jax.lax` does.
+    Row 0 of a device's table has the two halves of its mailbox's address, row d those of the d-th device after it in its group, and row D
+    its number in the group.
 
-    Not to be called while a function is traced: at the first call for a group, its GPUs compute.
+    Returns None if the devices are not GPUs of this process that run kernels and reach each other's memory, or if XLA was told to run the
+    kernels of a graph side by side. It also returns None, with a warning, if the kernels' results are not those of `jax.lax`.
+
+    Do not call it while a function is traced: the first call for a group runs programs on its GPUs.
     """
     if "COMMAND_BUFFER_SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper():
         return None
@@ -53,8 +55,8 @@ def tables(groups: Iterable[Iterable[Any]]) -> np.ndarray | None:
     return np.stack(served) if len(served) == len(found) else None
 
 
-def table(addresses: Sequence[int]) -> np.ndarray:
-    """Of one group, by the addresses of its mailboxes."""
+def mailbox_table(addresses: Sequence[int]) -> np.ndarray:
+    """The tables of one group, [D, D + 1, 2] int32. addresses: of its D mailboxes."""
     count = len(addresses)
     halves = np.array([divmod(address, 2**32)[::-1] for address in addresses], np.uint64).astype(np.uint32).view(np.int32)
     rows = [[*(halves[(rank + d) % count] for d in range(count)), np.array([rank, 0], np.int32)] for rank in range(count)]
@@ -63,11 +65,11 @@ def table(addresses: Sequence[int]) -> np.ndarray:
 
 @functools.cache
 def _tried(devices: tuple[Any, ...]) -> np.ndarray | None:
-    """A group's part of `tables`, if the kernel serves there."""
+    """A group's part of `mailbox_tables`, or None."""
     begins = addresses(devices)
     if begins is None:
         return None
-    mail = table(begins)
+    mail = mailbox_table(begins)
     try:
         wrong = f"{_wrong(devices, mail)} of {TRIALS} sums or gathers are wrong"
     except jax.errors.JaxRuntimeError as error:
@@ -79,7 +81,7 @@ def _tried(devices: tuple[Any, ...]) -> np.ndarray | None:
 
 
 def _wrong(devices: tuple[Any, ...], mail: np.ndarray) -> int:
-    """How many of TRIALS sums and gathers by the kernels, one after the other, are others than those of `jax.lax` on any device."""
+    """How many of TRIALS sums and gathers by the kernels, one after the other, differ from those of `jax.lax` on some device."""
     axis, spec = "devices", PartitionSpec("devices")
 
     def local(mail: jax.Array) -> jax.Array:
@@ -101,7 +103,7 @@ def _wrong(devices: tuple[Any, ...], mail: np.ndarray) -> int:
 
 @functools.cache
 def addresses(devices: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """Where these devices' mailboxes are, made and emptied at the first call; None if there can be none."""
+    """The addresses of these devices' mailboxes, None if there can be none. The first call makes the mailboxes and zeroes them."""
     here = all(device.process_index == jax.process_index() for device in devices)
     if not 1 < len(devices) <= MOST_DEVICES or not here or any(obstacle(device) for device in devices):
         return None
@@ -112,9 +114,9 @@ def addresses(devices: tuple[Any, ...]) -> tuple[int, ...] | None:
 
 
 def _mapped(ordinals: Sequence[int]) -> tuple[int, ...]:
-    """Raises OSError where CUDA refuses something."""
+    """Maps a mailbox on each GPU, zeroes it, and returns the addresses. Raises OSError if CUDA refuses a call."""
     cuda, count = ctypes.CDLL("libcuda.so.1"), len(ordinals)
-    room = -(-size(count) // PAGE) * PAGE
+    room = -(-mailbox_bytes(count) // MAPPED_PAGE) * MAPPED_PAGE
 
     def call(name: str, *args: Any) -> None:
         if error := getattr(cuda, name)(*args):

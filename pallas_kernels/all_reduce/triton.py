@@ -1,12 +1,14 @@
-"""Sums of few rows over GPUs that reach each other's memory, as one kernel in the Triton dialect: a program holds one row.
+"""Sums of few rows over GPUs that reach each other's memory, as one kernel in the Triton dialect. A program holds one row.
 
-Each GPU has a mailbox (see `mailboxes`). A program stores its row to the other GPUs' mailboxes and waits for theirs in its own. Every
-8 bytes hold two bfloat16 numbers and the number of the turn, so that what has arrived is known by itself, and there is no barrier: the
-protocol that NCCL calls LL (https://github.com/NVIDIA/nccl). Turns use two places by turns. A GPU's turn t + 2 comes after it has got
-turn t + 1 of the others, which they sent after their kernel of turn t had ended, so that what it overwrites has been read.
+Each GPU has a mailbox (see `mailboxes`). A program stores its row in the other GPUs' mailboxes and waits for their rows in its own. Every
+8 bytes hold two bfloat16 numbers and the turn's number, so a reader sees by itself whether they have arrived, and no barrier is needed.
+NCCL calls this protocol LL (https://github.com/NVIDIA/nccl).
 
-A program counts its turns in the mailbox, so that kernels of CUDA graphs, loops and several programs can follow one another. All
-GPUs have to run the same kernels in the same order, one at a time, as they do in one `shard_map` after another.
+Even and odd turns have places of their own. A GPU sends turn t + 2 only after it has received turn t + 1 from the others, which sent that
+after their kernel of turn t had ended. So whatever turn t + 2 overwrites has been read.
+
+A program counts its turns in the mailbox, so kernels in CUDA graphs, loops and several programs can follow one another. All GPUs have to
+run the same kernels in the same order, one at a time, as one `shard_map` after another does.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 256
 MOST_DEVICES = 4  # with eight, a thread holds more than its registers
 LEAST_WIDTH, MOST_WIDTH, ALIGNMENT = 256, 8192, 8
-THREADS, WARP = 32, 512  # of a warp, and numbers of a row that it holds at most
-MESSAGE = 4  # numbers of a message of 16 bytes
-COUNTERS = 4 * MOST_ROWS  # bytes at the start of a mailbox: turns of each program
+THREADS, WARP = 32, 512  # threads of a warp, and the most numbers of a row that it holds
+MESSAGE = 4  # numbers in a message of 16 bytes
+COUNTERS = 4 * MOST_ROWS  # bytes at the start of a mailbox, which count the turns of each program
 LINE = 4 * MOST_WIDTH  # bytes of a row's messages
 
 
-def size(devices: int) -> int:
-    """Bytes of a mailbox, zeros at first, of one of so many devices."""
+def mailbox_bytes(devices: int) -> int:
+    """Bytes of a mailbox in a group of so many devices. It must be zeroed at first."""
     return COUNTERS + 2 * (devices - 1) * MOST_ROWS * LINE
 
 
@@ -48,6 +50,7 @@ def unsupported(rows: int, width: int, dtype: Any) -> str | None:
 
 
 def num_warps(width: int) -> int:
+    """Warps of a program whose row has `width` numbers."""
     return max(1, pl.next_power_of_2(width) // WARP)
 
 
@@ -76,15 +79,15 @@ def _call(kernel, name, x, mail, shape, interpret):
 
 
 def _sum(x_ref, mail_ref, out_ref):
-    mail = read(mail_ref)
+    mail = read_mail(mail_ref)
     row, column, inside, x = _loaded(x_ref)
-    total, turn = summed(x.astype(jnp.float32), column, inside, mail)
+    total, turn = sum_over_devices(x.astype(jnp.float32), column, inside, mail)
     inside &= turn_ends(turn, jnp.sum(total), mail)
     plgpu.store(out_ref.at[row, column], total.astype(out_ref.dtype), mask=inside)
 
 
 def _gather(x_ref, mail_ref, out_ref):
-    mail = read(mail_ref)
+    mail = read_mail(mail_ref)
     row, column, inside, x = _loaded(x_ref)
     every, turn = swap(x.astype(jnp.int32) << 16, column, inside, mail)
     inside &= turn_ends(turn, jnp.max(functools.reduce(operator.or_, every)), mail)
@@ -100,30 +103,31 @@ def _loaded(x_ref):
     return row, column, inside, x
 
 
-def read(mail_ref):
-    """The rows of a device's table (see `mailboxes.tables`), which a program reads first of all."""
+def read_mail(mail_ref):
+    """The rows of a device's table (see `mailboxes.mailbox_tables`). A program reads them before anything else."""
     return [(mail_ref[i, 0], mail_ref[i, 1]) for i in range(mail_ref.shape[0])]
 
 
-def summed(x, column, inside, mail):
-    """The sum of every device's x, [W] float32, each number of which is one of bfloat16, and the rest as `swap` has it."""
+def sum_over_devices(x, column, inside, mail):
+    """The sum of x over devices, [W] float32, and the turn's number. x: [W] float32, with values that bfloat16 holds exactly. Other
+    arguments are those of `swap`."""
     every, turn = swap(jax.lax.bitcast_convert_type(x, jnp.int32), column, inside, mail)
     return functools.reduce(operator.add, [jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in every]), turn
 
 
 def swap(bits, column, inside, mail):
-    """Every device's row, in the order of devices, and the number of the turn.
+    """The rows of all devices, in the order of devices, and the turn's number.
 
-    bits: [W] int32, this device's row, zero in the lower half of each number. column: [W] int32, from 0. inside: [W], which of them
-    there are. mail: see `read`. The program ends the turn by `turn_ends`.
+    bits: [W] int32, this device's row, with zeros in the lower half of each number. column: [W] int32, 0, 1, ... inside: [W] bool, the
+    columns that exist. mail: see `read_mail`. The program must end the turn with `turn_ends`.
     """
     *addresses, (own_rank, _) = mail
     devices, row = len(addresses), pl.program_id(0)
     turn = _inline(_turn, *_single(*addresses[0], 4 * row))
-    # The number 0 is no turn's, as it is what lies in a mailbox at first. 2 takes its place, which is even too.
+    # A new mailbox holds 0, so no turn may have that number. We take 2 in its place, which is even too.
     turn = jnp.where(turn == -1, 2, turn + 1)
     odd = jnp.bitwise_and(turn, 1)
-    # Two messages of a thread come after one another: so, what threads store together lies together.
+    # A thread's two messages lie half a row apart, so that what threads store at the same time lies side by side.
     message, half = _quotient(column, MESSAGE), column.shape[0] // MESSAGE // 2
     at = 16 * (_quotient(message, 2) + half * (message - 2 * _quotient(message, 2)))
 
@@ -149,15 +153,17 @@ def swap(bits, column, inside, mail):
 
 
 def turn_ends(turn, seen, mail):
-    """Counts the turn. seen: [], what is computed of all that the program's threads have received, so that none of them has yet to read
-    the turn's number. Returns a condition that holds: stores that depend on it keep the count from being left out."""
+    """Counts the turn. Returns a condition that is always true; stores that depend on it keep the count from being optimised away.
+
+    seen: [], a number computed from all that the program's threads have received, so that all of them have read the turn's number.
+    """
     seen = jax.lax.bitcast_convert_type(seen, jnp.int32)
     zero = _inline(_count, *_single(*mail[0], 4 * pl.program_id(0)), turn, *_single(seen))
     return zero == 0
 
 
 def _single(*scalars):
-    """Arrays of one number: assembly takes no scalars."""
+    """Scalars as arrays of one number, since assembly takes no scalars."""
     return [jnp.broadcast_to(scalar, (1,)) for scalar in scalars]
 
 
@@ -166,8 +172,11 @@ def _quotient(x, size):
 
 
 def _inline(asm, *args):
-    """What assembly returns for int32 arrays of one shape. asm: the text, by the registers of the result and of each argument: as many of
-    each as a thread of `num_warps` has, so that it waits once for all."""
+    """What assembly returns for int32 arrays of one shape.
+
+    asm: makes the text, from the registers of the result and of each argument. A thread runs it once for all the numbers that it holds,
+    so that it waits once.
+    """
     pack = max(1, min(WARP, args[0].size) // THREADS)
     registers = [[f"${pack * i + j}" for j in range(pack)] for i in range(1 + len(args))]
     (found,) = plgpu.elementwise_inline_asm(
@@ -193,7 +202,7 @@ def _address(low, high, offset):
 
 
 def _messages(places, low, high):
-    """Addresses a0, a1, ... of the messages that begin at these places, and whether there are such, p0, p1, ..."""
+    """How many messages a thread has, and the lines that set their addresses, a0, a1, ..., and whether they exist, p0, p1, ..."""
     count = len(places) // MESSAGE
     lines = [f".reg .b64 base, a<{count}>; .reg .b32 u<{count}>, v<{count}>, f<{count}>, g<{count}>; .reg .pred q, p<{count}>;"]
     lines.append(f"mov.b64 base, {{{low[0]}, {high[0]}}};")
@@ -208,7 +217,7 @@ def _send(result, bits, places, low, high, turn):
     for i in range(count):
         a, b, c, d = bits[MESSAGE * i : MESSAGE * i + MESSAGE]
         lines.append(f"prmt.b32 u{i}, {a}, {b}, 0x7632; prmt.b32 v{i}, {c}, {d}, 0x7632;")  # the upper halves, the first one below
-        # A message holds four numbers one after the other, which is how a thread has them.
+        # A message needs four numbers in a row. A thread holds them so; if it ever does not, we trap.
         lines.append(f"setp.ne.b32 q, {places[MESSAGE * i]}, {places[MESSAGE * i + MESSAGE - 1]}; @q trap;")
         lines.append(f"@p{i} st.volatile.global.v4.b32 [a{i}], {{u{i}, {turn[0]}, v{i}, {turn[0]}}};")
     return "\n".join([*lines, *(f"mov.b32 {r}, 0;" for r in result)])

@@ -23,9 +23,9 @@ def candidates(
 ) -> tuple[jax.Array, jax.Array]:
     """The tokens of each row's best centroids, and their logits.
 
-    hidden: [N, h]; centroids: [C, h]; table: [V, h], all of one dtype. token_ordering: [V] int32, the V / C token ids of each centroid
-    in turn. top_k: how many centroids are taken, by their product with hidden in float32; of equal ones the lower. suppressed: token
-    ids whose logits are -inf.
+    hidden: [N, h]; centroids: [C, h]; table: [V, h], all of one dtype. token_ordering: [V] int32, the V / C token ids of centroid 0, then
+    those of centroid 1, and so on. top_k: how many centroids a row takes. The best have the largest product with hidden, in float32; of
+    equal ones the lower wins. suppressed: token ids whose logits are -inf.
 
     Returns logits [N, top_k * V / C] float32 and ids [N, top_k * V / C] int32, by ascending centroid. Raises ValueError for arrays that
     do not fit each other, and for an `implementation` that is unknown or cannot serve them.
@@ -48,10 +48,10 @@ def choose(
     suppressed: tuple[int, ...] = (),
     implementation: str = "auto",
 ) -> jax.Array:
-    """The candidate that each row chooses: argmax(logits / T + noise), or argmax(logits) where the temperature T is 0.
+    """The token that each row chooses among its candidates: argmax(logits / T + noise), or argmax(logits) where the temperature T is 0.
 
-    keys: [N, 2] uint32 from `noise.row_keys`; temperature: [N] float32; the rest as in `candidates`. Returns ids [N] int32; of equal
-    values the lower id is chosen. Raises ValueError as `candidates` does.
+    keys: [N, 2] uint32 from `noise.row_keys`; temperature: [N] float32; all else is as for `candidates`, errors too. Returns ids [N]
+    int32. Of equal values the lower id wins.
     """
     if keys.shape != (hidden.shape[0], 2) or temperature.shape != hidden.shape[:1]:
         raise ValueError(
@@ -73,7 +73,7 @@ def _selected(
     suppressed: tuple[int, ...],
     implementation: str,
 ) -> str:
-    """The implementation that serves these arrays."""
+    """The implementation for these arrays. Raises ValueError as `candidates` does."""
     arrays = (hidden, centroids, table)
     if len({x.shape[1:] for x in arrays}) > 1 or len({x.dtype for x in arrays}) > 1:
         found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)

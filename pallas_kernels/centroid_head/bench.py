@@ -1,7 +1,7 @@
 """Checks the centroid head's kernels against their reference on a GPU and times both: `python -m pallas_kernels.centroid_head.bench`.
 
-Bytes counted are the centroids, the ordering's and the table's selected rows. Hidden states change from call to call, and the
-selected rows with them.
+The bytes of a line are those of the centroids and of the selected rows of ordering and table. Each call has other hidden states, and so
+other selected rows.
 """
 
 from __future__ import annotations

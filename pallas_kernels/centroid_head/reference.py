@@ -1,4 +1,4 @@
-"""The centroid head in plain XLA: the definition of the operation, and its implementation where no kernel runs."""
+"""The centroid head in plain XLA: the definition of the operation, and its implementation without a kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_kernels.noise import perturbed
 
 
 def centroid_scores(hidden: jax.Array, centroids: jax.Array) -> jax.Array:
-    """[N, h] and [C, h] -> [N, C] float32."""
+    """The product of each row with each centroid. [N, h] and [C, h] -> [N, C] float32."""
     return jax.lax.dot_general(hidden, centroids, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 

@@ -1,7 +1,7 @@
-"""Products of few rows with a matrix, as a step of decoding has them: the time is that of reading the weights once.
+"""Products of few rows with a matrix, as in a decoding step. They take as long as it takes to read the weights once.
 
-Splitting a product's sums between programs fills a GPU where the outputs are few; `partials` leaves them to the kernel that reads the
-product, so that no kernel of its own adds them up. The activation of a gated layer is part of its product.
+With few outputs, several programs share the sums of a product, to fill the GPU. `partials` returns their parts, and the kernel that reads
+the product adds them up. The activation of a gated layer is part of its product.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pallas_kernels.linear.triton import MOST_ROWS
 def linear(x: jax.Array, w: jax.Array, *, splits: int | None = 1, implementation: str = "auto") -> jax.Array:
     """x w^T, summed in float32 and rounded once. x: [N, H], w: [O, H] -> [N, O] in x's dtype.
 
-    splits: in how many parts the kernel computes the sums at most, None for as many as fill the GPU; more than one cost a second kernel,
-    which adds them up. "auto" is XLA above `triton.MOST_ROWS` rows and where the matrix has few columns for them (`triton.pays`);
-    otherwise see `dialect.select`. Raises ValueError for an unknown or unsupported implementation, or if splits is not positive.
+    splits: into how many parts the kernel may cut the sums; None for as many as fill the GPU. More than one take a second kernel, which
+    adds them up. implementation: "auto" is XLA above `triton.MOST_ROWS` rows, and if the matrix has few columns for so many rows
+    (`triton.pays`); otherwise see `dialect.select`. Raises ValueError for an unknown or unsupported one, or if splits is not positive.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
@@ -27,9 +27,9 @@ def linear(x: jax.Array, w: jax.Array, *, splits: int | None = 1, implementation
 
 
 def partials(x: jax.Array, w: jax.Array, *, splits: int | None = None, implementation: str = "auto") -> jax.Array:
-    """Parts of x w^T whose sum over the first axis is the product. x: [N, H], w: [O, H] -> [S, N, O] float32.
+    """Parts of x w^T, to be summed over the first axis. x: [N, H], w: [O, H] -> [S, N, O] float32.
 
-    splits: S at most; None for as many as fill the GPU. XLA's S is 1. implementation and errors: as for `linear`.
+    splits: the most that S may be; None for as many as fill the GPU. XLA's S is 1. implementation and errors: as for `linear`.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
@@ -40,7 +40,7 @@ def partials(x: jax.Array, w: jax.Array, *, splits: int | None = None, implement
 def gated(x: jax.Array, gate_up: jax.Array, *, implementation: str = "auto") -> jax.Array:
     """gelu_tanh(x gate^T) * (x up^T). x: [N, H], gate_up: [2, I, H] -> [N, I] in x's dtype.
 
-    Both products are summed in float32 and rounded to x's dtype; the rest is computed in float32 and rounded once. implementation and
+    Both products are summed in float32 and rounded to x's dtype; all else is computed in float32 and rounded once. implementation and
     errors: as for `linear`.
     """
     chosen = _select(implementation, 1, x, gate_up)

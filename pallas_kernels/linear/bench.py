@@ -1,8 +1,8 @@
-"""Times products of few rows beside XLA's on the GPU that is there: `python -m pallas_kernels.linear.bench`.
+"""Times products of few rows beside XLA's on this machine's GPU: `python -m pallas_kernels.linear.bench`.
 
-With --sweep other tiles too; --shapes NAME and --rows 4,40 choose what. A line's bytes are the weights, each read once. XLA's figure is
-a whole product, in x's dtype and with its activation; `partials` leaves the sum over its parts to the kernel that follows. Programs
-compile side by side first, and are timed one after the other.
+--shapes NAME and --rows 4,40 choose what to time, --sweep times other tiles too. The bytes of a line are the weights, each read once.
+XLA's time is for the whole product, in x's dtype and with its activation; `partials` leaves the sum of its parts to the next kernel.
+Programs first compile side by side, then are timed one after the other.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from pallas_kernels.linear.shapes import SHAPES, Shape
 from pallas_kernels.linear.triton import Tiles
 
 DTYPE = jnp.bfloat16
-MOST_TURNS = 16  # copies of the weights, as many as it takes to find none in the L2 cache; small ones are found there even so
+MOST_TURNS = 16  # most copies of the weights; they keep a call from finding its weights in the L2 cache, unless these are small
 REFERENCES = {"linear": reference.linear, "partials": reference.linear, "gated": reference.gated, "gated_by": reference.gated_by}
 KERNELS = {"linear": triton.linear, "partials": triton.partials, "gated": triton.gated, "gated_by": triton.gated_by}
 
 
 def chosen(shape: Shape, rows: int, splits: int | None = None, tile: int = 0) -> Tiles:
+    """The tiles for a shape; splits and tile override what is best."""
     matrices, splits = 2 if shape.kind == "gated" else 1, splits if shape.kind == "partials" else splits or 1
-    return triton.choose(rows, shape.columns, shape.width, DTYPE.dtype.itemsize, matrices=matrices, splits=splits, tile=tile)
+    return triton.choose_tiles(rows, shape.columns, shape.width, DTYPE.dtype.itemsize, matrices=matrices, splits=splits, tile=tile)
 
 
 def candidates(shape: Shape, rows: int) -> list[Tiles]:
-    """What serves this product, then other cuts."""
+    """The tiles that serve this product, then others."""
     serves = chosen(shape, rows)
     out = [serves, *(chosen(shape, rows, tile=tile) for tile in ((8, 16, 32, 64) if rows <= 16 else (32, 64, 128)))]
     if shape.kind == "partials":
@@ -45,22 +46,23 @@ def candidates(shape: Shape, rows: int) -> list[Tiles]:
         out += [chosen(shape, rows, 3)]
     out += [dataclasses.replace(serves, slice=192 - serves.slice), dataclasses.replace(serves, num_stages=serves.num_stages - 1)]
     matrices = 2 if shape.kind == "gated" else 1
-    fit = [t for t in out if t.num_stages > 1 and t.num_stages * t.step(rows, matrices, DTYPE.dtype.itemsize) <= 2 * triton.SHARED_MEMORY]
+    fit = [t for t in out if t.num_stages > 1 and t.num_stages * t.step(rows, matrices, DTYPE.dtype.itemsize) <= 2 * triton.PROGRAM_BYTES]
     return list(dict.fromkeys(fit))
 
 
 def turns_of(shape: Shape, rows: int) -> int:
+    """How many copies of the arguments to take in turn."""
     size = sum(math.prod(a.shape) * a.dtype.itemsize for a in shape.arguments(rows, DTYPE))
     return max(4, min(MOST_TURNS, math.ceil(4 * bench.L2_BYTES / size)))
 
 
 def compiled(fn: Callable[..., jax.Array], shape: Shape, rows: int) -> Callable[..., Any]:
-    """A loop of calls of fn, each with the next copy of the arguments."""
+    """A compiled loop of calls of fn, which take the copies of the arguments in turn."""
     return bench.loop(jax.jit(fn)).lower([shape.arguments(rows, DTYPE)] * turns_of(shape, rows)).compile()
 
 
 def check(found: jax.Array, expected: jax.Array) -> None:
-    """Raises AssertionError where the two differ by more than roundings."""
+    """Raises AssertionError if the two differ by more than rounding can explain."""
     found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
     found = jnp.sum(found, axis=0) if found.ndim > expected.ndim else found
     error = float(jnp.max(jnp.abs(found - expected)) / jnp.max(jnp.abs(expected)))
@@ -68,6 +70,7 @@ def check(found: jax.Array, expected: jax.Array) -> None:
 
 
 def describe(tiles: Tiles) -> str:
+    """Tiles, for a line of output."""
     return f"  {tiles.columns}x{tiles.depth}, {tiles.splits} splits, {tiles.num_stages} stages"
 
 
@@ -97,7 +100,7 @@ def main() -> None:
         arguments.insert(1, weights)
         turns = [tuple(jnp.copy(a) for a in arguments) for _ in range(turns_of(shape, rows))]
         plain, kernels = programs[name, rows]
-        reference_us = bench.measure(plain.result(), turns)
+        reference_us = bench.loop_us(plain.result(), turns)
         if options.sweep:
             print(f"{name} x {rows}")
         for tiles, kernel in kernels.items():
@@ -108,7 +111,7 @@ def main() -> None:
                 continue
             check(run(turns)[-1], plain.result()(turns)[-1])
             label = describe(tiles) if options.sweep else f"{name} x {rows}"
-            bench.show(label, bench.measure(run, turns), weights.nbytes, bandwidth, reference_us)
+            bench.show(label, bench.loop_us(run, turns), weights.nbytes, bandwidth, reference_us)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Products of few rows in plain XLA: the definition, and what runs where the kernels do not."""
+"""Products of few rows in plain XLA: the definition of the operation, and its implementation without a kernel."""
 
 from __future__ import annotations
 

@@ -8,19 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-LAYERS = 35  # whose inputs lie beside each other
-ROWS = (1, 4, 5, 32, 40, 64)  # decode steps and verify blocks, one of them and eight
+LAYERS = 35  # whose inputs to "gated_by" lie in one array
+ROWS = (1, 4, 5, 32, 40, 64)  # a decode step or verify block of one sequence and of eight
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """kind: "linear", "partials" (a product that a norm reads), "gated" or "gated_by". columns: of the output; width: of the input."""
+    """One matrix."""
 
-    kind: str
-    columns: int
-    width: int
+    kind: str  # "linear", "partials" (a norm reads the product), "gated" or "gated_by"
+    columns: int  # of the output
+    width: int  # of the input
 
     def arguments(self, rows: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of the arguments of the function `kind`."""
         weights = (2,) * (self.kind == "gated") + (self.columns, self.width)
         shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, self.width), weights))
         if self.kind != "gated_by":

@@ -1,11 +1,12 @@
-"""Products of few rows in the Triton dialect: a program has all rows, some output columns and a part of the sums.
+"""Products of few rows in the Triton dialect. A program has all rows, some output columns and a part of the sums.
 
-So weights are read from memory once. What counts is that all multiprocessors read all the time: they get equally many programs, since the
-number of columns of a program is free (its tile, a power of two, loads nothing past them), and each has enough bytes under way.
+So weights are read from memory once. For speed, all multiprocessors must read all the time. Each gets the same number of programs: a
+program may have any number of columns (its tile is a power of two, but loads nothing past them). And each has enough bytes in flight.
 
-Tensor cores want 64 rows in the left operand. Where a program has fewer columns, the left operand holds each of them in several parts, one
-below the other, and the right operand holds the rows' same parts side by side: of all parts times all parts, those of the same number
-are added up at the end. So no memory is read for nothing, and sums are a fraction as long.
+Tensor cores want 64 rows in the left operand, which has a row for each output column. A program with fewer columns cuts the sums of each
+into parts, and stacks the parts as rows. The right operand holds the same parts of the rows of x side by side. The product has every
+part times every part; at the end we add up those where both parts have the same number. So nothing is read in vain, and the sums are
+shorter by the number of parts.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 64
 MOST_SPLITS = 8
 LEFT, RIGHT = 64, 16  # least rows of a tensor core's left operand, least columns of its right one
-SLICES = (128, 64)  # numbers of a row or column that a part has in a step: the first that divides, else the last
+SLICES = (128, 64)  # numbers of a part in a step: the first that divides the width, or else the last
 LEAST_STAGES = 3
-SHARED_MEMORY = 98_304  # bytes that a program may use: an L4 has 101,376 for one, an H200 room for two
-IN_FLIGHT = 65_536  # bytes of weights under way for each multiprocessor
+PROGRAM_BYTES = 98_304  # of shared memory: an L4 has 101,376 for a program, an H200 room for two such programs
+IN_FLIGHT = 65_536  # bytes of weights in flight for each multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a product is cut. columns: of the output, for a program. splits: of the sums, between programs. slice: numbers of each part
-    in a step."""
+    """How a product is cut."""
 
-    columns: int
-    splits: int
-    slice: int
+    columns: int  # output columns of a program
+    splits: int  # programs that share the sums
+    slice: int  # numbers of a part in a step
     num_warps: int
     num_stages: int
 
     @property
     def tile(self) -> int:
+        """The power of two that holds the columns."""
         return pl.next_power_of_2(self.columns)
 
     @property
     def parts(self) -> int:
-        """Of a column, inside a program."""
+        """Parts of a column in the left operand."""
         return max(1, LEFT // self.tile)
 
     @property
@@ -62,22 +63,22 @@ class Tiles:
         return max(pl.next_power_of_2(rows), RIGHT // self.parts)
 
     def step(self, rows: int, matrices: int, itemsize: int) -> int:
-        """Bytes of shared memory that a step in flight takes."""
+        """Bytes of shared memory of a step in flight."""
         return (matrices * self.tile + self.height(rows)) * self.depth * itemsize
 
 
 def multiprocessors() -> int:
-    """Of the device that is there."""
+    """Multiprocessors of this machine's device, or an H200's if it has none."""
     return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
 
 
-def choose(rows: int, columns: int, width: int, itemsize: int, *, matrices: int = 1, splits: int | None = 1, tile: int = 0) -> Tiles:
-    """The cut of a product [rows, width] x [matrices, columns, width].
+def choose_tiles(rows: int, columns: int, width: int, itemsize: int, *, matrices: int = 1, splits: int | None = 1, tile: int = 0) -> Tiles:
+    """The tiles for a product [rows, width] x [matrices, columns, width].
 
-    splits: None for as many as fill the GPU. tile: at most so many columns a program, instead of what seems best.
+    splits: None for as many as fill the GPU. tile: most columns of a program; 0 for what seems best.
     """
     cores = multiprocessors()
-    # Rows are read again for each block of columns, so many rows want wide ones.
+    # Each block of columns reads all rows again, so with many rows the blocks are wide.
     if splits is None:
         tile, splits = tile or (LEFT if rows > 16 else 16), 1
         while splits < min(MOST_SPLITS, width // 512) and columns * splits <= tile * cores:
@@ -88,14 +89,14 @@ def choose(rows: int, columns: int, width: int, itemsize: int, *, matrices: int 
         while tile > least and columns * splits <= tile * cores:
             tile //= 2
     waves = pl.cdiv(columns * splits, tile * cores)
-    # As many columns as give each multiprocessor this many programs.
+    # So many columns that each multiprocessor gets this many programs.
     block = min(tile, max(pl.next_power_of_2(rows) // 4 + 1, pl.cdiv(columns, max(1, waves * cores // splits))))
     if itemsize > 2:  # no tensor cores: parts would cost as much as they save
         return Tiles(LEFT, splits, 32, 4, LEAST_STAGES)
     cuts = [Tiles(block, splits, numbers, 4, LEAST_STAGES) for numbers in SLICES]
-    cut = next((c for c in cuts if width % c.depth == 0 and 4 * c.step(rows, matrices, itemsize) <= SHARED_MEMORY), cuts[-1])
+    cut = next((c for c in cuts if width % c.depth == 0 and 4 * c.step(rows, matrices, itemsize) <= PROGRAM_BYTES), cuts[-1])
     stages = max(LEAST_STAGES, 1 + pl.cdiv(IN_FLIGHT, min(waves, 3) * matrices * block * cut.depth * itemsize))
-    return dataclasses.replace(cut, num_stages=min(stages, SHARED_MEMORY // cut.step(rows, matrices, itemsize)))
+    return dataclasses.replace(cut, num_stages=min(stages, PROGRAM_BYTES // cut.step(rows, matrices, itemsize)))
 
 
 def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
@@ -111,8 +112,7 @@ def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
 
 
 def pays(x: jax.Array, w: jax.Array, splits: int | None = 1) -> bool:
-    """Whether the kernel is the faster choice: not where each program reads much more of x than of w, as with many rows and so few
-    columns that a program gets a handful."""
+    """Whether the kernel is faster than XLA. It is not if a program reads much more of x than of w: with many rows and few columns."""
     tiles, rows, matrices = _tiles(x, w, splits), x.shape[0], math.prod(w.shape[:-2])
     return rows <= RIGHT or 5 * matrices * tiles.columns >= 3 * tiles.height(rows)
 
@@ -143,11 +143,11 @@ def gated_by(x, w, u, index, *, interpret=False, tiles=None):
 
 def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
     *matrices, columns, width = w.shape
-    return choose(x.shape[0], columns, width, x.dtype.itemsize, matrices=math.prod(matrices), splits=splits)
+    return choose_tiles(x.shape[0], columns, width, x.dtype.itemsize, matrices=math.prod(matrices), splits=splits)
 
 
 def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *others: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
-    """[splits, N, O], of so many splits that none of them is empty."""
+    """The product's parts, [splits, N, O]. It has fewer splits than the tiles if some would be empty."""
     (rows, width), columns = x.shape, w.shape[-2]
     steps = pl.cdiv(width, tiles.depth)
     share = pl.cdiv(steps, tiles.splits)
@@ -166,13 +166,15 @@ def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *oth
 
 
 def _split(lane, size):
-    """Quotient and remainder of numbers that are not negative."""
+    """Quotients and remainders of numbers, which must not be negative."""
     return jax.lax.div(lane, jnp.full_like(lane, size)), jax.lax.rem(lane, jnp.full_like(lane, size))
 
 
 def _load(ref, index, row, at, mask, ends):
-    """The matrix ref[*index] at row [R, 1] and at [R, S]; zeros where `mask` [R, 1] does not hold, if there is one, and past its width
-    if that `ends` within a step."""
+    """The numbers of the matrix ref[*index] in rows `row` [R, 1] and columns `at` [R, S]: [R, S].
+
+    Zeros where `mask` [R, 1] is False, if there is one. ends: whether the width may end within a step; zeros past it too.
+    """
     if mask is not None:
         mask = jnp.broadcast_to(mask, at.shape)
     if ends:
@@ -182,7 +184,8 @@ def _load(ref, index, row, at, mask, ends):
 
 
 def _products(x_ref, w_ref, indices, tiles, share):
-    """A program's columns [C, 1], rows [1, R], which of their pairs to store, and its part [C, R] of the product with each w[*index]."""
+    """A program's columns [C, 1], its rows [1, R], which pairs of them to store [C, R], and its part of the product with each w[*index],
+    [C, R] float32."""
     (rows, width), columns = x_ref.shape, w_ref.shape[-2]
     tile, parts, depth, height = tiles.tile, tiles.parts, tiles.depth, tiles.height(rows)
     lane, left_part = _split(jnp.arange(tile * parts, dtype=jnp.int32), parts)

@@ -1,4 +1,4 @@
-"""The output head and the choice of a token in one pass over the table, without a row of logits in memory."""
+"""The output head and the choice of a token in one pass over the table, without logits in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax
 from pallas_kernels import dialect
 from pallas_kernels.lm_head import reference, triton
 
-MOST_ROWS = 64  # above it, on an H200, the product itself is what takes the time, and XLA's is quicker
+MOST_ROWS = 64  # with more, an H200 spends its time on the product itself, and XLA's is faster
 
 
 def lm_head(
@@ -21,14 +21,14 @@ def lm_head(
     first_id: jax.Array | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """The token ids that rows choose: argmax(logits / T + noise), or argmax(logits) where the temperature T is 0.
+    """The token that each row chooses: argmax(logits / T + noise), or argmax(logits) where the temperature T is 0.
 
-    hidden: [N, H]. table: [V, H], of the same dtype; logits are its rows' products with hidden, summed in float32, then
+    hidden: [N, H]. table: [V, H], of the same dtype. Logits are products of table rows with hidden, summed in float32; with a softcap,
     softcap * tanh(logits / softcap). keys: [N, 2] uint32 from `noise.row_keys`; temperature: [N] float32. suppressed: token ids that
     are never chosen. first_id: [] int32, the token id of the table's first row, for a shard of a vocabulary (by default 0).
 
-    Returns ids [N] int32 and the maxima that they reached [N] float32; of equal values the lower id is chosen. Raises ValueError for
-    arrays that do not fit each other, and for an `implementation` that is unknown or cannot serve them.
+    Returns ids [N] int32 and their values [N] float32, noise included. Of equal values the lower id wins. Raises ValueError for arrays
+    that do not fit each other, and for an `implementation` that is unknown or cannot serve them.
     """
     if hidden.shape[1:] != table.shape[1:] or hidden.dtype != table.dtype:
         raise ValueError(

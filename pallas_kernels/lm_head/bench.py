@@ -48,7 +48,7 @@ def inputs(shape: Shape, temperature: float) -> tuple[Any, ...]:
 
 
 def check(found: Any, expected: Any) -> int:
-    """How many rows chose another token, all of them ties up to rounding. Raises AssertionError if one is none."""
+    """How many rows chose another token. Raises AssertionError if one of these is not a tie up to rounding."""
     (ids, values), (wanted, maxima) = jax.device_get((found, expected))
     np.testing.assert_allclose(values, maxima, rtol=0, atol=1e-3)
     return int(np.sum(ids != wanted))

@@ -1,4 +1,4 @@
-"""The fused head in plain XLA: the definition of the operation, and its implementation where no kernel runs."""
+"""The fused head in plain XLA: the definition of the operation, and its implementation without a kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lm_head(
 
 
 def capped(logits: jax.Array, ids: jax.Array, softcap: float | None, suppressed: tuple[int, ...]) -> jax.Array:
-    """Logits from products with the table: capped, and -inf for suppressed ids. ids broadcast against the products."""
+    """Capped logits, -inf for suppressed ids. logits: float32, the products with the table; ids: int32, which broadcasts against them."""
     if softcap is not None:
         logits = np.float32(softcap) * jnp.tanh(logits / np.float32(softcap))
     for token in suppressed:
@@ -36,11 +36,11 @@ def capped(logits: jax.Array, ids: jax.Array, softcap: float | None, suppressed:
 
 
 def best(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The id of each row's largest value, the lowest of equals, and that value. [N, C] each -> [N] int32, [N] float32."""
+    """The id of each row's largest value, and that value. Of equal values the lowest id wins. [N, C] each -> [N] int32, [N] float32."""
 
     def larger(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         (value, at), (other, other_at) = left, right
-        # A NaN counts as largest, as in argmax, so that the id is always one of those given.
+        # NaN is the largest, as in argmax, so that the result is always one of the ids.
         keep = (value > other) | (value != value) | ((value == other) & (at < other_at))
         return jnp.where(keep, value, other), jnp.where(keep, at, other_at)
 

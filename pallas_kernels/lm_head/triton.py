@@ -1,7 +1,7 @@
-"""The fused head as a kernel: each program multiplies a tile of the table with all rows and keeps only each row's best token.
+"""The fused head as a kernel. Each program multiplies a tile of the table with all rows and keeps only each row's best token.
 
-The table is read from memory once. Its tile is the left operand, which tensor cores want in 64 rows or more, so that few rows of
-hidden states waste nothing; these are divided into powers of two, as arrays in a kernel are.
+The table is read from memory once. Tensor cores want 64 rows or more in the left operand. That is the table's tile, so that few rows of
+hidden states waste nothing. These rows are cut into powers of two, since a kernel's arrays have such sizes.
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ from pallas_kernels.dialect import call, pl, plgpu, shared_memory
 from pallas_kernels.lm_head.reference import best, capped
 from pallas_kernels.noise import perturbed
 
-LEAST_ROWS = 16  # of a tensor core's product
-MOST_ROWS = 256  # sums of one program; more rows are served by several passes over the table
-MOST_SUPPRESSED = 32  # each is a comparison per logit
-DTYPES = ("bfloat16", "float16", "float32")
+LEAST_ROWS = 16  # of hidden states in a tensor core's product
+ROWS_OF_A_PASS = 256  # most rows of hidden states that a program can sum for; more take several passes over the table
+MOST_SUPPRESSED = 32  # each takes a comparison for every logit
+TABLE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the work is cut: rows of the table in a program, columns in a step, warps, steps whose loads are in flight, and the most
-    rows of hidden states in one product."""
+    """How the work is cut."""
 
-    vocab: int
-    depth: int
+    vocab: int  # rows of the table in a program
+    depth: int  # columns in a step
     warps: int
-    stages: int
-    rows: int = 128
+    stages: int  # steps whose loads are in flight
+    rows: int = 128  # most rows of hidden states in one product
 
 
 def unsupported(dtype: Any, suppressed: tuple[int, ...]) -> str | None:
     """Why the kernel cannot serve this, or None."""
-    if dtype.name not in DTYPES:
-        return f"the table is {dtype.name}; the kernel takes {', '.join(DTYPES)}"
+    if dtype.name not in TABLE_DTYPES:
+        return f"the table is {dtype.name}; the kernel takes {', '.join(TABLE_DTYPES)}"
     if len(suppressed) > MOST_SUPPRESSED:
         return f"{len(suppressed)} ids are suppressed; the kernel takes at most {MOST_SUPPRESSED}"
     return None
 
 
 def tiles(rows: int, dtype: Any, shared: int | None = None) -> Tiles:
-    """The cut for this many rows. shared: bytes of shared memory, by default the device's."""
+    """The tiles for this many rows of hidden states. dtype: the table's. shared: bytes of shared memory, by default the device's."""
     if dtype.itemsize == 4:
         return Tiles(vocab=64, depth=32, warps=4 if rows <= 64 else 8, stages=2)
-    # Two programs or more fit on a multiprocessor, in registers and in shared memory: one's choice hides behind another's loads.
+    # At least two programs fit on a multiprocessor, so that one chooses while another loads.
     cut = Tiles(vocab=128, depth=64, warps=4, stages=4)
     if rows > 48:
         cut = Tiles(vocab=128, depth=64, warps=8, stages=4)
@@ -61,7 +60,8 @@ def tiles(rows: int, dtype: Any, shared: int | None = None) -> Tiles:
 
 
 def chunks(rows: int, most: int) -> list[tuple[int, int]]:
-    """Rows as (start, size) of powers of two up to `most`, the largest first; the last may reach past the end by less than LEAST_ROWS."""
+    """Cuts rows into (start, size), the largest first, in powers of two up to `most`. The last may reach past the end: sizes are multiples
+    of LEAST_ROWS."""
     left, start, out = -(-rows // LEAST_ROWS) * LEAST_ROWS, 0, []
     while left:
         size = min(most, 1 << (left.bit_length() - 1))
@@ -91,7 +91,8 @@ def kernel(
     parts = chunks(rows, cut.rows)
 
     def load(ref: Any, first: Any, count: int, end: int, column: Any) -> jax.Array:
-        """A block of `count` rows; past the array's end it repeats the last row, whose results are dropped, and in width it has zeros."""
+        """A block of `count` rows from `first` on. Past the array's end it repeats the last row, and its results are dropped; past the
+        width it has zeros."""
         row, columns = first + jnp.arange(count, dtype=jnp.int32), column + jnp.arange(cut.depth, dtype=jnp.int32)
         if end % count:
             row = jnp.minimum(row, np.int32(end - 1))
@@ -118,7 +119,7 @@ def kernel(
         words = (plgpu.load(keys_ref.at[row, jnp.full_like(row, word)], mask=real, other=0)[None, :] for word in (0, 1))
         logits = capped(logits, token[:, None], softcap, suppressed)
         noisy = functools.partial(perturbed, logits, temperature[None, :], *words, token[:, None])
-        # The noise of a tile costs as much as a good part of its products: greedy rows among themselves go without.
+        # A tile's noise costs a good part of what its products cost, so we skip it if all rows are greedy.
         values = jax.lax.cond(jnp.max(temperature) > 0, noisy, lambda logits=logits: logits)
         if size % cut.vocab:
             values = jnp.where((at < size)[:, None], values, -jnp.inf)
@@ -139,24 +140,24 @@ def lm_head(
     interpret: bool = False,
     cut: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.lm_head.lm_head`. cut: tiles other than the ones chosen by `tiles`."""
+    """See `pallas_kernels.lm_head.lm_head`. cut: tiles other than those of `tiles`."""
     rows = hidden.shape[0]
-    if rows > MOST_ROWS:
-        passes = [slice(i, i + MOST_ROWS) for i in range(0, rows, MOST_ROWS)]
+    if rows > ROWS_OF_A_PASS:
+        passes = [slice(i, i + ROWS_OF_A_PASS) for i in range(0, rows, ROWS_OF_A_PASS)]
         outs = [
             lm_head(hidden[p], table, keys[p], temperature[p], softcap, suppressed, first_id, interpret=interpret, cut=cut) for p in passes
         ]
         return jnp.concatenate([ids for ids, _ in outs]), jnp.concatenate([values for _, values in outs])
     cut = cut or tiles(rows, table.dtype)
     programs = pl.cdiv(table.shape[0], cut.vocab)
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     first = jnp.int32(0) if first_id is None else first_id
     values, ids = call(
         functools.partial(kernel, cut=cut, softcap=softcap, suppressed=suppressed),
         name="lm_head",
         grid=(programs,),
-        in_specs=[whole] * 5,
-        out_specs=(whole, whole),
+        in_specs=[anywhere] * 5,
+        out_specs=(anywhere, anywhere),
         out_shape=(jax.ShapeDtypeStruct((rows, programs), jnp.float32), jax.ShapeDtypeStruct((rows, programs), jnp.int32)),
         num_warps=cut.warps,
         num_stages=cut.stages,

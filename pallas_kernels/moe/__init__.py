@@ -1,7 +1,7 @@
-"""A mixture of experts at few rows: the choice of experts from scores, and the chosen experts' weighted sum.
+"""A mixture of experts for few rows: the choice of experts by their scores, and the weighted sum of the chosen experts' outputs.
 
-Only the weights of experts that some row chose are read, each once (see `triton.py`), where `jax.lax.ragged_dot` on a GPU multiplies with
-all of them.
+The kernel reads only the weights of experts that some row chose, each once (see `triton.py`). On a GPU `jax.lax.ragged_dot` multiplies
+with all experts.
 """
 
 from __future__ import annotations
@@ -15,26 +15,22 @@ from pallas_kernels.moe import reference, triton
 
 
 class Groups(NamedTuple):
-    """Who chose each expert. A pair is a row and one of its choices, numbered row * top_k + choice.
+    """Who chose each expert. A pair is a row and one of its choices; its number is row * top_k + choice."""
 
-    counts: [E] int32, how many pairs chose an expert. pairs: [E, at least the largest count] int32, their numbers in rising order;
-    what lies past an expert's count is undefined.
-    """
-
-    counts: jax.Array
-    pairs: jax.Array
+    counts: jax.Array  # [E] int32: how many pairs chose each expert
+    pairs: jax.Array  # [E, at least the largest count] int32: their numbers, ascending; undefined past an expert's count
 
 
 def route(
     scores: jax.Array, per_expert_scale: jax.Array, top_k: int, *, implementation: str = "auto"
 ) -> tuple[jax.Array, jax.Array, Groups | None]:
-    """The top_k experts of each row and their weights: a softmax over the chosen scores, times per_expert_scale of the expert.
+    """The top_k experts of each row and their weights: a softmax over the chosen scores, times the experts' per_expert_scale.
 
-    That softmax is the softmax over all experts, renormalised over the chosen (transformers `Gemma4TextRouter`). Among equal scores
-    the expert of lower index comes first, as with `jax.lax.top_k`. Computed in float32.
+    That equals a softmax over all experts, renormalised over the chosen (transformers `Gemma4TextRouter`). Of equal scores the lower
+    expert comes first, as with `jax.lax.top_k`. Computed in float32.
 
-    scores: [N, E]; per_expert_scale: [E]. Returns weights [N, top_k] float32, ids [N, top_k] int32, and the groups of these ids
-    where the kernel has them at hand, else None. A row whose scores hold NaN gets NaN weights, and ids that may be E.
+    scores: [N, E]; per_expert_scale: [E]. Returns weights [N, top_k] float32, ids [N, top_k] int32, and the groups of these ids, or None
+    if the kernel does not make them. A row with NaN among its scores gets NaN weights, and ids that may be E.
 
     implementation: see `dialect.select`. Raises ValueError for an unknown one, or if top_k is not within 1 .. E.
     """
@@ -59,13 +55,13 @@ def experts(
 ) -> jax.Array:
     """The weighted sum of the chosen experts' outputs, down(gelu_tanh(gate x) * up x), for each row.
 
-    x: [N, H]; gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]; weights: [N, top_k], in any float dtype; ids: [N, top_k] int32, not
-    negative. An id >= E stands for no expert and adds nothing, so a part of the experts can be computed with ids counted from the
-    part's first and E for the others. groups: those of `ids`, as `route` gives them. Returns [N, H] in x's dtype.
+    x: [N, H]; gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]; weights: [N, top_k], of any float dtype; ids: [N, top_k] int32, not
+    negative. An id >= E stands for no expert and adds nothing. So a device can compute its share of the experts: it counts ids from its
+    first expert, and takes E for the others. groups: of `ids`, as `route` returns them. Returns [N, H] in x's dtype.
 
-    Products are summed in float32. The kernel rounds to x's dtype after the activation, after down_proj and after the sum; the
-    reference also rounds the two halves of the activation, so in bfloat16 the two differ by a few units in the last place of the
-    largest term (1e-2 of the largest output), in float32 by 1e-5. The result does not depend on the order in which programs run.
+    Products are summed in float32. The kernel rounds to x's dtype after the activation, after down_proj and after the sum. The reference
+    also rounds the two halves of the activation. So in bfloat16 the two differ by a few units in the last place of the largest term (1e-2
+    of the largest output), in float32 by 1e-5. The result does not depend on the order in which programs run.
 
     implementation: see `dialect.select`. Raises ValueError for an unknown or unsupported one.
     """

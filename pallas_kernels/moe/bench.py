@@ -1,6 +1,6 @@
-"""Times the mixture of experts on the GPU that is there: `python -m pallas_kernels.moe.bench [--sweep] [--shapes NAME]`.
+"""Times the mixture of experts on this machine's GPU: `python -m pallas_kernels.moe.bench [--sweep] [--shapes NAME]`.
 
-Rows choose their experts evenly, as random scores do. A line's bytes are the chosen experts' weights, each read once.
+Scores are random, so rows choose their experts evenly. The bytes of a line are the chosen experts' weights, each read once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pallas_kernels.moe.triton import TILES, Blocks, Tiles, choose_tiles
 
 DTYPE = jnp.bfloat16
 REFERENCE_ROWS = 160  # XLA multiplies every row with every expert
-# What --sweep tries in turn, by rows of a tile, each with what `choose_tiles` has for the other kernel.
+# The blocks that --sweep tries for each kernel, by rows of a tile. The other kernel then has the blocks of `choose_tiles`.
 GATE_UP = {
     16: [
         (16, 256, 4, 4),
@@ -53,7 +53,7 @@ DOWN = {
 
 
 def candidates(shape: Shape) -> list[Tiles]:
-    """The tiles that serve this shape, then others: first other rows, then other blocks for one kernel and for the other."""
+    """The tiles that serve this shape, then others: tiles of other rows, then other blocks for one kernel or the other."""
     chosen = choose_tiles(shape.rows * shape.top_k, shape.experts, DTYPE.dtype.itemsize)
     share = shape.rows * shape.top_k / shape.experts
     tried = [chosen, *(tiles for rows, tiles in TILES.items() if share / 4 <= rows <= max(32, 8 * share))]
@@ -63,6 +63,7 @@ def candidates(shape: Shape) -> list[Tiles]:
 
 
 def describe(tiles: Tiles) -> str:
+    """Tiles, for a line of output."""
     def blocks(b: Blocks) -> str:
         return f"{b.columns}x{b.depth} w{b.num_warps} s{b.num_stages}"
 

@@ -1,4 +1,4 @@
-"""The mixture of experts in plain XLA: the definition, and what runs where the kernels do not."""
+"""The mixture of experts in plain XLA: the definition of the operation, and its implementation without a kernel."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int) -> tuple[j
 
 
 def experts(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
-    """See `pallas_kernels.moe.experts`. Rows are sorted by expert; each group is multiplied with its expert's matrix."""
+    """See `pallas_kernels.moe.experts`. It sorts rows by expert and multiplies each group with its expert's matrices."""
     count, _, inner, hidden = gate_up_proj.shape
     order = jnp.argsort(ids.reshape(-1))
     row = order // ids.shape[1]
-    # Pairs without an expert come last and belong to no group.
+    # Pairs without an expert are sorted last and are in no group.
     sizes = jnp.bincount(ids.reshape(-1), length=count + 1)[:count].astype(jnp.int32)
     gate_up = _grouped(jnp.take(x, row, axis=0), gate_up_proj.reshape(count, 2 * inner, hidden), sizes)
     out = _grouped(activation(gate_up[:, :inner], gate_up[:, inner:]), down_proj, sizes)
@@ -27,10 +27,13 @@ def experts(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array, weights
 
 
 def combine(out: jax.Array, weights: jax.Array, ids: jax.Array, count: int) -> jax.Array:
-    """Each row's weighted sum over its choices, added in float32 in their order. out: [N * top_k, H], undefined for an id >= count."""
+    """Each row's weighted sum over its choices, added in float32 in their order: [N, H] in out's dtype.
+
+    out: [N * top_k, H], undefined where an id >= count. weights, ids: [N, top_k].
+    """
     rows, top_k = ids.shape
     out = jnp.where((ids < count)[..., None], out.reshape(rows, top_k, -1), jnp.zeros((), out.dtype))
-    # Multiplied after the choice, so that a NaN among the weights shows.
+    # We multiply after the `where`, so that a NaN weight shows in the result.
     terms = out.astype(jnp.float32) * weights.astype(jnp.float32)[..., None]
     total = terms[:, 0]
     for choice in range(1, top_k):
@@ -39,7 +42,7 @@ def combine(out: jax.Array, weights: jax.Array, ids: jax.Array, count: int) -> j
 
 
 def _grouped(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Consecutive groups of rows, each times its own matrix. x: [M, in], w: [E, out, in], sizes: [E] -> [M, out]."""
+    """Multiplies consecutive groups of rows, each with its own matrix. x: [M, in], w: [E, out, in], sizes: [E] int32 -> [M, out]."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )

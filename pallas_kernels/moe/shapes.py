@@ -1,4 +1,4 @@
-"""Real shapes, for tests, the benchmark and tuning."""
+"""The shapes that Gemma 4 26B-A4B gives to the mixture of experts, for tests, the benchmark and tuning."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Shape:
     top_k: int = 8
 
     def layer(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """x, gate_up_proj, down_proj, scores and per_expert_scale."""
+        """The shapes of x, gate_up_proj, down_proj, scores and per_expert_scale."""
         count, inner, hidden = self.experts, self.inner, self.hidden
         shapes = ((self.rows, hidden), (count, 2, inner, hidden), (count, hidden, inner), (self.rows, count), (count,))
         return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
     def read(self, active: int, itemsize: int) -> int:
-        """Bytes of the weights of that many experts."""
+        """Bytes of the weights of `active` experts."""
         return active * 3 * self.inner * self.hidden * itemsize
 
 
-# Gemma 4 26B-A4B: a step without drafts; verify blocks of K = 4 for 1, 8 and 32 sequences; a prefill chunk.
+# A step without drafts; verify blocks of K = 4 for 1, 8 and 32 sequences; a prefill chunk.
 SHAPES = {
     "26B decode 1": Shape(1),
     "26B verify 1x5": Shape(5),

@@ -1,10 +1,12 @@
-"""The mixture of experts in the Triton dialect: route, group, gate_up and down.
+"""The mixture of experts in the Triton dialect: the kernels route, group, gate_up and down.
 
 `route` picks the experts of each row. `group` lists the pairs (row, choice) of each expert; with few rows `route` does that itself. A
-tile is a few pairs of one expert. `gate_up` and `down` run over (tiles, blocks of output columns): there are as many tiles as the
-worst spread of pairs needs, a program finds its tile's expert from the counts, and one past the last tile ends at once. Tiles come
-first in the grid, so those of one expert run side by side, and what one of them reads from memory the others find in the L2 cache.
-Each pair's output has its own place, and `reference.combine` adds them up, so no two programs write to the same one.
+tile is a few pairs of one expert.
+
+`gate_up` and `down` run over (tiles, blocks of output columns). The grid has as many tiles as the worst spread of pairs needs. A program
+finds its tile's expert from the counts, and ends at once if it is past the last tile. Tiles are the grid's first axis, so those of one
+expert run side by side, and what one reads from memory the others find in the L2 cache. Each pair's output has its own place, so no two
+programs write to the same one; `reference.combine` adds them up.
 """
 
 from __future__ import annotations
@@ -21,31 +23,31 @@ from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.moe.reference import combine
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
-SCORES = 8192  # that a program of `route` holds
-ALONE = 16  # rows that one program of `route` serves, groups included
-PAIRS = 2048  # that a program of `group` looks at in a step
+SCORES = 8192  # most scores that a program of `route` holds
+ALONE = 16  # up to so many rows, one program of `route` serves all of them and makes the groups
+PAIRS = 2048  # pairs that a program of `group` looks at in a step
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """columns: output columns of a program; depth: columns of its input in a step."""
+    """How the programs of one kernel are cut."""
 
-    columns: int
-    depth: int
+    columns: int  # output columns of a program
+    depth: int  # columns of its input in a step
     num_warps: int
     num_stages: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """rows: pairs of a tile."""
+    """How the work is cut."""
 
-    rows: int
+    rows: int  # pairs of a tile
     gate_up: Blocks
     down: Blocks
 
 
-# By rows of a tile. With few of them it is the bytes in flight that count, with many the products.
+# By rows of a tile. Tiles of few rows are for many bytes in flight, tiles of many rows for fast products.
 TILES = {
     16: Tiles(16, Blocks(32, 128, 4, 4), Blocks(64, 128, 4, 4)),
     32: Tiles(32, Blocks(64, 128, 4, 3), Blocks(64, 128, 4, 4)),
@@ -56,7 +58,7 @@ FLOAT32 = Tiles(16, Blocks(32, 64, 4, 3), Blocks(64, 64, 4, 3))
 
 
 def choose_tiles(pairs: int, experts: int, itemsize: int) -> Tiles:
-    """Tiles for this many pairs: an expert's pairs should fit in few tiles, and fill them."""
+    """The tiles for this many pairs. An expert's pairs should fit in few tiles and fill them. itemsize: bytes of a weight."""
     if itemsize > 2:
         return FLOAT32
     share = pairs / experts
@@ -104,7 +106,7 @@ def _route(scores_ref, scale_ref, weights_ref, ids_ref, *group_refs, top_k, bloc
     inside = real[:, None] & (column < experts)[None, :]
     where = scores_ref.at[row[:, None], column[None, :]]
     left = plgpu.load(where, mask=inside, other=jnp.array(-jnp.inf, scores_ref.dtype)).astype(jnp.float32)
-    # At which choice a column was taken; top_k where it was not.
+    # The choice that took a column; top_k if none did.
     choice = jnp.full(left.shape, top_k, jnp.int32)
     tops, ids = [], []
     for k in range(top_k):
@@ -126,14 +128,14 @@ def _route(scores_ref, scale_ref, weights_ref, ids_ref, *group_refs, top_k, bloc
         counts_ref, pairs_ref = group_refs
         member = (choice < top_k) & inside
         ones = member.astype(jnp.int32)
-        # Outside of the array where there is nothing to store: the interpreter ignores such an index, but not a mask.
+        # Where there is nothing to store, the index is outside the array: the interpreter drops such an index but ignores the mask.
         rank = jnp.where(member, jnp.cumsum(ones, axis=0) - ones, rows)
         plgpu.store(pairs_ref.at[column[None, :], rank], row[:, None] * top_k + choice, mask=member)
         plgpu.store(counts_ref.at[column], jnp.sum(ones, axis=0), mask=column < experts)
 
 
 def group(ids: jax.Array, experts: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The counts and pairs of `pallas_kernels.moe.Groups` for any ids. One program an expert."""
+    """The counts and pairs of `pallas_kernels.moe.Groups`, with pairs [E, N * top_k]. ids: [N, top_k] int32. An expert has one program."""
     pairs = ids.size
     return dialect.call(
         functools.partial(_group, block=min(PAIRS, pl.next_power_of_2(pairs))),
@@ -168,7 +170,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, interpret=
     pairs, top_k = ids.size, ids.shape[1]
     counts, members = groups or group(ids, count, interpret=interpret)
     tiles = tiles or choose_tiles(pairs, count, x.dtype.itemsize)
-    # Every expert that anyone chose has at most one tile that is not full.
+    # At worst, every chosen expert has one tile that is not full.
     most = (pairs + min(pairs, count) * (tiles.rows - 1)) // tiles.rows
 
     def call(kernel, name, blocks, columns, rows, *arguments):
@@ -190,12 +192,12 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, interpret=
 
 
 def _numbers(axis, block):
-    """The numbers of a program's block along an axis of the grid."""
+    """The indices of a program's block along an axis of the grid: [block] int32."""
     return pl.program_id(axis) * block + jnp.arange(block, dtype=jnp.int32)
 
 
 def _members(counts_ref, pairs_ref, rows):
-    """A program's expert (the number of experts or more if it has none) and its tile's pairs [rows]; a number past all pairs if none."""
+    """A program's expert, [], and the pairs of its tile, [rows]. Without an expert it is E or more; without a pair, a number past all."""
     tile, (experts,) = pl.program_id(0), counts_ref.shape
     lane = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
     counts = plgpu.load(counts_ref.at[lane], mask=lane < experts, other=jnp.int32(0))
@@ -209,7 +211,7 @@ def _members(counts_ref, pairs_ref, rows):
 
 
 def _load(ref, index, row, column, kept):
-    """[rows, columns] of the matrix ref[*index]; zeros where a row is not kept (None: all are) or a column is outside."""
+    """Rows `row` and columns `column` of the matrix ref[*index]. Zeros where a row is not kept (None keeps all) or a column is outside."""
     mask = None if kept is None else kept[:, None]
     columns = ref.shape[-1]
     if columns % column.shape[0]:
@@ -221,7 +223,7 @@ def _load(ref, index, row, column, kept):
 
 
 def _products(x_ref, row, kept, w_ref, indices, column, depth):
-    """The products, in float32, of rows of x with columns of each w[*index]. -> [rows, columns] each."""
+    """The products of rows of x with columns of each w[*index]: [rows, columns] float32 each."""
     width = x_ref.shape[1]
     inside = None if w_ref.shape[-2] % column.shape[0] == 0 else column < w_ref.shape[-2]
     precision = "highest" if x_ref.dtype == jnp.float32 else None

@@ -1,4 +1,4 @@
-"""Attention over a paged cache and fresh rows: one operation for verify blocks, prefill chunks and drafters."""
+"""Attention over a paged cache and fresh rows, for verify blocks, prefill chunks and drafters."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def paged_attention(
 ) -> jax.Array:
     """Softmax attention of query rows over a sequence's pages and over fresh rows that are not in the pages yet.
 
-    q: [B, T, KV, G, D], G query heads for each KV head. positions: [B, T] int32, the position of each query row.
-    cached: K and V pools [pages, page, KV, D], or None. table: [B, W] int32; logical page i of row b is table[b, i % W], so a
-    narrow table is a ring that keeps the newest W * page positions. lengths: [B] int32, positions 0 .. lengths - 1 are cached.
+    q: [B, T, KV, G, D], G query heads for each KV head. positions: [B, T] int32, of the query rows.
+    cached: K and V pools [pages, page, KV, D], or None. table: [B, W] int32; logical page i of sequence b is table[b, i % W], so a
+    narrow table is a ring that keeps the newest W * page positions. lengths: [B] int32; positions 0 .. lengths - 1 are cached.
     fresh: K and V [B, F, KV, D] at positions lengths .. lengths + fresh_count - 1; fresh_count: [B] int32.
-    key_weight: [D], or None. With it, the K given, cached and fresh, are only the R rotary dims of each key ([..., R], dims
-    0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1), and the others are V's times the weight.
-    scales: [2] float32, what the K and V given are to be multiplied by, or None: for K and V in float8_e4m3fn.
-    causal: a query sees fresh keys at its own position and before (False: all of them). window: a query at p sees keys with
-    p - key < window. Returns [B, T, KV, G, D] in q's dtype; a query that sees no key gives zeros. What lies
-    outside a sequence's positions 0 .. lengths + fresh_count - 1, at or before min(positions) - window, or (if causal) after
-    max(positions), may be anything, NaN included.
+    key_weight: [D], or None. With it, cached and fresh K hold only the R rotary dims of each key ([..., R]: dims 0 .. R/2 - 1 and
+    D/2 .. D/2 + R/2 - 1); the other dims of a key are V's times the weight.
+    scales: [2] float32, factors for all K and all V, or None; for K and V in float8_e4m3fn. causal: whether a query sees fresh keys only
+    up to its own position. window: a query at p sees keys with p - key < window; None sees all. scale: of the scores.
 
-    implementation: see `dialect.select`; also "mosaic", a kernel for Hopper and for keys of which only the rotary dims are stored,
-    which "auto" takes where it is faster. Raises ValueError for an unknown or unsupported one.
+    Returns [B, T, KV, G, D] in q's dtype; zeros for a query that sees no key. K and V may be anything, even NaN, at positions outside
+    0 .. lengths + fresh_count - 1, at or before min(positions) - window, and (if causal) after max(positions).
+
+    implementation: see `dialect.select`; or "mosaic", a kernel for Hopper and for keys of which only the rotary dims are stored, which
+    "auto" takes where it is faster. Raises ValueError for an unknown or unsupported one.
     """
     arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales)
     if implementation in ("auto", "mosaic"):

@@ -1,8 +1,7 @@
 """Times paged attention on a GPU: `python -m pallas_kernels.paged_attention.bench [--shapes NAME,...] [--batch 1,32] [--context 4096]`.
 
-Prints microseconds a call, the bytes of visible K and V over that time, their share of the bandwidth that a copy reaches in the same
-run, and the largest difference from the XLA reference. --sweep tries many tile sizes. Where the kernel for Hopper serves, it is
-timed too.
+Prints microseconds a call, the bytes of visible K and V over that time, their share of the copy bandwidth measured in the same run, and
+the largest difference from the XLA reference. --sweep tries many tile sizes. Where the kernel for Hopper serves, it is timed too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pallas_kernels.paged_attention.shapes import PAGE, SHAPES, Shape
 
 
 def arguments(shape: Shape, batch: int, context: int, dtype=jnp.bfloat16, seed: int = 0) -> tuple:
-    """Random arguments of `triton.paged_attention`, with the pages of a sequence in no order."""
+    """Random arguments of `triton.paged_attention`. A sequence's pages are in random order."""
     width = pl.cdiv(context if shape.window is None else min(context, shape.window + shape.queries), PAGE)
     pages, stored = batch * width, shape.rotary or shape.head_dim
     keys = iter(jax.random.split(jax.random.key(seed), 8))
@@ -57,7 +56,7 @@ def visible_bytes(shape: Shape, batch: int, context: int, itemsize: int = 2) -> 
 
 
 def candidates(shape: Shape, args: tuple) -> list[triton.Tiles]:
-    """Tile sizes worth a try."""
+    """Tiles worth a try."""
     rows = shape.queries * shape.group
     tile_rows = [r for r in (16, 32, 64) if r == 16 or r < 2 * rows]
     default = _tiles(shape, args)
@@ -99,7 +98,7 @@ def main() -> None:
             try:
                 error = float("nan") if wanted is None else float(jnp.max(jnp.abs(function(*args).astype(jnp.float32) - wanted)))
                 results.append((bench.time_us(function, *args), error, label))
-            except Exception as failure:  # too much shared memory, as a rule: the sweep goes on
+            except Exception as failure:  # most often too much shared memory; we go on with the sweep
                 print(f"  {label}: {str(failure).splitlines()[0][:120]}")
         for us, error, label in sorted(results)[:3]:
             bench.show(f"{name} B={batch} {context}", us, visible_bytes(shape, batch, context), bandwidth)

@@ -1,10 +1,10 @@
 """Paged attention as a split-KV kernel in the Mosaic GPU dialect, for Hopper and for keys of which only the rotary dims are stored.
 
 A program serves up to 64 query rows of one KV head over one part of the keys that they can see, as in `triton`. It has three
-warpgroups. One copies pages to shared memory. The other two hold half of V's columns each in their accumulators, and both compute
-all scores: (queries * weight) . V outside the rotary dims plus queries . K in them, so that one copy of V serves both products.
-The two take turns: while one computes products, the other computes its softmax. The structure is that of FlashMLA
-(https://github.com/deepseek-ai/FlashMLA) and of FlashAttention-3 (Shah et al., 2024).
+warpgroups. One copies pages to shared memory. The other two each accumulate half of V's columns, and each compute all scores:
+(queries * weight) . V outside the rotary dims plus queries . K in them, so that one copy of V serves both products. The two take turns:
+while one computes products, the other computes its softmax. FlashMLA (https://github.com/deepseek-ai/FlashMLA) and FlashAttention-3 (Shah
+et al., 2024) have the same structure.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.reference import MASKED
 
 ROWS, KEYS, DIM, ROTARY = 64, 64, 512, 128
-HALF, TURNS = DIM // 2, ROTARY // 2  # columns of a warpgroup, the first of which rotate
-STAGES = 2  # pages in shared memory
-START = 4  # what a program's start and end take, in blocks of keys
+HALF, TURNS = DIM // 2, ROTARY // 2  # columns of a warpgroup, and how many of the first of them rotate
+STAGES = 2  # blocks of keys in shared memory
+START = 4  # the time of a program's start and end, in units of the time for a block of keys
 MOST_SPLITS = 64
 
 
@@ -47,8 +47,8 @@ def unsupported(q, cached, fresh, key_weight, scales, window) -> str | None:
 
 
 def is_faster(q: jax.Array) -> bool:
-    """Whether the kernel is at least a tenth faster than `triton`, as it was on an H200 wherever that needs more than one tile of 16 query
-    rows, each of which reads the keys again."""
+    """Whether the kernel is faster than `triton`. On an H200 it is, by a tenth or more, if `triton` needs several tiles of 16 query rows,
+    since each tile reads the keys again."""
     return q.shape[1] * q.shape[3] > 16
 
 
@@ -62,7 +62,7 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
         splits = splits_for(tiles * batch * heads, table.shape[1] * cached[0].shape[1] // KEYS)
     inputs = {"lengths": lengths, "positions": positions, "q": q, "weight": key_weight, "table": table, "k": cached[0], "v": cached[1]}
     if fresh is not None:
-        # What is copied in tiles of eight rows has fewer rows than that, or a multiple.
+        # Rows are copied in tiles of eight, so there must be fewer than eight, or a multiple.
         missing = -fresh[0].shape[1] % 8 if fresh[0].shape[1] > 8 else 0
         fresh = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in fresh) if missing else fresh
         inputs |= {"count": fresh_count, "fresh_k": fresh[0], "fresh_v": fresh[1]}
@@ -82,7 +82,7 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     results = (tiled(2, ROWS, HALF, dtype=jnp.float32), mosaic.SMEM((2, ROWS), jnp.float32))
     scratch = {
         "queries": tiled(2, ROWS, HALF),
-        # Results that are not final take the place of pages, final ones that of queries.
+        # Partial results take the place of the pages, final results that of the queries.
         "pages": pages if splits == 1 else mosaic.RefUnion(pages, results),
         "loaded": mosaic.Barrier(num_arrivals=2 * at_once),
         "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * STAGES),
@@ -111,9 +111,9 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
 
 
 def splits_for(programs: int, blocks: int) -> int:
-    """Parts to divide `blocks` blocks of keys into for so many programs a part, of which a multiprocessor runs one at a time."""
+    """The best number of parts for `blocks` blocks of keys. Each part takes `programs` programs; a multiprocessor runs one at a time."""
 
-    def time(splits: int) -> float:  # of a block of keys, where every sequence is as long as its table
+    def time(splits: int) -> float:  # in units of the time for a block of keys, if every sequence is as long as its table
         return pl.cdiv(programs * splits, dialect.MULTIPROCESSORS) * (blocks / splits + START)
 
     return min(range(1, min(blocks, MOST_SPLITS) + 1), key=time)
@@ -128,12 +128,12 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
     _, queries, heads, group, _ = q_ref.shape
     page, places = k_ref.shape[1], table_ref.shape[1]
     warpgroup, split, pair = (jax.lax.axis_index(name) for name in ("warpgroup", "split", "pair"))
-    tile = pl.cdiv(queries, at_once) - 1 - jax.lax.axis_index("tile")  # of a prefill, those that see most come first
+    tile = pl.cdiv(queries, at_once) - 1 - jax.lax.axis_index("tile")  # in a prefill, tiles that see the most keys come first
     b, head = jax.lax.div(pair, heads), jax.lax.rem(pair, heads)
     first_query = tile * at_once
     at = [jnp.minimum(first_query + t, queries - 1) for t in range(at_once)]
 
-    # Blocks of keys that any row sees: `cached` ones of pages, starting with number `first`, then fresh ones.
+    # The blocks of keys that some row sees: first `cached` blocks of pages, from number `first` on, then blocks of fresh keys.
     position = [positions_ref[b, t] for t in at]
     length = lengths_ref[b]
     horizon = functools.reduce(jnp.maximum, position) + 1
@@ -174,7 +174,7 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
             from_page = functools.partial(copy, block, k_ref, v_ref, entry, pl.ds(jax.lax.rem(place, page), KEYS))
             if "count" in refs:
                 fresh = refs["fresh_k"], refs["fresh_v"]
-                most = pl.cdiv(min(fresh[0].shape[1], KEYS), 8) * 8  # what is beyond the last row reads as zeros
+                most = pl.cdiv(min(fresh[0].shape[1], KEYS), 8) * 8  # rows past the last one read as zeros
                 rows = pl.ds((block - cached) * KEYS, most)
                 pl.when(block < cached)(from_page)
                 pl.when(block >= cached)(functools.partial(copy, block, *fresh, b, rows))
@@ -196,7 +196,7 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
             mosaic.barrier_arrive(barrier)
             mosaic.barrier_wait(barrier)
 
-        # Each warpgroup loads half of the queries' columns and weighs those that do not rotate.
+        # Each warpgroup loads half of the queries' columns, and multiplies those that do not rotate by the weight.
         for t in range(at_once):
             source = q_ref.at[b, at[t], head, :, pl.ds(warpgroup * HALF, HALF)]
             mosaic.copy_gmem_to_smem(source, queries_ref.at[warpgroup, pl.ds(t * group, group)], refs["loaded"])
@@ -209,7 +209,7 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
         mosaic.commit_smem()
         meet(both)
 
-        # Positions are compared in float32, which holds them exactly: comparisons of int32 vectors are lowered as those of uint32.
+        # We compare positions in float32, which holds them exactly, because int32 vectors would be compared as uint32.
         row, key = (mosaic.broadcasted_iota(jnp.int32, (ROWS, KEYS), d, layout=mosaic.Layout.WGMMA) for d in range(2))
         lane = key.astype(jnp.float32)
         seen = mosaic.layout_cast(jnp.full((ROWS, KEYS), (position[0] + 1).astype(jnp.float32)), mosaic.Layout.WGMMA)
@@ -217,12 +217,12 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
             seen = jnp.where(row >= t * group, (position[t] + 1).astype(jnp.float32), seen)
         seen = jnp.max(seen, axis=1)
 
-        pl.when(warpgroup == 1)(meet)  # it is half a step behind from here on
+        pl.when(warpgroup == 1)(meet)  # from here on this warpgroup is half a step behind the other
 
         def step(block, carry):
             acc, top, total = carry
             slot = jax.lax.rem(block - start, STAGES)
-            # Of the block's keys, low .. high - 1 are keys that some row may see.
+            # Rows may see keys low .. high - 1 of the block.
             is_cached = block < cached
             base = jnp.where(is_cached, (first + block) * KEYS, length + (block - cached) * KEYS)
             low = jnp.maximum(begin - base, 0)
@@ -253,7 +253,7 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
             weights = weights.astype(q_ref.dtype)
 
             @pl.when((low > 0) | (high < KEYS))
-            def _clear():  # what lies there may be NaN, and a weight of zero times NaN is not zero
+            def _clear():  # other keys may be NaN, and a weight of 0 times NaN is NaN
                 for column in range(0, HALF, TURNS):
                     part = values.at[slot, warpgroup, :, pl.ds(column, TURNS)]
                     part[...] = jnp.where((row >= low) & (row < high), part[...], jnp.zeros((), part.dtype))
@@ -272,7 +272,7 @@ def _attend(mosaic, refs, *, at_once, splits, causal, scale):
         acc, top, total = jax.lax.fori_loop(start, stop, step, carry)
         pl.when(warpgroup == 0)(meet)
 
-        meet(both)  # nobody reads queries or pages any more
+        meet(both)  # after this no warpgroup reads queries or pages
         if splits == 1:
             acc = acc * across(1.0 / jnp.maximum(total, 1e-30), HALF)
         results.at[warpgroup][...] = acc.astype(results.dtype)

@@ -1,26 +1,26 @@
-"""Paged attention in plain XLA: the definition of the operation, and its implementation where no kernel runs."""
+"""Paged attention in plain XLA: the definition of the operation, and its implementation without a kernel."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
+MASKED = -1e30  # finite, so that a row that sees no key does not become NaN
 
 
 def ring_positions(lengths: jax.Array, size: int) -> jax.Array:
-    """The position that each of `size` ring places holds once positions 0 .. lengths - 1 were written: [B, size] int32.
+    """The position that each of `size` ring places holds after positions 0 .. lengths - 1 were written: [B, size] int32.
 
-    Place j holds the newest position that is congruent to j; negative where nothing was written.
+    Place j holds the newest position that is congruent to j; a negative one if nothing was written there. lengths: [B] int32.
     """
     newest = lengths[:, None] - 1
     return newest - jnp.mod(newest - jnp.arange(size, dtype=jnp.int32)[None, :], size)
 
 
 def rebuilt_keys(rotary: jax.Array, values: jax.Array, weight: jax.Array) -> jax.Array:
-    """K [..., D] from its rotary dims [..., R] and V [..., D]: elsewhere K is V times the weight [D].
+    """K [..., D] from its rotary dims [..., R], V [..., D] and the weight [D].
 
-    Of D dims, those that rotate are 0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1.
+    The rotary dims are 0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1. In the others K is V times the weight.
     """
     half, middle = rotary.shape[-1] // 2, values.shape[-1] // 2
     keys = (values.astype(jnp.float32) * weight.astype(jnp.float32).reshape((1,) * (values.ndim - 1) + weight.shape)).astype(values.dtype)
@@ -51,7 +51,7 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
         visible &= (at < lengths[:, None, None]) | jnp.concatenate(is_fresh)[None, None, :]
     if window is not None:
         visible &= positions[:, :, None] - at < window
-    # A masked key's weight is zero, but zero times NaN is not: keys that nobody sees are cleared.
+    # A masked key has weight 0, but 0 times NaN is NaN. So we clear keys that no query sees.
     seen = jnp.any(visible, axis=1)[:, :, None, None]
     k = jnp.where(seen, jnp.concatenate(keys, axis=1).astype(q.dtype), 0)
     v = jnp.where(seen, jnp.concatenate(values, axis=1).astype(q.dtype), 0)
@@ -62,5 +62,5 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
     visible = visible[:, None, None, :, :]
     weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
-    weights = jnp.where(visible, weights, 0).astype(q.dtype)  # a query that sees nothing weighs all keys alike: they count for nothing
+    weights = jnp.where(visible, weights, 0).astype(q.dtype)  # if a query sees no key, the softmax has given all keys equal weights
     return jnp.einsum("bkgts,bskd->btkgd", weights, v)

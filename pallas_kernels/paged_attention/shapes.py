@@ -9,17 +9,16 @@ PAGE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """queries: rows of a sequence. rotary: dims of a stored key, 0 where keys are stored whole. fresh: whether the rows bring their
-    own K and V. The other fields are those of `paged_attention`."""
+    """One kind of call of `paged_attention`, for any batch and context."""
 
-    queries: int
+    queries: int  # rows of a sequence
     kv_heads: int
-    group: int
+    group: int  # query heads for each KV head
     head_dim: int
-    rotary: int = 0
+    rotary: int = 0  # dims of a stored key; 0 if keys are stored whole
     window: int | None = None
     causal: bool = True
-    fresh: bool = True
+    fresh: bool = True  # whether the rows have K and V of their own
 
 
 SHAPES = {

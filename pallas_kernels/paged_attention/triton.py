@@ -1,8 +1,8 @@
 """Paged attention as a split-KV kernel in the Triton dialect.
 
-A program serves a tile of query rows of one KV head (its G query heads x T positions) over one part of the keys that the tile can
-see: pages first, then fresh rows. Parts, not the whole length, are what is split, so a window or a short sequence leaves no program
-with more work than another. Partial results are merged by a second, small kernel; with one part there is none.
+A program serves a tile of query rows of one KV head (its G query heads x T positions) over one part of the keys that the tile can see:
+pages first, then fresh rows. We split the visible keys, not the whole length, so with a window or a short sequence all programs still
+have the same amount of work. A second, small kernel merges the partial results; with one part it is not needed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pallas_kernels.paged_attention.reference import MASKED
 
 LOG2_E = math.log2(math.e)
 ANY = pl.BlockSpec(memory_space=pl.ANY)
-PROGRAMS = 512  # about four for each of an H200's 132 multiprocessors: enough to keep its memory busy
+PROGRAMS = 512  # about four for each of an H200's 132 multiprocessors, which keeps its memory busy
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """rows: query rows of a program; keys: keys of a step; splits: parts of the visible keys."""
+    """How the work is cut."""
 
-    rows: int
-    keys: int
-    splits: int
+    rows: int  # query rows of a program
+    keys: int  # keys of a step
+    splits: int  # parts of the visible keys
     num_warps: int
     num_stages: int
 
@@ -44,7 +44,7 @@ def unsupported(q: jax.Array, cached: tuple[jax.Array, jax.Array] | None) -> str
 
 
 def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
-    """The tile sizes for these arguments of `paged_attention`."""
+    """The tiles for these arguments of `paged_attention`."""
     batch, queries, heads, group, dim = q.shape
     rows, rotary = queries * group, key_weight is not None
     stored = cached if cached is not None else fresh
@@ -59,7 +59,7 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
     if wide_numbers:
         keys = 16
     elif dim > 256:
-        small, narrow = dialect.shared_memory() <= 104_448, stored[0].dtype.itemsize == 1  # narrow numbers are held widened too
+        small, narrow = dialect.shared_memory() <= 104_448, stored[0].dtype.itemsize == 1  # narrow K and V are also held widened
         tile, keys = (32, 32) if rows > 64 and not (small and narrow) else (16, 64 if rotary and not small else 32)
     elif rows > 16:
         tile, keys = (64 if rows > 64 else 32), 32
@@ -121,7 +121,7 @@ def _attend(*refs, names, tiles, causal, window, scale):
     at, member = jnp.minimum(row // group, queries - 1), row % group
     position = plgpu.load(positions_ref.at[b, at])
     length = lengths_ref[b]
-    # The span of keys that any row of the tile sees, first .. end - 1; fresh keys sit at `length` and after it.
+    # The rows of the tile see keys from `oldest` to `horizon` - 1. Fresh keys stand at `length` and after it.
     newest = jnp.max(position)
     horizon = newest + 1 if causal else jnp.int32(2**30)
     oldest = jnp.int32(0) if window is None else jnp.maximum(jnp.min(position) - window + 1, 0)
@@ -134,7 +134,7 @@ def _attend(*refs, names, tiles, causal, window, scale):
 
     dot = functools.partial(plgpu.dot, precision="highest" if q_ref.dtype == jnp.float32 else None)
     if has_weight:
-        # K is V times a weight, except in the rotary dims, which are stored: one tile of V serves both products.
+        # K is V times a weight outside the rotary dims, so one tile of V serves both products.
         rotary = refs["k" if has_cache else "fresh_k"].shape[-1]
         half = rotary // 2
         turns = (wide < half) | ((wide >= dim // 2) & (wide < dim // 2 + half))
@@ -149,7 +149,7 @@ def _attend(*refs, names, tiles, causal, window, scale):
         q, q_rotary = load_q(jnp.minimum(wide, dim - 1), wide < dim), None
 
     def load_rows(ref, index, kept, count):
-        """[keys, padded dim] in q's dtype of one pool or of fresh rows."""
+        """Keys or values of one step from a pool or from fresh rows: [keys, padded dim] in q's dtype."""
         columns, mask = jnp.arange(_padded(count), dtype=jnp.int32), kept[:, None]
         if _padded(count) != count:
             mask, columns = mask & (columns < count)[None, :], jnp.minimum(columns, count - 1)
@@ -235,10 +235,10 @@ def _attend(*refs, names, tiles, causal, window, scale):
 
 
 def merged(parts, q, splits, interpret):
-    """The partial results of all splits as one. Each program merges one query row.
+    """Merges the partial results of all splits: [B, T, KV, G, D] in q's dtype. A program merges one query row.
 
-    parts: sums of V by weights [B, KV, splits, rows, D], the largest score of each row and the sum of its weights [B, KV, splits, rows],
-    where a row is one of T * G, or of more.
+    parts: for each split, the weighted sums of V [B, KV, splits, rows, D] float32, the largest score of each row and the sum of its
+    weights, [B, KV, splits, rows] float32 each. There are T * G rows, or more.
     """
     batch, queries, heads, group, dim = q.shape
 
@@ -272,7 +272,7 @@ def merged(parts, q, splits, interpret):
 
 
 def _widened(x, dtype):
-    """x in dtype. An e4m3 number is taken apart by its bits, since GPUs before compute capability 8.9 cannot convert one."""
+    """x in dtype. We convert e4m3 by its bits, since GPUs before compute capability 8.9 cannot."""
     if x.dtype != jnp.float8_e4m3fn:
         return x.astype(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
@@ -281,5 +281,5 @@ def _widened(x, dtype):
 
 
 def _padded(dim: int) -> int:
-    """The width of a tile that holds `dim` columns: products need at least 16, and a power of two."""
+    """The width of a tile that holds `dim` columns: a power of two, and at least 16, as products need."""
     return max(16, pl.next_power_of_2(dim))

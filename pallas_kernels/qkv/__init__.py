@@ -1,4 +1,4 @@
-"""From the fused projection of a layer to normed, rotated heads, with new keys and values stored in their pages on the way."""
+"""Norms and rotates the heads of a layer's fused projection, and stores new keys and values in their pages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from pallas_kernels.qkv import reference, triton
 
 
 class Pages(NamedTuple):
-    """Where the rows' keys and values go. k [pages, page, KV, key_dims], v [pages, page, KV, D]: the pools, updated in place if the
-    caller donates them. table: [B, W] int32, logical page i of sequence b is table[b, i % W]. start, count: [B] int32, row t stands at
-    position start + t, and rows from `count` on are not stored."""
+    """Where the rows' keys and values go. The pools are updated in place if the caller donates them."""
 
-    k: jax.Array
-    v: jax.Array
-    table: jax.Array
-    start: jax.Array
-    count: jax.Array
+    k: jax.Array  # [pages, page, KV, key_dims]: the pool of keys
+    v: jax.Array  # [pages, page, KV, D]: the pool of values
+    table: jax.Array  # [B, W] int32; logical page i of sequence b is table[b, i % W]
+    start: jax.Array  # [B] int32; row t stands at position start + t
+    count: jax.Array  # [B] int32; rows from `count` on are not stored
 
 
 def qkv(
@@ -35,16 +33,16 @@ def qkv(
     eps: float,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Normed and rotated query heads of a block of rows, and its keys and values.
+    """The normed and rotated query heads of a block of rows, and its keys and values.
 
-    projected: [B, T, KV, P, D], or float32 parts [S, B, T, KV, P, D] whose sum it is (`linear.partials`); of P heads the first `group`
-    are queries. With k_weight, head `group` is the key and the last one the value (the same head if P = group + 1). cos, sin:
-    [B, T, D / 2] float32, of the angles by which pairs (d, d + D / 2) turn. q_weight, k_weight: [D], of the RMS norms with `eps`;
-    values are normed without a weight and do not turn. key_dims: how many numbers of a key are kept: D, or R < D, which then are its
-    dims 0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1.
+    projected: [B, T, KV, P, D], or float32 parts [S, B, T, KV, P, D] to be summed (`linear.partials`). The first `group` of P heads are
+    queries. With k_weight, head `group` is the key and the last head the value (the same head if P = group + 1). cos, sin: [B, T, D / 2]
+    float32, of the angles by which pairs (d, d + D / 2) rotate. q_weight, k_weight: [D], of the RMS norms with `eps`; values are normed
+    without a weight and do not rotate. key_dims: how many numbers of a key are kept: D, or R < D; the latter are its dims 0 .. R/2 - 1
+    and D/2 .. D/2 + R/2 - 1.
 
-    Returns q [B, T, KV, group, D], k and v, in q_weight's dtype. Without pages these are the rows' own, [B, T, KV, key_dims] and
-    [B, T, KV, D]; with pages they are the pools with the rows in place, and every count must be at most W * page. Without k_weight
+    Returns q [B, T, KV, group, D], k and v, in q_weight's dtype. Without pages k and v are those of the rows, [B, T, KV, key_dims] and
+    [B, T, KV, D]. With pages they are the pools, which then hold the rows, and every count must be at most W * page. Without k_weight
     they are None.
 
     implementation: see `dialect.select`. Raises ValueError for an unknown one.

@@ -16,7 +16,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns pairs (d, d + D / 2) of the last axis. x: [B, T, ..., D]; cos, sin: [B, T, D / 2] float32."""
+    """Rotates pairs (d, d + D / 2) of the last axis. x: [B, T, ..., D]; cos, sin: [B, T, D / 2] float32. Returns an array like x."""
     shape = cos.shape[:2] + (1,) * (x.ndim - 3) + cos.shape[2:]
     cos, sin = cos.reshape(shape), sin.reshape(shape)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -24,7 +24,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def stored(x: jax.Array, dtype: jnp.dtype, scale: jax.Array | None = None) -> jax.Array:
-    """x as a pool of `dtype` holds it: divided by `scale` ([] float32, or None for 1), and in float8 cut off at what that can hold."""
+    """x as a pool of `dtype` holds it: divided by `scale` ([] float32, or None for 1), and for float8 clipped to its range."""
     if scale is not None:
         x = x.astype(jnp.float32) / scale
     if dtype == jnp.float8_e4m3fn:
@@ -33,10 +33,11 @@ def stored(x: jax.Array, dtype: jnp.dtype, scale: jax.Array | None = None) -> ja
     return x.astype(dtype)
 
 
-def write(pool: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array, rows: jax.Array) -> jax.Array:
-    """Stores rows start .. start + count - 1 of each sequence in its pages; of more rows than the ring holds, the last are kept.
+def write_rows(pool: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array, rows: jax.Array) -> jax.Array:
+    """Stores rows at positions start .. start + count - 1 of each sequence in its pages, and returns the pool.
 
-    pool: [pages, page, KV, D]. table: [B, W] int32. start, count: [B] int32. rows: [B, T, KV, D]; those from `count` on are dropped.
+    pool: [pages, page, KV, D]. table: [B, W] int32. start, count: [B] int32. rows: [B, T, KV, D]; those from `count` on are dropped. If
+    there are more rows than the ring holds, the last ones stay.
     """
     page = pool.shape[1]
     row = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
@@ -62,4 +63,4 @@ def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps)
     if pages is None:
         return q, k, v
     where = (pages.table, pages.start, pages.count)
-    return q, write(pages.k, *where, k), write(pages.v, *where, v)
+    return q, write_rows(pages.k, *where, k), write_rows(pages.v, *where, v)

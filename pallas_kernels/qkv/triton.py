@@ -1,4 +1,4 @@
-"""Heads of a layer as one kernel in the Triton dialect: a program norms, rotates and stores the heads of one row and some KV heads."""
+"""The heads of a layer as one kernel in the Triton dialect. A program norms, rotates and stores the heads of one row and some KV heads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pallas_kernels import dialect
 from pallas_kernels.dialect import pl, plgpu
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
-HEADS = 16  # heads of a program, where there are rows enough to keep the GPU busy with fewer programs
-MANY_ROWS = 32  # of all sequences; with fewer, each KV head has a program
+HEADS = 16  # heads of a program, if there are many rows
+MANY_ROWS = 32  # of all sequences; with fewer rows each KV head has a program, to keep the GPU busy
 
 
 def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, interpret=False):
@@ -70,7 +70,7 @@ def _heads(*refs, names, together, group, key_dims, eps):
         return low[None, :], high[None, :]
 
     def store(name, leading, which, part, shift, width):
-        """Stores the rows of `which` heads at leading + (head, ..., columns from shift). Other rows aim outside the array."""
+        """Stores the numbers of the heads `which` at leading + (head, ..., columns from shift on). Other heads point outside the array."""
         ref = refs[name]
         place = [jnp.where(which, head, kv_heads)[:, None], *([jnp.where(which, member, group)[:, None]] if name == "q" else [])]
         where = ref.at[(*leading, *place, (column + shift)[None, :])]

@@ -9,10 +9,9 @@ from pallas_kernels.top_candidates import reference, triton
 
 
 def top_candidates(logits: jax.Array, k: int, *, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
-    """What `jax.lax.top_k` returns: the k largest values of each row in descending order, and where they stand.
+    """The k largest values of each row, in descending order, and their ids, as `jax.lax.top_k` returns them.
 
-    logits: [N, V] float32. k: 1 .. V. Returns values [N, k] float32 and ids [N, k] int32; of equal values the lower id comes first.
-
+    logits: [N, V] float32. k: 1 .. V. Returns values [N, k] float32 and ids [N, k] int32. Of equal values the lower id comes first.
     Raises ValueError for a k outside 1 .. V, and for an `implementation` that is unknown or cannot serve the shapes.
     """
     if not 1 <= k <= logits.shape[1]:

@@ -1,6 +1,6 @@
-"""Checks and times the kernels of the top candidates and their reference on a GPU: `python -m pallas_kernels.top_candidates.bench`.
+"""Checks the top candidates' kernels against their reference on a GPU and times both: `python -m pallas_kernels.top_candidates.bench`.
 
-`jax.lax.top_k` over the whole row is timed too, for one shape of each k.
+It also times `jax.lax.top_k` over the whole row, for one shape of each k.
 """
 
 from __future__ import annotations

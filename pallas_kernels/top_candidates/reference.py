@@ -1,7 +1,7 @@
 """Top candidates in plain XLA, in two exact stages instead of one sort of the vocabulary.
 
-The k first tokens (by value, then by lower id) lie in the k first tiles (by largest value, then by lower index): a tile that k others
-precede has k tokens before any of its own. So k tiles are chosen by their maxima, then k tokens among theirs.
+The k first tokens (by value, then by lower id) are all in the k first tiles (by largest value, then by lower index): if k tiles precede a
+tile, their k maxima precede all of its tokens. So we choose k tiles by their maxima, then k tokens in these tiles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def top_candidates(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     width = tile_width(logits.shape[1], k)
     maxima = tile_maxima(logits, width)
     _, tiles = jax.lax.top_k(maxima, min(k, maxima.shape[1]))
-    # In the order of their ids, so that of equal values the lower id stands first. Ids past the vocabulary's end come last.
+    # In the order of their ids, so that of equal values the lower id comes first. Ids past the vocabulary's end come last.
     tiles = jnp.sort(tiles, axis=-1)
     ids = (tiles[:, :, None] * width + jnp.arange(width, dtype=jnp.int32)[None, None, :]).reshape(logits.shape[0], -1)
     values, best = jax.lax.top_k(jnp.take_along_axis(logits, ids, axis=1, mode="fill", fill_value=-jnp.inf), k)

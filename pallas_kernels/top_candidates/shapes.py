@@ -1,4 +1,4 @@
-"""Shapes of the top candidates in the Gemma 4 family, for its tests, its benchmark and the choice of its tiles."""
+"""The shapes that the Gemma 4 family gives to the top candidates, for tests, the benchmark and tuning."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """N rows of V logits, of which the k largest are wanted."""
+    """One call."""
 
     rows: int
-    k: int
+    k: int  # how many candidates
     vocab: int = 262_144
 
 
-# One sequence without drafts, one with four, and batches of 8 and 32 with four.
+# One sequence without drafts, then 1, 8 and 32 sequences with four.
 SHAPES = {f"top {k} of {rows} rows": Shape(rows, k) for k in (20, 64, 128) for rows in (1, 5, 40, 160)}

@@ -1,7 +1,7 @@
-"""Selection of the k largest values of a row without sorting it, and the top candidates built on it.
+"""Selection of the k largest values of a row without sorting it, and the top candidates by means of that.
 
-A row is held in the registers of one program. The k-th largest value is found by bisection on the values' bits, each round counting
-what lies above; rounds end as soon as exactly k values do, after about ten on logits.
+One program holds a row in its registers. It finds the k-th largest value by bisection on the values' bits. Each round counts the values
+above; the rounds end when exactly k are above, after about ten for logits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from pallas_kernels.dialect import call, pl, plgpu
 from pallas_kernels.top_candidates.reference import tile_maxima, tile_width
 
-WIDEST = 16_384  # values that a program can hold: 32 a thread
-MOST = 128  # candidates that a program can put in order
+WIDEST = 16_384  # most values that a program can hold: 32 a thread
+MOST = 128  # most candidates that a program can put in order
 LOWEST, HIGHEST = np.int32(-(2**31)), np.int32(2**31 - 1)
 ANY = pl.BlockSpec(memory_space=pl.ANY)
 
@@ -28,44 +28,44 @@ def unsupported(vocab: int, k: int) -> str | None:
     if k > MOST:
         return f"k is {k}; the kernel gives at most {MOST}"
     width = tile_width(vocab, k)
-    widest = max(padded(-(-vocab // width)), padded(k * width))
+    widest = max(padded_size(-(-vocab // width)), padded_size(k * width))
     if widest > WIDEST:
         return f"k = {k} of {vocab} values makes a stage of {widest}; the kernel holds at most {WIDEST}"
     return None
 
 
-def padded(size: int) -> int:
-    """The power of two at or above `size`: arrays in a kernel have such sizes."""
+def padded_size(size: int) -> int:
+    """The power of two at or above `size`, since a kernel's arrays have such sizes."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def warps(size: int) -> int:
-    """Warps of a program that holds `size` values: 16 values a thread, or up to 32 where there are many."""
+    """Warps of a program that holds `size` values: 16 values a thread, up to 32 if there are many."""
     return max(1, min(16, size // 512))
 
 
 def ordered(values: jax.Array) -> jax.Array:
-    """Float32 values as int32 keys that compare alike."""
+    """float32 values as int32 keys with the same order."""
     return _flipped(jax.lax.bitcast_convert_type(values, jnp.int32))
 
 
 def unordered(keys: jax.Array) -> jax.Array:
-    """The values that `ordered` took to these keys."""
+    """The inverse of `ordered`: int32 keys as float32 values."""
     return jax.lax.bitcast_convert_type(_flipped(keys), jnp.float32)
 
 
 def _flipped(bits: jax.Array) -> jax.Array:
-    """Negative numbers, which count downwards in a float's bits, turned round. Its own inverse."""
+    """Reverses the order of negative numbers, whose bits count downwards in a float. Its own inverse."""
     return bits ^ ((bits >> np.int32(31)) & HIGHEST)
 
 
 def places(keys: jax.Array, real: jax.Array, k: int) -> jax.Array:
-    """Where each of a row's values goes among the k largest, in the row's own order; k for the others.
+    """The place of each value of a row among its k largest, which keep the row's order; k for the other values. [n] int32.
 
-    keys: [n] int32. real: [n] bool, which of them count; at least k do. Of equal values the first ones are taken.
+    keys: [n] int32. real: [n] bool: the keys that count, at least k. Of equal keys the first ones are taken.
     """
     keys = jnp.where(real, keys, LOWEST)
-    # More than `above` is held by `count` <= k values, more than `below` by at least k.
+    # `count` <= k keys are larger than `above`; at least k keys are larger than `below`.
     below = jnp.maximum(jnp.min(jnp.where(real, keys, HIGHEST)), LOWEST + np.int32(1)) - np.int32(1)
 
     def undecided(bounds: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -81,7 +81,7 @@ def places(keys: jax.Array, real: jax.Array, k: int) -> jax.Array:
 
     _, above, count = jax.lax.while_loop(undecided, halve, (below, jnp.max(keys), jnp.int32(0)))
     larger, equal = real & (keys > above), real & (keys == above)
-    # One scan counts both kinds up to each value, in the two halves of a word.
+    # One scan counts larger and equal keys up to each place, in the two halves of a word.
     counts = jax.lax.cumsum(larger.astype(jnp.int32) * np.int32(1 << 16) + equal.astype(jnp.int32), axis=0)
     larger_so_far, equal_so_far, wanted = counts >> np.int32(16), counts & np.int32(0xFFFF), np.int32(k) - count
     taken = larger | (equal & (equal_so_far <= wanted))
@@ -89,16 +89,16 @@ def places(keys: jax.Array, real: jax.Array, k: int) -> jax.Array:
 
 
 def select_kernel(values_ref: Any, indices_ref: Any, *, size: int, k: int) -> None:
-    """Program i: indices of the k largest of row i."""
-    row, at = pl.program_id(0), jnp.arange(padded(size), dtype=jnp.int32)
+    """Program i: the indices of the k largest values of row i."""
+    row, at = pl.program_id(0), jnp.arange(padded_size(size), dtype=jnp.int32)
     rows, real = jnp.full_like(at, row), at < size
     place = places(ordered(plgpu.load(values_ref.at[rows, at], mask=real, other=0.0)), real, k)
     plgpu.store(indices_ref.at[rows, place], at, mask=place < k)
 
 
 def tokens_kernel(logits_ref: Any, tiles_ref: Any, values_ref: Any, ids_ref: Any, *, vocab: int, width: int, tiles: int, k: int) -> None:
-    """Program i: the k largest values of row i's chosen tiles and their ids, in ascending order of id."""
-    row, at = pl.program_id(0), jnp.arange(padded(tiles * width), dtype=jnp.int32)
+    """Program i: the k largest values in row i's chosen tiles and their ids, by ascending id."""
+    row, at = pl.program_id(0), jnp.arange(padded_size(tiles * width), dtype=jnp.int32)
     rows, inside = jnp.full_like(at, row), at < tiles * width
     tile = plgpu.load(tiles_ref.at[rows, at // width], mask=inside, other=0)
     ids = tile * width + at % width
@@ -110,8 +110,8 @@ def tokens_kernel(logits_ref: Any, tiles_ref: Any, values_ref: Any, ids_ref: Any
 
 
 def order_kernel(values_ref: Any, ids_ref: Any, sorted_values_ref: Any, sorted_ids_ref: Any, *, k: int) -> None:
-    """Program i: row i's values, given in ascending order of id, in descending order of value. Each counts those before it."""
-    row, at = pl.program_id(0), jnp.arange(padded(k), dtype=jnp.int32)
+    """Program i: sorts row i, which comes by ascending id, by descending value. Each value counts those that come before it."""
+    row, at = pl.program_id(0), jnp.arange(padded_size(k), dtype=jnp.int32)
     rows, real = jnp.full_like(at, row), at < k
     values = plgpu.load(values_ref.at[rows, at], mask=real, other=0.0)
     ids = plgpu.load(ids_ref.at[rows, at], mask=real, other=0)
@@ -123,10 +123,10 @@ def order_kernel(values_ref: Any, ids_ref: Any, sorted_values_ref: Any, sorted_i
     plgpu.store(sorted_ids_ref.at[rows, place], ids, mask=real)
 
 
-def select(values: jax.Array, k: int, *, interpret: bool) -> jax.Array:
-    """Indices of the k largest values of each row, in ascending order of index. [N, n] float32 -> [N, k] int32.
+def select_largest(values: jax.Array, k: int, *, interpret: bool) -> jax.Array:
+    """The indices of the k largest values of each row, ascending. [N, n] float32 -> [N, k] int32; n is at most WIDEST.
 
-    The set is that of `jax.lax.top_k`: of equal values the lower index is taken. n: at most WIDEST.
+    They are those of `jax.lax.top_k`: of equal values the lower index is taken.
     """
     rows, size = values.shape
     return call(
@@ -136,7 +136,7 @@ def select(values: jax.Array, k: int, *, interpret: bool) -> jax.Array:
         in_specs=[ANY],
         out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct((rows, k), jnp.int32),
-        num_warps=warps(padded(size)),
+        num_warps=warps(padded_size(size)),
         num_stages=1,
         interpret=interpret,
     )(values)
@@ -147,7 +147,7 @@ def top_candidates(logits: jax.Array, k: int, *, interpret: bool = False) -> tup
     rows, vocab = logits.shape
     width = tile_width(vocab, k)
     tiles = min(k, math.ceil(vocab / width))
-    chosen = select(tile_maxima(logits, width), tiles, interpret=interpret)
+    chosen = select_largest(tile_maxima(logits, width), tiles, interpret=interpret)
     found = (jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32))
     values, ids = call(
         functools.partial(tokens_kernel, vocab=vocab, width=width, tiles=tiles, k=k),
@@ -156,7 +156,7 @@ def top_candidates(logits: jax.Array, k: int, *, interpret: bool = False) -> tup
         in_specs=[ANY, ANY],
         out_specs=(ANY, ANY),
         out_shape=found,
-        num_warps=warps(padded(tiles * width)),
+        num_warps=warps(padded_size(tiles * width)),
         num_stages=1,
         interpret=interpret,
     )(logits, chosen)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def devices():
     """(mesh, tables) of all GPUs."""
-    mesh, tables = Mesh(np.asarray(jax.devices()), (bench.AXIS,)), all_reduce.tables([jax.devices()])
+    mesh, tables = Mesh(np.asarray(jax.devices()), (bench.AXIS,)), all_reduce.mailbox_tables([jax.devices()])
     if tables is None:
         pytest.skip("there are no GPUs that reach each other's memory")
     return mesh, tables[0]

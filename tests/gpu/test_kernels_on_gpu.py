@@ -114,7 +114,7 @@ def alone(case):
     q, positions, pools, table, lengths, fresh, counts, weight, scales = case
     q, positions, table, lengths = q[:1], positions[:1], table[:1], lengths[:1]
     if fresh is not None:
-        pools = tuple(qkv_reference.write(pool, table, lengths, counts[:1], new[:1]) for pool, new in zip(pools, fresh, strict=True))
+        pools = tuple(qkv_reference.write_rows(pool, table, lengths, counts[:1], new[:1]) for pool, new in zip(pools, fresh, strict=True))
         lengths = lengths + counts[:1]
     return q, positions, pools, table, lengths, None, None, weight, scales
 

@@ -24,7 +24,7 @@ class Mailboxes:
     """What the kernels' assembly does, on memory that is made of messages by address."""
 
     def __init__(self, monkeypatch):
-        self.slow = mailboxes.table(BASES[:2])[0, 0, 0]  # a device that others wait for
+        self.slow = mailboxes.mailbox_table(BASES[:2])[0, 0, 0]  # a device that others wait for
         self.turns, self.messages, self.unread = {}, {}, set()
         monkeypatch.setattr(triton, "_inline", self.inline)
 
@@ -70,7 +70,7 @@ def on(devices, function, *args, mail=True):
         out = function(None if mail is None else mail[0], rank[0], *args)
         return jax.tree.map(lambda x: x[None], out)
 
-    tables = mailboxes.table(BASES[:devices]) if mail else None
+    tables = mailboxes.mailbox_table(BASES[:devices]) if mail else None
     specs = (spec if mail else None, spec, *[PartitionSpec()] * len(args))
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
     run = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
@@ -123,7 +123,7 @@ def test_the_protocol_adds_up_and_gathers_turn_after_turn(monkeypatch):
 
 def test_without_mailboxes_jax_adds_up_and_gathers():
     """CPUs have none; nor are rows of other dtypes, widths and numbers for the kernel."""
-    assert all_reduce.tables([jax.devices()[:2]]) is None and all_reduce.tables([jax.devices()[:1]]) is None
+    assert all_reduce.mailbox_tables([jax.devices()[:2]]) is None and all_reduce.mailbox_tables([jax.devices()[:1]]) is None
     x = np.arange(3 * 2 * 5, dtype=np.int32).reshape(3, 2, 5)
 
     def run(mail, rank, x):
@@ -150,7 +150,7 @@ def test_without_mailboxes_jax_adds_up_and_gathers():
 
 def test_programs_for_gpus_hold_the_kernels():
     """Sums of few rows are one kernel, with the norm too; a gather of a few numbers is one as well."""
-    mail, x = mailboxes.table(BASES[:2])[0], jax.ShapeDtypeStruct((5, 1024), jnp.bfloat16)
+    mail, x = mailboxes.mailbox_table(BASES[:2])[0], jax.ShapeDtypeStruct((5, 1024), jnp.bfloat16)
     weight = jnp.ones(1024, jnp.bfloat16)
 
     def run(mail, x):
@@ -168,7 +168,7 @@ def test_programs_for_gpus_hold_the_kernels():
 
 
 def test_a_table_names_the_mailboxes_from_each_device_on():
-    table = mailboxes.table(BASES[:3]).view(np.uint32).astype(np.uint64)
+    table = mailboxes.mailbox_table(BASES[:3]).view(np.uint32).astype(np.uint64)
     addresses = (table[..., 1] << np.uint64(32)) | table[..., 0]
     for rank in range(3):
         assert addresses[rank, :3].tolist() == [BASES[(rank + d) % 3] for d in range(3)] and addresses[rank, 3] == rank
@@ -190,8 +190,8 @@ def test_a_kernel_is_tried_before_it_serves(monkeypatch):
         mailboxes._tried.cache_clear()
         monkeypatch.setattr(mailboxes, "all_reduce", kernel)
         with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
-            found = all_reduce.tables([jax.devices()[:2]] * 2)
-        assert found is None if warning else (found == mailboxes.table(BASES[:2])).all() and found.shape == (2, 2, 3, 2)
+            found = all_reduce.mailbox_tables([jax.devices()[:2]] * 2)
+        assert found is None if warning else (found == mailboxes.mailbox_table(BASES[:2])).all() and found.shape == (2, 2, 3, 2)
     mailboxes._tried.cache_clear()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=concurrent")
-    assert all_reduce.tables([jax.devices()[:2]]) is None
+    assert all_reduce.mailbox_tables([jax.devices()[:2]]) is None

@@ -132,8 +132,8 @@ def test_lowers_for_cuda(rows):
 def test_tiles_fill_the_gpu_and_fit_into_it(rows, itemsize):
     for name, shape in SHAPES.items():
         matrices, splits = 2 if shape.kind == "gated" else 1, None if shape.kind == "partials" else 1
-        tiles = triton.choose(rows, shape.columns, shape.width, itemsize, matrices=matrices, splits=splits)
-        assert tiles.num_stages >= 2 and tiles.num_stages * tiles.step(rows, matrices, itemsize) <= triton.SHARED_MEMORY, (name, tiles)
+        tiles = triton.choose_tiles(rows, shape.columns, shape.width, itemsize, matrices=matrices, splits=splits)
+        assert tiles.num_stages >= 2 and tiles.num_stages * tiles.step(rows, matrices, itemsize) <= triton.PROGRAM_BYTES, (name, tiles)
         assert tiles.tile * tiles.parts >= triton.LEFT and tiles.parts * tiles.height(rows) <= 128, (name, tiles)
         if itemsize > 2:
             continue

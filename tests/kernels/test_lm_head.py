@@ -109,7 +109,7 @@ def test_shards_of_a_vocabulary_together_choose_what_the_whole_does():
 
 
 def test_more_rows_than_a_program_holds_take_several_passes(monkeypatch):
-    monkeypatch.setattr(triton, "MOST_ROWS", 16)
+    monkeypatch.setattr(triton, "ROWS_OF_A_PASS", 16)
     hidden, table, keys, temperature = problem(37, 200, 24, "float32")
     chosen, maxima = run(hidden, table, keys, temperature, implementation="triton-interpret")
     wanted, best = run(hidden, table, keys, temperature)

@@ -84,7 +84,7 @@ def test_selection_finds_the_set_of_top_k_in_ascending_order():
     rng = np.random.default_rng(3)
     for size, k in ((1, 1), (33, 33), (100, 7), (2048, 32)):
         values = rng.integers(0, 50, (3, size)).astype(np.float32)
-        found = jax.jit(functools.partial(triton.select, k=k, interpret=True))(jnp.asarray(values))
+        found = jax.jit(functools.partial(triton.select_largest, k=k, interpret=True))(jnp.asarray(values))
         assert np.array_equal(found, np.sort(sorted_by_numpy(values, k)[1], axis=1)), (size, k)
 
 

@@ -11,7 +11,8 @@ from jaxspec.train.data import windows
 from jaxspec.train.generate import generate
 from jaxspec.train.loop import Run
 from jaxspec.train.losses import Batch, target_loss
-from jaxspec.train.pocket.unlikelihood import break_loops, repeats, unlikelihood
+from jaxspec.train.pocket import unlikelihood
+from jaxspec.train.pocket.unlikelihood import break_loops, repeats
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
