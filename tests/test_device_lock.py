@@ -4,6 +4,7 @@ import threading
 
 import jax
 import pytest
+from locks import free
 
 from jaxspec.engine.device_lock import DeviceLock
 
@@ -11,23 +12,6 @@ from jaxspec.engine.device_lock import DeviceLock
 @pytest.fixture(autouse=True)
 def unused(monkeypatch):
     monkeypatch.setattr(DeviceLock, "_of", {})
-
-
-def free(lock):
-    """Whether another thread would get in at once."""
-    found = []
-
-    def look():
-        got = [each.held.acquire(blocking=False) for each in lock._locks]
-        for each, ours in zip(lock._locks, got, strict=True):
-            if ours:
-                each.held.release()
-        found.append(all(got))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def test_those_that_share_a_device_take_turns():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_lossless import row_probabilities
+from definitions import row_probabilities
 
 from jaxspec.sampling import filters
 from jaxspec.sampling.choice import Sampling, choose, probabilities

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_text
 import tiny
 from flax import struct
+from small_tokenizers import byte_fallback
 
 from jaxspec.engine import html
 from jaxspec.engine.completion import Completion
@@ -29,7 +29,7 @@ def fallback(tmp_path_factory):
     """Characters that the vocabulary lacks are byte tokens, as Gemma's."""
     folder = tmp_path_factory.mktemp("fallback")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    test_text.byte_fallback().save(str(folder / "tokenizer.json"))
+    byte_fallback().save(str(folder / "tokenizer.json"))
     return load_tokenizer(folder)
 
 

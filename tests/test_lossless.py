@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from definitions import row_probabilities
 from scipy import stats
 
 from jaxspec.decode import accept
@@ -37,21 +38,6 @@ FILTERS = [
     {"top_k": 5, "temperature": 0.6},
     {"top_k": 4, "top_p": 0.9, "min_p": 0.05, "temperature": 1.4},
 ]
-
-
-def row_probabilities(logits, temperature, top_k, top_p, min_p):
-    """The definition: min_p, then top_k, then top_p, each over what is left. [V] -> [V]"""
-    if temperature == 0:
-        return np.eye(len(logits))[np.argmax(logits)]
-    p = np.exp((logits - logits.max()).astype(np.float64) / temperature)
-    p[p < min_p * p.max()] = 0
-    if top_k:
-        p[p < np.sort(p)[-min(top_k, len(p))]] = 0
-    p /= p.sum()
-    order = np.argsort(-p)
-    above = np.cumsum(p[order]) - p[order]
-    p[order[(above >= top_p) & (top_p < 1)]] = 0
-    return p / p.sum()
 
 
 def table_of(logits, **filters):

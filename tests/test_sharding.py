@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import real_configs
+import tiny
 from jax.sharding import PartitionSpec
+from locks import free
 from quick import few_programs
-from test_device_lock import free
 
 import jaxspec
 from jaxspec import cli, decode, sharding
@@ -19,7 +21,6 @@ from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sharding import kv_heads
 from pallas_kernels import all_reduce
-from tests import real_configs, tiny
 
 GREEDY = jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, seed=3)

@@ -1,77 +1,24 @@
 """Tokenizer, chat template and incremental detokenizing, on small tokenizers of the three kinds of decoder that checkpoints have."""
 
 import itertools
-import json
 import random
 import subprocess
 import sys
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from tokenizers import Tokenizer as Backend
+from small_tokenizers import CORPUS, KINDS, SPECIALS, byte_fallback, byte_level, save
+from tokenizers import AddedToken
 
 from jaxspec import checkpoint
 from jaxspec.text import CONTEXT_TOKENS, INCOMPLETE, IncrementalDetokenizer, OutputText, load_tokenizer
 
-CORPUS = [
-    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
-    "the quick brown fox jumps over the lazy dog, the quick brown fox jumps again",
-    "日本語 and 漢字, 你好世界; naïve café, voilà",
-]
 # Characters of 1 to 4 bytes that no merge covers, a skin tone, a joined family, combining marks, a flag.
 TEXTS = ["a€😀", " 👍🏽", "e\u0301o\u0308", "漢😀字", "👩\u200d👧", "🇫🇷x"]
-SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}{{ raise_exception('system must be first') }}"
     "{% endif %}<|turn>{{ m['role'] }}\n{{ m['content'] }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
     "{% if think %}think{% endif %}"
 )
-
-
-def byte_level():
-    """Tokens are runs of bytes, as in GPT-2: one token may hold half a character."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(CORPUS, trainer)
-    return backend
-
-
-def byte_fallback():
-    """Tokens are characters and merges of them, with <0xNN> tokens for what the vocabulary lacks, as in Gemma."""
-    backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=[*SPECIALS, *byte_tokens], show_progress=False)
-    backend.train_from_iterator(CORPUS, trainer)
-    # Training marks its special_tokens as special; the byte tokens are plain members of the vocabulary.
-    state = json.loads(backend.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
-    return Backend.from_str(json.dumps(state))
-
-
-def metaspace():
-    """A decoder that strips the space before the first token, as in Llama 2."""
-    backend = byte_fallback()
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([backend.decoder, decoders.Strip(" ", 1, 0)])
-    return backend
-
-
-def save(backend, folder, **config):
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", backend.token_to_id("<bos>"))])
-    folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
-    names = dict(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
-    (folder / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", **names) | config))
-    return folder
-
-
-KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
 
 
 @pytest.fixture(scope="module", params=KINDS)

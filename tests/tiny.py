@@ -107,6 +107,21 @@ def tiny_assistant(folder: Path, *, backbone_hidden_size: int = 32, **changes: A
     return folder
 
 
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    byte_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids):
+        return "".join(chr(0x4E00 + i) for i in ids)
+
+    def token_text(self, token_id):
+        return self.decode([token_id])
+
+    def has_text(self, token_id):
+        return True
+
+
 @struct.dataclass
 class Parrot:
     """A drafter that knows what will come: it guesses right except at positions whose entry in `wrong` is set.

@@ -95,7 +95,7 @@ def test_a_bench_knows_its_shape_and_bytes(named, folder, tmp_path):
     target = tiny.tiny_target(tmp_path / "target")
     drafter = "toy" if named else str(folder)
     asked = {"num_draft_tokens": 2, "batches": (2,), "context": 8, "tokens": 8, "mesh": sharding.mesh(tensor=2)}
-    plan = workload.plan(str(target), drafter, dtype="float32", **asked)
+    plan = workload.plan_bench(str(target), drafter, dtype="float32", **asked)
     assert isinstance(plan.drafter_tree, toy.Toy)
     assert sharding.bytes_per_device(plan.placed()[1]) == sharding.nbytes(plan.drafter_tree) / 2
     read = roofline.step_bytes(plan.target_tree, plan.drafter_tree, batch=2, num_draft_tokens=2, context=8)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_lowering import KERNELS, kernels
+from real_loops import KERNELS, kernels
 
 from pallas_kernels import add_norm, centroid_head, dialect, linear, lm_head, moe, noise, paged_attention, qkv, top_candidates
 from pallas_kernels.add_norm import bench as add_norm_bench

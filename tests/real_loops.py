@@ -1,0 +1,45 @@
+"""The loop of real models as it is lowered for CUDA, and the kernels that it is to be made of."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+from lowering import for_cuda
+from real_configs import ASSISTANTS, TARGETS
+
+from jaxspec import checkpoint, decode
+from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.model import gemma4
+from jaxspec.model.config import AssistantConfig, Gemma4Config
+
+# Attention of one sequence is divided between programs, and merged.
+EVERY_MODEL = {"linear", "qkv", "add_norm", "gated", "lm_head", "paged_attention", "paged_attention_merge"}
+KERNELS = {
+    "E2B": EVERY_MODEL | {"gated_by", "select", "centroid_choose"},
+    "26B-A4B": EVERY_MODEL | {"moe_route", "moe_gate_up", "moe_down"},
+    "31B": EVERY_MODEL,
+    "pocket": EVERY_MODEL | {"gated_by", "select", "centroid_choose"},
+}
+
+
+@functools.cache
+def lowered(name, attention):
+    """The text of `decode_loop` at one sequence and K = 4, and how many arrays its state has."""
+    if name == "pocket":
+        texts = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
+    else:
+        texts = [TARGETS[name], ASSISTANTS[name]]
+    config, assistant = Gemma4Config.from_hf(texts[0]), AssistantConfig.from_hf(texts[1])
+    target = gemma4.abstract(config)
+    drafter = gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config))
+    settings = {"slots": 4, "max_len": 1024, "num_draft_tokens": 4}
+    state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
+    slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    loop = jax.jit(decode.decode_loop, static_argnames="round", donate_argnames="state")
+    return for_cuda(loop, target, drafter, state, slots, steps, round=decode.Round(4, attention=attention)), len(jax.tree.leaves(state))
+
+
+def kernels(name, attention):
+    """The names of the kernels in it."""
+    return set(re.findall(r'name = "(\w+)"', lowered(name, attention)[0]))
