@@ -1,5 +1,6 @@
 """The bundled pocket models on code that they have not seen: the same tokens with any K and batch, acceptance, variety, and the card."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -7,135 +8,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pocket_pair import assert_same, drafter_of, put, target, texts
 
 import jaxspec
-from jaxspec import decode, loading
+from jaxspec import decode
 from jaxspec.checkpoint.hub import resolve
 from jaxspec.drafters import NoDraft
-from jaxspec.drafters.registry import load_drafter
-from jaxspec.model import gemma4
 from jaxspec.model.rows import Rows
-from jaxspec.text import load_tokenizer
-from jaxspec.train.pocket.corpus import BOS, held_out_texts
+from jaxspec.train.pocket.corpus import BOS
 
 PROMPT_TOKENS = 160
 NEW_TOKENS = 128
-TIE = 1e-4  # margins below this are floating-point ties
-
-
-@pytest.fixture(scope="module")
-def target():
-    folder = resolve("pocket")
-    config, _ = loading.read_target(folder)
-    return loading.load_target(folder, gemma4.abstract(config, jnp.float32), progress=False)
-
-
-@pytest.fixture(scope="module")
-def assistant(target):
-    return load_drafter(resolve("pocket-mtp"), target.config, jnp.float32, progress=False)
-
-
-@pytest.fixture(scope="module")
-def texts():
-    tokenizer = load_tokenizer(resolve("pocket"))
-    return [np.asarray(tokenizer.encode(text), np.int32) for text in held_out_texts().values()]
-
 
 # All tests share one shape of state, and so its programs.
 SLOTS, MAX_LEN, CHUNK, K = 24, 288, 80, 4
 init_state = jax.jit(decode.init_state, static_argnames=("slots", "max_len", "num_draft_tokens", "page_size"))
-admit = jax.jit(decode.admit)
 prefill = jax.jit(decode.prefill, static_argnames="chunk", donate_argnums=2)
 decode_loop = jax.jit(decode.decode_loop, static_argnames="round")
 
 
-def put(state, sequences, limits, prompts=None, temperature=0.0):
-    """Admits sequences of any lengths into slots 0, 1, ...; their seeds are 0, 1, ... temperature: one for all, or some in turn."""
-    slots, width = state.tokens.shape
-
-    def padded(rows):
-        return jnp.asarray(np.pad(rows, (0, slots - len(sequences))), jnp.int32)
-
-    tokens = np.zeros((slots, width), np.int32)
-    for row, ids in zip(tokens, sequences, strict=False):
-        row[: len(ids)] = ids
-    lengths = [len(ids) for ids in sequences]
-    stop_ids = np.full(state.stop_ids.shape, -1, np.int32)
-    stop_ids[:, 0] = 1
-    each = jnp.arange(slots, dtype=jnp.int32)
-    return admit(
-        state,
-        jnp.where(each < len(sequences), each, slots),  # the others are nobody's
-        decode.Requests(
-            tokens=jnp.asarray(tokens),
-            length=padded(lengths),
-            prompt=padded(lengths if prompts is None else prompts),
-            limit=padded(limits),
-            stop_ids=jnp.asarray(stop_ids),
-            seed=jnp.stack([each, jnp.zeros_like(each)], axis=1).astype(jnp.uint32),
-            temperature=jnp.asarray(np.resize(temperature, slots), jnp.float32),
-        ),
-    )
-
-
-def prefilled(target, drafter, sequences, limits, prompts=None, temperature=0.0):
+def prefilled(drafter, sequences, limits, prompts=None, temperature=0.0):
     """A state whose sequences, in slots 0, 1, ..., are ready to decode."""
-    state = init_state(target, drafter, slots=SLOTS, max_len=MAX_LEN, num_draft_tokens=7, page_size=32)
+    state = init_state(target(), drafter, slots=SLOTS, max_len=MAX_LEN, num_draft_tokens=7, page_size=32)
     state = put(state, sequences, limits, prompts, temperature)
     for _ in range(-(-max(map(len, sequences)) // CHUNK)):
-        state = prefill(target, drafter, state, jnp.arange(SLOTS, dtype=jnp.int32), chunk=CHUNK)
+        state = prefill(target(), drafter, state, jnp.arange(SLOTS, dtype=jnp.int32), chunk=CHUNK)
     return state
 
 
-def decoded(target, drafter, state, count=SLOTS, num_draft_tokens=K, rounds=10_000):
+def decoded(drafter, state, count=SLOTS, num_draft_tokens=K, rounds=10_000):
     """The first `count` sequences, to their end or as far as so many rounds take them, and the state."""
-    state = decode_loop(target, drafter, state, jnp.arange(count, dtype=jnp.int32), rounds, round=decode.Round(num_draft_tokens))
+    state = decode_loop(target(), drafter, state, jnp.arange(count, dtype=jnp.int32), rounds, round=decode.Round(num_draft_tokens))
     tokens, length = np.asarray(state.tokens), np.asarray(state.length)
     return [row[:n] for row, n in zip(tokens[:count], length, strict=False)], state
 
 
-def assert_same(target, found, expected, temperature, seed):
-    """Equal, or the target's own margin at the first difference is a floating-point tie. Returns the number of ties, 0 or 1."""
-    if found.shape == expected.shape and (found == expected).all():
-        return 0
-    at = int(np.argmin(found[: len(expected)] == expected[: len(found)]))
-    out, _ = target(Rows(jnp.asarray(expected[None, :at]), jnp.zeros(1, jnp.int32), jnp.full(1, at), jnp.zeros(1, jnp.int32)), None)
-    logits = target.unembed(out.hidden)[0, -1]
-    if temperature:
-        from pallas_kernels.noise import gumbel, row_keys
-
-        keys = row_keys(jnp.asarray([seed, 0], jnp.uint32), jnp.asarray(at))
-        logits = logits / temperature + gumbel(keys, jnp.arange(logits.shape[0]))
-    margin = abs(float(logits[int(expected[at])] - logits[int(found[at])]))
-    assert margin < TIE, f"tokens differ at {at}: {expected[at]} without drafts, {found[at]} with, margin {margin}"
-    return 1
-
-
 @pytest.mark.parametrize("temperature", [(0.0, 0.8), pytest.param((0.8, 0.0), marks=pytest.mark.slow)])
-def test_the_same_tokens_for_any_k_and_batch(target, assistant, texts, temperature):
+def test_the_same_tokens_for_any_k_and_batch(temperature):
     """Greedy and sampled in turn, up to exactly max_len, past the window of 128, from prompts of 1 to 220 tokens."""
-    sequences = [ids[:n] for ids, n in zip(texts, [1, 3, 40, 63, 64, 127, 129, 220], strict=False)]
+    sequences = [ids[:n] for ids, n in zip(texts(), [1, 3, 40, 63, 64, 127, 129, 220], strict=False)]
     # The assistant's part of the prompts is nothing to a loop without drafts, so that all three go on from one state.
-    ready = prefilled(target, assistant, sequences, [MAX_LEN] * len(sequences), temperature=temperature)
-    expected, state = decoded(target, NoDraft(), ready, len(sequences), 0)
+    ready = prefilled(drafter_of("mtp"), sequences, [MAX_LEN] * len(sequences), temperature=temperature)
+    expected, state = decoded(NoDraft(), ready, len(sequences), 0)
     ends = np.asarray(state.status)
     assert (np.asarray(state.length)[ends == decode.FULL_LENGTH] == MAX_LEN).all()
     assert (ends == decode.FULL_LENGTH).any()
     compared, ties = 0, 0
     for k, batch in ((K, SLOTS), (1, 3)):
-        found, _ = decoded(target, assistant, ready, batch, k)
+        found, _ = decoded(drafter_of("mtp"), ready, batch, k)
         for seed, (f, e) in enumerate(zip(found, expected[:batch], strict=False)):
-            ties += assert_same(target, f, e, temperature[seed % 2], seed)
+            ties += assert_same(f, e, temperature[seed % 2], seed)
             compared += len(e)
     assert ties <= 1 + compared // 10_000
 
 
 @pytest.fixture(scope="module")
-def written(target, assistant, texts):
+def written():
     """Greedy continuations of a place in each held-out module, K = 4: [(prompt length, tokens)], and the state."""
-    sequences = [np.concatenate([[BOS], ids[at + 1 : at + PROMPT_TOKENS]]) for ids, at in zip(texts, [0, 400] * len(texts), strict=False)]
-    ready = prefilled(target, assistant, sequences, [len(ids) + NEW_TOKENS for ids in sequences])
-    tokens, state = decoded(target, assistant, ready)
+    sequences = [
+        np.concatenate([[BOS], ids[at + 1 : at + PROMPT_TOKENS]]) for ids, at in zip(texts(), itertools.cycle([0, 400]), strict=False)
+    ]
+    ready = prefilled(drafter_of("mtp"), sequences, [len(ids) + NEW_TOKENS for ids in sequences])
+    tokens, state = decoded(drafter_of("mtp"), ready)
     return [(len(ids), row) for ids, row in zip(sequences, tokens, strict=True)], state
 
 
@@ -151,30 +85,29 @@ def test_acceptance_on_unseen_code(written):
     ("name", "least"),
     [("dflash", 2.25), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eagle3", 2.3), ("modules", 2.4), ("draft", 2.45)))],
 )
-def test_every_drafter_guesses_the_same_text(target, written, name, least):
+def test_every_drafter_guesses_the_same_text(written, name, least):
     """The assistant's tokens, which are those without a drafter, and how many of them a round gives."""
     sequences, _ = written
-    drafter = load_drafter(resolve(f"pocket-{name}"), target.config, jnp.float32, progress=False)
-    ready = prefilled(target, drafter, [row[:prompt] for prompt, row in sequences], [prompt + NEW_TOKENS for prompt, _ in sequences])
-    tokens, state = decoded(target, drafter, ready)
-    ties = sum(assert_same(target, found, row, 0.0, 0) for found, (_, row) in zip(tokens, sequences, strict=True))
+    ready = prefilled(drafter_of(name), [row[:prompt] for prompt, row in sequences], [prompt + NEW_TOKENS for prompt, _ in sequences])
+    tokens, state = decoded(drafter_of(name), ready)
+    ties = sum(assert_same(found, row, 0.0, 0) for found, (_, row) in zip(tokens, sequences, strict=True))
     assert ties <= 1
     new = sum(len(row) - prompt - 1 for prompt, row in sequences)
     assert new / int(state.rounds.sum()) >= least
 
 
-def test_acceptance_along_the_real_text(target, assistant, texts):
+def test_acceptance_along_the_real_text():
     """One round from each of many places of the real text, so that repetitive output cannot flatter the figure."""
-    places = np.random.default_rng(0).integers(60, 240, (len(texts), 4))
-    sequences = [ids[: at + 1] for ids, row in zip(texts, places, strict=True) for at in row]
+    places = np.random.default_rng(0).integers(60, 240, (len(texts()), 4))
+    sequences = [ids[: at + 1] for ids, row in zip(texts(), places, strict=True) for at in row]
     gained = []
     for some in (sequences[first : first + SLOTS] for first in range(0, len(sequences), SLOTS)):
         # More tokens known than prompted: the last is taken as the anchor, though the target may have chosen another.
         prompts, limits = [len(ids) - 1 for ids in some], [len(ids) + 8 for ids in some]
-        state = prefilled(target, assistant, some, limits, prompts)
+        state = prefilled(drafter_of("mtp"), some, limits, prompts)
         before = np.asarray(state.length)[: len(some)]
         np.testing.assert_array_equal(before, [len(ids) for ids in some])
-        gained.extend(np.asarray(decoded(target, assistant, state, rounds=1)[1].length)[: len(some)] - before)
+        gained.extend(np.asarray(decoded(drafter_of("mtp"), state, rounds=1)[1].length)[: len(some)] - before)
     assert np.mean(gained) >= 2.3
 
 
@@ -183,21 +116,21 @@ def test_what_it_writes_does_not_loop(written):
     assert len(set(grams)) / len(grams) >= 0.7
 
 
-def test_transformers_loads_the_target_with_the_same_logits(target, texts):
+def test_transformers_loads_the_target_with_the_same_logits():
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(resolve("pocket"), dtype=torch.float32, attn_implementation="eager")
-    ids = texts[0][:300]
+    ids = texts()[0][:300]
     with torch.no_grad():
         expected = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0].numpy()
     rows = Rows(jnp.asarray(ids[None]), jnp.zeros(1, jnp.int32), jnp.full(1, len(ids)), jnp.zeros(1, jnp.int32))
-    found = np.asarray(jax.jit(lambda target, rows: target.unembed(target(rows, None)[0].hidden))(target, rows)[0])
+    found = np.asarray(jax.jit(lambda target, rows: target.unembed(target(rows, None)[0].hidden))(target(), rows)[0])
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
-def test_every_feature_of_a_release_but_experts_is_there(target):
-    config = target.config
+def test_every_feature_of_a_release_but_experts_is_there():
+    config = target().config
     assert config.hidden_size_per_layer_input and config.num_kv_shared_layers and 64 <= config.sliding_window <= 128
     assert any(spec.k_eq_v for spec in config.layers) and config.final_logit_softcapping == 30.0
     assert len({spec.head_dim for spec in config.layers}) == 2 and len({spec.intermediate_size for spec in config.layers}) == 2

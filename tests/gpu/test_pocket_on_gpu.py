@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from test_pocket import assert_same, assistant, put, target, texts  # noqa: F401
+from pocket_pair import assert_same, drafter_of, put, target, texts
 
 from jaxspec import decode
 from jaxspec.compile_check.check import GRAPH, loop_commands
@@ -21,7 +21,7 @@ prefill = jax.jit(decode.prefill, static_argnames=("chunk", "round"), donate_arg
 decode_loop = jax.jit(decode.decode_loop, static_argnames="round", donate_argnums=2)
 
 
-def decoded(target, drafter, sequences, *, num_draft_tokens, attention, temperature):  # noqa: F811
+def decoded(target, drafter, sequences, *, num_draft_tokens, attention, temperature):
     """The finished sequences."""
     if attention == "triton" and (reason := dialect.obstacle()):
         pytest.skip(reason)
@@ -35,14 +35,14 @@ def decoded(target, drafter, sequences, *, num_draft_tokens, attention, temperat
 
 
 @pytest.fixture(scope="module")
-def sequences(texts):  # noqa: F811
-    return [ids[:n] for ids, n in zip(texts, [1, 3, 40, 63, 64, 127, 129, 220], strict=False)]
+def sequences():
+    return [ids[:n] for ids, n in zip(texts(), [1, 3, 40, 63, 64, 127, 129, 220], strict=False)]
 
 
 @pytest.fixture(scope="module")
-def plain(target, sequences):  # noqa: F811
+def plain(sequences):
     """By temperature: what XLA decodes without drafts."""
-    run = functools.partial(decoded, target, NoDraft(), sequences, num_draft_tokens=0, attention="xla")
+    run = functools.partial(decoded, target(), NoDraft(), sequences, num_draft_tokens=0, attention="xla")
     return {temperature: run(temperature=temperature) for temperature in (0.0, 0.8)}
 
 
@@ -52,13 +52,13 @@ def test_it_runs_on_the_gpu():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("attention", ["xla", "triton"])
-def test_the_same_tokens_by_xla_and_by_kernels_for_any_k(target, assistant, sequences, plain, attention, temperature):  # noqa: F811
+def test_the_same_tokens_by_xla_and_by_kernels_for_any_k(sequences, plain, attention, temperature):
     compared, ties = 0, 0
     for k in (4,) if attention == "xla" else (0, 1, 4, 7):
-        drafter = assistant if k else NoDraft()
-        found = decoded(target, drafter, sequences, num_draft_tokens=k, attention=attention, temperature=temperature)
+        guessing = drafter_of("mtp") if k else NoDraft()
+        found = decoded(target(), guessing, sequences, num_draft_tokens=k, attention=attention, temperature=temperature)
         for seed, (f, e) in enumerate(zip(found, plain[temperature], strict=True)):
-            ties += assert_same(target, f, e, temperature, seed)
+            ties += assert_same(f, e, temperature, seed)
             compared += len(e)
     assert ties <= 1 + compared // 10_000
 
@@ -75,9 +75,9 @@ def divergences(found, expected, prompts):
     return sum(end is not None for end in ends), sum(tokens)
 
 
-def test_how_often_bfloat16_diverges(target, assistant, sequences, record_property):  # noqa: F811
+def test_how_often_bfloat16_diverges(sequences, record_property):
     """A measurement: in bfloat16 ties are frequent. It is printed with `pytest -s`, and kept by `--junit-xml`."""
-    half, draft = halved(target), halved(assistant)
+    half, draft = halved(target()), halved(drafter_of("mtp"))
     for temperature in (0.0, 0.8):
         run = functools.partial(decoded, sequences=sequences, temperature=temperature)
         plain = run(half, NoDraft(), num_draft_tokens=0, attention="xla")
@@ -92,9 +92,9 @@ def test_how_often_bfloat16_diverges(target, assistant, sequences, record_proper
 
 
 @pytest.fixture(scope="module")
-def loop(target, assistant):  # noqa: F811
+def loop():
     """`decode_loop` with pools that are large beside all else, and what the largest of them takes."""
-    half, draft = halved(target), halved(assistant)
+    half, draft = halved(target()), halved(drafter_of("mtp"))
     state = jax.eval_shape(lambda: decode.init_state(half, draft, slots=64, max_len=4096, num_draft_tokens=4, full_pages=20_000))
     pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return decode_loop.lower(half, draft, state, jnp.zeros(1, jnp.int32), 100, round=decode.Round(4)), pool
