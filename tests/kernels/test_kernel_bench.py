@@ -37,7 +37,7 @@ def test_the_time_of_a_dispatch_is_shared_by_its_calls(monkeypatch, us):
         return jnp.zeros(())
 
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
-    assert bench.measure(run, turns) == pytest.approx(us)
+    assert bench.loop_us(run, turns) == pytest.approx(us)
     each = max(1, min(64, -(-bench.SAMPLE_SECONDS // (us * 1e-6 * bench.TRIPS * len(turns)))))
     assert len(dispatches) == bench.WARM_UPS + bench.SAMPLES * each
 
