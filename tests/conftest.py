@@ -50,12 +50,13 @@ hypothesis.settings.load_profile("jaxspec")
 
 
 # Of which each takes one process a minute or more: begun last, one of them would leave the other processes idle.
-LONG = [f"test_{name}.py" for name in ("pocket", "mesh_tokens", "notebooks", "draft_model", "decode", "readme", "engine")]
+LONG = ["every_kind", "pocket", "mesh_tokens", "notebooks", "mtp", "draft_model", "eagle3", "decode", "readme", "engine"]
 
 
 def pytest_collection_modifyitems(items):
     """The files that take longest come first."""
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    places = {f"test_{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -207,8 +207,3 @@ def run(model: Any, ids: Any) -> tuple[np.ndarray, list[np.ndarray]]:
     """Whole sequences through the reference. ids: [B, T]. Returns logits [B, T, V] and hidden states, of which the last is normed."""
     out = model(torch.tensor(np.asarray(ids), dtype=torch.long), output_hidden_states=True, use_cache=False)
     return out.logits.numpy(), [hidden.numpy() for hidden in out.hidden_states]
-
-
-def relative_error(found: Any, expected: np.ndarray) -> float:
-    """The largest difference, in units of the largest expected value. NaN stays NaN, which no bound admits."""
-    return float(np.max(np.abs(np.asarray(found, np.float64) - expected)) / np.max(np.abs(expected)))

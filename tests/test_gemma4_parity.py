@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from definitions import relative_error
 from transformers.models.gemma4 import modeling_gemma4 as reference
 
 from jaxspec import checkpoint
@@ -44,7 +45,7 @@ def expected(member: str) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
 
 
 def close(found, wanted) -> None:
-    assert oracle.relative_error(found, wanted) <= LIMIT
+    assert relative_error(found, wanted) <= LIMIT
 
 
 def whole(ids) -> Rows:

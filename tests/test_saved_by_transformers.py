@@ -12,6 +12,7 @@ import oracle
 import pytest
 import torch
 import transformers
+from definitions import relative_error
 from real_configs import ASSISTANTS, TARGETS, saved_again
 
 from jaxspec import checkpoint, gemma4, loading
@@ -102,7 +103,7 @@ def test_the_text_is_that_of_transformers(name, kind, size, head, tmp_path):
         rows = gemma4.Rows(jnp.asarray([padded], jnp.int32), zero, zero + LENGTH - 1, zero)
         return np.asarray(target.unembed(target(rows, None)[0].hidden))[0]
 
-    assert oracle.relative_error(score(tokens[:-1]), logits) < LIMIT
+    assert relative_error(score(tokens[:-1]), logits) < LIMIT
     found = tokens[:PROMPT]
     while len(found) < LENGTH:
         found.append(int(np.argmax(score(found)[len(found) - 1])))

@@ -15,7 +15,7 @@ from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sampling.choice import Sampling
 
-VOCAB, WINDOW, PAGE, MAX_LEN, MAX_K, CHUNK = 61, 8, 3, 43, 7, 5
+VOCAB, WINDOW, PAGE, MAX_LEN, MAX_K, CHUNK = 64, 8, 3, 43, 7, 5
 TEXT = {**tiny.THREE_LAYERS, "vocab_size": VOCAB, "sliding_window": WINDOW}
 SLOTS = 7
 LENGTHS = np.array([1, 4, 9, 13, 22], np.int32)  # tokens of each prompt; a sequence's seed is its row
@@ -46,14 +46,15 @@ def prompts():
     return np.random.default_rng(1).integers(2, VOCAB, (len(LENGTHS), MAX_LEN)).astype(np.int32)
 
 
-def started(drafter, model=None, chunk=CHUNK):
-    """A state in which every prompt is computed and every first token chosen."""
+def started(drafter, model=None, chunk=CHUNK, ids=None):
+    """A state in which every prompt is computed and every first token chosen. ids: of other prompts than `prompts()`."""
+    ids = prompts() if ids is None else ids
     model = target() if model is None else model
     state = init_state(model, drafter, slots=SLOTS, max_len=MAX_LEN, num_draft_tokens=MAX_K, page_size=PAGE, max_stop_ids=1)
     pad = ((0, 1),)
     seed = np.stack([np.arange(len(LENGTHS) + 1), np.zeros(len(LENGTHS) + 1)], axis=1).astype(np.uint32)
     requests = decode.Requests(
-        tokens=np.pad(np.where(np.arange(MAX_LEN) < LENGTHS[:, None], prompts(), 0), (*pad, (0, 0))),
+        tokens=np.pad(np.where(np.arange(MAX_LEN) < LENGTHS[:, None], ids, 0), (*pad, (0, 0))),
         length=np.pad(LENGTHS, pad),
         prompt=np.pad(LENGTHS, pad),
         limit=np.full(len(SLOT_IDS), MAX_LEN, np.int32),
@@ -84,11 +85,17 @@ def texts():
     return tokens(decode_loop(target(), NoDraft(), started(NoDraft()), SLOT_IDS, 1000, round=decode.Round(0)))
 
 
-def finish(drafter, *ks, chunk=CHUNK):
-    """The texts with a drafter, and how many rounds each took. ks: K of each call of one round in turn; of a single one, of all rounds."""
-    state, calls = started(drafter, chunk=chunk), itertools.cycle(ks)
+def ended(model, drafter, state, *ks):
+    """The state in which every sequence has ended. ks: K of each call of one round in turn; of a single one, of all rounds."""
+    calls = itertools.cycle(ks)
     while np.any(np.asarray(state.status) == decode.RUNNING):
-        state = decode_loop(target(), drafter, state, SLOT_IDS, 1 if len(ks) > 1 else MAX_LEN, round=decode.Round(next(calls)))
+        state = decode_loop(model, drafter, state, SLOT_IDS, 1 if len(ks) > 1 else MAX_LEN, round=decode.Round(next(calls)))
+    return state
+
+
+def finish(drafter, k):
+    """The texts with a drafter, and how many rounds each took."""
+    state = ended(target(), drafter, started(drafter), k)
     return tokens(state), np.asarray(state.rounds)[SLOT_IDS[:-1]]
 
 

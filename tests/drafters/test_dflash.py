@@ -11,12 +11,13 @@ from pathlib import Path
 import formulas
 import jax
 import jax.numpy as jnp
+import kinds
 import numpy as np
 import pytest
 import real_configs
 import rounds
-import tiny
 from formulas import attend, check_round, close, greedy, guesses, rms, rotate, silu, write_checkpoint
+from kinds import DFLASH
 from real_configs import FULL, SLIDING
 from safetensors.numpy import load_file
 
@@ -27,6 +28,8 @@ from jaxspec.drafters import dflash
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.dflash import DFlash, DFlashConfig
 from jaxspec.model.config import Gemma4Config
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
 
 
 @pytest.mark.parametrize("name", ["dflash_full", "dflash_sliding"])
@@ -60,60 +63,15 @@ def test_golden_rounds(name: str, tmp_path: Path) -> None:
         formulas.check_pages(state.cache, 1, layer, spec, at, key, value)
 
 
-# Two drafters of the target of `rounds`, as z-lab and as speculators lay them out.
-BASE = {
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_hidden_layers": 3,
-    "layer_types": [SLIDING, FULL, SLIDING],
-    "sliding_window": 7,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": rounds.VOCAB,
-}
-CONFIGS = {
-    "z-lab": {
-        **BASE,
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "rope_theta": 1e4,
-        "block_size": 16,
-        "num_target_layers": 3,
-        "final_logit_softcapping": 2.0,
-        "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 2]},
-    },
-    "speculators": {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
-        "transformer_layer_config": {**BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
-        "block_size": 8,
-        "draft_vocab_size": 40,
-        "mask_token_id": 60,
-        "aux_hidden_state_layer_ids": [1, 2, 3],
-        "sliding_window_non_causal": True,
-    },
-}
+NAMES = {"z-lab": "dflash", "speculators": "dflash speculators"}
 TAPS = {"z-lab": (1, 3), "speculators": (1, 2, 3)}
 CAUSAL = {"z-lab": (True, False, True), "speculators": (False, False, False)}
 
 
 @functools.cache
-def drafter(layout: str) -> DFlash:
-    config = DFlashConfig.from_hf(CONFIGS[layout], rounds.target().config, ("lm_head.weight",) if layout == "speculators" else ())
-    weights = tiny.random_weights(dflash.abstract(dataclasses.replace(config, own_mask=layout == "speculators"), jnp.float32), 3)
-    if weights.d2t is not None:
-        weights = dataclasses.replace(weights, d2t=np.sort(np.random.default_rng(4).permutation(rounds.VOCAB)[:40]) - np.arange(40))
-        weights = dataclasses.replace(weights, d2t=weights.d2t.astype(np.int32))
-    return dataclasses.replace(jax.tree.map(jnp.asarray, weights), page_size=rounds.PAGE)
-
-
-@functools.cache
 def tensors(layout: str, folder: Path) -> dict[str, np.ndarray]:
     """The drafter's tensors under the checkpoint's keys."""
-    checkpoint.save_weights(folder / layout, drafter(layout), CONFIGS[layout])
+    checkpoint.save_weights(folder / layout, kinds.drafter(NAMES[layout]), DFLASH[layout])
     return load_file(folder / layout / "model.safetensors")
 
 
@@ -126,7 +84,7 @@ def reference(layout: str, w: dict[str, np.ndarray], table: np.ndarray, taps: np
     """The logits of all rows of a block behind a context, over the draft vocabulary, by the formulas of DFlash's paper and code.
 
     table: [V, H], unscaled; taps: [n, taps, H]; ids: [T]."""
-    config = CONFIGS[layout]
+    config = DFLASH[layout]
     inner = {**config, **config.get("transformer_layer_config", {})}
     theta, dim = inner.get("rope_theta") or inner["rope_parameters"]["rope_theta"], inner["head_dim"]
     n, t = len(taps), len(ids)
@@ -160,10 +118,10 @@ def reference(layout: str, w: dict[str, np.ndarray], table: np.ndarray, taps: np
 ACCEPTED = [(0, 3, 7, 1, 5), (7, 0, 2, 4, 0), (6, 5, 0, 7, 2)]
 
 
-@pytest.mark.parametrize("layout", CONFIGS)
+@pytest.mark.parametrize("layout", DFLASH)
 def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
     """After prompts in chunks that end anywhere, and after rounds in which 0 to 7 drafts are accepted, the drafts are the formulas'."""
-    model, w = drafter(layout), tensors(layout, folder)
+    model, w = kinds.drafter(NAMES[layout]), tensors(layout, folder)
     table = np.asarray(rounds.target().embed_tokens.weight)
     ids = np.arange(40) + w["d2t"] if "d2t" in w else np.arange(rounds.VOCAB)
     state = rounds.started(model)
@@ -172,6 +130,7 @@ def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
         formulas.same(state.drafter, after)
         for row, length in enumerate(known):
             text = rounds.tokens(state)[row]
+            np.testing.assert_array_equal(text[:length], rounds.texts()[row, :length])
             taps = formulas.hidden_states()[row, list(TAPS[layout]), : length - 1].transpose(1, 0, 2)
             block = np.array([text[length - 1], *[model.config.mask_token_id] * 7])
             wanted = reference(layout, w, table, taps, block)[1:]
@@ -184,34 +143,28 @@ def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
             np.testing.assert_array_equal(rounds.lengths(state), np.minimum(known + np.asarray(accepted) + 1, rounds.MAX_LEN))
 
 
-@pytest.mark.parametrize(("layout", "ks"), [("z-lab", (7, 1, 0)), ("speculators", (3,))])
-def test_texts_are_those_of_the_target(layout: str, ks: tuple[int, ...]) -> None:
-    texts, _ = rounds.finish(drafter(layout), *ks)
-    np.testing.assert_array_equal(texts, rounds.texts())
-
-
 def test_a_rejected_round_leaves_no_trace() -> None:
-    formulas.check_rejection(drafter("speculators"))
+    formulas.check_rejection(kinds.drafter("dflash speculators"))
 
 
 @pytest.mark.slow
 def test_the_longest_block_gives_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "MAX_K", 15)
-    texts, taken = rounds.finish(drafter("z-lab"), 15)
+    texts, taken = rounds.finish(kinds.drafter("dflash"), 15)
     np.testing.assert_array_equal(texts, rounds.texts())
     assert (taken <= rounds.MAX_LEN - rounds.LENGTHS).all()
 
 
-@pytest.mark.parametrize("layout", CONFIGS)
+@pytest.mark.parametrize("layout", DFLASH)
 def test_save_and_load(layout: str, folder: Path) -> None:
     """What is saved has the checkpoint's keys, and comes back the same; tensors that nobody reads may lie beside it."""
-    model, stored = drafter(layout), tensors(layout, folder)
+    model, stored = kinds.drafter(NAMES[layout]), tensors(layout, folder)
     assert stored["layers.1.self_attn.q_proj.weight"].shape == (48, 32) and stored["layers.1.self_attn.v_proj.weight"].shape == (16, 32)
     np.testing.assert_array_equal(stored["layers.2.self_attn.v_proj.weight"], np.asarray(model.kv_proj.weight)[2, 1].reshape(16, 32))
     extra = {"t2d": np.zeros(rounds.VOCAB, bool)}
     if layout == "speculators":
         extra |= {"embed_tokens.weight": np.ones((rounds.VOCAB, 32), np.float32), "verifier_norm.weight": np.ones(32, np.float32)}
-    path = write_checkpoint(folder / f"{layout}-more", CONFIGS[layout], {**stored, **extra})
+    path = write_checkpoint(folder / f"{layout}-more", DFLASH[layout], {**stored, **extra})
     loaded = drafters.load_drafter(path, rounds.target().config, jnp.float32, progress=False)
     assert isinstance(loaded, DFlash) and loaded.config == model.config
     for old, new in zip(jax.tree.leaves(model), jax.tree.leaves(loaded), strict=True):
@@ -219,15 +172,15 @@ def test_save_and_load(layout: str, folder: Path) -> None:
 
 
 def test_a_copy_of_the_targets_head_is_dropped() -> None:
-    config = {**CONFIGS["speculators"], "draft_vocab_size": rounds.VOCAB}
+    config = {**DFLASH["speculators"], "draft_vocab_size": rounds.VOCAB}
     read = DFlashConfig.from_hf(config, rounds.target().config, ("lm_head.weight", "d2t"))
     assert not read.own_head and {"lm_head.", "d2t"} <= set(read.unread) and dflash.abstract(read).d2t is None
-    kept = DFlashConfig.from_hf(CONFIGS["z-lab"], rounds.target().config, ("lm_head.weight",))
+    kept = DFlashConfig.from_hf(DFLASH["z-lab"], rounds.target().config, ("lm_head.weight",))
     assert kept.own_head and "lm_head." not in kept.unread
 
 
 def changed(layout: str, changes: dict, dflash_config: dict | None = None) -> dict:
-    config = {**CONFIGS[layout], **changes}
+    config = {**DFLASH[layout], **changes}
     return {**config, "dflash_config": dflash_config} if dflash_config is not None else config
 
 
@@ -236,15 +189,15 @@ def changed(layout: str, changes: dict, dflash_config: dict | None = None) -> di
     [
         (changed("z-lab", {"hidden_size": 48}), "hidden_size 48, for a target of 48; this target has 32"),
         (changed("speculators", {"target_hidden_size": 64}), "hidden_size 32, for a target of 64; this target has 32"),
-        (changed("z-lab", {"vocab_size": 62}), "vocab_size 62, this target has 61"),
+        (changed("z-lab", {"vocab_size": 65}), "vocab_size 65, this target has 64"),
         (changed("z-lab", {"num_target_layers": 4}), r"made for a target of 4 layers \(num_target_layers\), this target has 3"),
         (changed("z-lab", {}, {"mask_token_id": 4, "target_layer_ids": [0, 3]}), r"hidden states \[1, 4\]; this target has 0 .. 3"),
         (changed("speculators", {"aux_hidden_state_layer_ids": [1, 9]}), r"hidden states \[1, 9\]; this target has 0 .. 3"),
         (changed("speculators", {"target_layer_ids": [1, 2, 3]}), r"aux_hidden_state_layer_ids \[1, 2, 3\], target_layer_ids \[1, 2, 3\];"),
         (changed("z-lab", {"aux_hidden_state_layer_ids": [0, 2]}), r"target_layer_ids \[0, 2\], aux_hidden_state_layer_ids \[0, 2\]; exp"),
         (changed("z-lab", {"num_target_layers": None}, {"mask_token_id": 4}), "neither target_layer_ids nor num_target_layers, .* 3 must"),
-        (changed("z-lab", {}, {"target_layer_ids": [0]}), "mask_token_id is None; expected an id below vocab_size 61"),
-        (changed("z-lab", {}, {"target_layer_ids": [0], "mask_token_id": 61}), "mask_token_id is 61; expected an id below vocab_size 61"),
+        (changed("z-lab", {}, {"target_layer_ids": [0]}), "mask_token_id is None; expected an id below vocab_size 64"),
+        (changed("z-lab", {}, {"target_layer_ids": [0], "mask_token_id": 64}), "mask_token_id is 64; expected an id below vocab_size 64"),
         (changed("z-lab", {"num_key_value_heads": 4}), "6 query heads and 4 KV heads of head_dim 8"),
         (changed("z-lab", {"sliding_window": None}), "2 sliding layers, and sliding_window is None"),
         (changed("z-lab", {"layer_types": [FULL]}), "layer_types has 1 entries of .*; expected 3 of"),
@@ -258,7 +211,7 @@ def changed(layout: str, changes: dict, dflash_config: dict | None = None) -> di
         (changed("z-lab", {"rope_parameters": {FULL: {"rope_theta": 1e4}}}), "RoPE is .*'full_attention'.*; implemented"),
         (changed("z-lab", {}, {"attention_sink_bias": True}), "attention_sink_bias=True; implemented: none"),
         (changed("z-lab", {"block_size": None}), "config.json lacks 'block_size'"),
-        (changed("z-lab", {"draft_vocab_size": 40}), "draft_vocab_size is 40 of 61 tokens, and the checkpoint has no lm_head.weight"),
+        (changed("z-lab", {"draft_vocab_size": 40}), "draft_vocab_size is 40 of 64 tokens, and the checkpoint has no lm_head.weight"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:30],
 )
@@ -270,7 +223,7 @@ def test_a_drafter_of_another_target(config: dict, message: str, tmp_path: Path)
 
 
 def test_a_pickled_mask_embedding_is_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, CONFIGS["z-lab"], {"fc.weight": np.zeros(1, np.float32)})
+    write_checkpoint(tmp_path, DFLASH["z-lab"], {"fc.weight": np.zeros(1, np.float32)})
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(
         ValueError, match=r"mask_embedding.pt is a pickle.*expected a tensor mask_embedding in model.safetensors.*python -c"
@@ -280,8 +233,8 @@ def test_a_pickled_mask_embedding_is_refused(tmp_path: Path) -> None:
 
 def test_a_block_holds_block_size_rows() -> None:
     with pytest.raises(ValueError, match="num_draft_tokens is 8; the drafter's block_size of 8 holds the anchor and 7 drafts"):
-        jax.eval_shape(lambda: drafter("speculators").init(2, 16, 8))
-    assert jax.eval_shape(lambda: drafter("speculators").init(2, 16, 7)).cache.slots == 2
+        jax.eval_shape(lambda: kinds.drafter("dflash speculators").init(2, 16, 8))
+    assert jax.eval_shape(lambda: kinds.drafter("dflash speculators").init(2, 16, 7)).cache.slots == 2
 
 
 def test_taps_that_the_checkpoint_leaves_out() -> None:
@@ -307,7 +260,7 @@ def test_taps_that_the_checkpoint_leaves_out() -> None:
 def test_masks(changes: dict, causal: tuple, windows: tuple) -> None:
     changes = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], **changes}
     own = {"mask_token_id": 4, "target_layer_ids": [0], **changes.pop("dflash_config", {})}
-    read = DFlashConfig.from_hf({**CONFIGS["z-lab"], **changes, "dflash_config": own}, rounds.target().config)
+    read = DFlashConfig.from_hf({**DFLASH["z-lab"], **changes, "dflash_config": own}, rounds.target().config)
     assert (read.causal, tuple(spec.window for spec in read.layers)) == (causal, windows)
 
 
@@ -315,7 +268,7 @@ def test_masks(changes: dict, causal: tuple, windows: tuple) -> None:
     ("changes", "theta"), [({}, 1e4), ({"rope_theta": None}, 1e6), ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, 5.0)]
 )
 def test_rope_theta(changes: dict, theta: float) -> None:
-    read = DFlashConfig.from_hf({**CONFIGS["z-lab"], **changes}, rounds.target().config)
+    read = DFlashConfig.from_hf({**DFLASH["z-lab"], **changes}, rounds.target().config)
     assert {spec.rope_theta for spec in read.layers} == {theta}
 
 
@@ -331,16 +284,16 @@ def test_rope_theta(changes: dict, theta: float) -> None:
 )
 def test_where_the_mask_token_is_named(outer: dict, inner: dict, mask: int) -> None:
     own = {"target_layer_ids": [0], **inner}
-    read = DFlashConfig.from_hf({**CONFIGS["z-lab"], **outer, "dflash_config": own}, rounds.target().config)
+    read = DFlashConfig.from_hf({**DFLASH["z-lab"], **outer, "dflash_config": own}, rounds.target().config)
     assert read.mask_token_id == mask
 
 
 @pytest.mark.parametrize("scale", [1.0, 32**0.5])
 def test_the_embedding_scale_is_a_setting(scale: float) -> None:
     own = {"mask_token_id": 4, "target_layer_ids": [0], "input_embedding_scale": scale, "output_multiplier": 2.0}
-    read = DFlashConfig.from_hf({**CONFIGS["z-lab"], "dflash_config": own}, rounds.target().config)
+    read = DFlashConfig.from_hf({**DFLASH["z-lab"], "dflash_config": own}, rounds.target().config)
     assert read.output_multiplier == 2.0
-    model = dataclasses.replace(drafter("z-lab"), config=read)
+    model = dataclasses.replace(kinds.drafter("dflash"), config=read)
     found = model.embed(rounds.target(), jnp.asarray([[3, 4]], jnp.int32))
     close(found[0], np.asarray(rounds.target().embed_tokens.weight)[[3, 4]] * scale)
 
@@ -388,7 +341,7 @@ def test_the_released_speculators_drafter() -> None:
 
 
 def test_no_drafts() -> None:
-    model = drafter("z-lab")
+    model = kinds.drafter("dflash")
     state = rounds.started(model)
     found, _ = guesses(rounds.target(), model, state, 0)
     assert found.tokens.shape == (6, 0) and found.logits is None

@@ -4,19 +4,19 @@ The vectors in tests/golden were made with SafeAILab/EAGLE `cnets.py` and with S
 """
 
 import dataclasses
-import functools
 import math
 from pathlib import Path
 
 import formulas
 import jax
 import jax.numpy as jnp
+import kinds
 import numpy as np
 import pytest
 import real_configs
 import rounds
-import tiny
 from formulas import attend, check_round, close, greedy, guesses, rms, rotate, write_checkpoint
+from kinds import EAGLE3, EAGLE3_KEYS, HEAD, LLAMA
 from real_configs import FULL, SLIDING
 from safetensors.numpy import load_file
 
@@ -26,6 +26,8 @@ from jaxspec.drafters import eagle3
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.eagle3 import Eagle3, Eagle3Config
 from jaxspec.model.config import Gemma4Config
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_norm_before_residual"])
@@ -63,65 +65,8 @@ def test_golden_rounds(name: str, tmp_path: Path) -> None:
     formulas.check_pages(state.cache, 1, 0, model.config.layers[0], at, key, value)
 
 
-# Three drafters of the target of `rounds`, as EAGLE, speculators and DeepSpec lay them out.
-LLAMA = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "intermediate_size": 40,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": rounds.VOCAB,
-}
-CONFIGS = {
-    "eagle": {
-        **LLAMA,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": 32,
-        "head_dim": 8,
-        "num_hidden_layers": 1,
-        "rope_theta": 5e3,
-        "draft_vocab_size": 40,
-        "logit_scale": 0.5,
-    },
-    "speculators": {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": {**LLAMA, "hidden_size": 24, "head_dim": 6, "num_hidden_layers": 2},
-        "target_hidden_size": 32,
-        "eagle_aux_hidden_state_layer_ids": [3, 1],
-        "norm_before_fc": True,
-        "fc_norm": True,
-        "norm_output": True,
-    },
-    "gemma": {
-        **rounds.TEXT,
-        "architectures": ["Gemma4Eagle3Model"],
-        "num_hidden_layers": 1,
-        "layer_types": [FULL],
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "global_head_dim": 16,
-        "tie_word_embeddings": False,
-        "num_target_layers": 3,
-        "target_layer_ids": [0, 1, 2],
-        "final_logit_softcapping": 2.0,
-    },
-}
+NAMES = {"eagle": "eagle3", "speculators": "eagle3 speculators", "gemma": "eagle3 gemma"}
 TAPS = {"eagle": (0, 1, 2), "speculators": (1, 3), "gemma": (1, 2, 3)}
-HEAD = ("lm_head.weight",)
-KEYS = {"eagle": HEAD, "speculators": (*HEAD, "embed_tokens.weight", "layers.0.self_attn.q_norm.weight"), "gemma": HEAD}
-
-
-@functools.cache
-def drafter(layout: str) -> Eagle3:
-    config = Eagle3Config.from_hf(CONFIGS[layout], rounds.target().config, KEYS[layout])
-    assert config.taps == TAPS[layout]
-    weights = tiny.random_weights(eagle3.abstract(config, jnp.float32), 3)
-    if weights.d2t is not None:
-        ids = np.sort(np.random.default_rng(4).permutation(rounds.VOCAB)[:40])
-        weights = dataclasses.replace(weights, d2t=(ids - np.arange(40)).astype(np.int32))
-    return dataclasses.replace(jax.tree.map(jnp.asarray, weights), page_size=rounds.PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tensors(layout: str, folder: Path) -> dict[str, np.ndarray]:
     """The drafter's tensors under the checkpoint's keys."""
     if not (folder / layout).exists():
-        checkpoint.save_weights(folder / layout, drafter(layout), CONFIGS[layout])
+        checkpoint.save_weights(folder / layout, kinds.drafter(NAMES[layout]), EAGLE3[layout])
     return load_file(folder / layout / "model.safetensors")
 
 
@@ -141,7 +86,7 @@ class Reference:
 
     def __init__(self, layout: str, w: dict[str, np.ndarray], table: np.ndarray):
         self.layout, self.w = layout, {key: value.astype(np.float64) for key, value in w.items()}
-        config = CONFIGS[layout]
+        config = EAGLE3[layout]
         self.inner = {**config, **config.get("transformer_layer_config", {})}
         self.gemma = layout == "gemma"
         self.eps = self.inner.get("rms_norm_eps", 1e-6)
@@ -213,10 +158,10 @@ class Reference:
 ACCEPTED = [(0, 3, 7, 1, 5), (7, 0, 2, 4, 0), (6, 5, 0, 7, 2)]
 
 
-@pytest.mark.parametrize("layout", CONFIGS)
+@pytest.mark.parametrize("layout", EAGLE3)
 def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
     """After prompts in chunks that end anywhere, and after rounds in which 0 to 7 drafts are accepted, the drafts are the formulas'."""
-    model, w = drafter(layout), tensors(layout, folder)
+    model, w = kinds.drafter(NAMES[layout]), tensors(layout, folder)
     table = np.asarray(rounds.target().embed_tokens.weight)
     ids = np.arange(40) + w["d2t"] if "d2t" in w else np.arange(rounds.VOCAB)
     state = rounds.started(model)
@@ -224,6 +169,7 @@ def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
         (found, after), known = guesses(rounds.target(), model, state, 7), rounds.lengths(state)
         formulas.same(state.drafter, after)
         for row, length in enumerate(known):
+            np.testing.assert_array_equal(rounds.tokens(state)[row, :length], rounds.texts()[row, :length])
             taps = formulas.hidden_states()[row, list(TAPS[layout]), : length - 1].transpose(1, 0, 2)
             wanted = Reference(layout, w, table).drafts(rounds.tokens(state)[row, :length], taps, np.asarray(found.tokens[row]))
             close(found.logits[row, 0], wanted[0])
@@ -237,16 +183,10 @@ def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
             np.testing.assert_array_equal(rounds.lengths(state), np.minimum(known + np.asarray(accepted) + 1, rounds.MAX_LEN))
 
 
-@pytest.mark.parametrize(("layout", "ks"), [("eagle", (7, 1, 0)), ("speculators", (3,)), ("gemma", (3,))])
-def test_texts_are_those_of_the_target(layout: str, ks: tuple[int, ...]) -> None:
-    texts, _ = rounds.finish(drafter(layout), *ks)
-    np.testing.assert_array_equal(texts, rounds.texts())
-
-
-@pytest.mark.parametrize("layout", CONFIGS)
+@pytest.mark.parametrize("layout", EAGLE3)
 def test_save_and_load(layout: str, folder: Path) -> None:
     """What is saved has the checkpoint's keys, and comes back the same, under EAGLE's own names too, and beside copies of the target's."""
-    model, stored = drafter(layout), tensors(layout, folder)
+    model, stored = kinds.drafter(NAMES[layout]), tensors(layout, folder)
     queries, width = {"eagle": (48, 64), "speculators": (36, 48), "gemma": (64, 64)}[layout]
     assert stored["layers.0.self_attn.q_proj.weight"].shape == (queries, width)
     extra = {"t2d": np.zeros(rounds.VOCAB, bool)}
@@ -256,7 +196,7 @@ def test_save_and_load(layout: str, folder: Path) -> None:
     if layout == "eagle":
         stored = {key.replace("layers.0.", "midlayer."): value for key, value in stored.items()}
         assert any(key.startswith("midlayer.") for key in stored)
-    path = write_checkpoint(folder / f"{layout}-more", CONFIGS[layout], {**stored, **extra})
+    path = write_checkpoint(folder / f"{layout}-more", EAGLE3[layout], {**stored, **extra})
     loaded = drafters.load_drafter(path, rounds.target().config, jnp.float32, progress=False)
     assert isinstance(loaded, Eagle3) and loaded.config == model.config
     for old, new in zip(jax.tree.leaves(model), jax.tree.leaves(loaded), strict=True):
@@ -275,17 +215,17 @@ def test_save_and_load(layout: str, folder: Path) -> None:
 )
 def test_a_copy_of_the_targets_table_is_dropped(layout: str, changes: dict, own: bool) -> None:
     keys = ("embed_tokens.weight", "lm_head.weight", "d2t")
-    read = Eagle3Config.from_hf({**CONFIGS[layout], **changes}, rounds.target().config, keys)
+    read = Eagle3Config.from_hf({**EAGLE3[layout], **changes}, rounds.target().config, keys)
     assert read.own_embedding == own == ("embed_tokens." not in read.unread)
 
 
-@pytest.mark.parametrize("layout", CONFIGS)
+@pytest.mark.parametrize("layout", EAGLE3)
 def test_embeddings(layout: str) -> None:
     """Rows of the target's table as they are, rows of an own table, or the target's scaled embeddings."""
     ids, raw = jnp.asarray([[3, 60]], jnp.int32), np.asarray(rounds.target().embed_tokens.weight)
-    own = drafter(layout).embed_tokens
+    own = kinds.drafter(NAMES[layout]).embed_tokens
     table = {"eagle": raw, "speculators": None if own is None else own.weight, "gemma": raw * math.sqrt(32)}[layout]
-    close(drafter(layout).embed(rounds.target(), ids)[0], np.asarray(table)[[3, 60]])
+    close(kinds.drafter(NAMES[layout]).embed(rounds.target(), ids)[0], np.asarray(table)[[3, 60]])
 
 
 @pytest.mark.parametrize(
@@ -294,7 +234,7 @@ def test_embeddings(layout: str) -> None:
     + [("speculators", {"norm_before_residual": False}, False), ("gemma", {}, False)],
 )
 def test_the_residual_depends_on_the_format(layout: str, changes: dict, residual: bool) -> None:
-    read = Eagle3Config.from_hf({**CONFIGS[layout], **changes}, rounds.target().config, KEYS[layout])
+    read = Eagle3Config.from_hf({**EAGLE3[layout], **changes}, rounds.target().config, EAGLE3_KEYS[layout])
     assert read.norm_before_residual == residual == eagle3.abstract(read).layers[0].norm_before_residual
 
 
@@ -315,7 +255,7 @@ def test_taps(changes: dict, taps: tuple[int, ...]) -> None:
 
 
 def changed(layout: str, **changes) -> dict:
-    return {**CONFIGS[layout], **changes}
+    return {**EAGLE3[layout], **changes}
 
 
 @pytest.mark.parametrize(
@@ -327,10 +267,10 @@ def changed(layout: str, **changes) -> dict:
             ("embed_tokens.weight", *HEAD),
             "for a target of hidden_size 64, this target has 32",
         ),
-        (CONFIGS["speculators"], HEAD, "hidden_size 24 and no embed_tokens of its own; this target's has 32"),
-        (CONFIGS["speculators"], ("embed_tokens.weight",), "hidden_size 24 and no lm_head of its own; this target's has 32"),
-        (changed("eagle", vocab_size=62), HEAD, "vocab_size 62, this target has 61"),
-        (CONFIGS["eagle"], ("fc.weight",), "draft_vocab_size is 40 of 61 tokens, and the checkpoint has no lm_head.weight"),
+        (EAGLE3["speculators"], HEAD, "hidden_size 24 and no embed_tokens of its own; this target's has 32"),
+        (EAGLE3["speculators"], ("embed_tokens.weight",), "hidden_size 24 and no lm_head of its own; this target's has 32"),
+        (changed("eagle", vocab_size=65), HEAD, "vocab_size 65, this target has 64"),
+        (EAGLE3["eagle"], ("fc.weight",), "draft_vocab_size is 40 of 64 tokens, and the checkpoint has no lm_head.weight"),
         (changed("gemma", num_target_layers=48), HEAD, r"made for a target of 48 layers \(num_target_layers\), this target has 3"),
         (
             changed("eagle", eagle_aux_hidden_state_layer_ids=[1, 3], target_layer_ids=[1]),
@@ -407,4 +347,4 @@ def test_released_gemma_drafter() -> None:
 
 
 def test_a_rejected_round_leaves_no_trace() -> None:
-    formulas.check_rejection(drafter("speculators"))
+    formulas.check_rejection(kinds.drafter("eagle3 speculators"))

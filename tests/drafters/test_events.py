@@ -7,23 +7,28 @@ accepted, which nobody would notice.
 
 import functools
 
+import engines
 import pytest
-import test_requests
-from test_coupling import KINDS
-from test_requests import PLAIN, fixed, only
+from engines import PLAIN, fixed, only
+from kinds import KINDS
 
 from jaxspec import SamplingParams
 from jaxspec.decode.accept import synthetic
 
-small = test_requests.small  # few programs
 # Those that know most of a sequence: rows that depend on the tokens after them, and rows that are still to be computed.
 FEW = ("eagle3", "modules")
 RULE = synthetic((0.95, 0.8, 0.6))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small(unoptimised):
+    with engines.few_programs():
+        yield
+
+
 @functools.cache
 def llm_of(kind):
-    llm = test_requests.llm_of(kind, accept=RULE)
+    llm = engines.llm_of(kind, accept=RULE)
     vars(llm).pop("_needs", None)  # what its requests need, and no more
     return llm
 

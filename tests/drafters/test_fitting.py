@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import rounds
 import tiny
+from kinds import DFLASH, EAGLE3, modules_config
 from real_configs import FULL, SLIDING
 from safetensors.numpy import load_file, save_file
-from test_dflash import CONFIGS as DFLASH
-from test_eagle3 import CONFIGS as EAGLE3
-from test_mtp import config as modules_config
 
 import jaxspec
 from jaxspec import checkpoint, drafters, loading
@@ -47,7 +45,7 @@ OBJECTS = {
     "draft model": draft_model.abstract(CONFIG),
     "taps": dataclasses.replace(NGram(), taps=(1, 3)),
 }
-WIDER, LONGER = {"hidden_size": 48}, {"vocab_size": 62}
+WIDER, LONGER = {"hidden_size": 48}, {"vocab_size": 65}
 DEEPER = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL, FULL, FULL]}
 SHALLOWER = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
 
@@ -74,22 +72,22 @@ def refusal(tmp_path, drafter, changes, **settings):
     ("kind", "changes", "message"),
     [
         ("assistant", WIDER, "Gemma4MTP cannot be used with this target: the assistant was made for a target of hidden_size 32, .* has 48"),
-        ("assistant", LONGER, "vocab_size 61, the target 62"),
+        ("assistant", LONGER, "vocab_size 64, the target 65"),
         ("assistant", {"num_key_value_heads": 4}, r"layer 0 \(sliding_attention\) has num_kv_heads 2, target layer 0, .* has 4"),
         ("assistant", {"global_head_dim": 32}, r"layer 1 \(full_attention\) has head_dim 16, target layer 2, .* has 32"),
         ("assistant", {"sliding_window": 9}, "window 8, target layer 0, .* has 9"),
         ("assistant", {"layer_types": [FULL] * 3}, "of type 'sliding_attention'; the target has no layer of that type"),
         ("assistant", DEEPER, "weights"),
         ("dflash", WIDER, "DFlash cannot be used with this target: .* hidden_size 32, for a target of 32; this target has 48"),
-        ("dflash", LONGER, "vocab_size 61, this target has 62"),
+        ("dflash", LONGER, "vocab_size 64, this target has 65"),
         ("dflash", DEEPER, r"made for a target of 3 layers \(num_target_layers\), this target has 4"),
         ("eagle3", WIDER, "Eagle3 cannot be used with this target: .* a target of hidden_size 32, this target has 48"),
-        ("eagle3", LONGER, "vocab_size 61, this target has 62"),
+        ("eagle3", LONGER, "vocab_size 64, this target has 65"),
         ("eagle3", SHALLOWER, r"reads hidden states \[.*3\]; this target has 0 .. 2"),
         ("modules", WIDER, "MTPModules cannot be used with this target: .* hidden_size 32, this target has 48"),
-        ("modules", LONGER, "vocab_size 61, this target has 62"),
+        ("modules", LONGER, "vocab_size 64, this target has 65"),
         ("modules", DEEPER, "num_hidden_layers 3, this target has 4"),
-        ("draft model", LONGER, "DraftModel cannot be used with this target: the draft model has vocab_size 61, the target 62"),
+        ("draft model", LONGER, "DraftModel cannot be used with this target: the draft model has vocab_size 64, the target 65"),
         ("draft model", WIDER, "weights"),
         ("taps", SHALLOWER, r"NGram cannot be used with this target: the drafter reads hidden states \[1, 3\]; this target has 0 .. 2"),
         *((kind, {}, "weights") for kind in OBJECTS),
@@ -117,8 +115,8 @@ def test_a_block_must_hold_all_drafts(no_weights, tmp_path):
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ([3, 8, 60], "d2t of the drafter .* gives 3 tokens, 3 .. 62; expected 3 different ones below 61"),  # ids, not offsets
-        ([3, 2, 5], "d2t of the drafter .* gives 2 tokens, 3 .. 7; expected 3 different ones below 61"),
+        ([3, 8, 62], "d2t of the drafter .* gives 3 tokens, 3 .. 64; expected 3 different ones below 64"),  # ids, not offsets
+        ([3, 2, 5], "d2t of the drafter .* gives 2 tokens, 3 .. 7; expected 3 different ones below 64"),
         ([3, 4, 58], None),
     ],
 )

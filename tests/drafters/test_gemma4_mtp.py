@@ -18,6 +18,7 @@ import oracle
 import pytest
 import real_configs
 import torch
+from definitions import relative_error
 from flax import struct
 from safetensors.numpy import load_file, save_file
 
@@ -384,7 +385,7 @@ def test_drafts_of_whole_rounds(member: str) -> None:
             for k, (logits, positions, ids) in enumerate(seen):
                 assert positions[row, 0] == len(known) + k  # of the token that is chosen, which is what its noise is keyed by
                 of_ids = all_logits[k] if ids is None else all_logits[k][np.asarray(ids)[row, 0]]
-                assert oracle.relative_error(np.asarray(logits)[row, 0], of_ids) <= LIMIT
+                assert relative_error(np.asarray(logits)[row, 0], of_ids) <= LIMIT
                 if ids is not None:
                     rest = np.setdiff1d(np.arange(VOCAB), np.asarray(ids)[row, 0])
                     assert len(rest) == VOCAB - TOP * VOCAB // CENTROIDS and np.all(all_logits[k][rest] < np.min(of_ids))

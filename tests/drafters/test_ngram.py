@@ -1,10 +1,11 @@
-"""N-gram lookup against a search in plain Python, and in the loop."""
+"""N-gram lookup against a search in plain Python, in rounds too."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import rounds
+from quick import few_programs
 
 import jaxspec
 from jaxspec.decode import Round
@@ -12,6 +13,7 @@ from jaxspec.drafters import ngram
 from jaxspec.drafters.base import Observed
 from jaxspec.drafters.ngram import NGram
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 lookup = jax.jit(ngram.lookup, static_argnums=(2, 3, 4))
 
 
@@ -70,12 +72,6 @@ def test_only_what_is_committed_is_remembered():
     np.testing.assert_array_equal(after.tokens, wanted)
 
 
-@pytest.mark.parametrize("ks", [(3, 0), pytest.param((1,), marks=pytest.mark.slow), pytest.param((7,), marks=pytest.mark.slow)])
-def test_tokens_do_not_depend_on_the_drafter(ks):
-    found, _ = rounds.finish(NGram(), *ks)
-    np.testing.assert_array_equal(found, rounds.texts())
-
-
 def test_the_loop_looks_up_what_a_search_finds():
     """After prompts in chunks of 5 and after each of three rounds; every guess that is found comes from the known tokens alone."""
     drafter = NGram()
@@ -88,7 +84,8 @@ def test_the_loop_looks_up_what_a_search_finds():
     np.testing.assert_array_equal(rounds.lengths(state), rounds.LENGTHS + 1 + [8, 7, 6, 8, 7])
 
 
-def test_a_repetitive_prompt_is_guessed():
+def test_a_repetitive_prompt_is_guessed(monkeypatch):
+    few_programs(monkeypatch)
     llm = jaxspec.load("pocket", drafter="ngram", num_draft_tokens=3, max_slots=1, max_len=64, progress=False)
     assert llm.drafter == NGram()
     out = llm.generate(["| 1 | 2 |\n" * 5], jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))[0]

@@ -4,130 +4,33 @@ Whatever comes together, every request gets what it gets alone, one token at a t
 that drafts are accepted now and then and stop ids come anywhere, the shapes such that prompts cross pages, chunks and windows.
 """
 
-import contextlib
 import dataclasses
-import functools
 
-import jax
+import engines
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import rounds
 import tiny
+from engines import PAGE, PLAIN, K, fixed, llm_of, only
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_coupling import CONFIG, KINDS, VOCAB
+from kinds import KINDS
 
 from jaxspec import SamplingParams
 from jaxspec.decode.accept import rule_of
-from jaxspec.drafters.base import NoDraft
-from jaxspec.engine import turn
-from jaxspec.engine.buckets import Buckets
-from jaxspec.engine.llm import LLM
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
-from jaxspec.engine.slots import KeptSequence, Slots
-from jaxspec.model import gemma4
 from jaxspec.model.config import FULL
-from jaxspec.sampling.choice import Needs
-from jaxspec.sampling.logprobs import MAX_LOGPROBS
-
-MAX_LEN, PAGE, CHUNK, SLOTS, K = 400, 8, 16, 3, 3
-LONGEST, MOST = 340, 55  # tokens of a prompt, and new ones
-NEEDS = Needs("search", edits=True, logprobs=MAX_LOGPROBS)  # one program for every request here
-EOS = (7, 11)
-
-
-class Words:
-    """A tokenizer whose tokens are letters."""
-
-    byte_ids: frozenset[int] = frozenset()
-
-    def decode(self, ids):
-        return "".join(chr(0x4E00 + i) for i in ids)
-
-    def token_text(self, token_id):
-        return self.decode([token_id])
-
-    def has_text(self, token_id):
-        return True
-
-
-@functools.cache
-def target():
-    return rounds.random_weights(gemma4.abstract(CONFIG, jnp.float32), 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small(unoptimised):
-    """Few programs, quick to compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, sizes in {"prefill": [(SLOTS, CHUNK)], "decode": [SLOTS], "admit": [SLOTS]}.items():
-            patch.setattr(Buckets, name, sizes)
-        patch.setattr(turn, "ENOUGH", 0.2)  # a long prompt alone fills a third of a call
+    with engines.few_programs():
         yield
 
 
-@functools.cache
-def llm_of(kind, **changes):
-    drafter = NoDraft() if kind is None else tiny.random_weights(KINDS[kind](), 3)
-    if getattr(drafter, "d2t", None) is not None:
-        size = drafter.d2t.size
-        ids = np.sort(np.random.default_rng(4).permutation(VOCAB)[:size])
-        drafter = dataclasses.replace(drafter, d2t=(ids - np.arange(size)).astype(np.int32))
-    if hasattr(drafter, "page_size"):
-        drafter = dataclasses.replace(drafter, page_size=PAGE - 3)
-    sizes = {"max_slots": SLOTS, "max_len": MAX_LEN, "page_size": PAGE, "num_draft_tokens": 0 if kind is None else K, "progress": False}
-    llm = LLM(target(), jax.tree.map(jnp.asarray, drafter), Words(), Settings(**{**sizes, **changes}), eos_token_ids=EOS)
-    llm._needs = lambda requests: NEEDS
-    return llm
-
-
-def check(runner):
-    """No page is held twice by a slot or lost, each knows how many slots hold it, and the host knows which slots those are."""
-    state = jax.device_get(runner.programs.state.cache)
-    owned = [state.tables[FULL][slot, : state.held[slot]].tolist() for slot in range(runner.total_slots)]
-    assert all(len(set(pages)) == len(pages) for pages in owned)
-    holders = np.bincount(np.asarray(sum(owned, []), int), minlength=len(state.refs))
-    assert state.refs.tolist() == holders.tolist()
-    free = state.free[: state.free_count].tolist()
-    hidden = len(state.refs) - getattr(runner, "pages", runner.settings.kv_pages)
-    assert len(set(free)) == len(free) and set(free) <= set(np.flatnonzero(holders == 0))
-    assert len(free) == np.sum(holders == 0) - hidden
-    for slot, held in enumerate(runner.held._holds):
-        assert held is not None or not owned[slot]
-        if isinstance(held, KeptSequence):
-            assert state.held[slot] >= (len(held.tokens) - 1) // PAGE
-
-
-@contextlib.contextmanager
-def only(llm, pages=None, prefixes=True):
-    """The engine from its beginning with so many full pages, and with or without keeping prompts; checked after every call."""
-    runner = llm._runner
-    runner.programs.state = None
-    runner.ready()
-    runner.pages = runner.settings.kv_pages if pages is None else pages
-    shrunk = dataclasses.replace(runner.programs.state.cache, free_count=jnp.asarray(runner.pages, jnp.int32))
-    runner.programs.state = dataclasses.replace(runner.programs.state, cache=shrunk)
-    runner._free, read = runner.pages, Runner.read
-
-    def checked(self, calls):
-        starved = read(self, calls)
-        check(self)
-        return starved
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "read", checked)
-        if not prefixes:
-            patch.setattr(Slots, "find", lambda *_: (-1, 0))
-            patch.setattr("jaxspec.engine.turn.boundary", lambda *_: 0)
-        yield
-    assert runner.free_slots == SLOTS
-    runner.flush()
-    while runner.evict():
-        pass
-    check(runner)
-    assert runner.free_pages == runner.pages
+LONGEST, MOST = 340, 55  # tokens of a prompt, and new ones
 
 
 def alone(prompt, params):
@@ -148,12 +51,12 @@ def same(found, expected):
 
 def prompts(rng, count, longest):
     """Of 1 to `longest` tokens, short ones as likely as long ones. Some of them begin alike."""
-    stems = [rng.integers(2, VOCAB, longest).tolist() for _ in range(2)]
+    stems = [rng.integers(2, rounds.VOCAB, longest).tolist() for _ in range(2)]
     made = []
     for _ in range(count):
         size = int(np.exp(rng.uniform(0, np.log(longest + 1))))
         shared = int(rng.integers(0, size + 1)) if rng.random() < 0.6 else 0
-        made.append([*stems[rng.integers(2)][:shared], *rng.integers(2, VOCAB, size - shared).tolist()])
+        made.append([*stems[rng.integers(2)][:shared], *rng.integers(2, rounds.VOCAB, size - shared).tolist()])
     return made
 
 
@@ -166,9 +69,9 @@ def some_params(rng, seed):
         {"temperature": 0.0, "repetition_penalty": 1.3, "min_tokens": 3},
         {"temperature": 1.0, "logit_bias": {5: 2.0}, "allowed_token_ids": range(3, 30)},
     ][rng.integers(6)]
-    stops = {"stop_token_ids": rng.integers(2, VOCAB, 2).tolist()} if rng.random() < 0.4 else {}
+    stops = {"stop_token_ids": rng.integers(2, rounds.VOCAB, 2).tolist()} if rng.random() < 0.4 else {}
     if rng.random() < 0.2:
-        stops["stop"] = Words().decode(rng.integers(3, VOCAB, 1))
+        stops["stop"] = tiny.Letters().decode(rng.integers(3, rounds.VOCAB, 1))
     ends = {"ignore_eos": bool(rng.random() < 0.7), "max_tokens": int(rng.integers(3, MOST + 1)) if rng.random() < 0.5 else MOST}
     return SamplingParams(seed=seed, logprobs=[None, 2][rng.integers(2)], **{**changes, **stops, **ends})
 
@@ -203,16 +106,6 @@ def run(kind, seed, count=9):
     for prompt, p, completion in zip(asked, params, found, strict=True):
         same(completion, alone(prompt, p))
     return (llm.stats - before).preemptions
-
-
-PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "ignore_eos": True}
-
-
-def fixed(count, length, shared=0):
-    """Prompts of one length, the first `shared` tokens of which are the same. Those of other sizes are others."""
-    ids = np.random.default_rng([count, length, shared]).integers(2, VOCAB, (count, length))
-    ids[:, :shared] = ids[0, :shared]
-    return ids.tolist()
 
 
 def test_a_sequence_that_gave_way_goes_on_where_it_was():
