@@ -11,8 +11,8 @@ JOBS ?= 2
 # A file's tests share what they compile, so each file is one process's; tests/conftest.py says which files come first.
 PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # A few minutes of tests that need no torch, for other versions of Python and JAX: make smoke VENV=.venv312 PYTHON=python3.12
-SMOKE = $(addprefix tests/,test_accept.py test_cache.py test_cli.py test_compile_check.py test_convert.py test_device.py \
-	test_filters.py test_loading.py test_lowering.py test_sampling.py test_wheel.py kernels/test_add_norm.py kernels/test_qkv.py)
+SMOKE = $(addprefix tests/,decode/test_accept.py model/test_paged_kv.py test_cli.py compile_check/test_compile_check.py test_convert.py test_device.py \
+	sampling/test_filters.py test_loading.py test_lowering.py sampling/test_choice.py test_wheel.py kernels/test_add_norm.py kernels/test_qkv.py)
 export PROMPT
 NEW_ENOUGH = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 # python3 if it will do, else the first versioned one that runs and will do.

@@ -19,7 +19,8 @@ if "jax" in sys.modules:
 platform = os.environ.get("JAXSPEC_TEST_PLATFORM", "cpu")
 if platform not in PLATFORMS:
     raise ValueError(f"JAXSPEC_TEST_PLATFORM is {platform!r}, expected one of {sorted(PLATFORMS)}")
-collect_ignore_glob = ["test_*.py", "drafters", "kernels", "train"] if platform == "gpu" else []
+folders = [path.name for path in Path(__file__).parent.iterdir() if path.is_dir() and path.name != "gpu"]
+collect_ignore_glob = ["test_*.py", *folders] if platform == "gpu" else []
 # In the environment rather than in jax.config, so that the command line's tests hand them on to their processes.
 os.environ["JAX_PLATFORMS"] = PLATFORMS[platform]
 flags = ["--xla_force_host_platform_device_count=8"]
@@ -50,7 +51,7 @@ hypothesis.settings.load_profile("jaxspec")
 
 
 # Of which each takes one process a minute or more: begun last, one of them would leave the other processes idle.
-LONG = ["every_kind", "pocket", "mesh_tokens", "notebooks", "mtp", "draft_model", "eagle3", "decode", "readme", "engine"]
+LONG = ["every_kind", "pocket", "mesh_tokens", "notebooks", "mtp_modules", "draft_model", "eagle3", "decode_loop", "readme", "llm"]
 
 
 def pytest_collection_modifyitems(items):
