@@ -101,7 +101,7 @@ def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype) -> None:
     (folder / CONVERTED).write_text(text + "\n", encoding="utf-8")
 
 
-def _cut_axes(rows: specs.Rows, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _cut_axes(rows: specs.SpecRules, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The axes of heads or experts over which a mesh spreads an array: a chunk has length 1 there.
 
     Other axes need nothing: Orbax halves the longest axes of a chunk by itself, which suits widths and vocabularies.

@@ -117,7 +117,7 @@ class Eagle3State:
 
 
 @struct.dataclass
-class Rows:
+class DraftRows:
     """Rows to run: [B, T]. cache, slots, length ([B] int32): the stored positions 0 .. length - 1. fresh: K and V of each layer, of rows
     after them that are not stored, or None; count: [B] int32, how many real rows there are with the ones to run."""
 
@@ -193,7 +193,7 @@ class Eagle3:
         last = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)[None, :] == count[:, None] - 1
         ids = jnp.where(last, rows.anchor[:, None], jnp.roll(rows.ids, -1, axis=1))
         start = rows.positions[:, 0]
-        block = Rows(rows.positions, cache, rows.slots, start, None, count)
+        block = DraftRows(rows.positions, cache, rows.slots, start, None, count)
         x, fresh = self.run(self.embed(rows.model, ids), self.features(rows.taps), block, rows.draft_attention)
         slots = jnp.where(count > 0, rows.slots, cache.slots)
         hidden = take_row(x, jnp.maximum(count - 1, 0))[:, 0]
@@ -210,11 +210,11 @@ class Eagle3:
             if k < num_draft_tokens:
                 feature = self.norm(x) if self.config.norm_output else x
                 count = jnp.full_like(target.length, k)
-                row = Rows(target.length[:, None] + k - 1, state.cache, target.slots, target.length, fresh, count)
+                row = DraftRows(target.length[:, None] + k - 1, state.cache, target.slots, target.length, fresh, count)
                 x, fresh = self.run(self.embed(target.model, token), feature, row, target.draft_attention)
         return Drafts.joined(steps, target.slots.shape[0]), state
 
-    def run(self, embedded: jax.Array, x: jax.Array, rows: Rows, attention: str) -> tuple[jax.Array, tuple[Any, ...]]:
+    def run(self, embedded: jax.Array, x: jax.Array, rows: DraftRows, attention: str) -> tuple[jax.Array, tuple[Any, ...]]:
         """Rows through all layers. embedded: [B, T, h], of each row's next token; x: [B, T, h], its feature. Returns the last layer's
         output [B, T, h] and, for each layer, the fresh K and V with the rows' own behind them."""
         after = []
@@ -267,7 +267,7 @@ class Eagle3:
         dtype, layers = self.fc.weight.dtype, self.config.layers
         none = whole_cache(layers, [(jnp.zeros((batch, 1, spec.num_kv_heads, spec.head_dim), dtype),) * 2 for spec in layers])
         following = self.embed(target, jnp.roll(ids, -1, axis=1))
-        x, keys = self.run(following, self.features(out.taps), Rows(positions, none, slots, zero, None, zero + length), XLA)
+        x, keys = self.run(following, self.features(out.taps), DraftRows(positions, none, slots, zero, None, zero + length), XLA)
         cache, x, fresh = whole_cache(layers, keys), pick(x, at), None
         for k in range(1, steps + 1):
             logits, tokens = self.candidates(target, x)
@@ -277,7 +277,7 @@ class Eagle3:
 
             def row(at: jax.Array, x: jax.Array, fresh: Any, k: int = k) -> tuple[jax.Array, Any]:
                 feature = x[:, None] if not self.config.norm_output else self.norm(x[:, None])
-                rows = Rows(at[:, None] + k, cache, slots, at + 1, fresh, zero + k)
+                rows = DraftRows(at[:, None] + k, cache, slots, at + 1, fresh, zero + k)
                 x, fresh = self.run(self.embed(target, pick(ids, at[:, None] + k + 1)), feature, rows, XLA)
                 return x[:, 0], fresh
 

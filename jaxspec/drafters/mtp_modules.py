@@ -122,7 +122,7 @@ class MTPModel:
 
 
 @struct.dataclass
-class Kept:
+class PendingRows:
     """Rows whose K and V are not in the pages: R at most, of which the first are real.
 
     base: [B] int32, the position of the first, which is how many positions the pages hold. hidden: [B, R, H], the target's after its
@@ -133,20 +133,20 @@ class Kept:
     hidden: jax.Array
     ids: jax.Array
 
-    def of(self, slots: jax.Array) -> Kept:
+    def of(self, slots: jax.Array) -> PendingRows:
         return jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), self)
 
-    def put(self, slots: jax.Array, rows: Kept) -> Kept:
+    def put(self, slots: jax.Array, rows: PendingRows) -> PendingRows:
         """slots: [B] int32; ids >= slots are ignored."""
         width = self.ids.shape[1]
-        fitting = Kept(rows.base, rows.hidden[:, :width].astype(self.hidden.dtype), rows.ids[:, :width])
+        fitting = PendingRows(rows.base, rows.hidden[:, :width].astype(self.hidden.dtype), rows.ids[:, :width])
         return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), self, fitting)
 
-    def without(self, count: jax.Array) -> Kept:
+    def without(self, count: jax.Array) -> PendingRows:
         """The rows after the first `count`, [B] int32."""
         at = count[:, None] + jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None, :]
         ids = jnp.take_along_axis(self.ids, at, axis=1, mode="clip")
-        return Kept(self.base + count, jnp.take_along_axis(self.hidden, at[..., None], axis=1, mode="clip"), ids)
+        return PendingRows(self.base + count, jnp.take_along_axis(self.hidden, at[..., None], axis=1, mode="clip"), ids)
 
 
 @struct.dataclass
@@ -158,7 +158,7 @@ class ModulesState:
     """
 
     cache: PagedKV
-    kept: Kept
+    kept: PendingRows
     drafted: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -204,7 +204,7 @@ class MTPModules:
         cache = paged.fixed(used, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens, page_size=self.page_size, dtype=dtype)
         rows = len(used) + num_draft_tokens + 1
         hidden = jnp.zeros((slots, rows, self.config.hidden_size), dtype)
-        return ModulesState(cache, Kept(jnp.zeros((slots,), jnp.int32), hidden, jnp.zeros((slots, rows), jnp.int32)))
+        return ModulesState(cache, PendingRows(jnp.zeros((slots,), jnp.int32), hidden, jnp.zeros((slots, rows), jnp.int32)))
 
     def observe(self, state: ModulesState, rows: Observed) -> ModulesState:
         used, width = len(state.cache.layers), state.kept.ids.shape[1]
@@ -221,7 +221,7 @@ class MTPModules:
         at = jnp.where(row < before[:, None], row, jnp.minimum(row - before[:, None], rows.ids.shape[1] - 1) + width)
         ids = jnp.take_along_axis(jnp.concatenate([kept.ids, following], axis=1), at, axis=1)
         hidden = jnp.take_along_axis(jnp.concatenate([kept.hidden, hidden], axis=1), at[..., None], axis=1)
-        kept, cache = Kept(base, hidden, ids), state.cache
+        kept, cache = PendingRows(base, hidden, ids), state.cache
         if not state.drafted:
             done = jnp.where(live, jnp.maximum(before + rows.committed - used, 0), 0)
             x, longest = hidden[:, :-used], row.shape[1] - used

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 WHOLE = PartitionSpec()
 
 # Rows of (pattern, PartitionSpec). The first pattern found in a weight's path rules; what no row names is replicated.
-Rows = tuple[tuple[str, PartitionSpec], ...]
+SpecRules = tuple[tuple[str, PartitionSpec], ...]
 
 
 def shard_tree(tree: Any, mesh: Mesh) -> Any:
@@ -26,7 +26,7 @@ def weight_specs(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, x: weight_spec(dotted(path), x.shape, rows, mesh), tree)
 
 
-def partitions_of(tree: Any) -> Rows:
+def partitions_of(tree: Any) -> SpecRules:
     """The rows of a target or a drafter, none of one that lies whole on every device."""
     return getattr(tree, "partitions", None) or ()
 
@@ -36,14 +36,14 @@ def is_whole(tree: Any) -> bool:
     return not partitions_of(tree)
 
 
-def weight_spec(name: str, shape: tuple[int, ...], rows: Rows, mesh: Mesh) -> PartitionSpec:
+def weight_spec(name: str, shape: tuple[int, ...], rows: SpecRules, mesh: Mesh) -> PartitionSpec:
     """Where the weight of a name and a shape lies. An axis that the mesh's does not divide is replicated."""
     spec = first_match(name, rows)
     fits = (axis if axis is None or size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape, strict=False))
     return PartitionSpec(*fits)
 
 
-def first_match(name: str, rows: Rows) -> PartitionSpec:
+def first_match(name: str, rows: SpecRules) -> PartitionSpec:
     """The spec of the first row whose pattern is found in a name."""
     return next((spec for pattern, spec in rows if re.search(pattern, name)), WHOLE)
 
