@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.split import KVHeads
 from jaxspec.sharding.meshes import TENSOR
-from jaxspec.sharding.specs import Rows, is_whole, partitions_of, weight_spec
+from jaxspec.sharding.specs import SpecRules, is_whole, partitions_of, weight_spec
 
 
 def spread(tree: Any, mesh: Mesh) -> Any:
@@ -31,7 +31,7 @@ def spread(tree: Any, mesh: Mesh) -> Any:
     return tree if is_whole(tree) or mesh.shape[TENSOR] == 1 else _spread(tree, (), partitions_of(tree), mesh)
 
 
-def _spread(tree: Any, path: tuple[str, ...], rows: Rows, mesh: Mesh) -> Any:
+def _spread(tree: Any, path: tuple[str, ...], rows: SpecRules, mesh: Mesh) -> Any:
     """A part of a tree. path: fields and indices that lead to it. rows: the whole tree's `partitions`."""
     if isinstance(tree, tuple):
         return tuple(_spread(x, (*path, str(i)), rows, mesh) for i, x in enumerate(tree))
