@@ -74,9 +74,7 @@ def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: Tar
     return SlotRows(live, computed, prompt, limit, length, stop_ids, rounds, sampling)
 
 
-def reserve_rows(
-    state: DecodeState, slots: jax.Array, start: jax.Array, count: jax.Array, most: int
-) -> tuple[DecodeState, jax.Array]:
+def reserve_rows(state: DecodeState, slots: jax.Array, start: jax.Array, count: jax.Array, most: int) -> tuple[DecodeState, jax.Array]:
     """Gives each slot pages for its next `count` rows. All slots get them, or none does: then the state is `starved` and all counts are 0.
 
     slots: [B] int32. start: [B] int32, the position of a slot's first row. count: [B] int32, 0 asks for nothing. most (static): no count

@@ -385,4 +385,3 @@ class LLM:
             yield
         finally:
             self._totals, self._begun = dataclasses.replace(self._totals, seconds=self._worked()), None
-

@@ -64,6 +64,7 @@ def candidates(shape: Shape) -> list[Tiles]:
 
 def describe(tiles: Tiles) -> str:
     """Tiles, for a line of output."""
+
     def blocks(b: Blocks) -> str:
         return f"{b.columns}x{b.depth} w{b.num_warps} s{b.num_stages}"
 

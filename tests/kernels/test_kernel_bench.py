@@ -15,7 +15,7 @@ def fn(tree, y):
 def test_what_is_timed_are_calls_with_all_variants_in_turn(monkeypatch, count):
     """Every call's result is kept, and is that of its own inputs."""
     timed = []
-    monkeypatch.setattr(bench, "measure", lambda run, turns: timed.append((run(turns), turns)) or 7.0)
+    monkeypatch.setattr(bench, "loop_us", lambda run, turns: timed.append((run(turns), turns)) or 7.0)
     tree, y = {"x": jnp.ones((8, 8)), "n": jnp.arange(4, dtype=jnp.int32)}, jnp.ones((8, 8))
     variants = [(tree, y + i) for i in range(1, count + 1)]
     assert bench.time_us(fn, tree, y, variants=variants) == 7.0

@@ -291,4 +291,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_target(args)
     else:
         train_drafter(args.model, args)
-
