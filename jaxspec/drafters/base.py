@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.kind import kind_without_weights
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling
@@ -188,10 +188,4 @@ def bytes_read(drafter: Any, target: TargetModel, *, batch: int, num_draft_token
     return said(target, batch=batch, num_draft_tokens=num_draft_tokens, context=context)
 
 
-KIND = Kind(
-    name="none",
-    config_names=(),
-    made=NoDraft,
-    from_checkpoint=lambda folder, config, target, dtype: NoDraft(),
-    released=lambda name, raw, target: {},
-)
+KIND = kind_without_weights("none", NoDraft)

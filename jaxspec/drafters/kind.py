@@ -41,3 +41,14 @@ class Kind:
     default_config: Callable[[Mapping[str, Any], TargetConfig], dict[str, Any]] | None = None
     # The generation_config.json of a fresh drafter, which is written where there is anything in it.
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def kind_without_weights(name: str, made: type) -> Kind:
+    """The kind of a class whose drafters have no weights and no checkpoints, and serve every target. `made()` makes one."""
+    return Kind(
+        name=name,
+        config_names=(),
+        made=made,
+        from_checkpoint=lambda folder, config, target, dtype: made(),
+        released=lambda name, raw, target: {},
+    )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.kind import kind_without_weights
 from jaxspec.sampling.choice import Sampling
 
 
@@ -81,10 +81,4 @@ def lookup(tokens: jax.Array, length: jax.Array, count: int, longest: int, short
     return jnp.where(best >= shortest, jnp.take_along_axis(tokens, at, axis=1, mode="clip"), -1)
 
 
-KIND = Kind(
-    name="ngram",
-    config_names=(),
-    made=NGram,
-    from_checkpoint=lambda folder, config, target, dtype: NGram(),
-    released=lambda name, raw, target: {},
-)
+KIND = kind_without_weights("ngram", NGram)
