@@ -144,7 +144,8 @@ class DecoderLayer:
             (x,) = add(x, out, weight)
             rows, inputs = x.reshape(-1, x.shape[-1]), per_layer_input.all
             inputs = inputs.reshape(-1, *inputs.shape[-2:])
-            gate, chosen = self.per_layer_input_gate.weight, for_rows(implementation, rows)
+            gate = self.per_layer_input_gate.weight
+            chosen = for_rows(implementation, rows, gate)
             gated = gated_by(rows, gate, inputs, per_layer_input.layer, implementation=chosen)
             out = self.per_layer_projection.parts(gated.reshape(*x.shape[:-1], -1), implementation)
             weight = self.post_per_layer_input_norm.weight

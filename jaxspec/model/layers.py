@@ -17,10 +17,11 @@ from flax import struct
 
 from jaxspec.collectives import Shard, gathered, local_ids, summed
 from pallas_kernels.all_reduce import Unsummed, serves
-from pallas_kernels.linear import MOST_ROWS, gated, linear, partials
+from pallas_kernels.linear import gated, linear, most_rows, partials, product
+from pallas_kernels.packed import Packed
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
-# A weight: an array, a ShapeDtypeStruct in an abstract tree, or a sharding in a tree of shardings.
+# A weight: an array, a ShapeDtypeStruct in an abstract tree, or a sharding in a tree of shardings. Matrices may be a `Packed` of these.
 Weight = Any
 
 
@@ -37,13 +38,11 @@ class Linear:
 
     def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
         """x: [..., in] -> [..., *out], in x's dtype or in `dtype`; products are summed in float32 on GPU."""
-        contract = (((x.ndim - 1,), (self.weight.ndim - 1,)), ((), ()))
-        product = jax.lax.dot_general(x, self.weight, contract, preferred_element_type=dtype)
-        return gathered(summed(product, self.sum_over), self.gather_over)
+        return gathered(summed(product(x, self.weight, dtype=dtype), self.sum_over), self.gather_over)
 
     def of_heads(self, heads: jax.Array) -> jax.Array:
         """heads: [B, T, KV, G, D] -> [B, T, H], by a weight [H, KV, G, D]."""
-        return summed(jax.lax.dot_general(heads, self.weight, (((2, 3, 4), (1, 2, 3)), ((), ()))), self.sum_over)
+        return summed(product(heads, self.weight, over=3), self.sum_over)
 
     def parts(self, x: jax.Array, implementation: str, over: int = 1) -> jax.Array | Unsummed:
         """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
@@ -51,12 +50,12 @@ class Linear:
         heads."""
         leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
         rows = x.reshape(math.prod(leading), -1)
-        chosen = for_rows(implementation, rows)
+        chosen = for_rows(implementation, rows, self.weight)
         spread = self.sum_over is not None
         in_kernel = spread and implementation != "xla" and serves(len(rows), math.prod(out), x.dtype, self.mail)
         if self.gather_over is not None or (chosen == "xla" and not in_kernel):
             return self(x) if over == 1 else self.of_heads(x)
-        weight = self.weight.reshape(math.prod(out), -1)
+        weight = self.weight.flat() if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
         if spread and not in_kernel:
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
         parts = partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)
@@ -132,13 +131,14 @@ class GatedMLP:
 
     def _hidden(self, x: jax.Array, implementation: str) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
-        hidden = gated(rows, self.gate_up_proj.weight, implementation=for_rows(implementation, rows))
+        weight = self.gate_up_proj.weight
+        hidden = gated(rows, weight, implementation=for_rows(implementation, rows, weight))
         return hidden.reshape(*x.shape[:-1], -1)
 
 
-def for_rows(implementation: str, rows: jax.Array) -> str:
-    """The implementation asked for if it serves that many rows, else XLA. rows: [N, H]."""
-    return implementation if rows.shape[0] <= MOST_ROWS else "xla"
+def for_rows(implementation: str, rows: jax.Array, weight: Weight) -> str:
+    """The implementation asked for if it serves that many rows of products with this weight, else XLA. rows: [N, H]."""
+    return implementation if rows.shape[0] <= most_rows(weight) else "xla"
 
 
 def times(x: jax.Array, number: float) -> jax.Array:

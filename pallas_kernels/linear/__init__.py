@@ -10,7 +10,14 @@ import jax
 
 from pallas_kernels import dialect
 from pallas_kernels.linear import reference, triton
+from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
+from pallas_kernels.packed import Packed
+
+
+def most_rows(w: jax.Array | Packed) -> int:
+    """The most rows that a kernel multiplies with this matrix."""
+    return 0 if isinstance(w, Packed) else MOST_ROWS
 
 
 def linear(x: jax.Array, w: jax.Array, *, splits: int | None = 1, implementation: str = "auto") -> jax.Array:
@@ -67,4 +74,4 @@ def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array,
     return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
 
 
-__all__ = ["MOST_ROWS", "gated", "gated_by", "linear", "partials"]
+__all__ = ["MOST_ROWS", "gated", "gated_by", "linear", "most_rows", "partials", "product"]

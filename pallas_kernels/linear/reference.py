@@ -1,19 +1,51 @@
-"""Products of few rows in plain XLA: the definition of the operation, and its implementation without a kernel."""
+"""Products in plain XLA: the definition of the operation, and its implementation without a kernel."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.packed import Packed, unpack
 
-def linear(x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:
+UNPACKED_BYTES = 1 << 25  # most of a packed matrix that is unpacked at a time
+
+
+def linear(x: jax.Array, w: jax.Array | Packed, dtype: Any = None) -> jax.Array:
     """x w^T in x's dtype or in `dtype`. w: [..., H]; see `pallas_kernels.linear.linear`."""
-    return jax.lax.dot_general(x, w, (((1,), (w.ndim - 1,)), ((), ())), preferred_element_type=dtype)
+    return product(x, w, dtype=dtype)
 
 
-def partials(x: jax.Array, w: jax.Array) -> jax.Array:
+def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = None) -> jax.Array:
+    """x w^T for any axes. x: [..., *in], w: [*out, *in] -> [..., *out] in x's dtype or in `dtype`. over: how many axes `in` are.
+
+    A packed w is unpacked piece by piece, so its float copy never exists whole.
+    """
+    contract = (tuple(range(x.ndim - over, x.ndim)), tuple(range(w.ndim - over, w.ndim)))
+    if not isinstance(w, Packed):
+        return jax.lax.dot_general(x, w, (contract, ((), ())), preferred_element_type=dtype)
+    if any(w.cut):  # small, since the widths of large matrices are multiples of a block
+        return jax.lax.dot_general(x, unpack(w, x.dtype), (contract, ((), ())), preferred_element_type=dtype)
+    leading, out = x.shape[: x.ndim - over], w.shape[: w.ndim - over]
+    rows, w = x.reshape(math.prod(leading), -1), w.flat()
+    blocks = w.words.shape[0]
+    pieces = next(n for n in range(1, blocks + 1) if blocks % n == 0 and w.size * x.dtype.itemsize <= n * UNPACKED_BYTES or n == blocks)
+
+    def of_piece(piece: Packed) -> jax.Array:
+        return jax.lax.dot_general(rows, unpack(piece, x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+    if pieces == 1:
+        return of_piece(w).reshape(*leading, *out)
+    cut = jax.tree.map(lambda part: part.reshape(pieces, -1, *part.shape[1:]), w)
+    # `map` takes its pieces along the first axis, which a Packed does not count among its own.
+    parts = jax.lax.map(lambda piece: of_piece(dataclasses.replace(w, **piece)), {"words": cut.words, "scale": cut.scale, "zero": cut.zero})
+    return jnp.moveaxis(parts, 0, 1).reshape(*leading, *out)
+
+
+def partials(x: jax.Array, w: jax.Array | Packed) -> jax.Array:
     """See `pallas_kernels.linear.partials`."""
     return linear(x, w, jnp.float32)[None]
 
@@ -24,12 +56,12 @@ def activation(gate: jax.Array, up: jax.Array) -> jax.Array:
     return wide.astype(gate.dtype)
 
 
-def gated(x: jax.Array, gate_up: jax.Array) -> jax.Array:
+def gated(x: jax.Array, gate_up: jax.Array | Packed) -> jax.Array:
     """See `pallas_kernels.linear.gated`."""
     both = linear(x, gate_up)
     return activation(both[:, 0], both[:, 1])
 
 
-def gated_by(x: jax.Array, w: jax.Array, u: jax.Array, index: jax.Array) -> jax.Array:
+def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array) -> jax.Array:
     """See `pallas_kernels.linear.gated_by`."""
     return activation(linear(x, w), jax.lax.dynamic_index_in_dim(u, index, axis=1, keepdims=False))
