@@ -59,4 +59,4 @@ def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "") -> Any:
 
 def input_axes(shape: tuple[int, ...], part: Part) -> int:
     """How many of the last axes of a leaf are the inputs of the matrix, of which a part is [..., in] in the file."""
-    return next(n for n in range(1, len(shape)) if math.prod(shape[-n:]) == part.shape[-1])
+    return next(n for n in range(len(shape) - 1, 0, -1) if math.prod(shape[-n:]) == part.shape[-1])
