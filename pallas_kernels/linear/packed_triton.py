@@ -68,7 +68,7 @@ def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
 
 def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.linear`."""
-    tiles = tiles or _tiles(x, w, splits)
+    tiles = tiles or tiles_for(x, w, splits)
     if tiles.splits > 1:
         return jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
     return _call(_linear, "packed_linear", tiles, x, w, dtype=x.dtype, interpret=interpret)[0]
@@ -76,21 +76,22 @@ def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
 
 def partials(x, w, splits=None, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.partials`."""
-    return _call(_linear, "packed_linear", tiles or _tiles(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
+    return _call(_linear, "packed_linear", tiles or tiles_for(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
 
 
 def gated(x, gate_up, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated`."""
-    return _call(_gated, "packed_gated", tiles or _tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
+    return _call(_gated, "packed_gated", tiles or tiles_for(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
 
 
 def gated_by(x, w, u, index, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated_by`."""
     others = u, index.reshape(1)
-    return _call(_gated_by, "packed_gated_by", tiles or _tiles(x, w), x, w, *others, dtype=x.dtype, interpret=interpret)[0]
+    return _call(_gated_by, "packed_gated_by", tiles or tiles_for(x, w), x, w, *others, dtype=x.dtype, interpret=interpret)[0]
 
 
-def _tiles(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
+def tiles_for(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
+    """The tiles that serve a product."""
     *matrices, columns, width = w.shape
     bits = 4 * w.words.shape[-3]
     return choose_tiles(x.shape[0], columns, width, bits, matrices=math.prod(matrices), splits=splits)
@@ -144,7 +145,9 @@ def _products(x_ref, w_refs, indices, form, tiles, share):
         if blocks % tiles.depth:
             inside = jnp.broadcast_to((at < blocks)[None, :], (tiles.blocks, tiles.depth))
             mask = inside if mask is None else mask & inside
-        xs = [_rows(x_ref, start, height, (first + i) * tiles.depth, form, tiles, exact) for start, height in zip(starts, tall, strict=True)]
+        xs = [
+            _rows(x_ref, start, height, (first + i) * tiles.depth, form, tiles, exact) for start, height in zip(starts, tall, strict=True)
+        ]
         out = []
         for m, index in enumerate(indices):
             words = tile.load_words(words_ref, index, block, at, mask, form)
@@ -163,10 +166,10 @@ def _products(x_ref, w_refs, indices, form, tiles, share):
         yield column, row, (column < form.columns) & (row < rows), sums[i :: len(tall)]
 
 
-def _rows(x_ref, start, height, block, form, tiles, exact):
-    """Rows of x from `start` on, their numbers of a step's blocks: [height, 64 * depth]. Zeros outside."""
-    row = start + jnp.arange(height, dtype=jnp.int32)[:, None]
-    at = block * BLOCK + jnp.arange(tiles.depth * BLOCK, dtype=jnp.int32)[None, :]
+def _rows(x_ref, first, height, start, form, tiles, exact):
+    """`height` rows of x from `first` on, their numbers of a step from `start` on: [height, 64 * depth]. Zeros outside."""
+    row = first + jnp.arange(height, dtype=jnp.int32)[:, None]
+    at = start + jnp.arange(tiles.depth * BLOCK, dtype=jnp.int32)[None, :]
     shape, mask = (height, tiles.depth * BLOCK), None
     if not exact:
         mask = jnp.broadcast_to(row < x_ref.shape[0], shape)
