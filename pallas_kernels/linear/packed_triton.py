@@ -145,9 +145,8 @@ def _products(x_ref, w_refs, indices, form, tiles, share):
         if blocks % tiles.depth:
             inside = jnp.broadcast_to((at < blocks)[None, :], (tiles.blocks, tiles.depth))
             mask = inside if mask is None else mask & inside
-        xs = [
-            _rows(x_ref, start, height, (first + i) * tiles.depth, form, tiles, exact) for start, height in zip(starts, tall, strict=True)
-        ]
+        start = (first + i) * tiles.depth * BLOCK
+        xs = [_rows(x_ref, row, height, start, form, tiles, exact) for row, height in zip(starts, tall, strict=True)]
         out = []
         for m, index in enumerate(indices):
             words = tile.load_words(words_ref, index, block, at, mask, form)
@@ -161,8 +160,8 @@ def _products(x_ref, w_refs, indices, form, tiles, share):
     mine = share if steps % share == 0 else jnp.minimum(share, steps - first)
     sums = jax.lax.fori_loop(0, mine, step, zeros)
     column = pl.program_id(1) * tiles.blocks * BLOCK + jnp.arange(tiles.blocks * BLOCK, dtype=jnp.int32)[:, None]
-    for i, (start, height) in enumerate(zip(starts, tall, strict=True)):
-        row = start + jnp.arange(height, dtype=jnp.int32)[None, :]
+    for i, (first_row, height) in enumerate(zip(starts, tall, strict=True)):
+        row = first_row + jnp.arange(height, dtype=jnp.int32)[None, :]
         yield column, row, (column < form.columns) & (row < rows), sums[i :: len(tall)]
 
 
