@@ -175,7 +175,8 @@ def _rows(x_ref, first, height, start, form, tiles, exact):
     if form.width % (tiles.depth * BLOCK):
         inside = jnp.broadcast_to(at < form.width, shape)
         mask = inside if mask is None else mask & inside
-    return plgpu.load(x_ref.at[row, at], mask=mask, other=None if mask is None else jnp.zeros((), x_ref.dtype))
+    x = plgpu.load(x_ref.at[row, at], mask=mask, other=None if mask is None else jnp.zeros((), x_ref.dtype))
+    return tile.inputs(x, form)
 
 
 def _store(out_ref, column, row, mask, values):

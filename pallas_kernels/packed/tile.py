@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.dialect import plgpu
+from pallas_kernels.device import capability
+from pallas_kernels.dialect import HOPPER, plgpu
 from pallas_kernels.packed.matrix import BLOCK, KINDS, LANES, WORDS, Packed
 
 MOST_GROUPS = 8  # groups of a block; groups of fewer inputs would cut a thread's part of an instruction
@@ -31,6 +32,9 @@ class Form:
     zeros: bool
     columns: int  # O
     width: int  # I
+    # Whether a word's inputs, 4 of 4 bits and 2 of 8 bits, stand side by side in a tile; else its inputs have the matrix's order. The first
+    # is what Triton gives a thread for `mma.sync`, the second what `wgmma` takes. `inputs` puts x in the same order.
+    paired: bool
     interpret: bool
 
     @property
@@ -41,7 +45,8 @@ class Form:
 def form(packed: Packed, interpret: bool) -> Form:
     """The form of a matrix whose `over` is 1."""
     *_, columns, width = packed.shape
-    return Form(packed.kind, packed.groups, packed.zero is not None, columns, width, interpret)
+    paired = (capability() or HOPPER) != HOPPER
+    return Form(packed.kind, packed.groups, packed.zero is not None, columns, width, paired, interpret)
 
 
 def arrays(packed: Packed) -> tuple[jax.Array, ...]:
@@ -87,8 +92,16 @@ def _load(ref, mask, shape):
     return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
+def inputs(x: jax.Array, form: Form) -> jax.Array:
+    """Numbers of x [N, 64 B] in the order in which `weights` has them."""
+    if not form.paired:
+        return x
+    rows, columns = x.shape
+    return x.reshape(rows, columns // 16, 2, 4, 2).transpose(0, 1, 3, 2, 4).reshape(rows, columns)
+
+
 def weights(words: jax.Array, scale: jax.Array, zero: jax.Array | None, form: Form) -> jax.Array:
-    """The weights of a tile, [64 A, 64 B] bfloat16, from its words and numbers as they were loaded."""
+    """The weights of a tile, [64 A, 64 B] bfloat16, from its words and numbers as they were loaded. Its inputs' order is that of `inputs`."""
     words = jax.lax.bitcast_convert_type(words, jnp.int32)
     pairs = _four_bits(words, form) if KINDS[form.kind].bits == 4 else _eight_bits(words, form)
     a, b = words.shape[:2]
@@ -98,24 +111,25 @@ def weights(words: jax.Array, scale: jax.Array, zero: jax.Array | None, form: Fo
 
     offset = None if zero is None else spread(zero)
     values = _values(pairs, offset, form)
-    values = _fma(values, spread(scale), MINUS_ZERO, form)
+    values = _fma(spread(scale), values, MINUS_ZERO, form)
     low, high = (jax.lax.bitcast_convert_type(part.astype(jnp.uint16), jnp.bfloat16) for part in (values, values >> 16))
     fine = jnp.stack([low, high], axis=-1)
     # Axes: block, block, slab, w, r, c, s, then h, e, b of 4 bits and e, h, b of 8 bits.
     h, e = (7, 8) if form.slabs == 1 else (8, 7)
-    return fine.transpose(0, 3, h, 4, 1, 2, 6, e, 5, 9).reshape(a * BLOCK, b * BLOCK)
+    inner = (5, e) if form.paired else (e, 5)
+    return fine.transpose(0, 3, h, 4, 1, 2, 6, *inner, 9).reshape(a * BLOCK, b * BLOCK)
 
 
 def _four_bits(words, form):
     """Pairs of codes, as far as they can be had with integers: [A, B, 1, w, r, c, s, h, e]."""
     a, b = words.shape[:2]
     words = words.reshape(a, b, 1, 4, 8, 4, 4)
-    return jnp.stack([jnp.stack([_nibble(words, h + 2 * e, form.kind) for h in range(2)], axis=-1) for e in range(2)], axis=-1)
+    return jnp.stack([jnp.stack([_nibble(words, h + 2 * e, form) for h in range(2)], axis=-1) for e in range(2)], axis=-1)
 
 
-def _nibble(words, number, kind):
-    if kind == "int4":  # the last bits of 128 as bfloat16
-        return _shifted(words, -4 * number) & 0x000F000F | 0x43004300
+def _nibble(words, number, form):
+    if form.kind == "int4":  # the last bits of 128 as bfloat16
+        return _shifted(words, -4 * number) & 0x000F000F | _opaque(0x43004300, words, form)
     return _shifted(words, 12 - 4 * number) & _signed(0x80008000) | _shifted(words, 6 - 4 * number) & 0x01C001C0
 
 
@@ -132,7 +146,7 @@ def _eight_bits(words, form):
 def _values(pairs, offset, form):
     """Codes less their zeros, as pairs of bfloat16. Every step is exact."""
     if form.kind == "int8":
-        high, low = pairs & 0x00800080 | 0x43004300, pairs & 0x007F007F | 0x43004300
+        high, low = pairs & 0x00800080 | _opaque(0x43004300, pairs, form), pairs & 0x007F007F | _opaque(0x43004300, pairs, form)
         values = _fma(high, MINUS_ONE, low, form)
         return values if offset is None else _fma(offset, MINUS_ONE, values, form)
     if form.kind == "int4":
@@ -172,6 +186,17 @@ def _pairs_of(numbers):
 def _shifted(words, left):
     """Words shifted to the left, or to the right where `left` is negative. Bits that come in from the left are undefined."""
     return words << left if left > 0 else words >> -left if left else words
+
+
+def _opaque(number, like, form):
+    """An even number that the compiler takes for a variable, in an array like `like`. An instruction holds one constant; a second would be
+    moved to a register, again for each instruction."""
+    if form.interpret:
+        return number
+    # The number of a multiprocessor is below 2**31, but no compiler counts on that.
+    asm = "{.reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 31; or.b32 $0, $1, t;}"
+    args, kinds = [jnp.full(like.shape, number, jnp.int32)], [jax.ShapeDtypeStruct(like.shape, jnp.int32)]
+    return plgpu.elementwise_inline_asm(asm, args=args, constraints="=r,r", pack=1, result_shape_dtypes=kinds)[0]
 
 
 def _signed(bits):
