@@ -1,6 +1,7 @@
 """Times products of few rows beside XLA's on this machine's GPU: `python -m pallas_kernels.linear.bench`.
 
---shapes NAME and --rows 4,40 choose what to time, --sweep times other tiles too. The bytes of a line are the weights, each read once.
+--shapes NAME and --rows 4,40 choose what to time, --kind int4 takes packed weights, --sweep times other tiles too. The bytes of a line
+are the weights with their scales, each read once.
 XLA's time is for the whole product, in x's dtype and with its activation; `partials` leaves the sum of its parts to the next kernel.
 Programs first compile side by side, then are timed one after the other.
 """
@@ -20,14 +21,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import bench
-from pallas_kernels.linear import reference, triton
-from pallas_kernels.linear.shapes import SHAPES, Shape
+from pallas_kernels.linear import packed_triton, reference, triton
+from pallas_kernels.linear.shapes import PACKINGS, SHAPES, Shape
 from pallas_kernels.linear.triton import Tiles
+from pallas_kernels.packed import Packed
 
 DTYPE = jnp.bfloat16
 MOST_TURNS = 16  # most copies of the weights; they keep a call from finding its weights in the L2 cache, unless these are small
 REFERENCES = {"linear": reference.linear, "partials": reference.linear, "gated": reference.gated, "gated_by": reference.gated_by}
 KERNELS = {"linear": triton.linear, "partials": triton.partials, "gated": triton.gated, "gated_by": triton.gated_by}
+PACKED_KERNELS = {kind: getattr(packed_triton, kind) for kind in KERNELS}
+# Numbers as large as the largest codes of a kind that `drawn` gives.
+LARGEST = {"int4": 8.0, "int8": 128.0, "fp8": 2.0, "fp4": 6.0}
 
 
 def chosen(shape: Shape, rows: int, splits: int | None = None, tile: int = 0) -> Tiles:
@@ -50,15 +55,39 @@ def candidates(shape: Shape, rows: int) -> list[Tiles]:
     return list(dict.fromkeys(fit))
 
 
-def turns_of(shape: Shape, rows: int) -> int:
+def packed_candidates(shape: Shape, rows: int, packing: str) -> list[packed_triton.Tiles]:
+    """As `candidates`, for packed weights."""
+    x, w, *_ = shape.arguments(rows, DTYPE, packing)
+    serves = packed_triton.tiles_for(x, w, None if shape.kind == "partials" else 1)
+    changes = [{}, *({"num_stages": stages} for stages in (2, 3, 5)), {"depth": 2 * serves.depth}, {"depth": max(1, serves.depth // 2)}]
+    changes += [{"blocks": 2}, {"blocks": 2, "num_warps": 8}, {"blocks": 2, "num_warps": 8, "depth": 1}, {"num_warps": 8, "blocks": 4}]
+    changes += [{"rows": 64}, {"rows": 128}] if rows > 64 else []
+    if shape.kind == "partials":
+        changes += [{"splits": splits} for splits in (1, 2, 3, 4, 5, 6, 8, 12) if splits != serves.splits]
+        changes += [{"blocks": 2, "num_warps": 8, "splits": splits} for splits in (3, 6)]
+    return list(dict.fromkeys(dataclasses.replace(serves, **change) for change in changes))
+
+
+def turns_of(arguments: Any) -> int:
     """How many copies of the arguments to take in turn."""
-    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in shape.arguments(rows, DTYPE))
+    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(arguments))
     return max(4, min(MOST_TURNS, math.ceil(4 * bench.L2_BYTES / size)))
 
 
-def compiled(fn: Callable[..., jax.Array], shape: Shape, rows: int) -> Callable[..., Any]:
+def compiled(fn: Callable[..., jax.Array], arguments: Any) -> Callable[..., Any]:
     """A compiled loop of calls of fn, which take the copies of the arguments in turn."""
-    return bench.loop(jax.jit(fn)).lower([shape.arguments(rows, DTYPE)] * turns_of(shape, rows)).compile()
+    return bench.loop(jax.jit(fn)).lower([arguments] * turns_of(arguments)).compile()
+
+
+def drawn(w: Packed) -> Packed:
+    """Random weights of the size of rows of unit length."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    words = jax.random.bits(keys[0], w.words.shape, jnp.uint32)
+    if w.kind == "fp8":  # without a bit of the exponent there is no NaN
+        words &= jnp.uint32(0xBFBFBFBF)
+    scale = jax.random.uniform(keys[1], w.scale.shape, DTYPE, 0.5, 2.0) * DTYPE(w.shape[-1] ** -0.5 / LARGEST[w.kind])
+    zero = None if w.zero is None else jax.random.randint(keys[2], w.zero.shape, 0, 16).astype(DTYPE)
+    return dataclasses.replace(w, words=words, scale=scale, zero=zero)
 
 
 def check(found: jax.Array, expected: jax.Array) -> None:
@@ -69,8 +98,11 @@ def check(found: jax.Array, expected: jax.Array) -> None:
     assert error < 0.02, f"kernel and reference differ by {error:.3f} of the largest value"
 
 
-def describe(tiles: Tiles) -> str:
+def describe(tiles: Tiles | packed_triton.Tiles) -> str:
     """Tiles, for a line of output."""
+    if isinstance(tiles, packed_triton.Tiles):
+        cut = f"{tiles.blocks}x{tiles.depth} blocks, {tiles.rows} rows, {tiles.splits} splits"
+        return f"  {cut}, {tiles.num_warps} warps, {tiles.num_stages} stages"
     return f"  {tiles.columns}x{tiles.depth}, {tiles.splits} splits, {tiles.num_stages} stages"
 
 
@@ -79,26 +111,27 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time other tiles too")
     parser.add_argument("--shapes", default="", help="only the shapes whose name holds this")
     parser.add_argument("--rows", default="4,40", help="numbers of rows, with commas between them")
+    parser.add_argument("--kind", choices=PACKINGS, help="how the weights are packed (default: not at all)")
     options = parser.parse_args()
     cases = [(name, shape, int(rows)) for name, shape in SHAPES.items() if options.shapes in name for rows in options.rows.split(",")]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-
-        def submit(fn: Callable[..., jax.Array], shape: Shape, rows: int) -> Any:
-            return pool.submit(compiled, fn, shape, rows)
-
         programs = {}
         for name, shape, rows in cases:
-            tried = candidates(shape, rows)[: None if options.sweep else 1]
-            plain = submit(REFERENCES[shape.kind], shape, rows)
-            programs[name, rows] = plain, {t: submit(functools.partial(KERNELS[shape.kind], tiles=t), shape, rows) for t in tried}
+            arguments = shape.arguments(rows, DTYPE, options.kind)
+            tried = packed_candidates(shape, rows, options.kind) if options.kind else candidates(shape, rows)
+            kernel = (PACKED_KERNELS if options.kind else KERNELS)[shape.kind]
+            plain = pool.submit(compiled, REFERENCES[shape.kind], arguments)
+            tried = tried[: None if options.sweep else 1]
+            programs[name, rows] = plain, {t: pool.submit(compiled, functools.partial(kernel, tiles=t), arguments) for t in tried}
     bandwidth = bench.begin()
     draws = jax.random.normal(jax.random.key(0), (max(2 * s.columns * s.width for _, s, _ in cases) + 2**22,), DTYPE)
     for name, shape, rows in cases:
-        x, w, *others = shape.arguments(rows, DTYPE)
-        weights = draws[: math.prod(w.shape)].reshape(w.shape) * DTYPE(shape.width**-0.5)
+        x, w, *others = shape.arguments(rows, DTYPE, options.kind)
         arguments = [draws[-math.prod(a.shape) :].reshape(a.shape).astype(a.dtype) for a in (x, *others)]
-        arguments.insert(1, weights)
-        turns = [tuple(jnp.copy(a) for a in arguments) for _ in range(turns_of(shape, rows))]
+        plain_weights = None if options.kind else draws[: math.prod(w.shape)].reshape(w.shape) * DTYPE(shape.width**-0.5)
+        arguments.insert(1, drawn(w) if options.kind else plain_weights)
+        turns = [tuple(jax.tree.map(jnp.copy, a) for a in arguments) for _ in range(turns_of(arguments))]
+        size = sum(part.nbytes for part in jax.tree.leaves(arguments[1]))
         plain, kernels = programs[name, rows]
         reference_us = bench.loop_us(plain.result(), turns)
         if options.sweep:
@@ -111,7 +144,7 @@ def main() -> None:
                 continue
             check(run(turns)[-1], plain.result()(turns)[-1])
             label = describe(tiles) if options.sweep else f"{name} x {rows}"
-            bench.show(label, bench.loop_us(run, turns), weights.nbytes, bandwidth, reference_us)
+            bench.show(label, bench.loop_us(run, turns), size, bandwidth, reference_us)
 
 
 if __name__ == "__main__":

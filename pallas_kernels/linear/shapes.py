@@ -8,8 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.packed import abstract
+
 LAYERS = 35  # whose inputs to "gated_by" lie in one array
 ROWS = (1, 4, 5, 32, 40, 64)  # a decode step or verify block of one sequence and of eight
+# Forms of packed weights as checkpoints have them: the kind, the inputs that share a scale (None: one scale an output), and zeros or none.
+PACKINGS = {
+    "int4": ("int4", 32, False),
+    "int4 zeros": ("int4", 128, True),
+    "int8": ("int8", None, False),
+    "fp8": ("fp8", None, False),
+    "fp4": ("fp4", 16, False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +30,13 @@ class Shape:
     columns: int  # of the output
     width: int  # of the input
 
-    def arguments(self, rows: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shapes of the arguments of the function `kind`."""
-        weights = (2,) * (self.kind == "gated") + (self.columns, self.width)
-        shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, self.width), weights))
+    def arguments(self, rows: int, dtype: Any, packing: str | None = None) -> tuple[Any, ...]:
+        """The shapes of the arguments of the function `kind`. packing: of the weights, a key of PACKINGS; None for weights of `dtype`."""
+        weights: Any = jax.ShapeDtypeStruct((2,) * (self.kind == "gated") + (self.columns, self.width), dtype)
+        if packing is not None:
+            kind, group, zeros = PACKINGS[packing]
+            weights = abstract(weights.shape, kind, group=group, zeros=zeros, scale_dtype=dtype)
+        shapes = jax.ShapeDtypeStruct((rows, self.width), dtype), weights
         if self.kind != "gated_by":
             return shapes
         return *shapes, jax.ShapeDtypeStruct((rows, LAYERS, self.columns), dtype), jax.ShapeDtypeStruct((), jnp.int32)

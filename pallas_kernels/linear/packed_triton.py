@@ -1,0 +1,202 @@
+"""Products of few rows with packed matrices, in the Triton dialect. A program has all rows, some output blocks and a part of the sums.
+
+Weights are the left operand of the matrix unit, straight from registers (see `pallas_kernels.packed.tile`), and rows of x the right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl, plgpu
+from pallas_kernels.linear.reference import activation
+from pallas_kernels.linear.triton import multiprocessors
+from pallas_kernels.packed import BLOCK, Packed, tile
+
+ANY = pl.BlockSpec(memory_space=pl.ANY)
+MOST_ROWS = 256
+MOST_SPLITS = 8
+LEAST_HEIGHT = 16  # rows of x in a product
+MOST_SUMS = 320  # rows of x that a program sums up, times matrices
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a product is cut."""
+
+    rows: int  # most rows of a program
+    blocks: int  # of 64 outputs, of a program
+    depth: int  # blocks of 64 inputs in a step
+    splits: int  # programs that share the sums
+    num_warps: int
+    num_stages: int
+
+
+def heights(rows: int) -> tuple[int, ...]:
+    """Powers of two that together hold the rows: one or, where that saves a quarter, two."""
+    whole = max(LEAST_HEIGHT, pl.next_power_of_2(rows))
+    rest = max(LEAST_HEIGHT, pl.next_power_of_2(max(1, rows - whole // 2)))
+    return (whole,) if rows <= LEAST_HEIGHT or rest > whole // 4 else (whole // 2, rest)
+
+
+def choose_tiles(rows: int, columns: int, width: int, bits: int, *, matrices: int = 1, splits: int | None = 1) -> Tiles:
+    """The tiles for a product [rows, width] x [matrices, columns, width]. splits: None for as many as fill the GPU."""
+    cores, programs = multiprocessors(), pl.cdiv(columns, BLOCK)
+    depth = 4 if rows <= 64 and matrices * bits <= 8 else 2
+    steps = pl.cdiv(pl.cdiv(width, BLOCK), depth)
+    if splits is None:
+        splits = 1
+        while splits < min(MOST_SPLITS, steps // 4) and programs * splits < 4 * cores:
+            splits += 1
+    return Tiles(rows if matrices * sum(heights(rows)) <= MOST_SUMS else 128, 1, depth, splits, 4, 4)
+
+
+def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
+    """Why the kernels cannot serve these arrays, or None."""
+    if x.shape[0] > MOST_ROWS:
+        return f"x has {x.shape[0]} rows; the kernel takes at most {MOST_ROWS}"
+    if any(other.dtype != x.dtype for other in others):
+        return f"x is {x.dtype.name} and u is {others[0].dtype.name}; the kernel needs one dtype"
+    return tile.unsupported(w, x.dtype)
+
+
+def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
+    """See `pallas_kernels.linear.linear`."""
+    tiles = tiles or tiles_for(x, w, splits)
+    if tiles.splits > 1:
+        return jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
+    return _call(_linear, "packed_linear", tiles, x, w, dtype=x.dtype, interpret=interpret)[0]
+
+
+def partials(x, w, splits=None, *, interpret=False, tiles=None):
+    """See `pallas_kernels.linear.partials`."""
+    return _call(_linear, "packed_linear", tiles or tiles_for(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
+
+
+def gated(x, gate_up, *, interpret=False, tiles=None):
+    """See `pallas_kernels.linear.gated`."""
+    return _call(_gated, "packed_gated", tiles or tiles_for(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
+
+
+def gated_by(x, w, u, index, *, interpret=False, tiles=None):
+    """See `pallas_kernels.linear.gated_by`."""
+    others = u, index.reshape(1)
+    return _call(_gated_by, "packed_gated_by", tiles or tiles_for(x, w), x, w, *others, dtype=x.dtype, interpret=interpret)[0]
+
+
+def tiles_for(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
+    """The tiles that serve a product."""
+    *matrices, columns, width = w.shape
+    bits = 4 * w.words.shape[-3]
+    return choose_tiles(x.shape[0], columns, width, bits, matrices=math.prod(matrices), splits=splits)
+
+
+def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: Packed, *others: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
+    """The product's parts, [splits, N, O]. It has fewer splits than the tiles if some would be empty."""
+    form, rows = tile.form(w, interpret), x.shape[0]
+    steps = pl.cdiv(pl.cdiv(form.width, BLOCK), tiles.depth)
+    share = pl.cdiv(steps, tiles.splits)
+    splits = pl.cdiv(steps, share)
+    arrays = tile.arrays(w)
+    return dialect.call(
+        functools.partial(kernel, form=form, tiles=tiles, share=share),
+        name=name,
+        grid=(pl.cdiv(rows, tiles.rows), pl.cdiv(form.columns, BLOCK * tiles.blocks), splits),
+        in_specs=[ANY] * (1 + len(arrays) + len(others)),
+        out_specs=ANY,
+        out_shape=jax.ShapeDtypeStruct((splits, rows, form.columns), dtype),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )(x, *arrays, *others)
+
+
+def _products(x_ref, w_refs, indices, form, tiles, share):
+    """Yields, for some of a program's rows, the outputs [C, 1], the rows [1, R], which pairs of them to store [C, R], and the program's
+    part of the product with each w[*index], [C, R] float32."""
+    rows, blocks = x_ref.shape[0], pl.cdiv(form.width, BLOCK)
+    tall = heights(min(rows, tiles.rows))
+    starts = [pl.program_id(0) * tiles.rows + sum(tall[:i]) for i in range(len(tall))]
+    exact = rows % sum(tall) == 0
+    block = pl.program_id(1) * tiles.blocks + jnp.arange(tiles.blocks, dtype=jnp.int32)
+    block_mask = None if pl.cdiv(form.columns, BLOCK) % tiles.blocks == 0 else block * BLOCK < form.columns
+    first, steps = pl.program_id(2) * share, pl.cdiv(blocks, tiles.depth)
+    words_ref, *number_refs = w_refs
+    precision = "highest" if x_ref.dtype == jnp.float32 else None
+
+    def numbers(index, at, mask):
+        """The scales, and the zeros or None."""
+        found = [tile.load_numbers(ref, index, block, at, mask, form) for ref in number_refs]
+        return found if form.zeros else (*found, None)
+
+    if form.groups is None:
+        whole_mask = None if block_mask is None else block_mask[:, None]
+        whole = [numbers(index, jnp.zeros(1, jnp.int32), whole_mask) for index in indices]
+
+    def step(i, sums):
+        at = (first + i) * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
+        mask = None if block_mask is None else jnp.broadcast_to(block_mask[:, None], (tiles.blocks, tiles.depth))
+        if blocks % tiles.depth:
+            inside = jnp.broadcast_to((at < blocks)[None, :], (tiles.blocks, tiles.depth))
+            mask = inside if mask is None else mask & inside
+        start = (first + i) * tiles.depth * BLOCK
+        xs = [_rows(x_ref, row, height, start, form, tiles, exact) for row, height in zip(starts, tall, strict=True)]
+        out = []
+        for m, index in enumerate(indices):
+            words = tile.load_words(words_ref, index, block, at, mask, form)
+            scale, zero = whole[m] if form.groups is None else numbers(index, at, mask)
+            w = tile.weights(words, scale, zero, form).astype(x_ref.dtype)
+            for x in xs:
+                out.append(sums[len(out)] + plgpu.dot(w, x, trans_b=True, precision=precision))
+        return tuple(out)
+
+    zeros = tuple(jnp.zeros((tiles.blocks * BLOCK, height), jnp.float32) for _ in indices for height in tall)
+    mine = share if steps % share == 0 else jnp.minimum(share, steps - first)
+    sums = jax.lax.fori_loop(0, mine, step, zeros)
+    column = pl.program_id(1) * tiles.blocks * BLOCK + jnp.arange(tiles.blocks * BLOCK, dtype=jnp.int32)[:, None]
+    for i, (first_row, height) in enumerate(zip(starts, tall, strict=True)):
+        row = first_row + jnp.arange(height, dtype=jnp.int32)[None, :]
+        yield column, row, (column < form.columns) & (row < rows), sums[i :: len(tall)]
+
+
+def _rows(x_ref, first, height, start, form, tiles, exact):
+    """`height` rows of x from `first` on, their numbers of a step from `start` on: [height, 64 * depth]. Zeros outside."""
+    row = first + jnp.arange(height, dtype=jnp.int32)[:, None]
+    at = start + jnp.arange(tiles.depth * BLOCK, dtype=jnp.int32)[None, :]
+    shape, mask = (height, tiles.depth * BLOCK), None
+    if not exact:
+        mask = jnp.broadcast_to(row < x_ref.shape[0], shape)
+    if form.width % (tiles.depth * BLOCK):
+        inside = jnp.broadcast_to(at < form.width, shape)
+        mask = inside if mask is None else mask & inside
+    x = plgpu.load(x_ref.at[row, at], mask=mask, other=None if mask is None else jnp.zeros((), x_ref.dtype))
+    return tile.inputs(x, form)
+
+
+def _store(out_ref, column, row, mask, values):
+    plgpu.store(out_ref.at[pl.program_id(2), row, column], values.astype(out_ref.dtype), mask=mask)
+
+
+def _linear(x_ref, *refs, form, tiles, share):
+    *w_refs, out_ref = refs
+    for column, row, mask, (total,) in _products(x_ref, w_refs, [()], form, tiles, share):
+        _store(out_ref, column, row, mask, total)
+
+
+def _gated(x_ref, *refs, form, tiles, share):
+    *w_refs, out_ref = refs
+    for column, row, mask, (gate, up) in _products(x_ref, w_refs, [(0,), (1,)], form, tiles, share):
+        _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), up.astype(out_ref.dtype)))
+
+
+def _gated_by(x_ref, *refs, form, tiles, share):
+    *w_refs, u_ref, index_ref, out_ref = refs
+    for column, row, mask, (gate,) in _products(x_ref, w_refs, [()], form, tiles, share):
+        u = plgpu.load(u_ref.at[row, index_ref[0], column], mask=mask, other=jnp.zeros((), u_ref.dtype))
+        _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), u))
