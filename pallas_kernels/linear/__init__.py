@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import dialect
-from pallas_kernels.linear import packed_triton, reference, triton
+from pallas_kernels.linear import packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
 from pallas_kernels.packed import Packed
@@ -32,6 +32,8 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.linear(x, w)
+    if chosen == "mosaic":
+        return packed_mosaic.linear(x, w, splits)
     return _kernels(w).linear(x, w, splits, interpret=chosen == "triton-interpret")
 
 
@@ -43,6 +45,8 @@ def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, 
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.partials(x, w)
+    if chosen == "mosaic":
+        return packed_mosaic.partials(x, w, splits)
     return _kernels(w).partials(x, w, splits, interpret=chosen == "triton-interpret")
 
 
@@ -55,6 +59,8 @@ def gated(x: jax.Array, gate_up: jax.Array | Packed, *, implementation: str = "a
     chosen = _select(implementation, 1, x, gate_up)
     if chosen == "xla":
         return reference.gated(x, gate_up)
+    if chosen == "mosaic":
+        return packed_mosaic.gated(x, gate_up)
     return _kernels(gate_up).gated(x, gate_up, interpret=chosen == "triton-interpret")
 
 
@@ -66,12 +72,16 @@ def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array
     chosen = _select(implementation, 1, x, w, u)
     if chosen == "xla":
         return reference.gated_by(x, w, u, index)
+    if chosen == "mosaic":
+        return packed_mosaic.gated_by(x, w, u, index)
     return _kernels(w).gated_by(x, w, u, index, interpret=chosen == "triton-interpret")
 
 
 def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
     if splits is not None and splits < 1:
         raise ValueError(f"splits is {splits}; expected at least 1")
+    if isinstance(w, Packed) and implementation == "auto" and not packed_mosaic.unsupported(x, w, *others):
+        return "mosaic"
     chosen = dialect.select(implementation, _kernels(w).unsupported(x, w, *others))
     if isinstance(w, Packed):  # XLA writes the unpacked weights to memory, so it never pays
         return chosen

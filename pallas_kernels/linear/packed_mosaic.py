@@ -23,6 +23,10 @@ from pallas_kernels.linear.reference import activation
 from pallas_kernels.packed import BLOCK, KINDS, Packed
 
 MOST_ROWS = 256
+MOST_GATED = 160  # rows of a gated product: a warpgroup holds the sums of gate and up
+MOST_SPLITS = 8
+SHARED_MEMORY = 230_000  # of a program, without its barriers
+START = 3  # the time of a program's start and end, in units of the time for a step
 # The bits of a pair of codes, or of the two parts of their numbers.
 MASKS = {
     "int4": (0x000F000F, 0),
@@ -61,14 +65,59 @@ def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
     return None
 
 
-def linear(x, w, *, tiles, dtype=jnp.float32):
-    """Parts of x w^T, [S, N, O] in `dtype`. x: [N, H], w: [O, H]."""
-    return _call(x, w, 1, tiles, dtype)
+def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: int = 1, splits: int | None = 1) -> Tiles:
+    """The tiles for a product of `rows` rows with [matrices, outputs, inputs] codes of so many bits. splits: as for `linear`."""
+    padded, blocks = -(-rows // 8) * 8, inputs // BLOCK
+    if padded > 64:
+        shapes = ((2, 1, 2), (2, 1, 1))
+    elif matrices == 1:
+        shapes = ((2, 2, 4), (2, 2, 2), (2, 1, 1))
+    else:
+        shapes = ((1, 4, 4), (1, 3, 3), (1, 2, 2), (1, 1, 1)) if padded <= 40 else ((1, 2, 2), (1, 1, 1))
+    for wide, deep, step in shapes:
+        block = matrices * wide * (512 * bits + 64 * 8)  # bytes of codes, and of scales for groups of 16
+        sums = (deep - 1) * wide * matrices * BLOCK * padded * 4
+        stages = min(4 if step > 2 else 6, (SHARED_MEMORY - sums) // (step * (block + padded * BLOCK * 2)))
+        if blocks % step == 0 and stages >= min(3, blocks // step):
+            break
+    tiles, steps = pl.cdiv(outputs // BLOCK, wide), blocks // step
+
+    def time(count: int) -> float:  # in units of the time for a step
+        return pl.cdiv(tiles * count, dialect.MULTIPROCESSORS) * (steps / count + START)
+
+    count = min(range(1, min(splits or MOST_SPLITS, steps) + 1), key=time)
+    return Tiles(1, wide, deep, step, stages, count, 1 if padded > 64 else 4)
 
 
-def gated(x, gate_up, *, tiles):
+def linear(x, w, splits: int | None = 1):
+    """See `pallas_kernels.linear.linear`."""
+    tiles = _tiles(x, w, splits)
+    parts = _call(x, w, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32)
+    return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
+
+
+def partials(x, w, splits: int | None = None):
+    """See `pallas_kernels.linear.partials`."""
+    return _call(x, w, 1, _tiles(x, w, splits), jnp.float32)
+
+
+def gated(x, gate_up):
     """See `pallas_kernels.linear.gated`."""
-    return _call(x, gate_up, 2, tiles, x.dtype)[0]
+    if x.shape[0] > MOST_GATED:
+        gate, up = jnp.split(linear(x, gate_up.flat()), 2, axis=-1)
+        return activation(gate, up)
+    return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype)[0]
+
+
+def gated_by(x, w, u, index):
+    """See `pallas_kernels.linear.gated_by`."""
+    gate = jnp.sum(partials(x, w), axis=0).astype(x.dtype)
+    return activation(gate, jax.lax.dynamic_index_in_dim(u, index, axis=1, keepdims=False))
+
+
+def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
+    *_, outputs, inputs = w.shape
+    return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, matrices=matrices, splits=splits)
 
 
 def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> jax.Array:
@@ -85,7 +134,6 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
     at_once = tiles.blocks * tiles.wide
     per_output = scale.shape[2] == 1 and deep_blocks > 1
     steps = deep_blocks // tiles.step
-    assert deep_blocks % tiles.step == 0 and tiles.step % tiles.deep == 0, (deep_blocks, tiles)
     share = pl.cdiv(steps, tiles.splits)
     splits = pl.cdiv(steps, share)
     works = pl.cdiv(out_blocks, at_once) * splits
