@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters
+from jaxspec.checkpoint.quantisation import Quantisation, with_packed
 from jaxspec.checks import integer
 from jaxspec.model.families import family_named, family_of
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -30,15 +31,25 @@ def read_target(folder: Path) -> tuple[TargetConfig, dict[str, Any]]:
     return config, checkpoint.read_generation_config(folder)
 
 
-def abstract_target(config: TargetConfig, dtype: Any) -> TargetModel:
-    """A target as a tree of ShapeDtypeStructs of this dtype."""
-    return family_of(config).abstract(config, dtype)
+def read_quantisation(folder: Path) -> Quantisation | None:
+    """How a target's checkpoint is quantised, None where its weights are float. What the config does not say is read from the weights'
+    headers if they are there. Raises ValueError for a format that is not read here, by its name."""
+    return checkpoint.read_quantisation(folder, checkpoint.read_config(folder))
 
 
-def load_target(folder: Path, abstract: Target, *, progress: bool = True) -> Target:
-    """A target's weights in the shapes, dtypes and shardings of `abstract_target`. Raises ValueError for weights that do not fit them."""
+def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation | None = None) -> TargetModel:
+    """A target as a tree of ShapeDtypeStructs of this dtype, with a `Packed` in place of every matrix that is quantised."""
+    family = family_of(config)
+    tree = family.abstract(config, dtype)
+    return tree if quantisation is None else with_packed(tree, quantisation.scheme_of, family.prefixes[0])
+
+
+def load_target(folder: Path, abstract: Target, quantisation: Quantisation | None = None, *, progress: bool = True) -> Target:
+    """A target's weights in the shapes, dtypes and shardings of `abstract_target`, which was given the same quantisation. Raises
+    ValueError for weights that do not fit them."""
     family = family_of(abstract.config)
-    return checkpoint.load_weights(folder, abstract, prefixes=family.prefixes, skip=family.unread, progress=progress)
+    settings = {"prefixes": family.prefixes, "skip": family.unread, "quantisation": quantisation, "progress": progress}
+    return checkpoint.load_weights(folder, abstract, **settings)
 
 
 def max_len_of(config: TargetConfig, asked: int | None) -> int:

@@ -3,5 +3,6 @@
 from jaxspec.checkpoint.hub import read_config, read_generation_config, resolve
 from jaxspec.checkpoint.load import load_weights, read_headers
 from jaxspec.checkpoint.save import save_weights
+from jaxspec.checkpoint.schemes import read_quantisation
 
-__all__ = ["load_weights", "read_config", "read_generation_config", "read_headers", "resolve", "save_weights"]
+__all__ = ["load_weights", "read_config", "read_generation_config", "read_headers", "read_quantisation", "resolve", "save_weights"]

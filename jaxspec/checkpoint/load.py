@@ -15,18 +15,28 @@ from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.hub import CONVERTED
 from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts_of, raise_misfits
 from jaxspec.checkpoint.onto_devices import placed
+from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Stored, read_folder, same_bytes
 from jaxspec.trees import leaves_by_path
 
 QUANTISED = re.compile(r"\.(weight_packed|weight_scale(_2|_inv)?|weight_global_scale|qweight)$")
 
 
-def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",), skip: Sequence[str] = (), progress: bool = True) -> Any:
+def load_weights(
+    folder: Path,
+    abstract: Any,
+    *,
+    prefixes: Sequence[str] = ("",),
+    skip: Sequence[str] = (),
+    quantisation: Quantisation | None = None,
+    progress: bool = True,
+) -> Any:
     """Reads a checkpoint into the shapes, dtypes and shardings of a tree of ShapeDtypeStructs.
 
     abstract: the tree; where it has a member `layouts`, that says how a file holds its leaves: see `layout.layouts_of`. prefixes: what
     may stand before our paths in the file's keys; we take the first that occurs. skip: keys that start with any of these are ignored.
-    Both are unused for a converted folder. progress: show a bar, by bytes. The host casts a tensor to its leaf's dtype.
+    quantisation: how a file holds the matrices that are a `Packed` in the tree. These three are unused for a converted folder.
+    progress: show a bar, by bytes. The host casts a float tensor to its leaf's dtype.
 
     Raises ValueError that lists every missing, unknown and misshapen tensor, before it reads any. Two kinds of tensor may be there
     although nothing reads them: K and V weights of a target's layers that share KV, and an lm_head.weight whose bytes equal those of

@@ -1,16 +1,18 @@
-"""Which matrices of a tree are quantised, and how: a tree of float matrices to one with `Packed` in their places."""
+"""Which matrices of a checkpoint are quantised, and how: what a format has to say, and the tree with `Packed` in the place of matrices."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.checkpoint.layout import Part, layouts_of
+from jaxspec.checkpoint.safetensors import Stored
 from jaxspec.trees import leaves_by_path
 from pallas_kernels import packed
 
@@ -27,6 +29,50 @@ class Scheme:
 
 # From the name of a module of the checkpoint, as a key without ".weight", to its scheme, or None where it has float weights.
 SchemeOf = Callable[[str], Scheme | None]
+
+
+class Wanted(NamedTuple):
+    """A tensor that a checkpoint has to hold for a quantised matrix."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]  # those it may have, as safetensors names them
+
+
+class Matrix(NamedTuple):
+    """A quantised matrix in host memory, as `packed.pack` takes it but with one axis of inputs. The leading axes of all are one part's."""
+
+    codes: np.ndarray  # [..., out, in] uint8: see packed.KINDS
+    scale: np.ndarray  # [..., out, ceil(in / group)], or [..., out, 1] without groups; in the scheme's scale_dtype
+    zero: np.ndarray | None = None  # as `scale`, the code that stands for zero, of any dtype
+
+
+class Format(Protocol):
+    """How a checkpoint holds one quantised matrix, or the experts' as one tensor."""
+
+    @property
+    def scheme(self) -> Scheme: ...
+
+    def tensors(self, key: str, shape: tuple[int, ...]) -> dict[str, Wanted]:
+        """The tensors that hold a matrix, by key. key: of the float matrix in the file, as layout.Part has it, after the prefix.
+        shape: [..., out, in], of the float matrix. Raises ValueError for a shape that cannot be quantised so."""
+        ...
+
+    def read(self, key: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> Matrix:
+        """The matrix. tensors: those of `tensors`, by key, unread. Raises ValueError for contents that make no sense."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantisation:
+    """How the matrices of a checkpoint are quantised: what a config says, or what `load` was asked to make of float weights."""
+
+    name: str  # of the format, for messages
+    format_of: Callable[[str], Format | None]  # from a module's name to its format, or None where it has float weights
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """See `SchemeOf`."""
+        found = self.format_of(name)
+        return None if found is None else found.scheme
 
 
 def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "") -> Any:
