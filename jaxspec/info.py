@@ -19,8 +19,7 @@ from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import DTYPES, abstract_target, max_len_of, read_target
-from jaxspec.trees import leaves_by_path as leaves_of
-from jaxspec.trees import nbytes
+from jaxspec.trees import leaves_by_path, nbytes, weight_count
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -49,7 +48,7 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
             equal = ", K = V" if spec.k_eq_v else ""
             yield f"{name:<11} {spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{equal}"
     yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {generation or 'unset'}"
-    yield f"parameters  {_count(tree):,}, of which {_embeddings(tree):,} are per-layer embeddings"
+    yield f"parameters  {weight_count(tree):,}, of which {_embeddings(tree):,} are per-layer embeddings"
     yield f"weights     {size(nbytes(tree))} in {jnp.dtype(dtype).name}"
     per_token = {kind: kv_bytes_per_token(config, kind, jnp.dtype(dtype).itemsize) for kind in (SLIDING, FULL)}
     yield f"KV cache    sliding {per_token[SLIDING]:,} bytes a token, for the window; full {per_token[FULL]:,} bytes a token"
@@ -58,7 +57,7 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
         count = checkpoint.read_generation_config(drafter).get("num_assistant_tokens", "unset")
         yield f"drafter     {drafter}"
         kind = type(draft).__name__
-        yield f"            {kind}, fits; {_count(draft):,} parameters, {size(nbytes(draft))}; num_assistant_tokens {count}"
+        yield f"            {kind}, fits; {weight_count(draft):,} parameters, {size(nbytes(draft))}; num_assistant_tokens {count}"
 
 
 def describe_plan(
@@ -157,9 +156,5 @@ def kv_bytes_per_token(config: TargetConfig, kind: str, itemsize: int) -> int:
     return sum(spec.num_kv_heads * (spec.key_dims + spec.head_dim) * itemsize for spec in owners if spec.kind == kind)
 
 
-def _count(tree: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
 def _embeddings(tree: Any) -> int:
-    return sum(leaf.size for path, leaf in leaves_of(tree).items() if path.startswith("embed_tokens_per_layer."))
+    return sum(leaf.size for path, leaf in leaves_by_path(tree).items() if path.startswith("embed_tokens_per_layer."))

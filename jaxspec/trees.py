@@ -40,6 +40,6 @@ def weights_of(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_packed)
 
 
-def count(tree: Any) -> int:
+def weight_count(tree: Any) -> int:
     """How many numbers a tree's weights are."""
     return sum(weight.size for weight in weights_of(tree))

@@ -26,7 +26,7 @@ from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
 from jaxspec.model.split import KVHeads
 from jaxspec.model.target import Family
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import gated_by
@@ -201,8 +201,8 @@ class Gemma4:
         """How many weights of matrices a row is multiplied with: before the layers, and in each of them. The head is not counted."""
 
         def of(layer: DecoderLayer) -> int:
-            spec, experts = layer.self_attn.spec, nbytes(layer.experts) // self.dtype.itemsize
-            always = sum(leaf.size for leaf in jax.tree.leaves(layer) if len(leaf.shape) > 1) - experts
+            spec, experts = layer.self_attn.spec, weight_count(layer.experts)
+            always = sum(weight.size for weight in weights_of(layer) if len(weight.shape) > 1) - experts
             return always + experts * spec.top_k_experts // max(spec.num_experts, 1)
 
         projection = self.per_layer_model_projection

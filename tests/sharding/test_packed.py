@@ -1,17 +1,13 @@
 """Quantised weights on meshes of fake devices: where their parts lie, and that texts are those of one device."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import PartitionSpec
 
-from jaxspec import decode, sharding
+from jaxspec import sharding
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.checkpoint.quantisation import Scheme, with_packed
 from jaxspec.model import gemma4
