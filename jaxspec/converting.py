@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from jaxspec import checkpoint, drafters, targets
 from jaxspec.checkpoint import fused
+from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import CONVERTED, INDEX_FILE
 from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
@@ -35,6 +37,7 @@ def convert(
     *,
     drafter: str | os.PathLike[str] | None = None,
     dtype: Any = "auto",
+    quantize: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> Path:
@@ -42,7 +45,8 @@ def convert(
 
     source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a checkpoint
     under any name that `load` takes; it goes to the folder `drafter` in the destination. dtype: of the float weights, "float32" or
-    "bfloat16"; "auto" is the target's own, or float32 if that is neither. mesh: the devices that hold the weights during the conversion;
+    "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the
+    target's float weights as `load` does; weights that are quantised already stay as they are. mesh: the devices that hold the weights during the conversion;
     None is the default device alone. The result can be loaded onto any mesh.
 
     Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
@@ -57,6 +61,8 @@ def convert(
     config, _ = targets.read_target(folder)
     asked = targets.DTYPES.get(config.dtype, jnp.float32) if dtype == "auto" else targets.weights_dtype(dtype, config.dtype)
     weights_dtype = jnp.dtype(asked)
+    quantisation = targets.quantisation_of(folder, config, weights_dtype, quantize)
+    tree = targets.abstract_target(config, weights_dtype, quantisation)
     draft_folder = None if drafter is None else checkpoint.resolve(drafter)
     if draft_folder is not None:
         drafters.abstract_drafter(draft_folder, config, weights_dtype)
@@ -65,12 +71,13 @@ def convert(
     unfinished = final.with_name(f".{final.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # a killed conversion may have left it
     try:
-        weights = targets.load_target(folder, place(targets.abstract_target(config, weights_dtype)), progress=progress)
-        _write(unfinished, folder, weights, weights_dtype)
+        weights = targets.load_target(folder, place(tree), quantisation, progress=progress)
+        changes = {} if quantize is None else {"quantization_config": config_of(quantize, targets.scale_dtype(config.dtype, weights_dtype))}
+        _write(unfinished, folder, weights, weights_dtype, changes)
         del weights
         if draft_folder is not None:
             guesser = drafters.load_drafter(draft_folder, config, weights_dtype, place=place, progress=progress)
-            _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype)
+            _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype, {})
         unfinished.replace(final)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -85,14 +92,14 @@ def _check_destination(folder: Path) -> None:
         raise FileExistsError(f"{folder} exists: found {found}, expected nothing or an empty folder")
 
 
-def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype) -> None:
-    """Writes a converted folder. jaxspec.json comes last: a folder without it is not complete."""
+def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype, changes: Mapping[str, Any]) -> None:
+    """Writes a converted folder. jaxspec.json comes last: a folder without it is not complete. changes: to the config."""
     folder.mkdir()
     for path in source.iterdir():
         wanted = path.suffix in (".json", ".jinja") or path.name.startswith("tokenizer")
         if path.is_file() and wanted and path.name not in ("config.json", INDEX_FILE, CONVERTED):
             shutil.copyfile(path, folder / path.name)
-    config = checkpoint.read_config(source) | {"dtype": dtype.name}
+    config = checkpoint.read_config(source) | {"dtype": dtype.name} | dict(changes)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     arrays = folder / fused.ARRAYS_FOLDER
     fused.save_converted(arrays, leaves_by_path(weights), functools.partial(_cut_axes, specs.partitions_of(weights)))

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters
+from jaxspec.checkpoint import from_floats
+from jaxspec.checkpoint.hub import CONVERTED
 from jaxspec.checkpoint.quantisation import Quantisation, with_packed
 from jaxspec.checks import integer
 from jaxspec.model.families import family_named, family_of
@@ -35,6 +37,29 @@ def read_quantisation(folder: Path) -> Quantisation | None:
     """How a target's checkpoint is quantised, None where its weights are float. What the config does not say is read from the weights'
     headers if they are there. Raises ValueError for a format that is not read here, by its name."""
     return checkpoint.read_quantisation(folder, checkpoint.read_config(folder))
+
+
+def quantisation_of(folder: Path, config: TargetConfig, dtype: Any, quantize: str | None) -> Quantisation | None:
+    """How a target's matrices are quantised in memory: as its checkpoint says, or as `load(quantize=...)` asks of float weights.
+
+    dtype: of the weights that stay float. Raises ValueError for a `quantize` that does not exist, and for weights that are quantised
+    already or were converted as float ones.
+    """
+    found = read_quantisation(folder)
+    if quantize is None:
+        return found
+    chosen = from_floats.quantisation(quantize, scale_dtype(config.dtype, dtype))
+    if found is not None:
+        raise ValueError(f"quantize is {quantize!r}, but the weights in {folder} are quantised already ({found.name}); expected None")
+    if (folder / CONVERTED).exists():
+        raise ValueError(f"quantize is {quantize!r}, but {folder} was converted with float weights; convert the original with quantize")
+    return chosen
+
+
+def scale_dtype(checkpoint_dtype: str, dtype: Any) -> str:
+    """The dtype of the scales of float weights that are quantised: the checkpoint's, so that the weights are the same numbers on devices
+    that compute in others; but bfloat16 if they are to be bfloat16."""
+    return "bfloat16" if "bfloat16" in (checkpoint_dtype, jnp.dtype(dtype).name) else "float32"
 
 
 def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation | None = None) -> TargetModel:

@@ -52,7 +52,11 @@ class FromFloats:
 
 
 def quantisation(name: str, scale_dtype: str) -> Quantisation:
-    """How float weights are quantised under a name of GROUPS: every matrix of the layers, but no router, embedding and head."""
+    """How float weights are quantised under a name of GROUPS: every matrix of the layers, but no router, embedding and head.
+
+    Raises ValueError for another name."""
+    if name not in GROUPS:
+        raise ValueError(f"quantize is {name!r}; available: {', '.join(map(repr, GROUPS))}, or None for the weights as they are")
     format = FromFloats(Scheme(name, GROUPS[name], scale_dtype=scale_dtype))
     return Quantisation(name, lambda module: None if FLOAT.search(module) else format)
 
