@@ -21,7 +21,7 @@ from jaxspec.engine.params import MAX_SEED, Defaults
 from jaxspec.engine.settings import Settings, check_pages
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import Placement, placement_of
-from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, max_len_of, read_target, weights_dtype
+from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, max_len_of, read_quantisation, read_target, weights_dtype
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
 
@@ -115,7 +115,7 @@ def load(
     count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
     rule.check(count)
 
-    abstract = placement.place(abstract_target(config, chosen_dtype))
+    abstract = placement.place(abstract_target(config, chosen_dtype, read_quantisation(folder)))
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     shards, cache_dtype = placement.shards, KV_DTYPES[kv_dtype]
@@ -143,7 +143,9 @@ def load(
     folder = checkpoint.resolve(target)  # only now, since a target's weights are a long download
     tokenizer = load_tokenizer(folder)
     enable_compilation_cache()
-    weights = load_target(folder, abstract, progress=progress)
+    quantisation = read_quantisation(folder)  # again: the weights' headers may say more than the config
+    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation))
+    weights = load_target(folder, abstract, quantisation, progress=progress)
     if draft_folder is not None:
         drafter = drafters.load_drafter(draft_folder, config, chosen_dtype, place=placement.place, progress=progress)
     return LLM(
