@@ -72,7 +72,7 @@ def convert(
     shutil.rmtree(unfinished, ignore_errors=True)  # a killed conversion may have left it
     try:
         weights = targets.load_target(folder, place(tree), quantisation, progress=progress)
-        changes = {} if quantize is None else {"quantization_config": config_of(quantize, targets.scale_dtype(config.dtype, weights_dtype))}
+        changes = {} if quantize is None else {"quantization_config": config_of(quantize)}
         _write(unfinished, folder, weights, weights_dtype, changes)
         del weights
         if draft_folder is not None:

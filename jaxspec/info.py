@@ -18,7 +18,7 @@ from jaxspec.loading import MAX_SLOTS, num_draft_tokens_for
 from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import abstract_placement_of
-from jaxspec.targets import DTYPES, abstract_target, max_len_of, read_target
+from jaxspec.targets import DTYPES, abstract_target, max_len_of, read_quantisation, read_target
 from jaxspec.trees import leaves_by_path, nbytes, weight_count
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
@@ -33,7 +33,7 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
     """
     config, generation = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
-    tree = abstract_target(config, dtype)
+    tree = abstract_target(config, dtype, read_quantisation(folder))
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
     window = max(layer.window or 0 for layer in config.layers)
     shared = config.num_hidden_layers - len(config.kv_owners)
@@ -83,7 +83,7 @@ def describe_plan(
     draft: Any = NoDraft() if drafter is None else drafters.abstract_drafter(drafter, config, dtype)
     max_len = max_len_of(config, max_len)
     count = num_draft_tokens_for(draft, drafter, num_draft_tokens, max_len)
-    target, placement = abstract_target(config, dtype), abstract_placement_of(mesh)
+    target, placement = abstract_target(config, dtype, read_quantisation(folder)), abstract_placement_of(mesh)
 
     def sizes_at(length: int) -> Sizes:
         return sizes_of(target, draft, max_len=length, num_draft_tokens=count, placement=placement)
@@ -121,7 +121,7 @@ def describe_mesh(folder: Path, drafter: Path | None, text: str) -> Iterator[str
     mesh: Any = sharding.abstract_mesh_of(text)
     config, _ = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
-    trees: dict[str, Any] = {"target": abstract_target(config, dtype)}
+    trees: dict[str, Any] = {"target": abstract_target(config, dtype, read_quantisation(folder))}
     if drafter is not None:
         trees["drafter"] = drafters.abstract_drafter(drafter, config, dtype)
     axes = ", ".join(f"{axis}={count}" for axis, count in mesh.shape.items())

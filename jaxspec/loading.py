@@ -129,8 +129,7 @@ def load(
     count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
     rule.check(count)
 
-    quantisation = quantisation_of(folder, config, chosen_dtype, quantize)
-    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation))
+    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation_of(folder, config, chosen_dtype, quantize)))
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     shards, cache_dtype = placement.shards, KV_DTYPES[kv_dtype]
@@ -158,6 +157,8 @@ def load(
     folder = checkpoint.resolve(target)  # only now, since a target's weights are a long download
     tokenizer = load_tokenizer(folder)
     enable_compilation_cache()
+    quantisation = quantisation_of(folder, config, chosen_dtype, quantize)  # again: the weights' headers may say more than the config
+    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation))
     weights = load_target(folder, abstract, quantisation, progress=progress)
     if draft_folder is not None:
         drafter = drafters.load_drafter(draft_folder, config, chosen_dtype, place=placement.place, progress=progress)

@@ -27,6 +27,7 @@ def read_target(folder: Path) -> tuple[TargetConfig, dict[str, Any]]:
     raw = checkpoint.read_config(folder)
     try:
         config = family_named(raw.get("model_type")).read(raw)
+        checkpoint.read_quantisation(folder, raw)  # raises for a format that is not served
     except ValueError as error:
         hint = "; it is a drafter, to be given as drafter=" if drafters.is_drafter(raw) else ""
         raise ValueError(f"the target {folder} cannot be loaded: {error}{hint}") from error
@@ -66,7 +67,9 @@ def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation
     """A target as a tree of ShapeDtypeStructs of this dtype, with a `Packed` in place of every matrix that is quantised."""
     family = family_of(config)
     tree = family.abstract(config, dtype)
-    return tree if quantisation is None else with_packed(tree, quantisation.scheme_of, family.prefixes[0])
+    if quantisation is None:
+        return tree
+    return with_packed(tree, quantisation.scheme_of, family.prefixes[0]).with_kv_scales(quantisation.kv_scales)
 
 
 def load_target(folder: Path, abstract: Target, quantisation: Quantisation | None = None, *, progress: bool = True) -> Target:

@@ -25,9 +25,11 @@ def bytes_per_device(tree: Any) -> int:
     return sum(map(local, jax.tree.leaves(tree)))
 
 
-def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """A tree's leaves by path, in the tree's order. A path is fields and indices joined by dots."""
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def leaves_by_path(tree: Any, *, whole: tuple[type, ...] = ()) -> dict[str, Any]:
+    """A tree's leaves by path, in the tree's order. A path is fields and indices joined by dots. whole: classes of nodes that count as
+    leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, whole))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def is_packed(x: Any) -> bool:

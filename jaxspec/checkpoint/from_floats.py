@@ -94,7 +94,7 @@ def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
     return x / jax.lax.optimization_barrier(jnp.broadcast_to(by, x.shape))
 
 
-def config_of(name: str, scale_dtype: str) -> dict[str, Any]:
+def config_of(name: str) -> dict[str, Any]:
     """The quantization_config of a checkpoint whose weights have been quantised so, in compressed-tensors' terms."""
     group = GROUPS[name]
     weights = {
@@ -104,7 +104,6 @@ def config_of(name: str, scale_dtype: str) -> dict[str, Any]:
         "strategy": "channel" if group is None else "group",
         "group_size": group,
         "dynamic": False,
-        "scale_dtype": f"torch.{scale_dtype}",
     }
     return {
         "quant_method": "compressed-tensors",

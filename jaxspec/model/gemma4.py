@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -164,6 +165,8 @@ class Gemma4:
     per_layer_model_projection: Linear | None
     per_layer_projection_norm: RMSNorm | None
     config: Gemma4Config = struct.field(pytree_node=False)
+    # (layer, scale of its keys, scale of its values): see `with_kv_scales`.
+    kv_scales: tuple[tuple[int, float, float], ...] = struct.field(pytree_node=False, default=())
 
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = PARTITIONS
 
@@ -273,7 +276,17 @@ class Gemma4:
 
     def init_cache(self, **settings: Any) -> PagedKV:
         """An empty cache for this target; `settings` are those of `paged_kv.init`."""
-        return init_cache(self.config, **settings)
+        cache = init_cache(self.config, **settings)
+        layers = list(cache.layers)
+        for i, *scales in self.kv_scales:
+            pools = layers[i]
+            if pools is not None and pools.k.dtype == jnp.float8_e4m3fn:
+                layers[i] = dataclasses.replace(pools, scales=jnp.asarray(scales, jnp.float32))
+        return dataclasses.replace(cache, layers=tuple(layers))
+
+    def with_kv_scales(self, scales: Mapping[int, tuple[float, float]]) -> Gemma4:
+        """The model whose caches of float8 hold keys and values divided by these, by layer."""
+        return dataclasses.replace(self, kv_scales=tuple((i, *of) for i, of in sorted(scales.items()) if i < len(self.layers)))
 
     def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
         """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32."""

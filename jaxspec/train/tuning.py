@@ -24,7 +24,7 @@ from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
 from jaxspec.model import gemma4
 from jaxspec.model.target import TargetModel
 from jaxspec.sharding.placement import placement_of
-from jaxspec.targets import DTYPES, eos_token_ids, load_target, read_target
+from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, read_quantisation, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, take_rows
@@ -169,7 +169,8 @@ def save_target(out: Path, model: TargetModel, config: Mapping[str, Any]) -> Non
 def _target(folder: Path, dtype: Any, mesh: Mesh | None) -> TargetModel:
     """A target's weights, on all devices of a mesh."""
     config: Any = read_target(folder)[0]
-    model = load_target(folder, gemma4.abstract(config, dtype), progress=False)
+    quantisation = read_quantisation(folder)
+    model = load_target(folder, abstract_target(config, dtype, quantisation), quantisation, progress=False)
     return placement_of(mesh).replicate(model)
 
 
