@@ -45,9 +45,9 @@ def convert(
 
     source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a checkpoint
     under any name that `load` takes; it goes to the folder `drafter` in the destination. dtype: of the float weights, "float32" or
-    "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the
-    target's float weights as `load` does; weights that are quantised already stay as they are. mesh: the devices that hold the weights during the conversion;
-    None is the default device alone. The result can be loaded onto any mesh.
+    "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the target's
+    float weights as `load` does; weights that are quantised already stay as they are. mesh: the devices that hold the weights during the
+    conversion; None is the default device alone. The result can be loaded onto any mesh.
 
     Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
     if several processes convert. A conversion that fails or is killed leaves no folder under the destination's name.
