@@ -8,7 +8,6 @@ which meshes cut, so each process reads only what its devices hold.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from jaxspec.checkpoint.hub import CONVERTED, INDEX_FILE
 from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
 from jaxspec.trees import leaves_by_path
+from pallas_kernels.packed import Packed
 
 DRAFTER = "drafter"
 
@@ -102,16 +102,22 @@ def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype, changes: M
     config = checkpoint.read_config(source) | {"dtype": dtype.name} | dict(changes)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     arrays = folder / fused.ARRAYS_FOLDER
-    fused.save_converted(arrays, leaves_by_path(weights), functools.partial(_cut_axes, specs.partitions_of(weights)))
+    fused.save_converted(arrays, leaves_by_path(weights), _cut_axes(weights))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in arrays.rglob("*") if path.is_file()}
     text = json.dumps({"version": fused.VERSION, "files": dict(sorted(files.items()))}, indent=2)
     (folder / CONVERTED).write_text(text + "\n", encoding="utf-8")
 
 
-def _cut_axes(rows: specs.SpecRules, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes of heads or experts over which a mesh spreads an array: a chunk has length 1 there.
+def _cut_axes(weights: Any) -> dict[str, tuple[int, ...]]:
+    """The axes of heads or experts over which a mesh spreads an array, by path: a chunk has length 1 there.
 
-    Other axes need nothing: Orbax halves the longest axes of a chunk by itself, which suits widths and vocabularies.
+    Other axes need nothing: Orbax halves the longest axes of a chunk by itself, which suits widths, blocks of widths and vocabularies.
     """
-    spec = specs.first_match(path, rows)
-    return tuple(axis for axis, name in enumerate(spec) if name is not None and len(shape) > 2 and shape[axis] <= 256)
+    rows, found = specs.partitions_of(weights), {}
+    for path, weight in leaves_by_path(weights, whole=(Packed,)).items():
+        spec = enumerate(specs.first_match(path, rows))
+        few = tuple(axis for axis, name in spec if name is not None and len(weight.shape) > 2 and weight.shape[axis] <= 256)
+        if isinstance(weight, Packed):
+            few = tuple(axis for axis in few if axis not in (weight.ndim - weight.over - 1, weight.ndim - 1))
+        found |= {f"{path}.{field}".rstrip("."): few for field in leaves_by_path(weight)}
+    return found
