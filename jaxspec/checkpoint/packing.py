@@ -42,11 +42,11 @@ def packed_onto_devices(leaf: Packed, sources: Sequence[Source], update: Callabl
     for source in sources:
         found = source.format.read(source.key, source.part.shape, source.tensors)
         _fill(codes, source.part, found.codes)
+        # A scale of the file stands for several groups where the leaf's last axis ends inside its group.
+        again = scheme.group // group if scheme.group and group else 1
         for numbers, part in ((scale, found.scale), (zero, found.zero)):
             if numbers is not None:
                 assert part is not None
-                # A scale of the file stands for several groups where the leaf's last axis ends inside its group.
-                again = 1 if group is None or scheme.group is None or leaf.over == 1 else scheme.group // group
                 _fill(numbers, source.part, np.repeat(part, again, axis=-1)[..., : math.prod(inner)] if again > 1 else part)
         update(sum(tensor.nbytes for tensor in source.tensors.values()))
     made = _pack(codes, scale, zero, kind=scheme.kind, over=leaf.over, group=group)
