@@ -1,9 +1,9 @@
 """Converted checkpoints: weights stored as devices hold them, fused and in their dtype, so that loading only has to read.
 
 A converted folder holds config.json, generation_config.json and the tokenizer's files of the checkpoint; jaxspec.json with the format's
-version and the sizes of the weights' files; and `weights`, an Orbax checkpoint (OCDBT) of a flat dict from our paths to arrays. A
-drafter that was converted with its target is such a folder too: `drafter` in the target's. A chunk on disk does not cross the borders at
-which meshes cut, so each process reads only what its devices hold.
+version, the sizes of the weights' files and how matrices are quantised; and `weights`, an Orbax checkpoint (OCDBT) of a flat dict from
+our paths to arrays. A drafter that was converted with its target is such a folder too: `drafter` in the target's. A chunk on disk does
+not cross the borders at which meshes cut, so each process reads only what its devices hold.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import numpy as np
 
 from jaxspec import checkpoint, drafters, targets
 from jaxspec.checkpoint import fused
+from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import CONVERTED, INDEX_FILE
+from jaxspec.model.families import family_of
 from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
 from jaxspec.trees import leaves_by_path
@@ -73,11 +75,12 @@ def convert(
     try:
         weights = targets.load_target(folder, place(tree), quantisation, progress=progress)
         changes = {} if quantize is None else {"quantization_config": config_of(quantize)}
-        _write(unfinished, folder, weights, weights_dtype, changes)
+        about = None if quantisation is None else describe(quantisation, tree, family_of(config).prefixes[0])
+        _write(unfinished, folder, weights, weights_dtype, changes, {} if about is None else {KEY: about})
         del weights
         if draft_folder is not None:
             guesser = drafters.load_drafter(draft_folder, config, weights_dtype, place=place, progress=progress)
-            _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype, {})
+            _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype, {}, {})
         unfinished.replace(final)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -92,8 +95,9 @@ def _check_destination(folder: Path) -> None:
         raise FileExistsError(f"{folder} exists: found {found}, expected nothing or an empty folder")
 
 
-def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype, changes: Mapping[str, Any]) -> None:
-    """Writes a converted folder. jaxspec.json comes last: a folder without it is not complete. changes: to the config."""
+def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype, changes: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Writes a converted folder. jaxspec.json comes last: a folder without it is not complete. changes: to the config. about: what else
+    stands in jaxspec.json."""
     folder.mkdir()
     for path in source.iterdir():
         wanted = path.suffix in (".json", ".jinja") or path.name.startswith("tokenizer")
@@ -104,7 +108,7 @@ def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype, changes: M
     arrays = folder / fused.ARRAYS_FOLDER
     fused.save_converted(arrays, leaves_by_path(weights), _cut_axes(weights))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in arrays.rglob("*") if path.is_file()}
-    text = json.dumps({"version": fused.VERSION, "files": dict(sorted(files.items()))}, indent=2)
+    text = json.dumps({"version": fused.VERSION, "files": dict(sorted(files.items())), **about}, indent=2)
     (folder / CONVERTED).write_text(text + "\n", encoding="utf-8")
 
 

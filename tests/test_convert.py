@@ -1,6 +1,5 @@
 """Converted checkpoints: the same weights to the bit on any mesh, nothing finished before its time, and what does not fit is said."""
 
-import functools
 import json
 import os
 import shutil

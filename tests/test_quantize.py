@@ -5,14 +5,19 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+import quantised_files as files
 import tiny
 from quick import few_programs
+from safetensors.numpy import load_file
 
 import jaxspec
-from jaxspec import checkpoint, cli, sharding
+from jaxspec import checkpoint, cli, sharding, targets
 from jaxspec.checkpoint import from_floats, fused
 from jaxspec.checkpoint.quantisation import Scheme
+from jaxspec.model import gemma4
+from jaxspec.model.config import Gemma4Config
 from jaxspec.trees import is_packed, leaves_by_path, weights_of
 from pallas_kernels.packed import Packed, pack, unpack
 
@@ -87,10 +92,44 @@ def test_a_conversion_is_what_a_load_makes(folders, tmp_path, kind):
     llm = jaxspec.load(converted, **SETTINGS)
     assert_same_weights(llm.target, wanted)
     assert checkpoint.read_config(converted)["quantization_config"]["quant_method"] == "compressed-tensors"
-    with pytest.raises(ValueError, match="quantize is 'int8', but the weights in .* are quantised already .*compressed-tensors"):
+    with pytest.raises(ValueError, match=f"quantize is 'int8', but the weights in .* are quantised already .*{kind}"):
         jaxspec.load(converted, quantize="int8", **SETTINGS)
     again = jaxspec.convert(converted, tmp_path / "again", progress=False)
     assert_same_weights(jaxspec.load(again, **SETTINGS).target, wanted)
+
+
+@pytest.mark.parametrize(
+    ("member", "settings", "write"),
+    [
+        (
+            "26B",
+            files.compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+            files.float4(False),
+        ),
+        ("31B", {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, files.gptq(4, sym=False)),
+    ],
+)
+def test_a_quantised_checkpoint_converts(tmp_path, member, settings, write):
+    """Also one that only its weights' headers describe, and what it says of a cache of float8."""
+    config = oracle.text_config(member, hidden_size=64, intermediate_size=96, moe_intermediate_size=32)
+    weights = tiny.random_weights(gemma4.abstract(Gemma4Config.from_hf(config), jnp.float32), 0)
+    checkpoint.save_weights(tmp_path / "float", weights, config, prefix="model.")
+    scales = {"model.layers.0.self_attn.k_proj.k_scale": np.float32(0.5), "model.layers.0.self_attn.v_proj.v_scale": np.float32(2)}
+    more = {"names": "index", "more": scales}
+    config |= {"quantization_config": settings}
+    files.write_folder(tmp_path / "source", config, load_file(tmp_path / "float" / "model.safetensors"), write, **more)
+    converted = jaxspec.convert(tmp_path / "source", tmp_path / "converted", progress=False)
+    assert checkpoint.read_config(converted)["quantization_config"] == settings
+    found, wanted = map(loaded, (converted, tmp_path / "source"))
+    assert_same_weights(found, wanted)
+    assert found.kv_scales == wanted.kv_scales == ((0, 0.5, 2.0),)
+    assert jax.tree.structure(found.layers) == jax.tree.structure(wanted.layers)
+
+
+def loaded(folder):
+    config, _ = targets.read_target(folder)
+    quantisation = targets.read_quantisation(folder)
+    return targets.load_target(folder, targets.abstract_target(config, jnp.bfloat16, quantisation), quantisation, progress=False)
 
 
 def test_a_conversion_loads_onto_a_mesh(folders, tmp_path):

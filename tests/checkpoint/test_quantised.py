@@ -11,7 +11,7 @@ import pytest
 import quantised_files as files
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import checkpoint, targets
+from jaxspec import targets
 from jaxspec.model import gemma4
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed, unpack
@@ -47,9 +47,7 @@ def load(folder, dtype=jnp.float32) -> gemma4.Gemma4:
 
 def unpacked(tree):
     """A tree with every Packed as the array that it means, in float32."""
-    return jax.tree.map(
-        lambda x: unpack(x, jnp.float32) if isinstance(x, Packed) else x, tree, is_leaf=lambda x: isinstance(x, Packed)
-    )
+    return jax.tree.map(lambda x: unpack(x, jnp.float32) if isinstance(x, Packed) else x, tree, is_leaf=lambda x: isinstance(x, Packed))
 
 
 def plain(folder, member: str, means: dict[str, np.ndarray]) -> gemma4.Gemma4:

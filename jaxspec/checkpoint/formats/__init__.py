@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint import fused
-from jaxspec.checkpoint.formats import compressed_tensors, gptq, modelopt
+from jaxspec.checkpoint.formats import compressed_tensors, converted, gptq, modelopt
 from jaxspec.checkpoint.formats.matrices import SCALE_NAMES
 from jaxspec.checkpoint.hub import CONVERTED, MODELOPT_CONFIG, read_json
 from jaxspec.checkpoint.quantisation import Quantisation
@@ -20,7 +19,6 @@ SERVED = f"compressed-tensors ({compressed_tensors.SERVED}), modelopt ({', '.joi
 SCALE_KEY = re.compile(r"(\.weight_scale|experts\.\w+_proj_scale|\.scales)$")
 # compressed-tensors names the scale of a layer's keys self_attn.k_scale, ModelOpt self_attn.k_proj.k_scale.
 KV_SCALE = re.compile(r"(model\.|language_model\.)*layers\.(?P<layer>\d+)\.self_attn\.([kv]_proj\.)?(?P<name>[kv])_scale")
-PACKED_SCALE = re.compile(r"_(proj|gate|projection)(\.weight)?\.scale$")  # in a converted folder
 
 
 def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation | None:
@@ -30,11 +28,15 @@ def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation |
     it is the config's dtype, and so it is worth asking again once they are. Raises ValueError, by its name, for a format that is not
     served.
     """
-    found = _config(Path(folder), config)
+    folder = Path(folder)
+    if (folder / CONVERTED).exists():
+        about = read_json(folder / CONVERTED).get(converted.KEY)
+        return None if about is None else converted.read(about)
+    found = _config(folder, config)
     if found is None:
         return None
-    stored = _headers(Path(folder))
-    made = _parsed(found, stored, _scale_dtype(Path(folder), config, stored or {}))
+    stored = _headers(folder)
+    made = _parsed(found, stored, _scale_dtype(config, stored or {}))
     return dataclasses.replace(made, kv_scales=_kv_scales(stored or {}))
 
 
@@ -69,19 +71,15 @@ def _config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None
 
 
 def _headers(folder: Path) -> dict[str, Stored] | None:
-    """The tensors of a checkpoint, None if they are not there, or are converted."""
-    if (folder / CONVERTED).exists():
-        return None
+    """The tensors of a checkpoint, None if they are not there."""
     try:
         return read_folder(folder)
     except FileNotFoundError:
         return None
 
 
-def _scale_dtype(folder: Path, config: Mapping[str, Any], stored: Mapping[str, Stored]) -> str:
+def _scale_dtype(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> str:
     """The dtype of a checkpoint's scales."""
-    if (folder / CONVERTED).exists():
-        return next((leaf.dtype.name for path, leaf in fused.stored_shapes(folder).items() if PACKED_SCALE.search(path)), "bfloat16")
     names = {name: dtype for dtype, name in SCALE_NAMES.items()}
     found = next((names[held.dtype] for key, held in stored.items() if SCALE_KEY.search(key) and held.dtype in names), None)
     text = config.get("text_config") or {}
