@@ -62,7 +62,7 @@ def distil(
 ) -> Path:
     """Trains a drafter to guess what a target writes, and returns the folder that holds it, which `load` takes as a drafter.
 
-    target: a hub id, folder or bundled name; its weights stay as they are. drafter_kind: "mtp", "dflash", "eagle3", "mtp-modules",
+    target: a hub id, folder or bundled name; its weights, which may be quantised, stay as they are. drafter_kind: "mtp", "dflash", "eagle3", "mtp-modules",
     "draft-model", or the name of another kind that is registered and has an objective. data: files, see `data.read`. out: the folder; it
     also gets metrics.jsonl, curves.png and checkpoints/. init: the drafter to go on from (a hub id, folder or bundled name), or the
     config.json of a fresh one, as a mapping or in a folder without weights; by default a fresh one of a size that suits the target.
@@ -135,10 +135,13 @@ def finetune(
 ) -> Path:
     """Trains all weights of a target's text model on other text, and returns the folder that holds it, which `load` takes as a target.
 
-    Arguments and errors as for `distil`.
+    Arguments and errors as for `distil`. Raises ValueError for a target whose weights are quantised, too.
     """
     how, out = Run(**run), Path(out)
     folder = checkpoint.resolve(target)
+    quantisation = read_quantisation(folder)
+    if quantisation is not None:
+        raise ValueError(f"the weights in {folder} are quantised ({quantisation.name}); expected float weights, to be trained")
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     model = _target(folder, jnp.float32, None)
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
