@@ -67,9 +67,11 @@ def gated_by(x: jax.Array, w: jax.Array, u: jax.Array, index: jax.Array, *, impl
     return triton.gated_by(x, w, u, index, interpret=chosen == "triton-interpret")
 
 
-def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array, *others: jax.Array) -> str:
+def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
     if splits is not None and splits < 1:
         raise ValueError(f"splits is {splits}; expected at least 1")
+    if isinstance(w, Packed):
+        return dialect.select(implementation, "the matrix is packed")
     chosen = dialect.select(implementation, triton.unsupported(x, w, *others))
     return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
 
