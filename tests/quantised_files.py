@@ -170,17 +170,17 @@ def write_folder(
     names: str = "fused",
     leave: Callable[[str], bool] = lambda key: "router" in key,
     more: dict[str, np.ndarray] | None = None,
-    dtype: np.dtype | None = None,
+    change: Callable[[dict[str, np.ndarray]], None] | None = None,
 ) -> dict[str, np.ndarray]:
     """Writes a quantised checkpoint and returns the tensors that it means, under the keys of `tensors`.
 
     config: its config.json. tensors: of the float checkpoint. names: of experts, see `experts`. leave: whether the matrix of a key stays
-    float. more: further tensors of the file. dtype: of tensors that stay float.
+    float. more: further tensors of the file. change: takes all tensors of the file, to change them.
     """
     stored, means = dict(more or {}), {}
     for key, value in tensors.items():
         if not MATRIX.search(key) or leave(key):
-            stored[key] = means[key] = value if dtype is None else value.astype(dtype)
+            stored[key] = means[key] = value
             continue
         matrices = experts(key, value, names) if "experts." in key else {key: value}
         meant = {}
@@ -188,6 +188,8 @@ def write_folder(
             made, meant[name] = write(name, matrix)
             stored |= made
         means[key] = put_together(key, value.shape, meant, names) if "experts." in key else meant[key]
+    if change is not None:
+        change(stored)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({key: np.ascontiguousarray(value) for key, value in stored.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -18,8 +18,6 @@ from jaxspec.checkpoint.safetensors import Stored
 from pallas_kernels import packed
 from pallas_kernels.packed import Packed
 
-PACKED_AT_A_TIME = 1 << 26  # weights, unless one matrix has more
-
 
 class Source(NamedTuple):
     """What holds a part of a leaf in the files."""
@@ -49,7 +47,7 @@ def packed_onto_devices(leaf: Packed, sources: Sequence[Source], update: Callabl
                 assert part is not None
                 _fill(numbers, source.part, np.repeat(part, again, axis=-1)[..., : math.prod(inner)] if again > 1 else part)
         update(sum(tensor.nbytes for tensor in source.tensors.values()))
-    made = _pack(codes, scale, zero, kind=scheme.kind, over=leaf.over, group=group)
+    made = _packed(codes, scale, zero, kind=scheme.kind, over=leaf.over, group=group)
     return jax.tree.map(put_on_devices, made, leaf)
 
 
@@ -59,17 +57,8 @@ def _fill(whole: np.ndarray, part: Part, values: np.ndarray) -> None:
     whole[part.index] = values.reshape(place.shape)
 
 
-def _pack(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, **settings: Any) -> Packed:
-    """packed.pack on the host, one stack of matrices after the other. Returns NumPy arrays."""
-    split = codes.ndim - settings["over"]
-    stacks = codes.shape[: split - 1]
-    if not stacks or codes.size <= PACKED_AT_A_TIME:
-        return _packed(codes, scale, zero, **settings)
-    first = [_pack(codes[i], scale[i], None if zero is None else zero[i], **settings) for i in range(stacks[0])]
-    return jax.tree.map(lambda *parts: np.stack(parts), *first)
-
-
 def _packed(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, **settings: Any) -> Packed:
+    """packed.pack on the host. Returns NumPy arrays."""
     host = _host()
     arguments = [None if x is None else jax.device_put(x, host) for x in (codes, scale, zero)]
     return jax.tree.map(np.asarray, _jitted(**settings)(*arguments))

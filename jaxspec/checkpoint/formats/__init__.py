@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -81,10 +82,10 @@ def _headers(folder: Path) -> dict[str, Stored] | None:
 def _scale_dtype(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> str:
     """The dtype of a checkpoint's scales."""
     names = {name: dtype for dtype, name in SCALE_NAMES.items()}
-    found = next((names[held.dtype] for key, held in stored.items() if SCALE_KEY.search(key) and held.dtype in names), None)
+    counts = collections.Counter(names[held.dtype] for key, held in stored.items() if SCALE_KEY.search(key) and held.dtype in names)
     text = config.get("text_config") or {}
     told = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-    return found or (told if told in SCALE_NAMES else "bfloat16")
+    return counts.most_common(1)[0][0] if counts else told if told in SCALE_NAMES else "bfloat16"
 
 
 def _kv_scales(stored: Mapping[str, Stored]) -> dict[int, tuple[float, float]]:

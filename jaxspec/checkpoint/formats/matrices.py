@@ -24,8 +24,11 @@ def fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Unsigned numbers of 4 or 8 bits out of integers: [..., count] uint8. words: [..., n] of any integer dtype; the first number lies in
     the least significant bits of the first word."""
     data = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 4:
-        data = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
+    if bits == 4:  # each half of a byte gets a byte, in one number of 16 bits
+        wide = data.astype("<u2")
+        wide |= wide << 4
+        wide &= 0x0F0F
+        data = wide.view(np.uint8)
     return data[..., :count]
 
 
@@ -151,7 +154,7 @@ class Float4:
         wanted = {
             key + self.codes: Wanted((*lead, out, into // 2), ("U8",)),
             named(key, "scale"): Wanted((*lead, out, groups(into, self.scheme.group)), ("F8_E4M3",)),
-            key + self.scale: Wanted((lead[0], 1) if lead else (), ("F32",)),
+            key + self.scale: Wanted((*lead, 1) if lead else (), ("F32",)),
         }
         return wanted | activation_tensors(key)
 
@@ -161,4 +164,5 @@ class Float4:
         if not (np.isfinite(whole).all() and (whole > 0).all()):
             raise ValueError(f"{key + self.scale} is {whole.ravel()[:4].tolist()}; expected positive numbers")
         scale = tensors[named(key, "scale")].read().astype(np.float32)
-        return Matrix(fields(tensors[key + self.codes].read(), 4, shape[-1]), scale / whole if self.divides else scale * whole)
+        codes = fields(tensors[key + self.codes].read(), 4, shape[-1])
+        return Matrix(codes, scale / whole if self.divides else scale * whole)
