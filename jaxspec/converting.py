@@ -1,17 +1,17 @@
 """Converted checkpoints: weights stored as devices hold them, fused and in their dtype, so that loading only has to read.
 
 A converted folder holds config.json, generation_config.json and the tokenizer's files of the checkpoint; jaxspec.json with the format's
-version and the sizes of the weights' files; and `weights`, an Orbax checkpoint (OCDBT) of a flat dict from our paths to arrays. A
-drafter that was converted with its target is such a folder too: `drafter` in the target's. A chunk on disk does not cross the borders at
-which meshes cut, so each process reads only what its devices hold.
+version, the sizes of the weights' files and how matrices are quantised; and `weights`, an Orbax checkpoint (OCDBT) of a flat dict from
+our paths to arrays. A drafter that was converted with its target is such a folder too: `drafter` in the target's. A chunk on disk does
+not cross the borders at which meshes cut, so each process reads only what its devices hold.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,14 @@ import numpy as np
 
 from jaxspec import checkpoint, drafters, targets
 from jaxspec.checkpoint import fused
+from jaxspec.checkpoint.formats.converted import KEY, describe
+from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import CONVERTED, INDEX_FILE
+from jaxspec.model.families import family_of
 from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
 from jaxspec.trees import leaves_by_path
+from pallas_kernels.packed import Packed
 
 DRAFTER = "drafter"
 
@@ -35,6 +39,7 @@ def convert(
     *,
     drafter: str | os.PathLike[str] | None = None,
     dtype: Any = "auto",
+    quantize: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> Path:
@@ -42,8 +47,9 @@ def convert(
 
     source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a checkpoint
     under any name that `load` takes; it goes to the folder `drafter` in the destination. dtype: of the float weights, "float32" or
-    "bfloat16"; "auto" is the target's own, or float32 if that is neither. mesh: the devices that hold the weights during the conversion;
-    None is the default device alone. The result can be loaded onto any mesh.
+    "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the target's
+    float weights as `load` does; weights that are quantised already stay as they are. mesh: the devices that hold the weights during the
+    conversion; None is the default device alone. The result can be loaded onto any mesh.
 
     Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
     if several processes convert. A conversion that fails or is killed leaves no folder under the destination's name.
@@ -57,6 +63,8 @@ def convert(
     config, _ = targets.read_target(folder)
     asked = targets.DTYPES.get(config.dtype, jnp.float32) if dtype == "auto" else targets.weights_dtype(dtype, config.dtype)
     weights_dtype = jnp.dtype(asked)
+    quantisation = targets.quantisation_of(folder, config, weights_dtype, quantize)
+    tree = targets.abstract_target(config, weights_dtype, quantisation)
     draft_folder = None if drafter is None else checkpoint.resolve(drafter)
     if draft_folder is not None:
         drafters.abstract_drafter(draft_folder, config, weights_dtype)
@@ -65,12 +73,14 @@ def convert(
     unfinished = final.with_name(f".{final.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # a killed conversion may have left it
     try:
-        weights = targets.load_target(folder, place(targets.abstract_target(config, weights_dtype)), progress=progress)
-        _write(unfinished, folder, weights, weights_dtype)
+        weights = targets.load_target(folder, place(tree), quantisation, progress=progress)
+        changes = {} if quantize is None else {"quantization_config": config_of(quantize)}
+        about = None if quantisation is None else describe(quantisation, tree, family_of(config).prefixes[0])
+        _write(unfinished, folder, weights, weights_dtype, changes, {} if about is None else {KEY: about})
         del weights
         if draft_folder is not None:
             guesser = drafters.load_drafter(draft_folder, config, weights_dtype, place=place, progress=progress)
-            _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype)
+            _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype, {}, {})
         unfinished.replace(final)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -85,26 +95,33 @@ def _check_destination(folder: Path) -> None:
         raise FileExistsError(f"{folder} exists: found {found}, expected nothing or an empty folder")
 
 
-def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype) -> None:
-    """Writes a converted folder. jaxspec.json comes last: a folder without it is not complete."""
+def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype, changes: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Writes a converted folder. jaxspec.json comes last: a folder without it is not complete. changes: to the config. about: what else
+    stands in jaxspec.json."""
     folder.mkdir()
     for path in source.iterdir():
         wanted = path.suffix in (".json", ".jinja") or path.name.startswith("tokenizer")
         if path.is_file() and wanted and path.name not in ("config.json", INDEX_FILE, CONVERTED):
             shutil.copyfile(path, folder / path.name)
-    config = checkpoint.read_config(source) | {"dtype": dtype.name}
+    config = checkpoint.read_config(source) | {"dtype": dtype.name} | dict(changes)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     arrays = folder / fused.ARRAYS_FOLDER
-    fused.save_converted(arrays, leaves_by_path(weights), functools.partial(_cut_axes, specs.partitions_of(weights)))
+    fused.save_converted(arrays, leaves_by_path(weights), _cut_axes(weights))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in arrays.rglob("*") if path.is_file()}
-    text = json.dumps({"version": fused.VERSION, "files": dict(sorted(files.items()))}, indent=2)
+    text = json.dumps({"version": fused.VERSION, "files": dict(sorted(files.items())), **about}, indent=2)
     (folder / CONVERTED).write_text(text + "\n", encoding="utf-8")
 
 
-def _cut_axes(rows: specs.SpecRules, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes of heads or experts over which a mesh spreads an array: a chunk has length 1 there.
+def _cut_axes(weights: Any) -> dict[str, tuple[int, ...]]:
+    """The axes of heads or experts over which a mesh spreads an array, by path: a chunk has length 1 there.
 
-    Other axes need nothing: Orbax halves the longest axes of a chunk by itself, which suits widths and vocabularies.
+    Other axes need nothing: Orbax halves the longest axes of a chunk by itself, which suits widths, blocks of widths and vocabularies.
     """
-    spec = specs.first_match(path, rows)
-    return tuple(axis for axis, name in enumerate(spec) if name is not None and len(shape) > 2 and shape[axis] <= 256)
+    rows, found = specs.partitions_of(weights), {}
+    for path, weight in leaves_by_path(weights, whole=(Packed,)).items():
+        spec = enumerate(specs.first_match(path, rows))
+        few = tuple(axis for axis, name in spec if name is not None and len(weight.shape) > 2 and weight.shape[axis] <= 256)
+        if isinstance(weight, Packed):
+            few = tuple(axis for axis in few if axis not in (weight.ndim - weight.over - 1, weight.ndim - 1))
+        found |= {f"{path}.{field}".rstrip("."): few for field in leaves_by_path(weight)}
+    return found

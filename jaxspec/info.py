@@ -18,23 +18,24 @@ from jaxspec.loading import MAX_SLOTS, num_draft_tokens_for
 from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import abstract_placement_of
-from jaxspec.targets import DTYPES, abstract_target, max_len_of, read_target
-from jaxspec.trees import leaves_by_path as leaves_of
-from jaxspec.trees import nbytes
+from jaxspec.targets import DTYPES, abstract_target, max_len_of, quantisation_of, read_target
+from jaxspec.trees import is_packed, leaves_by_path, nbytes, weight_count, weights_of
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
-    """Yields lines about the target in a checkpoint folder, and about a drafter for it.
+def describe(folder: Path, drafter: Path | None = None, *, quantize: str | None = None) -> Iterator[str]:
+    """Yields lines about the target in a checkpoint folder, and about a drafter for it. quantize: as in `jaxspec.load`.
 
     Sizes are of the text model in the checkpoint's dtype. Raises as `jaxspec.load` does for a checkpoint that cannot be used and for a
     drafter that does not fit.
     """
     config, generation = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
-    tree = abstract_target(config, dtype)
+    quantisation = quantisation_of(folder, config, dtype, quantize)
+    tree = abstract_target(config, dtype, quantisation)
+    kinds = sorted({weight.kind for weight in weights_of(tree) if is_packed(weight)})
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
     window = max(layer.window or 0 for layer in config.layers)
     shared = config.num_hidden_layers - len(config.kv_owners)
@@ -49,8 +50,10 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
             equal = ", K = V" if spec.k_eq_v else ""
             yield f"{name:<11} {spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{equal}"
     yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {generation or 'unset'}"
-    yield f"parameters  {_count(tree):,}, of which {_embeddings(tree):,} are per-layer embeddings"
-    yield f"weights     {size(nbytes(tree))} in {jnp.dtype(dtype).name}"
+    yield f"parameters  {weight_count(tree):,}, of which {_embeddings(tree):,} are per-layer embeddings"
+    yield f"weights     {size(nbytes(tree))} in {' and '.join([*kinds, jnp.dtype(dtype).name])}"
+    if quantisation is not None and quantize is None:
+        yield f"quantised   {quantisation.name}"
     per_token = {kind: kv_bytes_per_token(config, kind, jnp.dtype(dtype).itemsize) for kind in (SLIDING, FULL)}
     yield f"KV cache    sliding {per_token[SLIDING]:,} bytes a token, for the window; full {per_token[FULL]:,} bytes a token"
     if drafter is not None:
@@ -58,7 +61,7 @@ def describe(folder: Path, drafter: Path | None = None) -> Iterator[str]:
         count = checkpoint.read_generation_config(drafter).get("num_assistant_tokens", "unset")
         yield f"drafter     {drafter}"
         kind = type(draft).__name__
-        yield f"            {kind}, fits; {_count(draft):,} parameters, {size(nbytes(draft))}; num_assistant_tokens {count}"
+        yield f"            {kind}, fits; {weight_count(draft):,} parameters, {size(nbytes(draft))}; num_assistant_tokens {count}"
 
 
 def describe_plan(
@@ -71,6 +74,7 @@ def describe_plan(
     num_draft_tokens: int | None = None,
     max_len: int | None = None,
     max_slots: int | None = None,
+    quantize: str | None = None,
     mesh: str | None = None,
 ) -> Iterator[str]:
     """Yields lines about how `jaxspec.load` would use a device's memory, in the checkpoint's dtype, with kernels.
@@ -84,7 +88,7 @@ def describe_plan(
     draft: Any = NoDraft() if drafter is None else drafters.abstract_drafter(drafter, config, dtype)
     max_len = max_len_of(config, max_len)
     count = num_draft_tokens_for(draft, drafter, num_draft_tokens, max_len)
-    target, placement = abstract_target(config, dtype), abstract_placement_of(mesh)
+    target, placement = abstract_target(config, dtype, quantisation_of(folder, config, dtype, quantize)), abstract_placement_of(mesh)
 
     def sizes_at(length: int) -> Sizes:
         return sizes_of(target, draft, max_len=length, num_draft_tokens=count, placement=placement)
@@ -113,8 +117,9 @@ def describe_plan(
             yield f"            {length:>7} {most_slots(sizes_at(length), room, 10**6):>6}"
 
 
-def describe_mesh(folder: Path, drafter: Path | None, text: str) -> Iterator[str]:
-    """Yields lines about how the weights of a target and a drafter lie on a mesh such as "data=2,tensor=4", in the checkpoint's dtype.
+def describe_mesh(folder: Path, drafter: Path | None, text: str, *, quantize: str | None = None) -> Iterator[str]:
+    """Yields lines about how the weights of a target and a drafter lie on a mesh such as "data=2,tensor=4", in the checkpoint's dtype or
+    quantised as in `jaxspec.load`.
 
     Weights that differ only in their layer share a line: how many they are, their PartitionSpec, and what a device holds of them. Raises
     as `sharding.mesh_of` does.
@@ -122,7 +127,7 @@ def describe_mesh(folder: Path, drafter: Path | None, text: str) -> Iterator[str
     mesh: Any = sharding.abstract_mesh_of(text)
     config, _ = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
-    trees: dict[str, Any] = {"target": abstract_target(config, dtype)}
+    trees: dict[str, Any] = {"target": abstract_target(config, dtype, quantisation_of(folder, config, dtype, quantize))}
     if drafter is not None:
         trees["drafter"] = drafters.abstract_drafter(drafter, config, dtype)
     axes = ", ".join(f"{axis}={count}" for axis, count in mesh.shape.items())
@@ -157,9 +162,5 @@ def kv_bytes_per_token(config: TargetConfig, kind: str, itemsize: int) -> int:
     return sum(spec.num_kv_heads * (spec.key_dims + spec.head_dim) * itemsize for spec in owners if spec.kind == kind)
 
 
-def _count(tree: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
 def _embeddings(tree: Any) -> int:
-    return sum(leaf.size for path, leaf in leaves_of(tree).items() if path.startswith("embed_tokens_per_layer."))
+    return sum(leaf.size for path, leaf in leaves_by_path(tree).items() if path.startswith("embed_tokens_per_layer."))

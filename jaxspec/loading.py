@@ -21,7 +21,16 @@ from jaxspec.engine.params import MAX_SEED, Defaults
 from jaxspec.engine.settings import Settings, check_pages
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import Placement, placement_of
-from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, max_len_of, read_target, weights_dtype
+from jaxspec.targets import (
+    DTYPES,
+    abstract_target,
+    eos_token_ids,
+    load_target,
+    max_len_of,
+    quantisation_of,
+    read_target,
+    weights_dtype,
+)
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
 
@@ -35,6 +44,7 @@ def load(
     *,
     num_draft_tokens: int | None = None,
     dtype: Any = "auto",
+    quantize: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     tensor: int | None = None,
     max_slots: int | None = None,
@@ -61,6 +71,10 @@ def load(
 
     dtype: of weights and cache, "float32" or "bfloat16". "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for float16,
     which Gemma overflows.
+
+    quantize: "int8" or "fp8" (e4m3; a scale for each output) or "int4" (a scale for 32 inputs) quantises the target's float weights as
+    they are read: the matrices of its layers, not embeddings, head, norms and routers. Activations stay float, and products are those of
+    the dequantised weights. None takes the weights as the checkpoint has them, which may be quantised already.
 
     mesh: devices to spread weights and slots over: a Mesh with axes "data" and "tensor", as `jaxspec.mesh(data=2, tensor=4)` makes it;
     one device by default. Over several processes, only "tensor" may be spread. tensor: short for a mesh of so many devices along
@@ -89,7 +103,7 @@ def load(
     name none. progress: whether to show progress bars.
 
     Raises FileNotFoundError, ValueError or TypeError that says what was found and what was expected: for a checkpoint that is missing,
-    damaged or of another kind, a drafter that does not fit, a setting out of range.
+    damaged or of another kind, weights that `quantize` finds quantised, a drafter that does not fit, a setting out of range.
     """
     rule = rule_of(accept)
     check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
@@ -115,7 +129,7 @@ def load(
     count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
     rule.check(count)
 
-    abstract = placement.place(abstract_target(config, chosen_dtype))
+    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation_of(folder, config, chosen_dtype, quantize)))
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     shards, cache_dtype = placement.shards, KV_DTYPES[kv_dtype]
@@ -143,7 +157,9 @@ def load(
     folder = checkpoint.resolve(target)  # only now, since a target's weights are a long download
     tokenizer = load_tokenizer(folder)
     enable_compilation_cache()
-    weights = load_target(folder, abstract, progress=progress)
+    quantisation = quantisation_of(folder, config, chosen_dtype, quantize)  # again: the weights' headers may say more than the config
+    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation))
+    weights = load_target(folder, abstract, quantisation, progress=progress)
     if draft_folder is not None:
         drafter = drafters.load_drafter(draft_folder, config, chosen_dtype, place=placement.place, progress=progress)
     return LLM(

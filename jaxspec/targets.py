@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters
+from jaxspec.checkpoint import from_floats
+from jaxspec.checkpoint.hub import CONVERTED
+from jaxspec.checkpoint.quantisation import Quantisation, with_packed
 from jaxspec.checks import integer
 from jaxspec.model.families import family_named, family_of
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -24,21 +27,57 @@ def read_target(folder: Path) -> tuple[TargetConfig, dict[str, Any]]:
     raw = checkpoint.read_config(folder)
     try:
         config = family_named(raw.get("model_type")).read(raw)
+        checkpoint.read_quantisation(folder, raw)  # raises for a format that is not served
     except ValueError as error:
         hint = "; it is a drafter, to be given as drafter=" if drafters.is_drafter(raw) else ""
         raise ValueError(f"the target {folder} cannot be loaded: {error}{hint}") from error
     return config, checkpoint.read_generation_config(folder)
 
 
-def abstract_target(config: TargetConfig, dtype: Any) -> TargetModel:
-    """A target as a tree of ShapeDtypeStructs of this dtype."""
-    return family_of(config).abstract(config, dtype)
+def read_quantisation(folder: Path) -> Quantisation | None:
+    """How a target's checkpoint is quantised, None where its weights are float. What the config does not say is read from the weights'
+    headers if they are there. Raises ValueError for a format that is not read here, by its name."""
+    return checkpoint.read_quantisation(folder, checkpoint.read_config(folder))
 
 
-def load_target(folder: Path, abstract: Target, *, progress: bool = True) -> Target:
-    """A target's weights in the shapes, dtypes and shardings of `abstract_target`. Raises ValueError for weights that do not fit them."""
+def quantisation_of(folder: Path, config: TargetConfig, dtype: Any, quantize: str | None) -> Quantisation | None:
+    """How a target's matrices are quantised in memory: as its checkpoint says, or as `load(quantize=...)` asks of float weights.
+
+    dtype: of the weights that stay float. Raises ValueError for a `quantize` that does not exist, and for weights that are quantised
+    already or were converted as float ones.
+    """
+    found = read_quantisation(folder)
+    if quantize is None:
+        return found
+    chosen = from_floats.quantisation(quantize, scale_dtype(config.dtype, dtype))
+    if found is not None:
+        raise ValueError(f"quantize is {quantize!r}, but the weights in {folder} are quantised already ({found.name}); expected None")
+    if (folder / CONVERTED).exists():
+        raise ValueError(f"quantize is {quantize!r}, but {folder} was converted with float weights; convert the original with quantize")
+    return chosen
+
+
+def scale_dtype(checkpoint_dtype: str, dtype: Any) -> str:
+    """The dtype of the scales of float weights that are quantised: the checkpoint's, so that the weights are the same numbers on devices
+    that compute in others; but bfloat16 if they are to be bfloat16."""
+    return "bfloat16" if "bfloat16" in (checkpoint_dtype, jnp.dtype(dtype).name) else "float32"
+
+
+def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation | None = None) -> TargetModel:
+    """A target as a tree of ShapeDtypeStructs of this dtype, with a `Packed` in place of every matrix that is quantised."""
+    family = family_of(config)
+    tree = family.abstract(config, dtype)
+    if quantisation is None:
+        return tree
+    return with_packed(tree, quantisation.scheme_of, family.prefixes[0]).with_kv_scales(quantisation.kv_scales)
+
+
+def load_target(folder: Path, abstract: Target, quantisation: Quantisation | None = None, *, progress: bool = True) -> Target:
+    """A target's weights in the shapes, dtypes and shardings of `abstract_target`, which was given the same quantisation. Raises
+    ValueError for weights that do not fit them."""
     family = family_of(abstract.config)
-    return checkpoint.load_weights(folder, abstract, prefixes=family.prefixes, skip=family.unread, progress=progress)
+    settings = {"prefixes": family.prefixes, "skip": family.unread, "quantisation": quantisation, "progress": progress}
+    return checkpoint.load_weights(folder, abstract, **settings)
 
 
 def max_len_of(config: TargetConfig, asked: int | None) -> int:

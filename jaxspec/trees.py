@@ -1,4 +1,4 @@
-"""Trees of arrays, or of ShapeDtypeStructs: their leaves by path, and their bytes."""
+"""Trees of arrays, or of ShapeDtypeStructs: their leaves by path, their bytes, and their weights, of which a packed matrix is one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import jax
+
+from pallas_kernels.packed import Packed
 
 
 def nbytes(tree: Any) -> int:
@@ -23,6 +25,23 @@ def bytes_per_device(tree: Any) -> int:
     return sum(map(local, jax.tree.leaves(tree)))
 
 
-def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """A tree's leaves by path, in the tree's order. A path is fields and indices joined by dots."""
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def leaves_by_path(tree: Any, *, whole: tuple[type, ...] = ()) -> dict[str, Any]:
+    """A tree's leaves by path, in the tree's order. A path is fields and indices joined by dots. whole: classes of nodes that count as
+    leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, whole))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def is_packed(x: Any) -> bool:
+    """Whether this is a packed matrix, whose fields are leaves of a tree: to be given as `is_leaf`."""
+    return isinstance(x, Packed)
+
+
+def weights_of(tree: Any) -> list[Any]:
+    """A tree's weights, a packed matrix as one of them: `size` and `shape` of each are those of the numbers that it stands for."""
+    return jax.tree.leaves(tree, is_leaf=is_packed)
+
+
+def weight_count(tree: Any) -> int:
+    """How many numbers a tree's weights are."""
+    return sum(weight.size for weight in weights_of(tree))

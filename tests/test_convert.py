@@ -1,6 +1,5 @@
 """Converted checkpoints: the same weights to the bit on any mesh, nothing finished before its time, and what does not fit is said."""
 
-import functools
 import json
 import os
 import shutil
@@ -14,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import real_configs
 import tensorstore
 import tiny
 
 import jaxspec
 from jaxspec import checkpoint, cli, converting, drafters, loading, sharding, targets
 from jaxspec.checkpoint import fused, onto_devices
+from jaxspec.checkpoint.quantisation import Scheme, with_packed
 from jaxspec.drafters import dflash, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.model import gemma4
@@ -168,12 +169,16 @@ def test_a_converted_checkpoint_can_be_converted(folders, tmp_path, monkeypatch)
 
 def test_chunks_fit_meshes():
     """An array that a mesh cuts by heads or experts lies in chunks of one head or expert; widths are left to Orbax."""
-    cut = functools.partial(converting._cut_axes, gemma4.PARTITIONS)
-    assert cut("layers.0.self_attn.qkv_proj.weight", (8, 4, 256, 3840)) == (0,)
-    assert cut("layers.0.self_attn.o_proj.weight", (3840, 8, 2, 256)) == (1,)
-    assert cut("layers.0.experts.down_proj", (128, 2816, 704)) == (0,)
-    assert cut("layers.0.mlp.gate_up_proj.weight", (2, 15360, 3840)) == ()
-    assert cut("embed_tokens.weight", (262144, 64)) == ()
+    config = Gemma4Config.from_hf(real_configs.TARGETS["26B-A4B"])
+    floats = gemma4.abstract(config)
+    cut = converting._cut_axes(floats)
+    assert cut["layers.0.self_attn.qkv_proj.weight"] == cut["layers.0.experts.down_proj"] == (0,)
+    assert cut["layers.0.self_attn.o_proj.weight"] == (1,)
+    assert cut["layers.0.mlp.gate_up_proj.weight"] == cut["embed_tokens.weight"] == ()
+    packed = converting._cut_axes(with_packed(floats, lambda name: Scheme("int8")))
+    for field in ("words", "scale"):
+        assert packed[f"layers.0.self_attn.o_proj.weight.{field}"] == (1,) and packed[f"layers.0.experts.gate_up_proj.{field}"] == (0,)
+        assert packed[f"layers.0.mlp.gate_up_proj.weight.{field}"] == packed[f"layers.0.mlp.down_proj.weight.{field}"] == ()
 
 
 def test_large_arrays_are_read_by_rows(folders, tmp_path, monkeypatch, capsys):

@@ -10,16 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.trees import is_packed
+from pallas_kernels.packed import KINDS, Packed, pack, values_of
+
 
 def random_weights(abstract: Any, seed: int = 0, std: float = 0.02) -> Any:
     """Weights in the shapes, dtypes and shardings of a tree of ShapeDtypeStructs, made one by one on their devices.
 
-    Norms, scalars and vectors are 1, integers (a token ordering) are 0, 1, 2, ..., all else is normal with standard deviation `std`.
-    Weights of one shape share a program.
+    Norms, scalars and vectors are 1, integers (a token ordering) are 0, 1, 2, ..., all else is normal with standard deviation `std`;
+    packed matrices have random codes and one scale, by which that is their deviation too. Weights of one shape share a program.
     """
 
-    def draw(path: Any, leaf: Any) -> jax.Array:
+    def draw(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path)
+        if is_packed(leaf):
+            drawn.append(name)
+            return _packed(leaf, np.uint32(seed), np.uint32(len(drawn)), std)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jax.device_put(jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), leaf.sharding)
         if len(leaf.shape) < 2 or "norm" in name:
@@ -29,12 +35,42 @@ def random_weights(abstract: Any, seed: int = 0, std: float = 0.02) -> Any:
         return _normal(np.uint32(seed), np.uint32(len(drawn)), np.float32(std), **settings)
 
     drawn: list[str] = []
-    return jax.tree_util.tree_map_with_path(draw, abstract)
+    return jax.tree_util.tree_map_with_path(draw, abstract, is_leaf=is_packed)
+
+
+def _packed(leaf: Packed, seed: np.uint32, index: np.uint32, std: float) -> Packed:
+    """A packed matrix of random codes. leaf: of ShapeDtypeStructs."""
+    offset = KINDS[leaf.kind].offset
+    codes = np.arange(2 ** KINDS[leaf.kind].bits, dtype=np.uint8)
+    kept = codes & ~np.uint8(leaf.kind == "fp8")  # the codes of NaN are odd
+    scale = std / float(np.std(np.asarray(values_of(jnp.asarray(kept), leaf.kind))))
+    words = _words(seed, index, shape=leaf.words.shape, sharding=leaf.words.sharding, mask=0xFEFEFEFE if leaf.kind == "fp8" else 0xFFFFFFFF)
+    scales = jnp.full(leaf.scale.shape, scale, leaf.scale.dtype)
+    if any(leaf.cut):  # the filling has scales of 0
+        inner = leaf.shape[leaf.ndim - leaf.over :]
+        group = None if leaf.groups is None else 64 // leaf.groups
+        last = (1,) * leaf.over if group is None else (*inner[:-1], -(-inner[-1] // group))
+        ones = jnp.full((*leaf.shape[: leaf.ndim - leaf.over], *last), scale, leaf.scale.dtype)
+        scales = pack(jnp.zeros(leaf.shape, jnp.uint8), ones, kind=leaf.kind, over=leaf.over, group=group).scale
+    scales = jax.device_put(scales, leaf.scale.sharding)
+    zeros = None if leaf.zero is None else jnp.full(leaf.zero.shape, offset, leaf.zero.dtype, device=leaf.zero.sharding)
+    return Packed(words, scales, zeros, leaf.kind, leaf.over, leaf.cut)
+
+
+@partial(jax.jit, static_argnames=("shape", "sharding", "mask"))
+def _words(seed: jax.Array, index: jax.Array, *, shape: tuple[int, ...], sharding: Any, mask: int) -> jax.Array:
+    words = _hash(seed, index, shape) & jnp.uint32(mask)
+    return words if sharding is None else jax.lax.with_sharding_constraint(words, sharding)
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype", "sharding"))
 def _normal(seed: jax.Array, index: jax.Array, std: jax.Array, *, shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    """Normal numbers from a hash of (seed, index of the array, coordinates). It needs no memory beside the result."""
+    weight = (std * normal_of(_hash(seed, index, shape))).astype(dtype)
+    return weight if sharding is None else jax.lax.with_sharding_constraint(weight, sharding)
+
+
+def _hash(seed: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Random uint32 from a hash of (seed, index of the array, coordinates). It needs no memory beside the result."""
 
     def mix(x: jax.Array) -> jax.Array:
         x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x21F0AAAD)
@@ -44,8 +80,7 @@ def _normal(seed: jax.Array, index: jax.Array, std: jax.Array, *, shape: tuple[i
     bits = jnp.broadcast_to(mix(mix(seed) + index), shape)
     for axis in range(len(shape)):
         bits = mix(bits + jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
-    weight = (std * normal_of(bits)).astype(dtype)
-    return weight if sharding is None else jax.lax.with_sharding_constraint(weight, sharding)
+    return bits
 
 
 def normal_of(bits: jax.Array) -> jax.Array:

@@ -86,6 +86,7 @@ class BenchReport:
     config: str
     drafter: str
     dtype: str
+    quantize: str | None  # what the target's float weights were quantised to
     settings: Workload
     mesh: dict[str, int]  # devices by axis; {} for one device
     target_bytes: int  # of the weights, each counted once
@@ -103,7 +104,8 @@ def report_lines(report: BenchReport) -> Iterator[str]:
     rates = ", ".join(map(str, work.accept.rates[: work.num_draft_tokens])) or work.accept.name
     with_drafter = f"drafter {report.drafter}, K = {work.num_draft_tokens}, acceptance {rates}" if work.num_draft_tokens else "no drafter"
     sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(f.temperature for f in report.decode) else ""
-    yield f"{report.config}, {report.dtype}; {with_drafter}{sampling}; attention {work.attention}"
+    quantised = f", target quantised to {report.quantize}" if report.quantize else ""
+    yield f"{report.config}, {report.dtype}{quantised}; {with_drafter}{sampling}; attention {work.attention}"
     mesh = "".join(f", {axis} {size}" for axis, size in report.mesh.items())
     yield f"{report.device}{mesh}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"
     yield (

@@ -71,6 +71,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
         config=plan.config,
         drafter=plan.drafter,
         dtype=plan.dtype,
+        quantize=plan.quantize,
         settings=work,
         mesh={} if plan.mesh is None else dict(plan.mesh.shape),
         target_bytes=sharding.nbytes(target),

@@ -77,6 +77,7 @@ class BenchPlan:
     config: str  # the target's name or folder
     drafter: str  # the drafter's
     dtype: str
+    quantize: str | None  # how the target's float weights are quantised
     target_tree: Any  # of ShapeDtypeStructs
     drafter_tree: Any  # of ShapeDtypeStructs
     batches: tuple[int, ...]  # batch sizes to decode, each at each of the temperatures
@@ -117,6 +118,7 @@ def plan_bench(
     prefill: Sequence[int] = (),
     acceptance: Sequence[float] | str = RATES,
     dtype: str = "bfloat16",
+    quantize: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     **workload: Any,
 ) -> BenchPlan:
@@ -124,15 +126,18 @@ def plan_bench(
 
     config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
     `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, as for
-    `accept.synthetic`, or the name of a rule; a rule accepts hardly any random draft, but takes the time that it takes. mesh: from
-    `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload: other fields of `Workload`.
+    `accept.synthetic`, or the name of a rule; a rule accepts hardly any random draft, but takes the time that it takes. quantize: as in
+    `jaxspec.load`; without it a folder's weights are quantised as its config says. mesh: from `sharding.mesh`; its data axis divides
+    each of `batches`, and is 1 if prompts are timed. workload: other fields of `Workload`.
 
     Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
     target_config = released.target_config(config)
-    target: Any = abstract_target(target_config, DTYPES[dtype])
+    target: Any = abstract_target(
+        target_config, DTYPES[dtype], released.target_quantisation(config, target_config, DTYPES[dtype], quantize)
+    )
     draft: Any = released.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
     drafting = num_draft_tokens_of(draft) > 0
     count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
@@ -142,7 +147,7 @@ def plan_bench(
     accept.check(count)
     work = Workload(count, accept, **workload)
     _check(work, target_config, batches, temperatures, prefill)
-    made = BenchPlan(config, drafter, dtype, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work, mesh)
+    made = BenchPlan(config, drafter, dtype, quantize, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work, mesh)
     for batch in [*batches, *[1] * len(prefill)]:
         if batch % made.shards:
             raise ValueError(f"batch is {batch} and the mesh has {made.shards} data shards; expected a multiple of {made.shards}")

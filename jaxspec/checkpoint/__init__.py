@@ -1,7 +1,8 @@
 """Checkpoints: files to arrays and back. The package knows no model class. It may import `collectives`, `trees` and `checks`."""
 
+from jaxspec.checkpoint.formats import read_quantisation
 from jaxspec.checkpoint.hub import read_config, read_generation_config, resolve
 from jaxspec.checkpoint.load import load_weights, read_headers
 from jaxspec.checkpoint.save import save_weights
 
-__all__ = ["load_weights", "read_config", "read_generation_config", "read_headers", "resolve", "save_weights"]
+__all__ = ["load_weights", "read_config", "read_generation_config", "read_headers", "read_quantisation", "resolve", "save_weights"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,17 @@ STORED_CHUNK_BYTES = 1 << 24  # small enough for several threads to read one arr
 GB = 10**9
 
 
-def save_converted(folder: Path, leaves: Mapping[str, jax.Array], cut_axes: Callable[[str, tuple[int, ...]], tuple[int, ...]]) -> None:
+def save_converted(folder: Path, leaves: Mapping[str, jax.Array], cut_axes: Mapping[str, tuple[int, ...]]) -> None:
     """Writes arrays, by path, as an Orbax checkpoint.
 
-    cut_axes: takes a path and a shape and returns the axes along which a chunk has length 1.
+    cut_axes: by path, the axes along which a chunk has length 1.
     """
     import orbax.checkpoint as ocp  # here, because it takes a while to import
 
     # No compression: for weights it takes longer than it saves. The limit on what is copied to the host must admit the largest array.
     room = max(leaf.nbytes for leaf in leaves.values()) // GB + 1
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False, save_device_host_concurrent_gb=room)
-    settings = {
-        path: ocp.SaveArgs(chunk_byte_size=STORED_CHUNK_BYTES, shard_axes=cut_axes(path, leaf.shape)) for path, leaf in leaves.items()
-    }
+    settings = {path: ocp.SaveArgs(chunk_byte_size=STORED_CHUNK_BYTES, shard_axes=cut_axes[path]) for path in leaves}
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(leaves), save_args=settings))
 

@@ -10,7 +10,8 @@ from typing import Any
 
 # mask_embedding.pt is a pickle: we download it so that loading refuses it, where it would otherwise be missed silently.
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]
-CONFIGS = ["config.json", "generation_config.json"]
+MODELOPT_CONFIG = "hf_quant_config.json"  # where ModelOpt writes how it quantised a checkpoint
+CONFIGS = ["config.json", "generation_config.json", MODELOPT_CONFIG]
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")

@@ -38,7 +38,7 @@ def renamed(choices: list[list[Part]], old: str, new: str) -> list[list[Part]]:
 
 
 def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
-    """The ways in which a checkpoint may hold the leaf at `path`. We write the first.
+    """The ways in which a checkpoint may hold the leaf at `path`. We write the first; the last names every matrix by its module.
 
     shapes: the shape of every leaf of the tree, by path. The keys of the returned parts lack the checkpoint's prefix.
     """
@@ -60,13 +60,19 @@ def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]
         return [[Part(path, (shape[0], math.prod(shape[1:])))]]
     if path.endswith("experts.gate_up_proj"):  # [E, 2, I, H]
         stem, (experts, _, inner, hidden) = path.removesuffix("gate_up_proj"), shape
-        unfused = [
-            Part(f"{stem}{e}.{name}_proj.weight", (inner, hidden), (e, i)) for e in range(experts) for i, name in enumerate(("gate", "up"))
-        ]
-        return [[Part(path, (experts, 2 * inner, hidden))], unfused]
+        which = [(e, i, name) for e in range(experts) for i, name in enumerate(("gate_proj", "up_proj"))]
+        unfused = (
+            [Part(f"{stem}{name}.weight", (inner, hidden), (e, i)) for (e, i, _), name in zip(which, names, strict=True)]
+            for names in ([f"{name}.{e}" for e, _, name in which], [f"{e}.{name}" for e, _, name in which])
+        )
+        return [[Part(path, (experts, 2 * inner, hidden))], *unfused]
     if path.endswith("experts.down_proj"):  # [E, H, I]
-        stem = path.removesuffix("down_proj")
-        return [[Part(path, shape)], [Part(f"{stem}{e}.down_proj.weight", shape[1:], (e,)) for e in range(shape[0])]]
+        stem, experts = path.removesuffix("down_proj"), range(shape[0])
+        unfused = (
+            [Part(f"{stem}{name}.weight", shape[1:], (e,)) for e, name in enumerate(names)]
+            for names in ([f"down_proj.{e}" for e in experts], [f"{e}.down_proj" for e in experts])
+        )
+        return [[Part(path, shape)], *unfused]
     if path.endswith("gate_up_proj.weight"):  # [2, I, H]
         stem = path.removesuffix("gate_up_proj.weight")
         return [[Part(f"{stem}gate_proj.weight", shape[1:], (0,)), Part(f"{stem}up_proj.weight", shape[1:], (1,))]]

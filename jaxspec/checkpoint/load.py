@@ -15,18 +15,32 @@ from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.hub import CONVERTED
 from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts_of, raise_misfits
 from jaxspec.checkpoint.onto_devices import placed
+from jaxspec.checkpoint.packing import Source, packed_onto_devices
+from jaxspec.checkpoint.quantisation import Quantisation, Wanted
 from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Stored, read_folder, same_bytes
 from jaxspec.trees import leaves_by_path
+from pallas_kernels.packed import Packed
 
 QUANTISED = re.compile(r"\.(weight_packed|weight_scale(_2|_inv)?|weight_global_scale|qweight)$")
+# Of a cache of 8 bits: `read_quantisation` reads those of keys and values.
+CACHE_SCALE = re.compile(r"\bself_attn\.((attn|[kv]_proj)\.)?(q|k|v|prob)_(scale|zero_point)$")
 
 
-def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",), skip: Sequence[str] = (), progress: bool = True) -> Any:
+def load_weights(
+    folder: Path,
+    abstract: Any,
+    *,
+    prefixes: Sequence[str] = ("",),
+    skip: Sequence[str] = (),
+    quantisation: Quantisation | None = None,
+    progress: bool = True,
+) -> Any:
     """Reads a checkpoint into the shapes, dtypes and shardings of a tree of ShapeDtypeStructs.
 
     abstract: the tree; where it has a member `layouts`, that says how a file holds its leaves: see `layout.layouts_of`. prefixes: what
     may stand before our paths in the file's keys; we take the first that occurs. skip: keys that start with any of these are ignored.
-    Both are unused for a converted folder. progress: show a bar, by bytes. The host casts a tensor to its leaf's dtype.
+    quantisation: how a file holds the matrices that are a `Packed` in the tree. These three are unused for a converted folder.
+    progress: show a bar, by bytes. The host casts a float tensor to its leaf's dtype.
 
     Raises ValueError that lists every missing, unknown and misshapen tensor, before it reads any. Two kinds of tensor may be there
     although nothing reads them: K and V weights of a target's layers that share KV, and an lm_head.weight whose bytes equal those of
@@ -36,19 +50,26 @@ def load_weights(folder: Path, abstract: Any, *, prefixes: Sequence[str] = ("",)
     if (folder / CONVERTED).exists():
         return fused.restore(folder, abstract, progress=progress)
     stored = {key: tensor for key, tensor in read_headers(folder).items() if not key.startswith(tuple(skip))}
-    leaves = leaves_by_path(abstract)
+    leaves = leaves_by_path(abstract, whole=(Packed,))
     prefix = next((p for p in prefixes if any(key.startswith(p) for key in stored)), prefixes[-1])
-    sources = _sources(folder, stored, leaves, prefix, layouts_of(abstract))
+    sources = _sources(folder, stored, leaves, prefix, layouts_of(abstract), quantisation)
+    tensors = {path: [tensor for source in found for tensor in _tensors(source)] for path, found in sources.items()}
     # In the order of the files, so that a disk reads forward.
-    order = sorted(sources, key=lambda path: min((str(t.file), t.offset) for _, t in sources[path]))
+    order = sorted(sources, key=lambda path: min((str(t.file), t.offset) for t in tensors[path]))
     from tqdm.auto import tqdm
 
     loaded = {}
-    total = sum(tensor.nbytes for parts in sources.values() for _, tensor in parts)
+    total = sum(tensor.nbytes for found in tensors.values() for tensor in found)
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
         for path in order:
-            loaded[path] = placed(leaves[path], sources[path], bar.update)
-    return jax.tree.unflatten(jax.tree.structure(abstract), [loaded[path] for path in leaves])
+            put: Any = packed_onto_devices if isinstance(leaves[path], Packed) else placed
+            loaded[path] = put(leaves[path], sources[path], bar.update)
+    structure = jax.tree.structure(abstract, is_leaf=lambda node: isinstance(node, Packed))
+    return jax.tree.unflatten(structure, [loaded[path] for path in leaves])
+
+
+def _tensors(source: Source | tuple[Part, Stored]) -> list[Stored]:
+    return [*source.tensors.values()] if isinstance(source, Source) else [source[1]]
 
 
 def read_headers(folder: Path, layouts: Layouts = layouts) -> dict[str, Stored]:
@@ -70,31 +91,41 @@ def _converted_headers(folder: Path, layouts: Layouts) -> dict[str, Stored]:
 
 
 def _sources(
-    folder: Path, stored: Mapping[str, Stored], leaves: Mapping[str, Any], prefix: str, layouts: Layouts
-) -> dict[str, list[tuple[Part, Stored]]]:
-    """The tensors that make up each leaf, by the leaf's path. Raises ValueError that lists all that does not fit."""
+    folder: Path,
+    stored: Mapping[str, Stored],
+    leaves: Mapping[str, Any],
+    prefix: str,
+    layouts: Layouts,
+    quantisation: Quantisation | None,
+) -> dict[str, list[Any]]:
+    """What makes up each leaf, by the leaf's path: (Part, Stored) of each of its tensors, or a Source for each part of a Packed. Raises
+    ValueError that lists all that does not fit."""
     quantised = [key for key in stored if QUANTISED.search(key)]
-    if quantised:
+    if quantised and quantisation is None:
         raise ValueError(f"{folder} holds quantised weights ({quantised[0]}); only float checkpoints can be loaded")
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     sources, problems, known = {}, [], set()
     for path, leaf in leaves.items():
         possible = layouts(path, shapes)
+        dead = tuple(prefix + key for key in dead_keys(path, shapes))
+        known.update(dead)
+        if quantisation is not None:
+            known.update(key for key in stored if dead and key.startswith(tuple(key.removesuffix("weight") for key in dead)))
+        if isinstance(leaf, Packed):
+            assert quantisation is not None
+            sources[path] = _packed_sources(possible, stored, prefix, quantisation, problems, known)
+            continue
         parts = next((p for p in possible if any(prefix + part.key in stored for part in p)), possible[0])
-        known.update(prefix + key for key in [*(part.key for part in parts), *dead_keys(path, shapes)])
+        known.update(prefix + part.key for part in parts)
         wanted = INTEGERS if jnp.issubdtype(leaf.dtype, jnp.integer) else FLOATS
         sources[path] = []
         for part in parts:
-            key, tensor = prefix + part.key, stored.get(prefix + part.key)
-            if tensor is None:
-                problems.append(f"{key}: missing, expected {list(part.shape)}")
-            elif tensor.shape != part.shape:
-                problems.append(f"{key}: found {list(tensor.shape)}, expected {list(part.shape)}")
-            elif tensor.dtype not in wanted:
-                problems.append(f"{key}: found {tensor.dtype}, expected one of {', '.join(wanted)}")
-            else:
+            tensor = _fitting(prefix + part.key, Wanted(part.shape, tuple(wanted)), stored, problems)
+            if tensor is not None:
                 sources[path].append((part, tensor))
     for key in sorted(stored.keys() - known):
+        if quantisation is not None and CACHE_SCALE.search(key):
+            continue
         tied = [path for path in leaves if path.endswith("embed_tokens.weight")] if key == "lm_head.weight" else []
         embedding = stored.get(prefix + tied[0]) if tied else None
         if embedding is None:
@@ -103,3 +134,50 @@ def _sources(
             problems.append(f"{key}: differs from {prefix}{tied[0]}; expected none, as the two are tied")
     raise_misfits(folder, problems)
     return sources
+
+
+def _packed_sources(
+    possible: Sequence[Sequence[Part]],
+    stored: Mapping[str, Stored],
+    prefix: str,
+    quantisation: Quantisation,
+    problems: list[str],
+    known: set[str],
+) -> list[Source]:
+    """What makes up a quantised leaf. possible: the ways in which a file may hold it, in float. Adds to problems and to known keys."""
+    named = [quantisation.format_of(prefix + part.key.removesuffix(".weight")) for part in possible[-1]]
+    ways = []
+    for parts in possible:
+        # Of several experts in one tensor, all have the format of the first.
+        formats = named if len(parts) == len(named) else [named[0]] * len(parts)
+        way = []
+        for part, form in zip(parts, formats, strict=True):
+            assert form is not None
+            try:
+                way.append((part, form, form.tensors(prefix + part.key, part.shape)))
+            except ValueError as error:
+                problems.append(f"{prefix}{part.key}: cannot be quantised as {quantisation.name}, {error}")
+        ways.append(way)
+    chosen = next((way for way in ways if any(key in stored for _, _, wanted in way for key in wanted)), ways[-1])
+    sources = []
+    for part, form, wanted in chosen:
+        known.update(wanted)
+        found = {key: _fitting(key, want, stored, problems) for key, want in wanted.items()}
+        sources.append(Source(prefix + part.key, part, form, {key: tensor for key, tensor in found.items() if tensor is not None}))
+    return sources
+
+
+def _fitting(key: str, wanted: Wanted, stored: Mapping[str, Stored], problems: list[str]) -> Stored | None:
+    """The tensor of a key if it is as wanted. If it is not, adds to problems and returns None."""
+    tensor = stored.get(key)
+    if tensor is None:
+        if not wanted.optional:
+            problems.append(f"{key}: missing, expected {list(wanted.shape)}")
+    elif tensor.shape != wanted.shape and not (wanted.shape == () and math.prod(tensor.shape) == 1):
+        problems.append(f"{key}: found {list(tensor.shape)}, expected {list(wanted.shape)}")
+    elif tensor.dtype not in wanted.dtypes:
+        expected = wanted.dtypes[0] if len(wanted.dtypes) == 1 else f"one of {', '.join(wanted.dtypes)}"
+        problems.append(f"{key}: found {tensor.dtype}, expected {expected}")
+    else:
+        return tensor
+    return None

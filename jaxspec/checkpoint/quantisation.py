@@ -1,16 +1,18 @@
-"""Which matrices of a tree are quantised, and how: a tree of float matrices to one with `Packed` in their places."""
+"""Which matrices of a checkpoint are quantised, and how: what a format has to say, and the tree with `Packed` in the place of matrices."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.checkpoint.layout import Part, layouts_of
+from jaxspec.checkpoint.safetensors import Stored
 from jaxspec.trees import leaves_by_path
 from pallas_kernels import packed
 
@@ -27,6 +29,53 @@ class Scheme:
 
 # From the name of a module of the checkpoint, as a key without ".weight", to its scheme, or None where it has float weights.
 SchemeOf = Callable[[str], Scheme | None]
+
+
+class Wanted(NamedTuple):
+    """A tensor that a checkpoint holds for a quantised matrix."""
+
+    shape: tuple[int, ...]  # () takes any shape of one element
+    dtypes: tuple[str, ...]  # those it may have, as safetensors names them
+    optional: bool = False
+
+
+class Matrix(NamedTuple):
+    """A quantised matrix in host memory, as `packed.pack` takes it but with one axis of inputs."""
+
+    codes: np.ndarray  # [..., out, in] uint8: see packed.KINDS
+    scale: np.ndarray  # [..., out, ceil(in / group)], or [..., out, 1] without groups; in the scheme's scale_dtype
+    zero: np.ndarray | None = None  # as `scale`, the code that stands for zero (of int8: the number), of any dtype
+
+
+class Format(Protocol):
+    """How a checkpoint holds one quantised matrix, or the experts' as one tensor."""
+
+    @property
+    def scheme(self) -> Scheme: ...
+
+    def tensors(self, key: str, shape: tuple[int, ...]) -> dict[str, Wanted]:
+        """The tensors that hold a matrix, by key. key: of the float matrix in the file, as layout.Part has it, after the prefix.
+        shape: [..., out, in], of the float matrix. Raises ValueError for a shape that cannot be quantised so."""
+        ...
+
+    def read(self, key: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> Matrix:
+        """The matrix. tensors: those of `tensors` that are there, by key, unread. Raises ValueError for contents that do not fit."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantisation:
+    """How the matrices of a checkpoint are quantised: what a config says, or what `load` was asked to make of float weights."""
+
+    name: str  # of the format, for messages
+    format_of: Callable[[str], Format | None]  # from a module's name to its format, or None where it has float weights
+    # By layer, what its keys and its values are divided by in a cache of float8; layers that the file says nothing of are not in it.
+    kv_scales: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """See `SchemeOf`."""
+        found = self.format_of(name)
+        return None if found is None else found.scheme
 
 
 def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "") -> Any:
@@ -51,10 +100,20 @@ def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "") -> Any:
         scheme = next(iter(schemes.values()))
         if scheme is None:
             return leaf
-        settings = {"group": scheme.group, "zeros": scheme.zeros, "scale_dtype": jnp.dtype(scheme.scale_dtype)}
-        return packed.abstract(tuple(leaf.shape), scheme.kind, over=input_axes(tuple(leaf.shape), parts[0]), **settings)
+        shape, over = tuple(leaf.shape), input_axes(tuple(leaf.shape), parts[0])
+        settings = {"group": group_within(shape, over, scheme.group), "zeros": scheme.zeros, "scale_dtype": jnp.dtype(scheme.scale_dtype)}
+        try:
+            return packed.abstract(shape, scheme.kind, over=over, **settings)
+        except ValueError as error:
+            raise ValueError(f"{prefix}{parts[0].key} cannot be packed: {error}") from error
 
     return jax.tree_util.tree_map_with_path(changed, tree)
+
+
+def group_within(shape: tuple[int, ...], over: int, group: int | None) -> int | None:
+    """How many inputs share a scale in the leaf of this shape, given how many do in the file, where all inputs are one axis: groups may
+    not reach over the end of the leaf's last axis, so a scale may have to stand for several. over: how many axes of the leaf are inputs."""
+    return group if group is None or over == 1 else math.gcd(group, shape[-1])
 
 
 def input_axes(shape: tuple[int, ...], part: Part) -> int:

@@ -17,7 +17,8 @@ from jaxspec.checkpoint.layout import raise_misfits
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 INTEGERS = {"I64": np.int64, "I32": np.int32}
-NUMPY_DTYPES = {name: np.dtype(kind) for name, kind in (FLOATS | INTEGERS).items()}
+CODES = {"U8": np.uint8, "I8": np.int8, "U32": np.uint32, "F8_E4M3": ml_dtypes.float8_e4m3fn}  # of quantised weights and their scales
+NUMPY_DTYPES = {name: np.dtype(kind) for name, kind in (FLOATS | INTEGERS | CODES).items()}
 COMPARED_BYTES = 1 << 20  # how much of two tensors is compared at a time
 
 

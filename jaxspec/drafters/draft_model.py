@@ -23,7 +23,7 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, gemma_text_config, narrow, pick, whole_rows
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import FULL, SLIDING
+from jaxspec.model.config import FULL, SLIDING, refuse_quantised
 from jaxspec.model.families import MODEL_TYPES, family_named, family_of
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Rows
@@ -143,6 +143,7 @@ def abstract(config: TargetConfig, dtype: Any = jnp.bfloat16) -> DraftModel:
 
 def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> DraftModel:
     """The draft model that a target's config.json tells of, as a tree of ShapeDtypeStructs."""
+    refuse_quantised(config)
     return abstract(family_named(config.get("model_type")).read(config), dtype)
 
 

@@ -10,6 +10,7 @@ import jax
 
 from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.text import IncrementalDetokenizer, Tokenizer
+from jaxspec.trees import weight_count
 
 MAX_TOKENS = 2000  # tokens of an output that are shown; many more make a page slow
 MAX_PROMPT_TOKENS = 100  # tokens of a prompt that are shown, its last ones
@@ -158,4 +159,4 @@ def _visible(text: str) -> str:
 
 
 def _millions(tree: Any) -> str:
-    return f"{sum(leaf.size for leaf in jax.tree.leaves(tree)) / 1e6:.1f} million parameters"
+    return f"{weight_count(tree) / 1e6:.1f} million parameters"

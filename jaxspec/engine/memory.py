@@ -18,7 +18,8 @@ from jaxspec.engine.settings import PAGE, PREFIX_BYTES
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
-from jaxspec.trees import bytes_per_device
+from jaxspec.trees import bytes_per_device, is_packed, weights_of
+from pallas_kernels.linear.reference import UNPACKED_BYTES
 
 # The most slots that are chosen when nobody asks for a number. With 4 drafts each, the rows that they verify keep a GPU's arithmetic about
 # as busy as its memory, and more slots gain little.
@@ -27,6 +28,9 @@ SHARE = 2  # pages are planned for sequences of max_len / SHARE; if they grow lo
 # Bytes of temporaries for each of the [B, K + 1, V] logits of a decode call. XLA's programs for an H200 take 4, the float32 itself, where
 # nothing is filtered, and 16 to 21 with every filter, penalty and log-probability (31B and 26B-A4B, B = 8 and 64).
 LOGIT = 21
+# Bytes of temporaries of a product with a packed matrix in XLA, which unpacks a piece at a time: its codes, numbers and weights. XLA's
+# program for 512 rows and the 31B's largest matrix takes 70 to 80 MiB beside its result.
+UNPACKING = 3 * UNPACKED_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Sizes:
     width: int  # pages of a sequence of max_len
     decode: int  # temporaries of a decode call, for each slot
     prefill: int  # temporaries of a prefill call
+    unpacking: int  # temporaries of either, of products with packed matrices
 
     @property
     def weights(self) -> int:
@@ -49,7 +54,7 @@ class Sizes:
 
     def work(self, slots: int) -> int:
         """Temporaries of the largest call, of which one runs at a time."""
-        return max(slots * self.decode, self.prefill)
+        return max(slots * self.decode, self.prefill) + self.unpacking
 
     def kept(self, slots: int, pages: int) -> int:
         """What stays between calls: weights and state."""
@@ -103,6 +108,7 @@ def sizes_of(
         width=math.ceil(max_len / PAGE),
         decode=decode,
         prefill=prefill,
+        unpacking=UNPACKING * any(map(is_packed, weights_of((target, drafter)))),
     )
 
 

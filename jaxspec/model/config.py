@@ -104,12 +104,11 @@ class Gemma4Config:
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
         """Reads a target's config.json, multimodal or text-only.
 
-        Raises ValueError for another model type, a quantised checkpoint, or a value that this implementation does not have.
+        Raises ValueError for another model type, or a value that this implementation does not have.
         """
         model_type = config.get("model_type")
         if model_type not in TARGET_TYPES:
             raise ValueError(f"model_type is {model_type!r}; a Gemma 4 target has one of {', '.join(TARGET_TYPES)}")
-        refuse_quantised(config)
         read = _text_config(config, {}) if model_type in TEXT_TYPES else _text_config(require(config, "text_config"), config)
         if not read.kv_owners:
             raise ValueError(f"num_kv_shared_layers is {read.num_kv_shared_layers}; a target of {len(read.layers)} layers shares fewer")
@@ -151,10 +150,10 @@ class AssistantConfig:
 def refuse_quantised(config: Mapping[str, Any]) -> None:
     """Raises ValueError if the checkpoint's weights are quantised."""
     for where in (config, config.get("text_config") or {}):
-        quantisation = where.get("quantization_config")
+        quantisation = where.get("quantization_config") or where.get("compression_config")
         if quantisation:
             method = quantisation.get("quant_method", "unknown")
-            raise ValueError(f"the checkpoint's weights are quantised (quant_method {method!r}); only float checkpoints can be loaded")
+            raise ValueError(f"the checkpoint's weights are quantised (quant_method {method!r}); a drafter's have to be float")
 
 
 def require(config: Mapping[str, Any], field: str) -> Any:

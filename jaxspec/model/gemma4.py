@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -26,7 +27,7 @@ from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
 from jaxspec.model.split import KVHeads
 from jaxspec.model.target import Family
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import gated_by
@@ -164,6 +165,8 @@ class Gemma4:
     per_layer_model_projection: Linear | None
     per_layer_projection_norm: RMSNorm | None
     config: Gemma4Config = struct.field(pytree_node=False)
+    # (layer, scale of its keys, scale of its values): see `with_kv_scales`.
+    kv_scales: tuple[tuple[int, float, float], ...] = struct.field(pytree_node=False, default=())
 
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = PARTITIONS
 
@@ -201,8 +204,8 @@ class Gemma4:
         """How many weights of matrices a row is multiplied with: before the layers, and in each of them. The head is not counted."""
 
         def of(layer: DecoderLayer) -> int:
-            spec, experts = layer.self_attn.spec, nbytes(layer.experts) // self.dtype.itemsize
-            always = sum(leaf.size for leaf in jax.tree.leaves(layer) if len(leaf.shape) > 1) - experts
+            spec, experts = layer.self_attn.spec, weight_count(layer.experts)
+            always = sum(weight.size for weight in weights_of(layer) if len(weight.shape) > 1) - experts
             return always + experts * spec.top_k_experts // max(spec.num_experts, 1)
 
         projection = self.per_layer_model_projection
@@ -273,7 +276,17 @@ class Gemma4:
 
     def init_cache(self, **settings: Any) -> PagedKV:
         """An empty cache for this target; `settings` are those of `paged_kv.init`."""
-        return init_cache(self.config, **settings)
+        cache = init_cache(self.config, **settings)
+        layers = list(cache.layers)
+        for i, *scales in self.kv_scales:
+            pools = layers[i]
+            if pools is not None and pools.k.dtype == jnp.float8_e4m3fn:
+                layers[i] = dataclasses.replace(pools, scales=jnp.asarray(scales, jnp.float32))
+        return dataclasses.replace(cache, layers=tuple(layers))
+
+    def with_kv_scales(self, scales: Mapping[int, tuple[float, float]]) -> Gemma4:
+        """The model whose caches of float8 hold keys and values divided by these, by layer."""
+        return dataclasses.replace(self, kv_scales=tuple((i, *of) for i, of in sorted(scales.items()) if i < len(self.layers)))
 
     def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
         """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 from jax.sharding import PartitionSpec
@@ -164,6 +164,10 @@ class TargetModel(Protocol):
 
     def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
         """The first `length` cached positions of layer `owner`, for a drafter that attends to them. slots, length, count: [B] int32."""
+        ...
+
+    def with_kv_scales(self, scales: Mapping[int, tuple[float, float]]) -> Self:
+        """The model whose caches of float8 hold keys and values divided by these, by layer; those of other layers are held as they are."""
         ...
 
     def __call__(

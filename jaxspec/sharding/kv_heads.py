@@ -19,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.split import KVHeads
 from jaxspec.sharding.meshes import TENSOR
-from jaxspec.sharding.specs import SpecRules, is_whole, partitions_of, weight_spec
+from jaxspec.sharding.specs import SpecRules, fields_spec, is_whole, partitions_of, weight_spec
+from jaxspec.trees import is_packed
+from pallas_kernels.packed import KINDS, Packed
 
 
 def spread(tree: Any, mesh: Mesh) -> Any:
@@ -37,7 +39,7 @@ def _spread(tree: Any, path: tuple[str, ...], rows: SpecRules, mesh: Mesh) -> An
         return tuple(_spread(x, (*path, str(i)), rows, mesh) for i, x in enumerate(tree))
     if isinstance(tree, dict):
         return {name: _spread(x, (*path, name), rows, mesh) for name, x in tree.items()}
-    if not dataclasses.is_dataclass(tree):
+    if not dataclasses.is_dataclass(tree) or is_packed(tree):
         return tree
     fields = {field.name: field.metadata.get("pytree_node", True) for field in dataclasses.fields(tree)}
     parts = {name: _spread(getattr(tree, name), (*path, name), rows, mesh) for name, is_weights in fields.items() if is_weights}
@@ -47,15 +49,15 @@ def _spread(tree: Any, path: tuple[str, ...], rows: SpecRules, mesh: Mesh) -> An
     def changed(name: str) -> Any:
         return changes.get(name, getattr(module, name))
 
-    def spec_of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        return weight_spec(".".join((*path, name)), shape, rows, mesh)
+    def spec_of(name: str, weight: Any) -> PartitionSpec:
+        return weight_spec(".".join((*path, name)), weight, rows, mesh)
 
     def on_tensor(name: str) -> bool:
-        return TENSOR in spec_of(f"{name}.weight", changed(name).weight.shape)
+        return TENSOR in spec_of(f"{name}.weight", changed(name).weight)
 
     for heads in getattr(module, "kv_heads", ()):
         linear = getattr(module, heads.name)
-        weight = _dealt(linear.weight, heads, lambda shape, name=heads.name: spec_of(f"{name}.weight", shape), mesh)
+        weight = _dealt(linear.weight, heads, lambda dealt, name=heads.name: spec_of(f"{name}.weight", dealt), mesh)
         changes[heads.name] = dataclasses.replace(linear, weight=weight)
     for name in getattr(module, "sums", ()):
         if on_tensor(name):
@@ -64,7 +66,7 @@ def _spread(tree: Any, path: tuple[str, ...], rows: SpecRules, mesh: Mesh) -> An
         if changed(name) is not None and on_tensor(name):
             changes[name] = dataclasses.replace(changed(name), gather_over=TENSOR)
     split = getattr(module, "split", None)
-    if split is not None and TENSOR in spec_of(split, getattr(module, split).shape):
+    if split is not None and TENSOR in spec_of(split, getattr(module, split)):
         changes["axis"] = TENSOR
     return dataclasses.replace(module, **changes)
 
@@ -93,27 +95,50 @@ def _copies(spec: LayerSpec, mesh: Mesh) -> int:
     return mesh.shape[TENSOR] // math.gcd(spec.num_kv_heads, mesh.shape[TENSOR])
 
 
-def _dealt(weight: Any, heads: KVHeads, spec_of: Callable[[tuple[int, ...]], PartitionSpec], mesh: Mesh) -> Any:
-    """The weight with the query heads of each KV head dealt out to its copies; see `_deal`. spec_of: where a weight of a shape lies."""
+def _dealt(weight: Any, heads: KVHeads, spec_of: Callable[[Any], PartitionSpec], mesh: Mesh) -> Any:
+    """The weight with the query heads of each KV head dealt out to its copies; see `_deal`. spec_of: where a weight like this lies."""
     copies, queries = _copies(heads.spec, mesh), heads.queries
     if copies == 1:
         return weight
     settings = (heads.axis, queries, -(-queries // copies), copies)
-    shape = jax.eval_shape(functools.partial(_deal, axis=heads.axis, queries=queries, group=settings[2], copies=copies), weight).shape
-    sharding = NamedSharding(mesh, spec_of(shape))
-    if isinstance(weight, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding)
-    return _deal_onto(sharding)(weight, *settings)
+    dealt = jax.eval_shape(functools.partial(_deal, axis=heads.axis, queries=queries, group=settings[2], copies=copies), weight)
+    spec = spec_of(dealt)
+    shardings = jax.tree.map(lambda to: NamedSharding(mesh, to), fields_spec(dealt, spec) if is_packed(dealt) else spec)
+    if isinstance(jax.tree.leaves(weight)[0], jax.ShapeDtypeStruct):
+        return jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), dealt, shardings)
+    return _deal_onto(shardings)(weight, *settings)
 
 
 @functools.cache
-def _deal_onto(sharding: NamedSharding) -> Callable[..., jax.Array]:
-    return jax.jit(_deal, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
+def _deal_onto(shardings: Any) -> Callable[..., Any]:
+    return jax.jit(_deal, static_argnums=(1, 2, 3, 4), out_shardings=shardings)
 
 
-def _deal(weight: jax.Array, axis: int, queries: int, group: int, copies: int) -> jax.Array:
+def _deal(weight: Any, axis: int, queries: int, group: int, copies: int) -> Any:
     """weight: KV heads on `axis`, of which the first `queries` entries of the next axis are dealt out, `group` to each of `copies`
     copies and zeros where there are no more; all other entries are repeated."""
+    deal = functools.partial(_deal_array, axis=axis, queries=queries, group=group, copies=copies)
+    if not is_packed(weight):
+        return deal(weight)
+    if weight.groups is not None or axis < weight.ndim - weight.over:
+        return jax.tree.map(deal, weight)
+    if copies * group > queries and (KINDS[weight.kind].offset or weight.zero is not None):
+        # Codes of 0 stand for 0 only by a scale of 0. So every block gets a scale of its own.
+        return jax.tree.map(deal, _with_scales_of_blocks(weight))
+    return dataclasses.replace(weight, words=deal(weight.words))  # a scale of all inputs has no heads
+
+
+def _with_scales_of_blocks(weight: Packed) -> Packed:
+    """The same matrix with scales and zeros along all its inputs."""
+
+    def along(field: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(field, (*weight.words.shape[: weight.ndim], *field.shape[weight.ndim :]))
+
+    return dataclasses.replace(weight, scale=along(weight.scale), zero=None if weight.zero is None else along(weight.zero))
+
+
+def _deal_array(weight: jax.Array, axis: int, queries: int, group: int, copies: int) -> jax.Array:
+    """`_deal` for an array: a float matrix, or a field of a packed one."""
     own, shared = jnp.split(weight, [queries], axis=axis + 1)
     ends = [(0, 0)] * weight.ndim
     ends[axis + 1] = (0, copies * group - queries)

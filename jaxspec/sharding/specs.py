@@ -1,12 +1,19 @@
-"""Which axis of which weight lies over which axis of a mesh: what the `partitions` of a target or a drafter say."""
+"""Which axis of which weight lies over which axis of a mesh: what the `partitions` of a target or a drafter say.
+
+A packed matrix is cut between blocks. Its fields have the axes of the matrix first, so that what holds for the matrix holds for each.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec.trees import is_packed
+from pallas_kernels.packed import Packed
 
 WHOLE = PartitionSpec()
 
@@ -15,15 +22,51 @@ SpecRules = tuple[tuple[str, PartitionSpec], ...]
 
 
 def shard_tree(tree: Any, mesh: Mesh) -> Any:
-    """A target's or a drafter's weights as ShapeDtypeStructs, with the sharding that its `partitions` give each."""
+    """A target's or a drafter's weights as ShapeDtypeStructs, with the sharding that its `partitions` give each.
+
+    Raises ValueError if of two matrices whose parts belong together one is packed and cannot be cut as the other is."""
     specs = weight_specs(tree, mesh)
     return jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs)
 
 
 def weight_specs(tree: Any, mesh: Mesh) -> Any:
-    """The PartitionSpec of every weight of a target or a drafter, in whose place it stands."""
+    """The PartitionSpec of every weight of a target or a drafter, in whose place it stands; of a packed one, that of each field.
+
+    Raises ValueError as `shard_tree` does."""
     rows = partitions_of(tree)
-    return jax.tree_util.tree_map_with_path(lambda path, x: weight_spec(dotted(path), x.shape, rows, mesh), tree)
+
+    def of(path: Any, weight: Any) -> Any:
+        spec = weight_spec(dotted(path), weight, rows, mesh)
+        return fields_spec(weight, spec) if is_packed(weight) else spec
+
+    specs = jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_packed)
+    _check_modules(tree, specs, rows)
+    return specs
+
+
+def _check_modules(tree: Any, specs: Any, rows: SpecRules) -> None:
+    """Raises ValueError if a packed weight is whole although another weight of its module is cut."""
+    weights = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed)
+    if not any(is_packed(weight) for _, weight in weights):
+        return
+    cut: dict[str, dict[str, bool]] = {}
+    for (path, weight), spec in zip(weights, jax.tree.leaves(specs, is_leaf=is_packed), strict=True):
+        name = dotted(path)
+        if any(axis is not None for axis in first_match(name, rows)):
+            module = name.removesuffix(".weight").rpartition(".")[0]
+            cut.setdefault(module, {})[name] = any(axis is not None for axis in (spec.words if is_packed(weight) else spec))
+    for of_module in cut.values():
+        if len(set(of_module.values())) > 1:
+            whole = next(name for name, is_cut in of_module.items() if not is_cut)
+            others = ", ".join(name for name, is_cut in of_module.items() if is_cut)
+            raise ValueError(f"{whole} is quantised and its blocks cannot be spread over the mesh as {others} is; expected fewer devices")
+
+
+def fields_spec(weight: Packed, spec: PartitionSpec) -> Any:
+    """The PartitionSpecs of a packed matrix's fields. spec: the matrix's. Scales lie whole along inputs that share one."""
+    axes = zip(spec, weight.words.shape, weight.scale.shape, strict=False)
+    scale = PartitionSpec(*(axis if blocks == scales else None for axis, blocks, scales in axes))
+    return dataclasses.replace(weight, words=spec, scale=scale, zero=None if weight.zero is None else scale)
 
 
 def partitions_of(tree: Any) -> SpecRules:
@@ -36,10 +79,16 @@ def is_whole(tree: Any) -> bool:
     return not partitions_of(tree)
 
 
-def weight_spec(name: str, shape: tuple[int, ...], rows: SpecRules, mesh: Mesh) -> PartitionSpec:
-    """Where the weight of a name and a shape lies. An axis that the mesh's does not divide is replicated."""
+def weight_spec(name: str, weight: Any, rows: SpecRules, mesh: Mesh) -> PartitionSpec:
+    """Where a weight of a name lies. An axis that the mesh's does not divide is replicated, as is an axis of a packed matrix that is
+    not all full blocks."""
     spec = first_match(name, rows)
-    fits = (axis if axis is None or size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape, strict=False))
+    sizes = list(weight.shape)
+    if is_packed(weight):
+        sizes = list(weight.words.shape[: weight.ndim])
+        for axis, filling in zip((weight.ndim - weight.over - 1, weight.ndim - 1), weight.cut, strict=True):
+            sizes[axis] = 1 if filling else sizes[axis]
+    fits = (axis if axis is None or size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, sizes, strict=False))
     return PartitionSpec(*fits)
 
 

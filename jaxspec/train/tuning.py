@@ -24,7 +24,7 @@ from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
 from jaxspec.model import gemma4
 from jaxspec.model.target import TargetModel
 from jaxspec.sharding.placement import placement_of
-from jaxspec.targets import DTYPES, eos_token_ids, load_target, read_target
+from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, read_quantisation, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, take_rows
@@ -62,7 +62,7 @@ def distil(
 ) -> Path:
     """Trains a drafter to guess what a target writes, and returns the folder that holds it, which `load` takes as a drafter.
 
-    target: a hub id, folder or bundled name; its weights stay as they are. drafter_kind: "mtp", "dflash", "eagle3", "mtp-modules",
+    target: a hub id, folder or bundled name; its weights, which may be quantised, stay as they are. drafter_kind: "mtp", "dflash", "eagle3", "mtp-modules",
     "draft-model", or the name of another kind that is registered and has an objective. data: files, see `data.read`. out: the folder; it
     also gets metrics.jsonl, curves.png and checkpoints/. init: the drafter to go on from (a hub id, folder or bundled name), or the
     config.json of a fresh one, as a mapping or in a folder without weights; by default a fresh one of a size that suits the target.
@@ -135,10 +135,13 @@ def finetune(
 ) -> Path:
     """Trains all weights of a target's text model on other text, and returns the folder that holds it, which `load` takes as a target.
 
-    Arguments and errors as for `distil`.
+    Arguments and errors as for `distil`. Raises ValueError for a target whose weights are quantised, too.
     """
     how, out = Run(**run), Path(out)
     folder = checkpoint.resolve(target)
+    quantisation = read_quantisation(folder)
+    if quantisation is not None:
+        raise ValueError(f"the weights in {folder} are quantised ({quantisation.name}); expected float weights, to be trained")
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     model = _target(folder, jnp.float32, None)
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
@@ -169,7 +172,8 @@ def save_target(out: Path, model: TargetModel, config: Mapping[str, Any]) -> Non
 def _target(folder: Path, dtype: Any, mesh: Mesh | None) -> TargetModel:
     """A target's weights, on all devices of a mesh."""
     config: Any = read_target(folder)[0]
-    model = load_target(folder, gemma4.abstract(config, dtype), progress=False)
+    quantisation = read_quantisation(folder)
+    model = load_target(folder, abstract_target(config, dtype, quantisation), quantisation, progress=False)
     return placement_of(mesh).replicate(model)
 
 

@@ -101,7 +101,7 @@ def inputs(x: jax.Array, form: Form) -> jax.Array:
 
 
 def weights(words: jax.Array, scale: jax.Array, zero: jax.Array | None, form: Form) -> jax.Array:
-    """The weights of a tile, [64 A, 64 B] bfloat16, from its words and numbers as they were loaded. Its inputs' order is that of `inputs`."""
+    """The weights of a tile, [64 A, 64 B] bfloat16, from its words and numbers as they were loaded, with inputs in the order of `inputs`."""
     words = jax.lax.bitcast_convert_type(words, jnp.int32)
     pairs = _four_bits(words, form) if KINDS[form.kind].bits == 4 else _eight_bits(words, form)
     a, b = words.shape[:2]

@@ -1,0 +1,58 @@
+"""How the matrices of a converted checkpoint are quantised: an object in its jaxspec.json, whatever format they came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.checkpoint.layout import layouts_of
+from jaxspec.checkpoint.quantisation import Matrix, Quantisation, Scheme, Wanted
+from jaxspec.checkpoint.safetensors import Stored
+from jaxspec.trees import leaves_by_path
+from pallas_kernels.packed import Packed
+
+KEY = "quantised"  # in jaxspec.json
+EXPERT = re.compile(r"\bexperts\.\d+\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A matrix that lies packed in a converted checkpoint, which has no tensors of it: it is a `quantisation.Format` by its scheme."""
+
+    scheme: Scheme
+
+    def tensors(self, key: str, shape: tuple[int, ...]) -> dict[str, Wanted]:
+        raise NotImplementedError
+
+    def read(self, key: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> Matrix:
+        raise NotImplementedError
+
+
+def describe(quantisation: Quantisation, tree: Any, prefix: str) -> dict[str, Any]:
+    """What `read` reads. tree: the target, with a Packed for each quantised matrix. prefix: stands before its paths in modules' names."""
+    leaves, layouts = leaves_by_path(tree, whole=(Packed,)), layouts_of(tree)
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    modules: dict[str, Scheme] = {}
+    for path in (path for path, leaf in leaves.items() if isinstance(leaf, Packed)):
+        for part in layouts(path, shapes)[-1]:
+            name = prefix + part.key.removesuffix(".weight")
+            scheme = quantisation.scheme_of(name)
+            assert scheme is not None
+            modules[EXPERT.sub("experts.*.", name)] = scheme  # of all experts of a layer, which share a matrix
+    schemes = list(dict.fromkeys(modules.values()))
+    return {
+        "name": quantisation.name,
+        "schemes": [dataclasses.asdict(scheme) for scheme in schemes],
+        "modules": {name: schemes.index(scheme) for name, scheme in modules.items()},
+        "kv_scales": {str(layer): list(scales) for layer, scales in quantisation.kv_scales.items()},
+    }
+
+
+def read(about: Mapping[str, Any]) -> Quantisation:
+    """How the matrices of a converted checkpoint are quantised. about: what `describe` made."""
+    formats = [Converted(Scheme(**scheme)) for scheme in about["schemes"]]
+    modules = {name: formats[index] for name, index in about["modules"].items()}
+    scales = {int(layer): (keys, values) for layer, (keys, values) in about["kv_scales"].items()}
+    return Quantisation(about["name"], lambda name: modules.get(EXPERT.sub("experts.*.", name)), scales)

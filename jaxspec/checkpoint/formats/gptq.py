@@ -1,0 +1,86 @@
+"""The layouts of AutoGPTQ, which AutoRound writes too, and of AutoAWQ: integers in words along the inputs or the outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoint.formats.matrices import SCALE_NAMES, check_order, fields, groups
+from jaxspec.checkpoint.formats.rules import names_of
+from jaxspec.checkpoint.quantisation import Format, Matrix, Quantisation, Scheme, Wanted
+from jaxspec.checkpoint.safetensors import Stored
+
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # in which field of a word AutoAWQ puts each of 8 outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """A matrix that is stored as its transpose, [in, out]."""
+
+    scheme: Scheme
+    bits: int
+    awq: bool  # whether words hold 8 outputs in AutoAWQ's order, or inputs in their own order
+    plus: int = 0  # what has to be added to stored zeros
+
+    def tensors(self, key: str, shape: tuple[int, ...]) -> dict[str, Wanted]:
+        out, into = shape[-2:]
+        stem, each = key.removesuffix(".weight"), 32 // self.bits
+        if into % each or out % each:
+            raise ValueError(f"neither {out} outputs nor {into} inputs may fill a part of a word of {each} numbers")
+        count = groups(into, self.scheme.group)
+        return {
+            f"{stem}.qweight": Wanted((into, out // each) if self.awq else (into // each, out), ("I32",)),
+            f"{stem}.qzeros": Wanted((count, out // each), ("I32",)),
+            f"{stem}.scales": Wanted((count, out), (SCALE_NAMES[self.scheme.scale_dtype],)),
+            f"{stem}.g_idx": Wanted((into,), ("I32", "I64"), optional=True),
+        }
+
+    def read(self, key: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> Matrix:
+        (out, into), stem = shape[-2:], key.removesuffix(".weight")
+        check_order(f"{stem}.g_idx", tensors, into, self.scheme.group)
+        words, zeros = tensors[f"{stem}.qweight"].read(), self._outputs(tensors[f"{stem}.qzeros"].read(), out).T
+        codes = self._outputs(words, out).T if self.awq else fields(words.T, self.bits, into)
+        middle, zeros = 1 << (self.bits - 1), zeros.astype(np.int16) + self.plus
+        if not self.scheme.zeros and (zeros != middle).any():
+            raise ValueError(f"{stem}.qzeros has values {zeros.min()} .. {zeros.max()}; expected {middle}, as the config says 'sym'")
+        if self.bits == 8:
+            codes, zeros = codes ^ np.uint8(0x80), zeros - 128
+        return Matrix(codes, tensors[f"{stem}.scales"].read().T, zeros if self.scheme.zeros else None)
+
+    def _outputs(self, words: np.ndarray, out: int) -> np.ndarray:
+        """Numbers of words along the outputs: [..., out]."""
+        numbers = fields(words, self.bits, out)
+        return numbers.reshape(*numbers.shape[:-1], -1, 8)[..., AWQ_ORDER].reshape(numbers.shape) if self.awq else numbers
+
+
+def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *, scale_dtype: str) -> Quantisation:
+    """What a quantization_config of quant_method "gptq", "auto-round" or "awq" says. keys: of all tensors in the file, which tell which
+    modules are quantised; None if the file is not there, and then it is those of the layers but the router. scale_dtype: of the scales
+    in the file. Raises ValueError for what is not served."""
+    bits, group = config.get("bits"), config.get("group_size", 128)
+    told = f"quant_method {method!r} with {bits!r} bits, group_size {group!r}"
+    awq = method == "awq"
+    if bits not in ((4,) if awq else (4, 8)) or type(group) is not int or not (group > 0 or group == -1):
+        raise ValueError(f"{told}; served are {'4 bits' if awq else '4 and 8 bits'} and a group_size that is positive or -1")
+    own = {name: value for name, value in (config.get("dynamic") or {}).items() if not str(name).startswith("-:")}
+    if config.get("extra_config") or own:
+        raise ValueError(f"{told} has settings of single layers (extra_config, dynamic); expected none")
+    packing, version = config.get("packing_format", "auto_round:auto_gptq"), str(config.get("version", "gemm")).lower()
+    if method == "auto-round" and packing != "auto_round:auto_gptq":
+        raise ValueError(f"{told} has packing_format {packing!r}; served is 'auto_round:auto_gptq'")
+    if awq and (version != "gemm" or not config.get("zero_point", True)):
+        raise ValueError(f"{told} has version {version!r} and zero_point {config.get('zero_point')!r}; served is 'gemm' with zero points")
+    zeros = awq or not config.get("sym", True)
+    scheme = Scheme(f"int{bits}", None if group == -1 else group, zeros, scale_dtype)
+    made = Columns(scheme, bits, awq, plus=0 if awq or config.get("checkpoint_format") == "gptq_v2" else 1)
+    left_out = tuple(config.get("modules_to_not_convert") or ())
+
+    def format_of(name: str) -> Format | None:
+        if keys is not None:
+            return made if any(f"{one}.qweight" in keys for one in names_of(name)) else None
+        return made if ".layers." in name and ".router." not in name and not any(one in name for one in left_out) else None
+
+    return Quantisation(f"{method} of {bits} bits", format_of)

@@ -1,0 +1,114 @@
+"""Float weights that are quantised while they are read, as `load(quantize=...)` and `jaxspec convert --quantize` ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.checkpoint.onto_devices import COPIED_BYTES
+from jaxspec.checkpoint.quantisation import Matrix, Quantisation, Scheme, Wanted
+from jaxspec.checkpoint.safetensors import FLOATS, Stored
+from pallas_kernels.packed import KINDS
+
+# Symmetric, as compressed-tensors quantises: 8 bits with one scale for each output, 4 bits with one for 32 inputs.
+GROUPS = {"int8": None, "int4": 32, "fp8": None}
+# What a scale is of: the largest magnitude of its weights over this.
+STEPS = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}
+# Modules that stay float. What is no matrix, and embedding tables, stay so anyway.
+FLOAT = re.compile(r"router|lm_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class FromFloats:
+    """A float matrix of a file, quantised as it is read. It is a `quantisation.Format`."""
+
+    scheme: Scheme
+
+    def tensors(self, key: str, shape: tuple[int, ...]) -> dict[str, Wanted]:
+        """The float matrix itself."""
+        return {key: Wanted(shape, tuple(FLOATS))}
+
+    def read(self, key: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> Matrix:
+        """The matrix, read and quantised in rows, on the default device: neither it nor the host holds the float matrix whole."""
+        width, count = shape[-1], math.prod(shape[:-1])
+        stored, group = tensors[key], self.scheme.group
+        rows = min(count, max(1, COPIED_BYTES * count // stored.nbytes))
+        codes = np.empty((count, width), np.uint8)
+        scales = np.empty((count, 1 if group is None else -(-width // group)), jnp.dtype(self.scheme.scale_dtype))
+        # One size, so that one program quantises them all. The last rows may overlap those before.
+        for start in (min(start, count - rows) for start in range(0, count, rows)):
+            floats = stored.rows((count, width), start, start + rows).read()
+            found = quantise(floats, self.scheme)
+            codes[start : start + rows], scales[start : start + rows] = map(np.asarray, found)
+        return Matrix(codes.reshape(shape), scales.reshape(*shape[:-1], -1))
+
+
+def quantisation(name: str, scale_dtype: str) -> Quantisation:
+    """How float weights are quantised under a name of GROUPS: every matrix of the layers, but no router, embedding and head.
+
+    Raises ValueError for another name."""
+    if name not in GROUPS:
+        raise ValueError(f"quantize is {name!r}; available: {', '.join(map(repr, GROUPS))}, or None for the weights as they are")
+    format = FromFloats(Scheme(name, GROUPS[name], scale_dtype=scale_dtype))
+    return Quantisation(name, lambda module: None if FLOAT.search(module) else format)
+
+
+def quantise(weights: Any, scheme: Scheme) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of float weights, by compressed-tensors' formula for symmetric schemes.
+
+    weights: [out, in]. Returns [out, in] uint8, and [out, ceil(in / group)], or [out, 1] without groups, in the scheme's scale_dtype.
+    Codes are of the weights over the rounded scale, in float32, rounded to the nearest and half to even.
+    """
+    return _quantised(jnp.asarray(weights), scheme)
+
+
+@functools.partial(jax.jit, static_argnames="scheme")
+def _quantised(weights: jax.Array, scheme: Scheme) -> tuple[jax.Array, jax.Array]:
+    out, width = weights.shape
+    group = width if scheme.group is None else scheme.group
+    groups = jnp.pad(weights.astype(jnp.float32), ((0, 0), (0, -width % group))).reshape(out, -1, group)
+    largest = jnp.max(jnp.abs(groups), axis=-1)
+    # A scale of 0 would have no codes; of weights that are all 0 any other will do.
+    steps = STEPS[scheme.kind]
+    scale = jnp.where(largest == 0, 1, _divided(largest, jnp.float32(steps))).astype(jnp.dtype(scheme.scale_dtype))
+    numbers = _divided(groups, scale.astype(jnp.float32)[..., None]).reshape(out, -1)[:, :width]
+    if scheme.kind == "fp8":
+        codes = jax.lax.bitcast_convert_type(jnp.clip(numbers, -steps, steps).astype(jnp.float8_e4m3fn), jnp.uint8)
+        return codes, scale
+    kind = KINDS[scheme.kind]
+    half = 1 << (kind.bits - 1)
+    whole = jnp.clip(jnp.round(numbers), -half, half - 1).astype(jnp.int32) + kind.offset
+    return (whole & (2**kind.bits - 1)).astype(jnp.uint8), scale
+
+
+def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
+    """x / by. By a number that is repeated XLA would not divide: it would multiply with its rounded inverse."""
+    return x / jax.lax.optimization_barrier(jnp.broadcast_to(by, x.shape))
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The quantization_config of a checkpoint whose weights have been quantised so, in compressed-tensors' terms."""
+    group = GROUPS[name]
+    weights = {
+        "num_bits": KINDS[name].bits,
+        "type": "float" if name == "fp8" else "int",
+        "symmetric": True,
+        "strategy": "channel" if group is None else "group",
+        "group_size": group,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if name == "fp8" else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}},
+        "ignore": ["lm_head", "re:.*embed.*", "re:.*vision.*", "re:.*audio.*", "re:.*router.*"],
+    }

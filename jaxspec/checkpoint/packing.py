@@ -1,0 +1,78 @@
+"""From a quantised checkpoint's tensors to a `Packed` on devices. The host holds one leaf's codes, a byte a weight, never its weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.checkpoint.layout import Part
+from jaxspec.checkpoint.onto_devices import put_on_devices
+from jaxspec.checkpoint.quantisation import Format, group_within
+from jaxspec.checkpoint.safetensors import Stored
+from pallas_kernels import packed
+from pallas_kernels.packed import Packed
+
+
+class Source(NamedTuple):
+    """What holds a part of a leaf in the files."""
+
+    key: str  # of the float matrix, with the prefix
+    part: Part
+    format: Format
+    tensors: Mapping[str, Stored]
+
+
+def packed_onto_devices(leaf: Packed, sources: Sequence[Source], update: Callable[[int], Any]) -> Packed:
+    """A leaf's matrix on its devices. leaf: of ShapeDtypeStructs. sources: the parts that make it up, all of one scheme. update: called
+    with the number of bytes of each read. Raises ValueError for a file that ends early and for contents that do not fit."""
+    scheme = sources[0].format.scheme
+    split, shape = leaf.ndim - leaf.over, leaf.shape
+    group = group_within(shape, leaf.over, scheme.group)
+    inner = (1,) * leaf.over if group is None else (*shape[split:-1], -(-shape[-1] // group))
+    codes, scale = np.empty(shape, np.uint8), np.empty((*shape[:split], *inner), jnp.dtype(scheme.scale_dtype))
+    zero = np.empty_like(scale) if scheme.zeros else None
+    for source in sources:
+        found = source.format.read(source.key, source.part.shape, source.tensors)
+        _fill(codes, source.part, found.codes)
+        # A scale of the file stands for several groups where the leaf's last axis ends inside its group.
+        again = scheme.group // group if scheme.group and group else 1
+        for numbers, part in ((scale, found.scale), (zero, found.zero)):
+            if numbers is not None:
+                assert part is not None
+                _fill(numbers, source.part, np.repeat(part, again, axis=-1)[..., : math.prod(inner)] if again > 1 else part)
+        update(sum(tensor.nbytes for tensor in source.tensors.values()))
+    made = _packed(codes, scale, zero, kind=scheme.kind, over=leaf.over, group=group)
+    return jax.tree.map(put_on_devices, made, leaf)
+
+
+def _fill(whole: np.ndarray, part: Part, values: np.ndarray) -> None:
+    """Puts a part's numbers in its place of the leaf. Its inputs are one axis; the leaf's may be several."""
+    place = whole[part.index]
+    whole[part.index] = values.reshape(place.shape)
+
+
+def _packed(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, **settings: Any) -> Packed:
+    """packed.pack on the host. Returns NumPy arrays."""
+    host = _host()
+    arguments = [None if x is None else jax.device_put(x, host) for x in (codes, scale, zero)]
+    return jax.tree.map(np.asarray, _jitted(**settings)(*arguments))
+
+
+@functools.cache
+def _jitted(**settings: Any) -> Any:
+    return jax.jit(functools.partial(packed.pack, **settings))
+
+
+@functools.cache
+def _host() -> Any:
+    """The device to pack on: a CPU, or JAX's default device where it was told to use no CPU."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
