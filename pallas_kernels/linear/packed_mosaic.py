@@ -124,6 +124,8 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
     mosaic = dialect.mosaic()
     rows, width = x.shape
     padded = -(-rows // 8) * 8
+    if 8 < rows < padded:  # rows are copied in tiles of eight, so there must be fewer than eight, or a multiple
+        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     slabs = KINDS[w.kind].bits // 4
     deep_blocks = width // BLOCK
     groups = w.scale.shape[-1] // 2
