@@ -120,63 +120,21 @@ def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: Packed, *others
 def _products(x_ref, w_refs, indices, form, tiles, share):
     """Yields, for some of a program's rows, the outputs [C, 1], the rows [1, R], which pairs of them to store [C, R], and the program's
     part of the product with each w[*index], [C, R] float32."""
-    rows, blocks = x_ref.shape[0], pl.cdiv(form.width, BLOCK)
+    rows = x_ref.shape[0]
     tall = heights(min(rows, tiles.rows))
-    starts = [pl.program_id(0) * tiles.rows + sum(tall[:i]) for i in range(len(tall))]
-    exact = rows % sum(tall) == 0
-    block = pl.program_id(1) * tiles.blocks + jnp.arange(tiles.blocks, dtype=jnp.int32)
-    block_mask = None if pl.cdiv(form.columns, BLOCK) % tiles.blocks == 0 else block * BLOCK < form.columns
-    first, steps = pl.program_id(2) * share, pl.cdiv(blocks, tiles.depth)
-    words_ref, *number_refs = w_refs
-    precision = "highest" if x_ref.dtype == jnp.float32 else None
+    at = [pl.program_id(0) * tiles.rows + sum(tall[:i]) + jnp.arange(height, dtype=jnp.int32) for i, height in enumerate(tall)]
 
-    def numbers(index, at, mask):
-        """The scales, and the zeros or None."""
-        found = [tile.load_numbers(ref, index, block, at, mask, form) for ref in number_refs]
-        return found if form.zeros else (*found, None)
+    def load(block):
+        exact = rows % sum(tall) == 0
+        return [tile.load_rows(x_ref, row, None if exact else row < rows, block, tiles.depth, form) for row in at]
 
-    if form.groups is None:
-        whole_mask = None if block_mask is None else block_mask[:, None]
-        whole = [numbers(index, jnp.zeros(1, jnp.int32), whole_mask) for index in indices]
-
-    def step(i, sums):
-        at = (first + i) * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
-        mask = None if block_mask is None else jnp.broadcast_to(block_mask[:, None], (tiles.blocks, tiles.depth))
-        if blocks % tiles.depth:
-            inside = jnp.broadcast_to((at < blocks)[None, :], (tiles.blocks, tiles.depth))
-            mask = inside if mask is None else mask & inside
-        start = (first + i) * tiles.depth * BLOCK
-        xs = [_rows(x_ref, row, height, start, form, tiles, exact) for row, height in zip(starts, tall, strict=True)]
-        out = []
-        for m, index in enumerate(indices):
-            words = tile.load_words(words_ref, index, block, at, mask, form)
-            scale, zero = whole[m] if form.groups is None else numbers(index, at, mask)
-            w = tile.weights(words, scale, zero, form).astype(x_ref.dtype)
-            for x in xs:
-                out.append(sums[len(out)] + plgpu.dot(w, x, trans_b=True, precision=precision))
-        return tuple(out)
-
-    zeros = tuple(jnp.zeros((tiles.blocks * BLOCK, height), jnp.float32) for _ in indices for height in tall)
+    out = pl.program_id(1) * tiles.blocks + jnp.arange(tiles.blocks, dtype=jnp.int32)
+    first, steps = pl.program_id(2) * share, pl.cdiv(form.width, BLOCK * tiles.depth)
     mine = share if steps % share == 0 else jnp.minimum(share, steps - first)
-    sums = jax.lax.fori_loop(0, mine, step, zeros)
+    sums = tile.products(load, tall, w_refs, indices, out, (first, mine), tiles.depth, form)
     column = pl.program_id(1) * tiles.blocks * BLOCK + jnp.arange(tiles.blocks * BLOCK, dtype=jnp.int32)[:, None]
-    for i, (first_row, height) in enumerate(zip(starts, tall, strict=True)):
-        row = first_row + jnp.arange(height, dtype=jnp.int32)[None, :]
-        yield column, row, (column < form.columns) & (row < rows), sums[i :: len(tall)]
-
-
-def _rows(x_ref, first, height, start, form, tiles, exact):
-    """`height` rows of x from `first` on, their numbers of a step from `start` on: [height, 64 * depth]. Zeros outside."""
-    row = first + jnp.arange(height, dtype=jnp.int32)[:, None]
-    at = start + jnp.arange(tiles.depth * BLOCK, dtype=jnp.int32)[None, :]
-    shape, mask = (height, tiles.depth * BLOCK), None
-    if not exact:
-        mask = jnp.broadcast_to(row < x_ref.shape[0], shape)
-    if form.width % (tiles.depth * BLOCK):
-        inside = jnp.broadcast_to(at < form.width, shape)
-        mask = inside if mask is None else mask & inside
-    x = plgpu.load(x_ref.at[row, at], mask=mask, other=None if mask is None else jnp.zeros((), x_ref.dtype))
-    return tile.inputs(x, form)
+    for row, *totals in zip(at, *sums, strict=True):
+        yield column, row[None, :], (column < form.columns) & (row < rows)[None, :], totals
 
 
 def _store(out_ref, column, row, mask, values):
