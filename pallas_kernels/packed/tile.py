@@ -46,8 +46,12 @@ class Form:
 def form(packed: Packed, interpret: bool) -> Form:
     """The form of a matrix whose `over` is 1."""
     *_, columns, width = packed.shape
-    paired = (capability() or HOPPER) != HOPPER
-    return Form(packed.kind, packed.groups, packed.zero is not None, columns, width, paired, interpret)
+    return Form(packed.kind, packed.groups, packed.zero is not None, columns, width, paired(), interpret)
+
+
+def paired() -> bool:
+    """Whether the current device multiplies with `mma.sync`, and so takes inputs in the order that `Form.paired` describes."""
+    return (capability() or HOPPER) != HOPPER
 
 
 def arrays(packed: Packed) -> tuple[jax.Array, ...]:
