@@ -27,6 +27,7 @@ from pallas_kernels.linear.triton import Tiles
 from pallas_kernels.packed import Packed
 
 DTYPE = jnp.bfloat16
+SHARED_BYTES = 200_000  # most of a packed candidate
 MOST_TURNS = 16  # most copies of the weights; they keep a call from finding its weights in the L2 cache, unless these are small
 REFERENCES = {"linear": reference.linear, "partials": reference.linear, "gated": reference.gated, "gated_by": reference.gated_by}
 KERNELS = {"linear": triton.linear, "partials": triton.partials, "gated": triton.gated, "gated_by": triton.gated_by}
@@ -58,14 +59,14 @@ def candidates(shape: Shape, rows: int) -> list[Tiles]:
 def packed_candidates(shape: Shape, rows: int, packing: str) -> list[packed_triton.Tiles]:
     """As `candidates`, for packed weights."""
     x, w, *_ = shape.arguments(rows, DTYPE, packing)
-    serves = packed_triton.tiles_for(x, w, None if shape.kind == "partials" else 1)
-    changes = [{}, *({"num_stages": stages} for stages in (2, 3, 5)), {"depth": 2 * serves.depth}, {"depth": max(1, serves.depth // 2)}]
-    changes += [{"blocks": 2}, {"blocks": 2, "num_warps": 8}, {"blocks": 2, "num_warps": 8, "depth": 1}, {"num_warps": 8, "blocks": 4}]
+    serves = packed_triton.choose_tiles(x, w, None if shape.kind == "partials" else 1)
+    changes = [{}, *({"depth": depth, "num_stages": stages} for depth in (1, 2, 4) for stages in (2, 3, 4, 5))]
+    changes += [{"blocks": 2, "num_warps": 8, "depth": depth, "num_stages": stages} for depth in (1, 2) for stages in (2, 3)]
     changes += [{"rows": 64}, {"rows": 128}] if rows > 64 else []
     if shape.kind == "partials":
-        changes += [{"splits": splits} for splits in (1, 2, 3, 4, 5, 6, 8, 12) if splits != serves.splits]
-        changes += [{"blocks": 2, "num_warps": 8, "splits": splits} for splits in (3, 6)]
-    return list(dict.fromkeys(dataclasses.replace(serves, **change) for change in changes))
+        changes += [{"splits": splits} for splits in (1, 2, 3, 4, 6, 8, 11) if splits != serves.splits]
+    tried = [dataclasses.replace(serves, **change) for change in changes]
+    return list(dict.fromkeys(t for t in tried if t.shared(w, DTYPE.dtype.itemsize) <= SHARED_BYTES))
 
 
 def turns_of(arguments: Any) -> int:

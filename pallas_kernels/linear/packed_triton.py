@@ -18,12 +18,19 @@ from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.linear.reference import activation
 from pallas_kernels.linear.triton import multiprocessors
 from pallas_kernels.packed import BLOCK, Packed, tile
+from pallas_kernels.packed.matrix import LANES, WORDS
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 256
-MOST_SPLITS = 8
+MOST_SPLITS = 12
 LEAST_HEIGHT = 16  # rows of x in a product
-MOST_SUMS = 320  # rows of x that a program sums up, times matrices
+# Rows of x that a program sums up, times matrices: more do not fit into registers, where `mma.sync` needs x's numbers too.
+MOST_SUMS = {False: 320, True: 192}
+PARTS = (128, 64)
+# Depths and stages of a program, best first: the first that fits is taken.
+PIPELINES = ((4, 4), (4, 3), (2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2))
+# Up to so many rows a program has so many bytes of shared memory, and an H200's multiprocessor runs so many programs.
+BUDGETS = ((16, 57_344, 4), (64, 73_728, 3), (MOST_ROWS, 101_376, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +44,15 @@ class Tiles:
     num_warps: int
     num_stages: int
 
+    def shared(self, w: Packed, itemsize: int) -> int:
+        """Bytes of shared memory of a program, of which x's numbers have `itemsize`."""
+        groups, slabs = w.groups or 0, w.words.shape[-3]
+        numbers = 1 if w.zero is None else 2
+        block = 4 * LANES * WORDS * slabs + 2 * LANES * groups * w.scale.dtype.itemsize * numbers
+        rows = sum(heights(min(self.rows, MOST_ROWS)))
+        weights = math.prod(w.shape[:-2]) * self.blocks * block
+        return self.depth * ((self.num_stages - 1) * weights + self.num_stages * rows * BLOCK * itemsize)
+
 
 def heights(rows: int) -> tuple[int, ...]:
     """Powers of two that together hold the rows: one or, where that saves a quarter, two."""
@@ -45,16 +61,31 @@ def heights(rows: int) -> tuple[int, ...]:
     return (whole,) if rows <= LEAST_HEIGHT or rest > whole // 4 else (whole // 2, rest)
 
 
-def choose_tiles(rows: int, columns: int, width: int, bits: int, *, matrices: int = 1, splits: int | None = 1) -> Tiles:
-    """The tiles for a product [rows, width] x [matrices, columns, width]. splits: None for as many as fill the GPU."""
-    cores, programs = multiprocessors(), pl.cdiv(columns, BLOCK)
-    depth = 4 if rows <= 64 and matrices * bits <= 8 else 2
-    steps = pl.cdiv(pl.cdiv(width, BLOCK), depth)
-    if splits is None:
-        splits = 1
-        while splits < min(MOST_SPLITS, steps // 4) and programs * splits < 4 * cores:
-            splits += 1
-    return Tiles(rows if matrices * sum(heights(rows)) <= MOST_SUMS else 128, 1, depth, splits, 4, 4)
+def choose_tiles(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
+    """The tiles that serve a product. splits: None for as many as fill the GPU."""
+    *matrices, columns, width = w.shape
+    count, rows = math.prod(matrices), x.shape[0]
+    _, budget, room = next(found for found in BUDGETS if rows <= found[0])
+    # A thread should load at least two scales of a step: fewer are not copied asynchronously.
+    least = 1 if w.groups is None else 4 // w.groups
+    # Programs of all rows, or of parts of them, which read the weights again.
+    parts = [rows, *(part for part in PARTS if part < rows)]
+    fitting = [Tiles(part, 1, depth, 1, 4, stages) for part in parts for depth, stages in PIPELINES]
+    fitting = [t for t in sorted(fitting, key=lambda t: t.depth < least) if count * sum(heights(t.rows)) <= MOST_SUMS[tile.paired()]]
+    tiles = next((t for t in fitting if t.shared(w, x.dtype.itemsize) <= budget), fitting[-1])
+    if splits is not None:
+        return dataclasses.replace(tiles, splits=splits)
+    out, into, cores = pl.cdiv(columns, BLOCK), pl.cdiv(width, BLOCK), multiprocessors()
+    # A part of the sums is written and read once, beside the weights.
+    share = 8 * rows / (width * w.words.shape[-3] / 2)
+
+    def worth(splits):
+        """The part of the GPU that is busy, and of the bytes that are weights."""
+        waves = out * splits / cores
+        busy = waves * waves / math.ceil(waves) / room if waves <= room else waves / math.ceil(waves / room) / room
+        return busy / (1 + splits * (share + 0.01))
+
+    return dataclasses.replace(tiles, splits=max(range(1, max(1, min(MOST_SPLITS, into // 8)) + 1), key=worth))
 
 
 def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
@@ -68,7 +99,7 @@ def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
 
 def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.linear`."""
-    tiles = tiles or tiles_for(x, w, splits)
+    tiles = tiles or choose_tiles(x, w, splits)
     if tiles.splits > 1:
         return jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
     return _call(_linear, "packed_linear", tiles, x, w, dtype=x.dtype, interpret=interpret)[0]
@@ -76,25 +107,18 @@ def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
 
 def partials(x, w, splits=None, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.partials`."""
-    return _call(_linear, "packed_linear", tiles or tiles_for(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
+    return _call(_linear, "packed_linear", tiles or choose_tiles(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
 
 
 def gated(x, gate_up, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated`."""
-    return _call(_gated, "packed_gated", tiles or tiles_for(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
+    return _call(_gated, "packed_gated", tiles or choose_tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
 
 
 def gated_by(x, w, u, index, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated_by`."""
     others = u, index.reshape(1)
-    return _call(_gated_by, "packed_gated_by", tiles or tiles_for(x, w), x, w, *others, dtype=x.dtype, interpret=interpret)[0]
-
-
-def tiles_for(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
-    """The tiles that serve a product."""
-    *matrices, columns, width = w.shape
-    bits = 4 * w.words.shape[-3]
-    return choose_tiles(x.shape[0], columns, width, bits, matrices=math.prod(matrices), splits=splits)
+    return _call(_gated_by, "packed_gated_by", tiles or choose_tiles(x, w), x, w, *others, dtype=x.dtype, interpret=interpret)[0]
 
 
 def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: Packed, *others: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
@@ -120,63 +144,21 @@ def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: Packed, *others
 def _products(x_ref, w_refs, indices, form, tiles, share):
     """Yields, for some of a program's rows, the outputs [C, 1], the rows [1, R], which pairs of them to store [C, R], and the program's
     part of the product with each w[*index], [C, R] float32."""
-    rows, blocks = x_ref.shape[0], pl.cdiv(form.width, BLOCK)
+    rows = x_ref.shape[0]
     tall = heights(min(rows, tiles.rows))
-    starts = [pl.program_id(0) * tiles.rows + sum(tall[:i]) for i in range(len(tall))]
-    exact = rows % sum(tall) == 0
-    block = pl.program_id(1) * tiles.blocks + jnp.arange(tiles.blocks, dtype=jnp.int32)
-    block_mask = None if pl.cdiv(form.columns, BLOCK) % tiles.blocks == 0 else block * BLOCK < form.columns
-    first, steps = pl.program_id(2) * share, pl.cdiv(blocks, tiles.depth)
-    words_ref, *number_refs = w_refs
-    precision = "highest" if x_ref.dtype == jnp.float32 else None
+    at = [pl.program_id(0) * tiles.rows + sum(tall[:i]) + jnp.arange(height, dtype=jnp.int32) for i, height in enumerate(tall)]
 
-    def numbers(index, at, mask):
-        """The scales, and the zeros or None."""
-        found = [tile.load_numbers(ref, index, block, at, mask, form) for ref in number_refs]
-        return found if form.zeros else (*found, None)
+    def load(block):
+        exact = rows % sum(tall) == 0
+        return [tile.load_rows(x_ref, row, None if exact else row < rows, block, tiles.depth, form) for row in at]
 
-    if form.groups is None:
-        whole_mask = None if block_mask is None else block_mask[:, None]
-        whole = [numbers(index, jnp.zeros(1, jnp.int32), whole_mask) for index in indices]
-
-    def step(i, sums):
-        at = (first + i) * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
-        mask = None if block_mask is None else jnp.broadcast_to(block_mask[:, None], (tiles.blocks, tiles.depth))
-        if blocks % tiles.depth:
-            inside = jnp.broadcast_to((at < blocks)[None, :], (tiles.blocks, tiles.depth))
-            mask = inside if mask is None else mask & inside
-        start = (first + i) * tiles.depth * BLOCK
-        xs = [_rows(x_ref, row, height, start, form, tiles, exact) for row, height in zip(starts, tall, strict=True)]
-        out = []
-        for m, index in enumerate(indices):
-            words = tile.load_words(words_ref, index, block, at, mask, form)
-            scale, zero = whole[m] if form.groups is None else numbers(index, at, mask)
-            w = tile.weights(words, scale, zero, form).astype(x_ref.dtype)
-            for x in xs:
-                out.append(sums[len(out)] + plgpu.dot(w, x, trans_b=True, precision=precision))
-        return tuple(out)
-
-    zeros = tuple(jnp.zeros((tiles.blocks * BLOCK, height), jnp.float32) for _ in indices for height in tall)
+    out = pl.program_id(1) * tiles.blocks + jnp.arange(tiles.blocks, dtype=jnp.int32)
+    first, steps = pl.program_id(2) * share, pl.cdiv(form.width, BLOCK * tiles.depth)
     mine = share if steps % share == 0 else jnp.minimum(share, steps - first)
-    sums = jax.lax.fori_loop(0, mine, step, zeros)
+    sums = tile.products(load, tall, w_refs, indices, out, (first, mine), tiles.depth, form)
     column = pl.program_id(1) * tiles.blocks * BLOCK + jnp.arange(tiles.blocks * BLOCK, dtype=jnp.int32)[:, None]
-    for i, (first_row, height) in enumerate(zip(starts, tall, strict=True)):
-        row = first_row + jnp.arange(height, dtype=jnp.int32)[None, :]
-        yield column, row, (column < form.columns) & (row < rows), sums[i :: len(tall)]
-
-
-def _rows(x_ref, first, height, start, form, tiles, exact):
-    """`height` rows of x from `first` on, their numbers of a step from `start` on: [height, 64 * depth]. Zeros outside."""
-    row = first + jnp.arange(height, dtype=jnp.int32)[:, None]
-    at = start + jnp.arange(tiles.depth * BLOCK, dtype=jnp.int32)[None, :]
-    shape, mask = (height, tiles.depth * BLOCK), None
-    if not exact:
-        mask = jnp.broadcast_to(row < x_ref.shape[0], shape)
-    if form.width % (tiles.depth * BLOCK):
-        inside = jnp.broadcast_to(at < form.width, shape)
-        mask = inside if mask is None else mask & inside
-    x = plgpu.load(x_ref.at[row, at], mask=mask, other=None if mask is None else jnp.zeros((), x_ref.dtype))
-    return tile.inputs(x, form)
+    for row, *totals in zip(at, *sums, strict=True):
+        yield column, row[None, :], (column < form.columns) & (row < rows)[None, :], totals
 
 
 def _store(out_ref, column, row, mask, values):

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels import dialect
-from pallas_kernels.moe import reference, triton
+from pallas_kernels.moe import packed_triton, reference, triton
+from pallas_kernels.packed import Packed
 
 
 class Groups(NamedTuple):
@@ -45,8 +46,8 @@ def route(
 
 def experts(
     x: jax.Array,
-    gate_up_proj: jax.Array,
-    down_proj: jax.Array,
+    gate_up_proj: jax.Array | Packed,
+    down_proj: jax.Array | Packed,
     weights: jax.Array,
     ids: jax.Array,
     groups: Groups | None = None,
@@ -55,9 +56,9 @@ def experts(
 ) -> jax.Array:
     """The weighted sum of the chosen experts' outputs, down(gelu_tanh(gate x) * up x), for each row.
 
-    x: [N, H]; gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]; weights: [N, top_k], of any float dtype; ids: [N, top_k] int32, not
-    negative. An id >= E stands for no expert and adds nothing. So a device can compute its share of the experts: it counts ids from its
-    first expert, and takes E for the others. groups: of `ids`, as `route` returns them. Returns [N, H] in x's dtype.
+    x: [N, H]; gate_up_proj: [E, 2, I, H] and down_proj: [E, H, I], both packed or neither; weights: [N, top_k], of any float dtype; ids:
+    [N, top_k] int32, not negative. An id >= E stands for no expert and adds nothing. So a device can compute its share of the experts: it
+    counts ids from its first expert, and takes E for the others. groups: of `ids`, as `route` returns them. Returns [N, H] in x's dtype.
 
     Products are summed in float32. The kernel rounds to x's dtype after the activation, after down_proj and after the sum. The reference
     also rounds the two halves of the activation. So in bfloat16 the two differ by a few units in the last place of the largest term (1e-2
@@ -65,10 +66,14 @@ def experts(
 
     implementation: see `dialect.select`. Raises ValueError for an unknown or unsupported one.
     """
-    chosen = dialect.select(implementation, triton.unsupported(x, gate_up_proj, down_proj))
+    packed = [isinstance(w, Packed) for w in (gate_up_proj, down_proj)]
+    if any(packed) and not all(packed):
+        raise ValueError("one of gate_up_proj and down_proj is packed; expected both or neither")
+    kernels = packed_triton if all(packed) else triton
+    chosen = dialect.select(implementation, kernels.unsupported(x, gate_up_proj, down_proj))
     if chosen == "xla":
         return reference.experts(x, gate_up_proj, down_proj, weights, ids)
-    return triton.experts(x, gate_up_proj, down_proj, weights, ids, groups, interpret=chosen == "triton-interpret")
+    return kernels.experts(x, gate_up_proj, down_proj, weights, ids, groups, interpret=chosen == "triton-interpret")
 
 
 __all__ = ["Groups", "experts", "route"]

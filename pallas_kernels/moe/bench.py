@@ -1,6 +1,7 @@
-"""Times the mixture of experts on this machine's GPU: `python -m pallas_kernels.moe.bench [--sweep] [--shapes NAME]`.
+"""Times the mixture of experts on this machine's GPU: `python -m pallas_kernels.moe.bench [--sweep] [--shapes NAME] [--kind int8]`.
 
-Scores are random, so rows choose their experts evenly. The bytes of a line are the chosen experts' weights, each read once.
+--kind takes packed weights. Scores are random, so rows choose their experts evenly. The bytes of a line are the chosen experts' weights,
+each read once.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import bench, moe
-from pallas_kernels.moe import triton
+from pallas_kernels.linear.bench import drawn
+from pallas_kernels.linear.shapes import PACKINGS
+from pallas_kernels.moe import packed_triton, triton
 from pallas_kernels.moe.shapes import SHAPES, Shape
 from pallas_kernels.moe.triton import TILES, Blocks, Tiles, choose_tiles
 
@@ -50,6 +54,13 @@ DOWN = {
     64: [(64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3)],
     128: [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (256, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 4)],
 }
+# The same for packed weights: blocks of 64 outputs, blocks of 64 inputs in a step, warps and stages.
+PACKED = {
+    16: [(1, 1, 4, 4), (1, 2, 4, 3), (1, 2, 4, 4), (1, 2, 4, 5), (1, 4, 4, 3), (1, 4, 4, 4), (2, 2, 4, 3), (2, 2, 8, 4)],
+    32: [(1, 1, 4, 4), (1, 2, 4, 3), (1, 2, 4, 4), (1, 4, 4, 3), (1, 4, 4, 4), (2, 2, 4, 3), (2, 2, 8, 4)],
+    64: [(1, 1, 4, 4), (1, 2, 4, 3), (1, 2, 4, 4), (2, 1, 8, 3), (2, 2, 8, 3), (2, 2, 8, 4)],
+    128: [(1, 1, 4, 3), (1, 1, 4, 4), (1, 2, 4, 3), (1, 2, 8, 3), (2, 1, 8, 3), (2, 2, 8, 3)],
+}
 
 
 def candidates(shape: Shape) -> list[Tiles]:
@@ -62,36 +73,58 @@ def candidates(shape: Shape) -> list[Tiles]:
     return list(dict.fromkeys(tried))
 
 
-def describe(tiles: Tiles) -> str:
+def packed_candidates(shape: Shape) -> list[packed_triton.Tiles]:
+    """As `candidates`, for packed weights."""
+    chosen = packed_triton.choose_tiles(shape.rows * shape.top_k, shape.experts)
+    tried = [chosen, *packed_triton.TILES.values()]
+    for blocks in PACKED[chosen.rows]:
+        tried += [dataclasses.replace(chosen, **{kernel: packed_triton.Blocks(*blocks)}) for kernel in ("gate_up", "down")]
+    return list(dict.fromkeys(tried))
+
+
+def describe(tiles: Tiles | packed_triton.Tiles) -> str:
     """Tiles, for a line of output."""
 
-    def blocks(b: Blocks) -> str:
-        return f"{b.columns}x{b.depth} w{b.num_warps} s{b.num_stages}"
+    def blocks(b: Any) -> str:
+        columns, depth, *others = dataclasses.astuple(b)
+        return f"{columns}x{depth} w{others[0]} s{others[1]}"
 
     return f"{tiles.rows} rows, {blocks(tiles.gate_up)}, {blocks(tiles.down)}"
+
+
+def arguments(shape: Shape, packing: str | None) -> tuple[tuple[Any, ...], jax.Array, jax.Array]:
+    """Random x, gate_up_proj and down_proj, and scores and scales for `route`."""
+    x, gate_up, down, scores, scale = shape.layer(DTYPE, packing)
+    keys = jax.random.split(jax.random.key(0), 5)
+
+    def normal(key, spec):
+        return jax.random.normal(key, spec.shape, spec.dtype)
+
+    def weights(key, spec):
+        return drawn(spec) if packing else normal(key, spec) * DTYPE(spec.shape[-1] ** -0.5)
+
+    arrays = normal(keys[0], x), weights(keys[1], gate_up), weights(keys[2], down)
+    return arrays, normal(keys[3], scores), normal(keys[4], scale)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="time other tiles too")
     parser.add_argument("--shapes", default="", help="only the shapes whose name holds this")
+    parser.add_argument("--kind", choices=PACKINGS, help="how the weights are packed (default: not at all)")
     options = parser.parse_args()
     bandwidth = bench.begin()
     for name, shape in SHAPES.items():
         if options.shapes not in name:
             continue
-        keys = jax.random.split(jax.random.key(0), 5)
-        draws = [jax.random.normal(key, spec.shape, spec.dtype) for key, spec in zip(keys, shape.layer(DTYPE), strict=True)]
-        x, gate_up, down, scores, scale = draws
-        arrays = (x, gate_up * DTYPE(shape.hidden**-0.5), down * DTYPE(shape.inner**-0.5))
-        del draws, gate_up, down
+        arrays, scores, scale = arguments(shape, options.kind)
 
         def route(scores, scale, top_k=shape.top_k, implementation="triton"):
             return moe.route(scores, scale, top_k, implementation=implementation)
 
         weights, ids, groups = jax.jit(route)(scores, scale)
         active = len(set(ids.reshape(-1).tolist()))
-        size = shape.read(active, DTYPE.dtype.itemsize)
+        size = shape.read(active, *arrays[1:])
         print(f"{name}: {active} of {shape.experts} experts, {size / 1e6:.0f} MB")
         xla = functools.partial(moe.experts, implementation="xla")
         reference = bench.time_us(xla, *arrays, weights, ids) if shape.rows <= REFERENCE_ROWS else None
@@ -102,8 +135,9 @@ def main() -> None:
         if groups is None or options.sweep:
             grouping = functools.partial(triton.group, experts=shape.experts)
             bench.show("  group", bench.time_us(grouping, ids), ids.nbytes, bandwidth)
-        for tiles in candidates(shape) if options.sweep else []:
-            run = functools.partial(triton.experts, tiles=tiles)
+        kernels, tried = (packed_triton, packed_candidates) if options.kind else (triton, candidates)
+        for tiles in tried(shape) if options.sweep else []:
+            run = functools.partial(kernels.experts, tiles=tiles)
             try:
                 bench.show(f"  {describe(tiles)}", bench.time_us(run, *arrays, weights, ids, groups), size, bandwidth)
             except jax.errors.JaxRuntimeError as error:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.linear.reference import activation
+from pallas_kernels.packed import Packed, unpack
+
+CHUNK = 64  # pairs that are multiplied with an unpacked expert at a time
 
 
 def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
@@ -14,16 +20,43 @@ def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int) -> tuple[j
     return jax.nn.softmax(top, axis=-1) * jnp.take(per_expert_scale.astype(jnp.float32), ids, axis=0), ids
 
 
-def experts(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+def experts(x: jax.Array, gate_up_proj: Any, down_proj: Any, weights: jax.Array, ids: jax.Array) -> jax.Array:
     """See `pallas_kernels.moe.experts`. It sorts rows by expert and multiplies each group with its expert's matrices."""
     count, _, inner, hidden = gate_up_proj.shape
     order = jnp.argsort(ids.reshape(-1))
     row = order // ids.shape[1]
     # Pairs without an expert are sorted last and are in no group.
     sizes = jnp.bincount(ids.reshape(-1), length=count + 1)[:count].astype(jnp.int32)
-    gate_up = _grouped(jnp.take(x, row, axis=0), gate_up_proj.reshape(count, 2 * inner, hidden), sizes)
-    out = _grouped(activation(gate_up[:, :inner], gate_up[:, inner:]), down_proj, sizes)
+    if isinstance(gate_up_proj, Packed):
+        out = _one_by_one(jnp.take(x, row, axis=0), gate_up_proj, down_proj, sizes)
+    else:
+        gate_up = _grouped(jnp.take(x, row, axis=0), gate_up_proj.reshape(count, 2 * inner, hidden), sizes)
+        out = _grouped(activation(gate_up[:, :inner], gate_up[:, inner:]), down_proj, sizes)
     return combine(jnp.zeros_like(out).at[order].set(out, unique_indices=True), weights, ids, count)
+
+
+def _one_by_one(x: jax.Array, gate_up_proj: Packed, down_proj: Packed, sizes: jax.Array) -> jax.Array:
+    """The experts' outputs for consecutive groups of rows. x: [M, H], sizes: [E] -> [M, H].
+
+    One expert is unpacked at a time, if it has rows. Its last chunk reaches into the next group, which is computed later."""
+    rows, chunk = x.shape[0], min(CHUNK, x.shape[0])
+    x = jnp.pad(x, ((0, chunk), (0, 0)))
+    ends = jnp.cumsum(sizes)
+
+    def expert(e, out):
+        gate_up, down = (unpack(jax.tree.map(lambda part: part[e], w), x.dtype) for w in (gate_up_proj, down_proj))
+
+        def multiply(i, out):
+            start = ends[e] - sizes[e] + i * chunk
+            halves = jnp.einsum("mh,gih->gmi", jax.lax.dynamic_slice_in_dim(x, start, chunk), gate_up)
+            return jax.lax.dynamic_update_slice_in_dim(out, activation(*halves) @ down.T, start, axis=0)
+
+        return jax.lax.fori_loop(0, (sizes[e] + chunk - 1) // chunk, multiply, out)
+
+    def used(e, out):
+        return jax.lax.cond(sizes[e] > 0, functools.partial(expert, e), lambda out: out, out)
+
+    return jax.lax.fori_loop(0, len(sizes), used, jnp.zeros_like(x))[:rows]
 
 
 def combine(out: jax.Array, weights: jax.Array, ids: jax.Array, count: int) -> jax.Array:

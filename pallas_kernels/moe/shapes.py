@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.linear.shapes import PACKINGS
+from pallas_kernels.packed import abstract
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -18,15 +21,21 @@ class Shape:
     hidden: int = 2816
     top_k: int = 8
 
-    def layer(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shapes of x, gate_up_proj, down_proj, scores and per_expert_scale."""
+    def layer(self, dtype: Any, packing: str | None = None) -> tuple[Any, ...]:
+        """The shapes of x, gate_up_proj, down_proj, scores and per_expert_scale.
+
+        packing: of the weights, a key of `linear.shapes.PACKINGS`; None for weights of `dtype`."""
         count, inner, hidden = self.experts, self.inner, self.hidden
         shapes = ((self.rows, hidden), (count, 2, inner, hidden), (count, hidden, inner), (self.rows, count), (count,))
-        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        x, gate_up, down, *others = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        if packing is not None:
+            kind, group, zeros = PACKINGS[packing]
+            gate_up, down = (abstract(w.shape, kind, group=group, zeros=zeros, scale_dtype=dtype) for w in (gate_up, down))
+        return x, gate_up, down, *others
 
-    def read(self, active: int, itemsize: int) -> int:
-        """Bytes of the weights of `active` experts."""
-        return active * 3 * self.inner * self.hidden * itemsize
+    def read(self, active: int, gate_up: Any, down: Any) -> int:
+        """Bytes of the weights of `active` experts. gate_up, down: those of all experts."""
+        return active * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((gate_up, down))) // self.experts
 
 
 # A step without drafts; verify blocks of K = 4 for 1, 8 and 32 sequences; a prefill chunk.

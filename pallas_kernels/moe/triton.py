@@ -100,7 +100,7 @@ def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int, *, interpr
 
 def _route(scores_ref, scale_ref, weights_ref, ids_ref, *group_refs, top_k, block):
     rows, experts = scores_ref.shape
-    row = _numbers(0, block)
+    row = numbers(0, block)
     column = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
     real = row < rows
     inside = real[:, None] & (column < experts)[None, :]
@@ -168,7 +168,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, interpret=
     """See `pallas_kernels.moe.experts`."""
     count, _, inner, hidden = gate_up_proj.shape
     pairs, top_k = ids.size, ids.shape[1]
-    counts, members = groups or group(ids, count, interpret=interpret)
+    counts, lists = groups or group(ids, count, interpret=interpret)
     tiles = tiles or choose_tiles(pairs, count, x.dtype.itemsize)
     # At worst, every chosen expert has one tile that is not full.
     most = (pairs + min(pairs, count) * (tiles.rows - 1)) // tiles.rows
@@ -184,19 +184,19 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, interpret=
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             interpret=interpret,
-        )(counts, members, *arguments)
+        )(counts, lists, *arguments)
 
     act = call(_gate_up, "moe_gate_up", tiles.gate_up, inner, most * tiles.rows, x, gate_up_proj)
     out = call(_down, "moe_down", tiles.down, hidden, pairs, act, down_proj)
     return combine(out, weights, ids, count)
 
 
-def _numbers(axis, block):
+def numbers(axis, block):
     """The indices of a program's block along an axis of the grid: [block] int32."""
     return pl.program_id(axis) * block + jnp.arange(block, dtype=jnp.int32)
 
 
-def _members(counts_ref, pairs_ref, rows):
+def members(counts_ref, pairs_ref, rows):
     """A program's expert, [], and the pairs of its tile, [rows]. Without an expert it is E or more; without a pair, a number past all."""
     tile, (experts,) = pl.program_id(0), counts_ref.shape
     lane = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
@@ -239,8 +239,8 @@ def _products(x_ref, row, kept, w_ref, indices, column, depth):
 
 
 def _gate_up(counts_ref, pairs_ref, x_ref, w_ref, act_ref, *, rows, top_k, columns, depth):
-    expert, pair = _members(counts_ref, pairs_ref, rows)
-    place, column = _numbers(0, rows), _numbers(1, columns)
+    expert, pair = members(counts_ref, pairs_ref, rows)
+    place, column = numbers(0, rows), numbers(1, columns)
 
     @pl.when(expert < w_ref.shape[0])
     def _():
@@ -253,8 +253,8 @@ def _gate_up(counts_ref, pairs_ref, x_ref, w_ref, act_ref, *, rows, top_k, colum
 
 def _down(counts_ref, pairs_ref, act_ref, w_ref, out_ref, *, rows, top_k, columns, depth):
     del top_k
-    expert, pair = _members(counts_ref, pairs_ref, rows)
-    place, column = _numbers(0, rows), _numbers(1, columns)
+    expert, pair = members(counts_ref, pairs_ref, rows)
+    place, column = numbers(0, rows), numbers(1, columns)
 
     @pl.when(expert < w_ref.shape[0])
     def _():

@@ -8,6 +8,7 @@ shared memory asynchronously and from there to registers, 16 bytes a thread; the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.device import capability
-from pallas_kernels.dialect import HOPPER, plgpu
+from pallas_kernels.dialect import HOPPER, pl, plgpu
 from pallas_kernels.packed.matrix import BLOCK, KINDS, LANES, WORDS, Packed
 
 MOST_GROUPS = 8  # groups of a block; groups of fewer inputs would cut a thread's part of an instruction
@@ -33,7 +34,7 @@ class Form:
     columns: int  # O
     width: int  # I
     # Whether a word's inputs, 4 of 4 bits and 2 of 8 bits, stand side by side in a tile; else its inputs have the matrix's order. The first
-    # is what Triton gives a thread for `mma.sync`, the second what `wgmma` takes. `inputs` puts x in the same order.
+    # is what Triton gives a thread for `mma.sync`, the second what `wgmma` takes. `_inputs` puts x in the same order.
     paired: bool
     interpret: bool
 
@@ -45,8 +46,12 @@ class Form:
 def form(packed: Packed, interpret: bool) -> Form:
     """The form of a matrix whose `over` is 1."""
     *_, columns, width = packed.shape
-    paired = (capability() or HOPPER) != HOPPER
-    return Form(packed.kind, packed.groups, packed.zero is not None, columns, width, paired, interpret)
+    return Form(packed.kind, packed.groups, packed.zero is not None, columns, width, paired(), interpret)
+
+
+def paired() -> bool:
+    """Whether the current device multiplies with `mma.sync`, and so takes inputs in the order that `Form.paired` describes."""
+    return (capability() or HOPPER) != HOPPER
 
 
 def arrays(packed: Packed) -> tuple[jax.Array, ...]:
@@ -67,7 +72,69 @@ def unsupported(packed: Packed, dtype: Any) -> str | None:
     return None
 
 
-def load_words(ref: Any, index: tuple[Any, ...], out: jax.Array, into: jax.Array, mask: jax.Array | None, form: Form) -> jax.Array:
+def products(
+    load: Callable[[Any], Sequence[jax.Array]],
+    heights: Sequence[int],
+    refs: Sequence[Any],
+    indices: Sequence[tuple[Any, ...]],
+    out: jax.Array,
+    steps: tuple[Any, Any],
+    depth: int,
+    form: Form,
+) -> list[list[jax.Array]]:
+    """Products of output blocks `out` [A] of each matrix w[*index] with each piece of x: by index and piece, [64 A, R] float32.
+
+    load: called with the first of a step's `depth` input blocks, gives the pieces of x, [R, 64 depth]. heights: R of each. refs: of
+    `arrays`. steps: the first one and their number.
+    """
+    blocks = pl.cdiv(form.width, BLOCK)
+    out_mask = None if pl.cdiv(form.columns, BLOCK) % len(out) == 0 else out * BLOCK < form.columns
+    words_ref, *number_refs = refs
+    first, count = steps
+
+    def numbers(index, at, mask):
+        found = [_load_numbers(ref, index, out, at, mask, form) for ref in number_refs]
+        return found if form.zeros else (*found, None)
+
+    if form.groups is None:
+        mask = None if out_mask is None else out_mask[:, None]
+        scales = [numbers(index, jnp.zeros(1, jnp.int32), mask) for index in indices]
+
+    def step(i, sums):
+        at = (first + i) * depth + jnp.arange(depth, dtype=jnp.int32)
+        mask = None if out_mask is None else jnp.broadcast_to(out_mask[:, None], (len(out), depth))
+        if blocks % depth:
+            inside = jnp.broadcast_to((at < blocks)[None, :], (len(out), depth))
+            mask = inside if mask is None else mask & inside
+        pieces = [_inputs(x, form) for x in load((first + i) * depth)]
+        added = []
+        for m, index in enumerate(indices):
+            words = _load_words(words_ref, index, out, at, mask, form)
+            w = weights(words, *(scales[m] if form.groups is None else numbers(index, at, mask)), form)
+            for total, x in zip(sums[m], pieces, strict=True):
+                precision = "highest" if x.dtype == jnp.float32 else None
+                added.append(total + plgpu.dot(w.astype(x.dtype), x, trans_b=True, precision=precision))
+        return [added[m * len(pieces) : (m + 1) * len(pieces)] for m in range(len(indices))]
+
+    zeros = [[jnp.zeros((len(out) * BLOCK, height), jnp.float32) for height in heights] for _ in indices]
+    return jax.lax.fori_loop(0, count, step, zeros)
+
+
+def load_rows(ref: Any, row: jax.Array, kept: jax.Array | None, block: Any, depth: int, form: Form) -> jax.Array:
+    """Numbers of `depth` input blocks from `block` on, of rows `row` [R] of a matrix: [R, 64 depth].
+
+    Zeros where a row is not kept (None keeps all), and past the width."""
+    at = block * BLOCK + jnp.arange(depth * BLOCK, dtype=jnp.int32)
+    shape, mask = (len(row), len(at)), None
+    if kept is not None:
+        mask = jnp.broadcast_to(kept[:, None], shape)
+    if form.width % len(at):
+        inside = jnp.broadcast_to((at < form.width)[None, :], shape)
+        mask = inside if mask is None else mask & inside
+    return plgpu.load(ref.at[row[:, None], at[None, :]], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+
+
+def _load_words(ref, index, out, into, mask, form):
     """The words of blocks `out` [A] x `into` [B] of the matrix ref[*index]: [A, B, slabs, 32, 16].
 
     mask: bool [A, B], of the blocks that exist, or None for all. Others come as zeros."""
@@ -77,7 +144,7 @@ def load_words(ref: Any, index: tuple[Any, ...], out: jax.Array, into: jax.Array
     return _load(ref.at[*index, *places], mask, (len(out), len(into), form.slabs, LANES, WORDS))
 
 
-def load_numbers(ref: Any, index: tuple[Any, ...], out: jax.Array, into: jax.Array, mask: jax.Array | None, form: Form) -> jax.Array:
+def _load_numbers(ref, index, out, into, mask, form):
     """The scales or zeros of blocks `out` [A] x `into` [B]: [A, B, 32, 2 G]. Without groups `into` must be [0]. mask: as above."""
     columns = 2 * (form.groups or 1)
     lane, column = jnp.arange(LANES, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
@@ -92,7 +159,7 @@ def _load(ref, mask, shape):
     return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def inputs(x: jax.Array, form: Form) -> jax.Array:
+def _inputs(x, form):
     """Numbers of x [N, 64 B] in the order in which `weights` has them."""
     if not form.paired:
         return x
@@ -101,7 +168,7 @@ def inputs(x: jax.Array, form: Form) -> jax.Array:
 
 
 def weights(words: jax.Array, scale: jax.Array, zero: jax.Array | None, form: Form) -> jax.Array:
-    """The weights of a tile, [64 A, 64 B] bfloat16, from its words and numbers as they were loaded, with inputs in the order of `inputs`."""
+    """The weights of a tile, [64 A, 64 B] bfloat16, from its words and numbers as they were loaded, in the order of `_inputs`."""
     words = jax.lax.bitcast_convert_type(words, jnp.int32)
     pairs = _four_bits(words, form) if KINDS[form.kind].bits == 4 else _eight_bits(words, form)
     a, b = words.shape[:2]
