@@ -5,7 +5,7 @@
 
 Another prints the figures of the model card, which are measured on the held-out modules:
 
-    python -m jaxspec.train.pocket measure [--drafter pocket-mtp] [--quantize int8]
+    python -m jaxspec.train.pocket measure [--drafter pocket-mtp] [--quantize int8] [--k 4]
 
 --data is what `python -m jaxspec.train.pocket.corpus` wrote. Training takes at most 8 minutes a model on one H200.
 """
@@ -242,7 +242,7 @@ def train_target(args: argparse.Namespace) -> None:
 
 
 def print_acceptance(
-    target: str, drafter: str, quantize: str | None, prompt_tokens: int = 160, new_tokens: int = 128, ks: Sequence[int] = (1, 2, 4, 7)
+    target: str, drafter: str, *, quantize: str | None, ks: Sequence[int], prompt_tokens: int = 160, new_tokens: int = 128
 ) -> None:
     """Prints acceptance length by K and temperature, and the share of distinct 8-grams in the new text.
 
@@ -288,9 +288,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--target", default="pocket")
     command.add_argument("--drafter", default="pocket-mtp")
     command.add_argument("--quantize", help="int8, int4 or fp8: quantise the target's weights")
+    command.add_argument("--k", type=int, nargs="+", default=(1, 2, 4, 7), help="numbers of drafts (default: 1 2 4 7)")
     args = parser.parse_args(argv)
     if args.model == "measure":
-        print_acceptance(args.target, args.drafter, args.quantize)
+        print_acceptance(args.target, args.drafter, quantize=args.quantize, ks=args.k)
     elif args.model == "target":
         train_target(args)
     else:
