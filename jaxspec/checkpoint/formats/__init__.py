@@ -42,11 +42,13 @@ def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation |
 
 
 def _parsed(config: Mapping[str, Any], stored: Mapping[str, Stored] | None, scale_dtype: str) -> Quantisation:
-    method = str(config.get("quant_method", "unknown")).lower().replace("_", "-")
+    # Some old files of compressed-tensors do not name it.
+    method = str(config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else "unknown")).lower().replace("_", "-")
     if method == "compressed-tensors":
-        fused_float = any(key.endswith("experts.gate_up_proj") and stored[key].dtype in SCALE_NAMES.values() for key in stored or {})
+        held = (tensor for key, tensor in (stored or {}).items() if key.endswith("experts.gate_up_proj"))
+        fused_float = any(tensor.dtype in SCALE_NAMES.values() for tensor in held)
         return compressed_tensors.read(config, scale_dtype=scale_dtype, fused_float_experts=fused_float)
-    if method == "modelopt":
+    if method in ("modelopt", "modelopt-fp4"):
         return modelopt.read(config)
     if method in ("gptq", "auto-round", "awq"):
         return gptq.read(method, config, stored, scale_dtype=scale_dtype)

@@ -60,7 +60,8 @@ def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *
     """What a quantization_config of quant_method "gptq", "auto-round" or "awq" says. keys: of all tensors in the file, which tell which
     modules are quantised; None if the file is not there, and then it is those of the layers but the router. scale_dtype: of the scales
     in the file. Raises ValueError for what is not served."""
-    bits, group = config.get("bits"), config.get("group_size", 128)
+    bits: Any = config.get("bits")
+    group = config.get("group_size", 128)
     told = f"quant_method {method!r} with {bits!r} bits, group_size {group!r}"
     awq = method == "awq"
     if bits not in ((4,) if awq else (4, 8)) or type(group) is not int or not (group > 0 or group == -1):

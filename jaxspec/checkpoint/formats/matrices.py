@@ -159,10 +159,11 @@ class Float4:
         return wanted | activation_tensors(key)
 
     def read(self, key: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> Matrix:
+        *lead, _, into = shape
         whole: Any = tensors[key + self.scale].read()
-        whole = whole.reshape(-1, 1, 1) if len(shape) > 2 else whole.reshape(())
+        whole = whole.reshape(*lead, 1, 1) if lead else whole.reshape(())
         if not (np.isfinite(whole).all() and (whole > 0).all()):
             raise ValueError(f"{key + self.scale} is {whole.ravel()[:4].tolist()}; expected positive numbers")
         scale = tensors[named(key, "scale")].read().astype(np.float32)
-        codes = fields(tensors[key + self.codes].read(), 4, shape[-1])
+        codes = fields(tensors[key + self.codes].read(), 4, into)
         return Matrix(codes, scale / whole if self.divides else scale * whole)

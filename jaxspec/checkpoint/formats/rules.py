@@ -35,7 +35,7 @@ class Rules:
     wildcards: bool = False
 
     def __post_init__(self) -> None:
-        assert self._parsed  # raises for a broken pattern
+        _ = self._parsed  # raises for a broken pattern
 
     def match(self, name: str, classes: Iterable[str] = ()) -> str | None:
         """The rule that means a module, or None: of several a name goes before a pattern, and that before a class. classes: of the

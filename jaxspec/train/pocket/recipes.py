@@ -5,7 +5,7 @@
 
 Another prints the figures of the model card, which are measured on the held-out modules:
 
-    python -m jaxspec.train.pocket measure [--drafter pocket-mtp]
+    python -m jaxspec.train.pocket measure [--drafter pocket-mtp] [--quantize int8] [--k 4]
 
 --data is what `python -m jaxspec.train.pocket.corpus` wrote. Training takes at most 8 minutes a model on one H200.
 """
@@ -241,17 +241,20 @@ def train_target(args: argparse.Namespace) -> None:
     save_target(out, weights, TARGET_CONFIG)
 
 
-def print_acceptance(target: str, drafter: str, prompt_tokens: int = 160, new_tokens: int = 128, ks: Sequence[int] = (1, 2, 4, 7)) -> None:
+def print_acceptance(
+    target: str, drafter: str, *, quantize: str | None, ks: Sequence[int], prompt_tokens: int = 160, new_tokens: int = 128
+) -> None:
     """Prints acceptance length by K and temperature, and the share of distinct 8-grams in the new text.
 
-    target, drafter: as for `load`; in float32. The prompts are the beginning of each held-out module and its tokens from 400 on.
+    target, drafter, quantize: as for `load`; in float32. The prompts are the beginning of each held-out module and its tokens from 400 on.
     """
     from jaxspec import SamplingParams, load
     from jaxspec.train.pocket.corpus import BOS, held_out_texts
 
     print("temperature  K  acceptance length  distinct 8-grams")
     for k in ks:
-        llm = load(target, drafter, num_draft_tokens=k, dtype="float32", max_slots=8, max_len=prompt_tokens + new_tokens, progress=False)
+        sizes = {"num_draft_tokens": k, "max_slots": 8, "max_len": prompt_tokens + new_tokens}
+        llm = load(target, drafter, quantize=quantize, dtype="float32", progress=False, **sizes)
         texts = [llm.tokenizer.encode(text) for text in held_out_texts().values()]
         prompts = [[BOS, *ids[at + 1 : at + prompt_tokens]] for ids in texts for at in (0, 400)]
         for temperature in (0.0, 1.0):
@@ -284,9 +287,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = commands.add_parser("measure")
     command.add_argument("--target", default="pocket")
     command.add_argument("--drafter", default="pocket-mtp")
+    command.add_argument("--quantize", help="int8, int4 or fp8: quantise the target's weights")
+    command.add_argument("--k", type=int, nargs="+", default=(1, 2, 4, 7), help="numbers of drafts (default: 1 2 4 7)")
     args = parser.parse_args(argv)
     if args.model == "measure":
-        print_acceptance(args.target, args.drafter)
+        print_acceptance(args.target, args.drafter, quantize=args.quantize, ks=args.k)
     elif args.model == "target":
         train_target(args)
     else:
