@@ -23,7 +23,9 @@ from pallas_kernels.linear.reference import activation
 from pallas_kernels.packed import BLOCK, KINDS, Packed
 
 MOST_ROWS = 256
-MOST_GATED = 160  # rows of a gated product: a warpgroup holds the sums of gate and up
+MOST_GATED = 64  # rows of a product with its activation, where a warpgroup holds the sums of gate and up
+LEAST_WEIGHTS = 1 << 20  # smaller matrices are multiplied faster by `packed_triton`
+FEW_OUTPUTS = 4096
 MOST_SPLITS = 8
 SHARED_MEMORY = 230_000  # of a program, without its barriers
 START = 3  # the time of a program's start and end, in units of the time for a step
@@ -60,6 +62,8 @@ def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
         return f"the matrix is {list(w.shape)}; the kernel needs multiples of {BLOCK}"
     if w.zero is not None:
         return "the matrix has zero points; the kernel has none"
+    if w.size < LEAST_WEIGHTS:
+        return f"the matrix has {w.size} weights; the kernel is made for {LEAST_WEIGHTS} and more"
     if x.shape[0] > MOST_ROWS:
         return f"x has {x.shape[0]} rows; the kernel takes at most {MOST_ROWS}"
     return None
@@ -69,9 +73,9 @@ def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: i
     """The tiles for a product of `rows` rows with [matrices, outputs, inputs] codes of so many bits. splits: as for `linear`."""
     padded, blocks = -(-rows // 8) * 8, inputs // BLOCK
     if padded > 64:
-        shapes = ((2, 1, 2), (2, 1, 1))
+        shapes = ((2, 1, 2), (2, 1, 1)) if bits == 4 else ((3, 1, 2), (2, 1, 2), (2, 1, 1))
     elif matrices == 1:
-        shapes = ((2, 2, 4), (2, 2, 2), (2, 1, 1))
+        shapes = ((1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))
     else:
         shapes = ((1, 4, 4), (1, 3, 3), (1, 2, 2), (1, 1, 1)) if padded <= 40 else ((1, 2, 2), (1, 1, 1))
     for wide, deep, step in shapes:
