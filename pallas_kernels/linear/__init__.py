@@ -19,7 +19,9 @@ from pallas_kernels.packed import Packed
 
 def most_rows(w: jax.Array | Packed) -> int:
     """The most rows that a kernel multiplies with this matrix."""
-    return packed_triton.MOST_ROWS if isinstance(w, Packed) else MOST_ROWS
+    if isinstance(w, Packed):
+        return 0 if any(w.cut) else packed_triton.MOST_ROWS
+    return MOST_ROWS
 
 
 def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, implementation: str = "auto") -> jax.Array:
