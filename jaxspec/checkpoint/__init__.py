@@ -1,4 +1,5 @@
-"""Checkpoints: files to arrays and back. The package knows no model class. It may import `collectives`, `trees` and `checks`."""
+"""Checkpoints: files to arrays and back. The package knows no model class. It may import `collectives`, `trees`, `checks` and
+`pallas_kernels.packed`."""
 
 from jaxspec.checkpoint.formats import read_quantisation
 from jaxspec.checkpoint.hub import read_config, read_generation_config, resolve

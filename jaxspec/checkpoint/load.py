@@ -44,7 +44,8 @@ def load_weights(
 
     Raises ValueError that lists every missing, unknown and misshapen tensor, before it reads any. Two kinds of tensor may be there
     although nothing reads them: K and V weights of a target's layers that share KV, and an lm_head.weight whose bytes equal those of
-    embed_tokens.weight.
+    embed_tokens.weight. Of a quantised checkpoint these are scales of activations and of a cache, too. Contents of a quantised matrix that
+    do not fit raise ValueError when they are read.
     """
     folder = Path(folder)
     if (folder / CONVERTED).exists():

@@ -212,6 +212,14 @@ def test_modules_that_stay_float(tmp_path) -> None:
     np.testing.assert_array_equal(gate, means["model.layers.0.mlp.gate_proj.weight"].astype(files.BF16))
 
 
+def test_float_experts_in_one_tensor(tmp_path) -> None:
+    """They are the parameter of a module that is no Linear, so a rule for that class does not mean them."""
+    settings, write = FLOAT8
+    written(tmp_path, "26B", settings, write, leave=lambda key: "router" in key or "experts" in key)
+    layer = load(tmp_path).layers[0]
+    assert isinstance(layer.mlp.down_proj.weight, Packed) and isinstance(layer.experts.down_proj, jax.Array)
+
+
 def test_groups_with_formats_of_their_own(tmp_path) -> None:
     """Mixed precision: a name goes before a pattern, and that before a class."""
     four, eight = (form[0]["config_groups"]["group_0"] for form in (INT4, FLOAT8))
@@ -343,6 +351,7 @@ def weights(form, **changes) -> dict:
         (INT4[0] | {"ignore": ["re:("]}, r"the rule 're:\(' is no regular expression"),
         (group(INT4, output_activations={"num_bits": 8}), "group_0 of the quantization_config quantises activations by numbers fixed in"),
         (group(INT8, input_activations={"num_bits": 8, "type": "int", "dynamic": False}), "quantises activations by numbers fixed"),
+        (group(INT8, weights="int8"), "group_0 of the quantization_config has weights 'int8' and input_activations {}; expected objects"),
         (group(INT8, targets=["Embedding"]), "group_0 of the quantization_config quantises embeddings"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'; served are compressed-tensors"),
         ({"quant_method": "gemma"}, "quant_method 'gemma'; served are"),

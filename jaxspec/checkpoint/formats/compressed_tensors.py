@@ -43,6 +43,8 @@ def _format(name: str, group: Mapping[str, Any], named: str, scale_dtype: str) -
     """How the modules of a group are held; None where their weights are float."""
     where = f"config_groups.{name} of the quantization_config"
     inputs, weights = group.get("input_activations") or {}, group.get("weights")
+    if not all(isinstance(part or {}, Mapping) for part in (inputs, weights)):
+        raise ValueError(f"{where} has weights {weights!r} and input_activations {inputs!r}; expected objects")
     static = inputs and not inputs.get("dynamic") and inputs.get("type", "int") == "int"
     if group.get("output_activations") or static:
         raise ValueError(f"{where} quantises activations by numbers fixed in the checkpoint; served are weights alone")
