@@ -135,10 +135,13 @@ def finetune(
 ) -> Path:
     """Trains all weights of a target's text model on other text, and returns the folder that holds it, which `load` takes as a target.
 
-    Arguments and errors as for `distil`.
+    Arguments and errors as for `distil`, and ValueError for a quantised target.
     """
     how, out = Run(**run), Path(out)
     folder = checkpoint.resolve(target)
+    quantisation = read_quantisation(folder)
+    if quantisation is not None:
+        raise ValueError(f"the target {folder} is quantised ({quantisation.name}); only float weights can be trained")
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     model = _target(folder, jnp.float32, None)
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
