@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,9 +104,12 @@ def named_cases() -> Iterator[Case]:
         pairs = array(2, rows, dtype=jnp.int32)
         yield Case("all_reduce", f"{name}, gather", functools.partial(_all_gather), (pairs, mail), further=rows > 5)
     for name, shape in linear_shapes.SHAPES.items():
+        function = functools.partial(getattr(linear, shape.kind))
         for rows in (5, 40):
-            function = functools.partial(getattr(linear, shape.kind))
             yield Case("linear", f"{name} x {rows}", function, shape.arguments(rows, dtype))
+        for packing, rows in itertools.product(linear_shapes.PACKINGS, (5, 40, 160)):
+            arguments = shape.arguments(rows, dtype, packing)
+            yield Case("linear", f"{name} x {rows}, {packing}", function, arguments, further=not _first(name, packing, rows))
     for name, shape in lm_head_shapes.SHAPES.items():
         sampling = array(shape.rows, 2, dtype=jnp.uint32), array(shape.rows, dtype=jnp.float32)
         function = functools.partial(lm_head.lm_head, softcap=shape.softcap)
@@ -120,10 +124,18 @@ def named_cases() -> Iterator[Case]:
         yield Case("centroid_head", f"{name}, choice", functools.partial(centroid_head.choose, top_k=shape.top_k), (*args, *sampling))
     for name, shape in moe_shapes.SHAPES.items():
         yield Case("moe", name, functools.partial(_experts, moe, shape.top_k), shape.layer(dtype))
+        for packing in linear_shapes.PACKINGS:
+            function = functools.partial(_experts, moe, shape.top_k)
+            yield Case("moe", f"{name}, {packing}", function, shape.layer(dtype, packing), further=packing != "int8")
     for name, shape in top_candidates_shapes.SHAPES.items():
         function = functools.partial(top_candidates.top_candidates, k=shape.k)
         logits = array(shape.rows, shape.vocab, dtype=jnp.float32)
         yield Case("top_candidates", name, function, (logits,), further=shape.rows > 1)
+
+
+def _first(name: str, packing: str, rows: int) -> bool:
+    """Whether a packed product is compiled without --all too: every form once, and the most common at all numbers of rows."""
+    return name in ("31B gate_up", "31B down", "26B down", "E2B per-layer gate") and (packing == "int4" or rows == 40)
 
 
 def _add_norm(add_norm: Any, x: Any, y: Any, weight: Any, scalar: Any, next_weights: Any) -> Any:

@@ -23,7 +23,9 @@ from pallas_kernels.linear.reference import activation
 from pallas_kernels.packed import BLOCK, KINDS, Packed
 
 MOST_ROWS = 256
-MOST_GATED = 64  # rows of a product with its activation, where a warpgroup holds the sums of gate and up
+# A product with its activation keeps the sums of gate and up in the registers of a warpgroup: so many rows at most, and fewer in a large
+# matrix, whose product alone keeps the tensor cores busier.
+MOST_GATED, MOST_GATED_LARGE, LARGE = 160, 64, 1 << 26
 LEAST_WEIGHTS = 1 << 20  # smaller matrices are multiplied faster by `packed_triton`
 FEW_OUTPUTS = 4096
 MOST_SPLITS = 8
@@ -107,7 +109,7 @@ def partials(x, w, splits: int | None = None):
 
 def gated(x, gate_up):
     """See `pallas_kernels.linear.gated`."""
-    if x.shape[0] > MOST_GATED:
+    if x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
         gate, up = jnp.split(linear(x, gate_up.flat()), 2, axis=-1)
         return activation(gate, up)
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype)[0]

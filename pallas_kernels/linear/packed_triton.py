@@ -24,8 +24,9 @@ ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 256
 MOST_SPLITS = 12
 LEAST_HEIGHT = 16  # rows of x in a product
-# Rows of x that a program sums up, times matrices: more do not fit into registers, where `mma.sync` needs x's numbers too.
-MOST_SUMS = {False: 320, True: 192}
+# Rows of x that a program sums up, times matrices: more do not fit into registers. First with `wgmma`, then with `mma.sync`, which takes
+# x from registers too: there a program of more than 64 rows has 8 warps.
+MOST_SUMS = 320, 256
 PARTS = (128, 64)
 # Depths and stages of a program, best first: the first that fits is taken.
 PIPELINES = ((4, 4), (4, 3), (2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2))
@@ -55,10 +56,11 @@ class Tiles:
 
 
 def heights(rows: int) -> tuple[int, ...]:
-    """Powers of two that together hold the rows: one or, where that saves a quarter, two."""
+    """Powers of two that together hold the rows: one or, where that saves a quarter and registers suffice, two."""
     whole = max(LEAST_HEIGHT, pl.next_power_of_2(rows))
     rest = max(LEAST_HEIGHT, pl.next_power_of_2(max(1, rows - whole // 2)))
-    return (whole,) if rows <= LEAST_HEIGHT or rest > whole // 4 else (whole // 2, rest)
+    alone = rows <= LEAST_HEIGHT or rest > whole // 4 or tile.paired() and rows > BLOCK
+    return (whole,) if alone else (whole // 2, rest)
 
 
 def choose_tiles(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
@@ -70,8 +72,10 @@ def choose_tiles(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
     least = 1 if w.groups is None else 4 // w.groups
     # Programs of all rows, or of parts of them, which read the weights again.
     parts = [rows, *(part for part in PARTS if part < rows)]
-    fitting = [Tiles(part, 1, depth, 1, 4, stages) for part in parts for depth, stages in PIPELINES]
-    fitting = [t for t in sorted(fitting, key=lambda t: t.depth < least) if count * sum(heights(t.rows)) <= MOST_SUMS[tile.paired()]]
+    parts = [part for part in parts if count * sum(heights(part)) <= MOST_SUMS[tile.paired()]]
+    warps = [8 if tile.paired() and part > BLOCK else 4 for part in parts]
+    fitting = [Tiles(part, 1, depth, 1, n, stages) for part, n in zip(parts, warps, strict=True) for depth, stages in PIPELINES]
+    fitting.sort(key=lambda t: t.depth < least)
     tiles = next((t for t in fitting if t.shared(w, x.dtype.itemsize) <= budget), fitting[-1])
     if splits is not None:
         return dataclasses.replace(tiles, splits=splits)

@@ -1,0 +1,215 @@
+"""Products with packed matrices: the kernels, interpreted, and lowered for a GPU, against the unpacked weights."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowering import for_cuda
+from packed_matrices import FORMS, packed
+
+from pallas_kernels import device, linear, moe
+from pallas_kernels.linear import bench, packed_triton
+from pallas_kernels.linear.shapes import PACKINGS, SHAPES
+from pallas_kernels.moe import packed_triton as moe_triton
+from pallas_kernels.moe.shapes import SHAPES as MOE_SHAPES
+from pallas_kernels.packed import abstract, unpack
+
+OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in half the time, and computes the same
+A100, H200 = device.Described("NVIDIA A100-SXM4-40GB", "8.0"), device.Described("NVIDIA H200", "9.0")
+
+
+def normal(*shape, dtype="bfloat16", seed=1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def run(function, *arguments, **settings):
+    return jax.jit(functools.partial(function, **settings), compiler_options=OPTIONS)(*arguments)
+
+
+def difference(found, expected):
+    """The largest, relative to the largest number."""
+    found, expected = (np.asarray(a, np.float64) for a in (found, expected))
+    assert found.shape == expected.shape
+    return np.abs(found - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("gpu", [A100, H200])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_those_of_unpack_to_the_last_bit(form, gpu):
+    """Rows of the identity pick them one by one, on each kind of matrix unit; two blocks each way, the last ones not full."""
+    w = packed(form, (100, 120))
+    with device.described_as(gpu):
+        (got,) = run(packed_triton.partials, jnp.eye(120, dtype=jnp.bfloat16), w, splits=1, interpret=True)
+    np.testing.assert_array_equal(got.T, unpack(w, jnp.float32))
+
+
+@pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_equals_the_reference(kind, dtype):
+    """Rows that are no power of two, and steps that do not divide the width."""
+    w = packed("int4", (*(2,) * (kind == "gated"), 70, 340))
+    others = (normal(5, 3, 70, dtype=dtype), jnp.int32(1)) if kind == "gated_by" else ()
+    arguments = normal(5, 340, dtype=dtype), w, *others
+    kernel, plain = (run(getattr(linear, kind), *arguments, implementation=name) for name in ("triton-interpret", "xla"))
+    assert kernel.dtype == plain.dtype == (jnp.float32 if kind == "partials" else dtype)
+    if kind == "partials":
+        kernel, plain = kernel.sum(0), plain.sum(0)
+    assert difference(kernel, plain) < (1e-5 if plain.dtype == jnp.float32 else 1e-2)
+
+
+# Most rows of a program, its blocks of outputs and of inputs in a step, and splits.
+TILES = {
+    "parts of the rows": (16, 1, 2, 1),
+    "uneven splits": (48, 1, 2, 3),
+    "several blocks": (48, 2, 4, 2),
+    "an empty split": (48, 1, 1, 4),
+}
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("case", TILES)
+def test_any_tiles_give_the_same(case, form):
+    rows, blocks, depth, splits = TILES[case]
+    tiles = packed_triton.Tiles(rows, blocks, depth, splits, 4, 3)
+    x, w = normal(40, 320), packed(form, (190, 320))
+    got = run(packed_triton.partials, x, w, tiles=tiles, interpret=True)
+    steps = -(-5 // depth)
+    assert len(got) == -(-steps // -(-steps // splits)), "a split is empty, or missing"
+    expected = np.asarray(x, np.float64) @ np.asarray(unpack(w), np.float64).T
+    assert difference(got.sum(0), expected) < 1e-5
+
+
+def test_nan_stays_in_its_row():
+    x, w = normal(3, 70).at[1].set(jnp.nan), packed("int4", (70, 70))
+    (got,) = run(packed_triton.partials, x, w, splits=1, interpret=True)
+    assert np.isnan(got[1]).all() and np.isfinite(np.asarray(got)[[0, 2]]).all()
+
+
+def test_auto_takes_packed_matrices_to_the_kernel(monkeypatch):
+    """For all rows that the kernel takes, also where an unpacked matrix would go to XLA."""
+    monkeypatch.setattr("pallas_kernels.dialect.obstacle", lambda: None)
+    for rows, kernel in ((1, True), (256, True), (257, False)):
+        x, w = SHAPES["26B gate_up"].arguments(rows, jnp.bfloat16, "int4")
+        assert ("pallas_call" in str(jax.make_jaxpr(linear.gated)(x, w))) == kernel
+    assert linear.most_rows(w) == 256
+
+
+@pytest.mark.parametrize("packing", ["int4", "int4 zeros", "fp8"])
+@pytest.mark.parametrize("rows", [5, 160])
+def test_lowers_for_cuda(packing, rows):
+    """All shapes in one program."""
+
+    def products(arguments):
+        return [getattr(linear, s.kind)(*a, implementation="triton") for s, a in zip(SHAPES.values(), arguments, strict=True)]
+
+    arguments = [shape.arguments(rows, jnp.bfloat16, packing) for shape in SHAPES.values()]
+    assert for_cuda(jax.jit(products), arguments).count("__gpu$xla.gpu.triton") == len(SHAPES)
+
+
+@pytest.mark.parametrize("gpu", [A100, H200])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_tiles_fit_into_the_gpu(packing, gpu):
+    with device.described_as(gpu):
+        for name, shape in SHAPES.items():
+            for rows in (1, 5, 17, 40, 64, 160, 256):
+                x, w, *_ = shape.arguments(rows, jnp.bfloat16, packing)
+                tiles = packed_triton.choose_tiles(x, w, None if shape.kind == "partials" else 1)
+                assert tiles.shared(w, 2) <= 101_376 and sum(packed_triton.heights(tiles.rows)) >= tiles.rows, (name, rows, tiles)
+                assert tiles.splits * tiles.depth <= -(-shape.width // 64) or tiles.splits == 1, (name, rows, tiles)
+
+
+candidates = bench.packed_candidates
+
+
+def test_candidates_compute_the_same(monkeypatch, capsys):
+    """The benchmark on a shape of its own: it checks every cut against the reference."""
+    monkeypatch.setattr(bench, "SHAPES", {"small": bench.Shape("partials", 64, 128)})
+    monkeypatch.setattr(bench.bench, "TRIPS", 1)
+    monkeypatch.setattr(bench.bench, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(bench, "MOST_TURNS", 1)
+    monkeypatch.setattr(bench.bench, "copy_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(bench, "packed_candidates", lambda *args: candidates(*args)[:2])
+    monkeypatch.setattr(bench, "PACKED_KERNELS", {"partials": functools.partial(packed_triton.partials, interpret=True)})
+    monkeypatch.setattr("sys.argv", ["bench", "--sweep", "--rows", "3", "--kind", "fp8"])
+    bench.main()
+    assert sum("splits" in line and "of copy" in line for line in capsys.readouterr().out.splitlines()) == 2
+
+
+def test_refusals():
+    x, w = normal(2, 128), packed("int4", (64, 128))
+
+    def refused(message, x, w, **settings):
+        with pytest.raises(ValueError, match=message):
+            linear.linear(x, w, implementation="triton", **settings)
+
+    refused("x is float16; the kernel takes bfloat16 and float32 with a packed matrix", x.astype(jnp.float16), w)
+    refused("the scales are float32; the kernel takes bfloat16", x, dataclasses.replace(w, scale=w.scale.astype(jnp.float32)))
+    refused("16 groups lie in 64 inputs; the kernel takes at most 8", x, abstract((64, 128), "int4", group=4, scale_dtype=jnp.bfloat16))
+    refused(
+        "the matrix has 2 input axes; the kernel takes one", x, abstract((64, 2, 64), "int4", over=2, group=4, scale_dtype=jnp.bfloat16)
+    )
+    refused("x has 300 rows; the kernel takes at most 256", normal(300, 128), w)
+    refused("splits is 0; expected at least 1", x, w, splits=0)
+
+
+# Form, rows, experts, inner, hidden and choices.
+EXPERTS = {
+    "one row": ("int8", 1, 6, 64, 128, 2),
+    "blocks that are not full": ("int8", 7, 5, 44, 80, 3),
+    "several tiles of one expert": ("int4", 37, 2, 64, 64, 1),
+    "float codes": ("fp4", 9, 12, 64, 64, 2),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_equal_those_of_unpacked_weights(case, implementation):
+    """The last row's first choice is no expert."""
+    form, rows, count, inner, hidden, top_k = EXPERTS[case]
+    gate_up, down = packed(form, (count, 2, inner, hidden), 2), packed(form, (count, hidden, inner), 3)
+    ids = np.stack([np.random.default_rng(row).permutation(count)[:top_k] for row in range(rows)]).astype(np.int32)
+    ids[-1, 0] = count if rows > 1 else ids[-1, 0]
+    x, weights = normal(rows, hidden), normal(rows, top_k, seed=4)
+    got = run(moe.experts, x, gate_up, down, weights, ids, implementation=implementation)
+    expected = run(moe.experts, x, unpack(gate_up), unpack(down), weights, ids, implementation="xla")
+    assert difference(got, expected) < 1e-2
+
+
+def test_experts_are_unpacked_one_at_a_time():
+    """No float copy of all of them is among XLA's temporary arrays."""
+    x, gate_up, down, scores, _ = dataclasses.replace(MOE_SHAPES["26B verify 1x5"], inner=128, hidden=256).layer(jnp.bfloat16, "int8")
+    arguments = x, gate_up, down, jax.ShapeDtypeStruct((5, 8), jnp.float32), jax.ShapeDtypeStruct((5, 8), jnp.int32)
+    compiled = jax.jit(functools.partial(moe.experts, implementation="xla")).lower(*arguments).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * (gate_up.size + down.size) / 4
+
+
+@pytest.mark.parametrize("name", MOE_SHAPES)
+def test_experts_lower_for_cuda(name):
+    shape = MOE_SHAPES[name]
+
+    def layer(x, gate_up, down, scores, scale):
+        weights, ids, groups = moe.route(scores, scale, shape.top_k, implementation="triton")
+        return moe.experts(x, gate_up, down, weights, ids, groups, implementation="triton")
+
+    text = for_cuda(jax.jit(layer), *shape.layer(jnp.bfloat16, "int8"))
+    assert all(text.count(f'name = "packed_moe_{kernel}"') == 1 for kernel in ("gate_up", "down"))
+
+
+def test_experts_of_any_tiles_are_the_same():
+    gate_up, down = packed("int8", (3, 2, 70, 140), 2), packed("int8", (3, 140, 70), 3)
+    ids = np.random.default_rng(5).integers(0, 3, (40, 2)).astype(np.int32)
+    arguments = normal(40, 140), gate_up, down, normal(40, 2, seed=4), ids
+    tiles = moe_triton.Tiles(32, moe_triton.Blocks(2, 1, 4, 2), moe_triton.Blocks(1, 2, 4, 2))
+    assert (
+        difference(run(moe_triton.experts, *arguments, tiles=tiles, interpret=True), run(moe.experts, *arguments, implementation="xla"))
+        < 1e-2
+    )
+
+
+def test_experts_are_packed_both_or_neither():
+    gate_up, down = packed("int8", (2, 2, 64, 64)), packed("int8", (2, 64, 64))
+    with pytest.raises(ValueError, match="one of gate_up_proj and down_proj is packed; expected both or neither"):
+        moe.experts(normal(1, 64), gate_up, unpack(down), normal(1, 1), np.zeros((1, 1), np.int32))
