@@ -64,6 +64,8 @@ def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
         return f"the matrix is {list(w.shape)}; the kernel needs multiples of {BLOCK}"
     if w.zero is not None:
         return "the matrix has zero points; the kernel has none"
+    if w.scale.shape[-1] > 8:
+        return f"{2 * BLOCK // w.scale.shape[-1]} inputs share a scale; the kernel needs 16 or more"
     if w.size < LEAST_WEIGHTS:
         return f"the matrix has {w.size} weights; the kernel is made for {LEAST_WEIGHTS} and more"
     if x.shape[0] > MOST_ROWS:

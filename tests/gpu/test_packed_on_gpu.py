@@ -30,6 +30,7 @@ STEP = {"int4": 0.004, "int8": 0.0003, "fp8": 0.0002, "fp4": 0.01}  # about a sc
 =======
 from packed_matrices import FORMS, packed
 
+import jaxspec
 from pallas_kernels import dialect, linear, moe
 from pallas_kernels.linear import packed_triton
 from pallas_kernels.packed import unpack
@@ -121,6 +122,36 @@ def test_products_equal_those_of_unpacked_weights(form, rows):
         assert_close(parts.sum(0), linear.reference.linear(x, unpack(w), jnp.float32))
     got = jax.jit(functools.partial(linear.gated, implementation="triton"))(x, gate_up)
     assert_close(got, linear.reference.gated(x, unpack(gate_up)))
+
+
+# Widths of which no power of two is a factor; more outputs than the programs' blocks; and as large as makes Hopper's kernel pay.
+@pytest.mark.parametrize("rows", [1, 5, 20, 40, 64, 130, 160, 256])
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8", "fp8 blocks", "fp4"])
+def test_the_kernel_of_this_gpu_multiplies_with_unpacked_weights(form, rows):
+    x = normal(rows, 2112)
+    for shape, multiply, limit in (((2816, 2112), linear.partials, 1e-5), ((5376, 2112), linear.partials, 1e-5), ((2, 832, 2112), linear.gated, 3e-3)):
+        w = packed(form, shape, rows)
+        wanted = jnp.einsum("nh,...h->n...", x.astype(jnp.float32), unpack(w, jnp.float32), precision="highest")
+        found = jax.jit(multiply)(x, w).astype(jnp.float32)
+        if len(shape) == 3:
+            wanted = linear.reference.activation(*(wanted[:, i].astype(jnp.bfloat16) for i in range(2))).astype(jnp.float32)
+        else:
+            found = found.sum(0)
+        gap = jnp.linalg.norm(found - wanted, axis=1) / jnp.linalg.norm(wanted, axis=1)
+        assert float(gap.max()) <= limit, (shape, float(gap.max()))
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
+def test_logits_of_pocket_by_kernels_and_by_xla(quantize):
+    params = jaxspec.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    prompts = ["def main():\n    print(", "The quick brown fox", "class Point:\n    def __init__(self, x, y):"]
+    scores = []
+    for attention in ("xla", "auto"):
+        llm = jaxspec.load("pocket", quantize=quantize, attention=attention, max_slots=4, progress=False)
+        outs = llm.generate(prompts, params)
+        scores.append([next(iter(entry.values())).logprob for out in outs for entry in out.prompt_logprobs[1:]])
+    gap = np.abs(np.subtract(*scores))
+    assert np.median(gap) < 0.05 and gap.max() < 0.5, (np.median(gap), gap.max())
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 160, 700])
