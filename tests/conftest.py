@@ -67,6 +67,15 @@ def processes_without_torch():
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
 
 
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The checkpoints of a tiny target and of its assistant, which no test changes."""
+    import tiny
+
+    root = tmp_path_factory.mktemp("models")
+    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
+
+
 @pytest.fixture(scope="module")
 def unoptimised():
     """Code that compiles in half the time and computes the same, more slowly: for modules whose models are tiny."""

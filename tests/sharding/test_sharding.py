@@ -35,12 +35,6 @@ def quick_to_compile(unoptimised):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny")
-    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
-
-
-@pytest.fixture(scope="module")
 def load(folders):
     def load(**settings):
         chosen = {"num_draft_tokens": 2, "max_slots": 2, "max_len": 60, "progress": False, "seed": 5}
