@@ -81,7 +81,7 @@ def unoptimised():
     """Code that compiles in half the time and computes the same, more slowly: for modules whose models are tiny."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", bool(os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS")))
 
 
 @pytest.fixture(autouse=True, scope="module")
