@@ -46,7 +46,8 @@ def load(folders):
 @pytest.fixture(scope="module")
 def texts(load):
     """Of one device."""
-    return [[c.token_ids for c in load().generate(PROMPTS, params)] for params in (GREEDY, SAMPLED)]
+    llm = load()
+    return [[c.token_ids for c in llm.generate(PROMPTS, params)] for params in (GREEDY, SAMPLED)]
 
 
 def test_data_shards_take_requests_side_by_side(load, texts, monkeypatch):
