@@ -52,8 +52,9 @@ hypothesis.settings.register_profile("jaxspec", derandomize=True, deadline=None,
 hypothesis.settings.load_profile("jaxspec")
 
 
-# Of which each takes one process a minute or more: begun last, one of them would leave the other processes idle.
-LONG = ["every_kind", "pocket", "mesh_tokens", "notebooks", "mtp_modules", "draft_model", "eagle3", "decode_loop", "readme", "llm"]
+# Of which each takes one process a quarter of a minute or more: begun last, one of them would leave the other processes idle.
+LONG = ["every_kind", "mesh_tokens", "pocket", "notebooks", "lossless", "decode_loop", "llm", "readme", "completions", "requests", "cli"]
+LONG += ["losses", "sharding", "distributed", "gemma4_parity", "tuning", "wheel", "draft_model", "mtp_modules", "paged_attention"]
 
 
 def pytest_collection_modifyitems(items):

@@ -22,9 +22,16 @@ NEW_TOKENS = 128
 
 # All tests share one shape of state, and so its programs.
 SLOTS, MAX_LEN, CHUNK, K = 24, 288, 80, 4
-init_state = jax.jit(decode.init_state, static_argnames=("slots", "max_len", "num_draft_tokens", "page_size"))
-prefill = jax.jit(decode.prefill, static_argnames="chunk", donate_argnums=2)
-decode_loop = jax.jit(decode.decode_loop, static_argnames="round")
+
+
+def compiled(level, function, **options):
+    """Jitted, with so much optimisation: more of it takes longer than what these programs compute."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": level}, **options)
+
+
+init_state = compiled(0, decode.init_state, static_argnames=("slots", "max_len", "num_draft_tokens", "page_size"))
+prefill = compiled(1, decode.prefill, static_argnames="chunk", donate_argnums=2)
+all_loop, some_loop = (compiled(level, decode.decode_loop, static_argnames="round") for level in (1, 0))
 
 
 def prefilled(drafter, sequences, limits, prompts=None, temperature=0.0):
@@ -38,7 +45,8 @@ def prefilled(drafter, sequences, limits, prompts=None, temperature=0.0):
 
 def decoded(drafter, state, count=SLOTS, num_draft_tokens=K, rounds=10_000):
     """The first `count` sequences, to their end or as far as so many rounds take them, and the state."""
-    state = decode_loop(target(), drafter, state, jnp.arange(count, dtype=jnp.int32), rounds, round=decode.Round(num_draft_tokens))
+    loop = all_loop if count == SLOTS else some_loop
+    state = loop(target(), drafter, state, jnp.arange(count, dtype=jnp.int32), rounds, round=decode.Round(num_draft_tokens))
     tokens, length = np.asarray(state.tokens), np.asarray(state.length)
     return [row[:n] for row, n in zip(tokens[:count], length, strict=False)], state
 
