@@ -24,8 +24,9 @@ collect_ignore_glob = ["test_*.py", *folders] if platform == "gpu" else []
 # In the environment rather than in jax.config, so that the command line's tests hand them on to their processes.
 os.environ["JAX_PLATFORMS"] = PLATFORMS[platform]
 flags = ["--xla_force_host_platform_device_count=8"]
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA's older code generator compiles faster; later releases have it no more
-    flags.append("--xla_cpu_use_fusion_emitters=false")
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    # XLA's older code generator compiles faster; later releases have it no more. Programs are too small to be cut up and compiled in parts.
+    flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), *flags]))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for a hub, not even by mistake
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -36,6 +37,7 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # programs are lowered sooner without a traceback for every operation
 # Compiled programs are kept from run to run. A size limit makes JAX lock the folder, so that runs side by side can share it.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -50,8 +52,9 @@ hypothesis.settings.register_profile("jaxspec", derandomize=True, deadline=None,
 hypothesis.settings.load_profile("jaxspec")
 
 
-# Of which each takes one process a minute or more: begun last, one of them would leave the other processes idle.
-LONG = ["every_kind", "pocket", "mesh_tokens", "notebooks", "mtp_modules", "draft_model", "eagle3", "decode_loop", "readme", "llm"]
+# Of which each takes one process a quarter of a minute or more: begun last, one of them would leave the other processes idle.
+LONG = ["every_kind", "mesh_tokens", "pocket", "notebooks", "lossless", "decode_loop", "llm", "readme", "completions", "requests", "cli"]
+LONG += ["losses", "sharding", "distributed", "gemma4_parity", "tuning", "wheel", "draft_model", "mtp_modules", "paged_attention"]
 
 
 def pytest_collection_modifyitems(items):
@@ -65,6 +68,15 @@ def processes_without_torch():
     """Those that tests start; not those of pytest-xdist, which are there before any test begins."""
     folders = [str(Path(__file__).parent / "alone"), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The checkpoints of a tiny target and of its assistant, which no test changes."""
+    import tiny
+
+    root = tmp_path_factory.mktemp("models")
+    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import sys
 import huggingface_hub
 import jax
 import pytest
-import tiny
 
 import jaxspec
 from jaxspec import cli
@@ -19,10 +18,8 @@ pytestmark = pytest.mark.usefixtures("unoptimised")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    target, drafter = tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
-    return ["--target", str(target), "--drafter", str(drafter), "--max-len", "96", "--k", "2"]
+def models(folders):
+    return ["--target", str(folders[0]), "--drafter", str(folders[1]), "--max-len", "96", "--k", "2"]
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,6 @@ from jaxspec.sharding import meshes as mesh_files
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
-
-
-@pytest.fixture(scope="module")
 def llm(folders):
     return jaxspec.load(*folders, progress=False)
 

@@ -1,8 +1,8 @@
 """The notebooks run from top to bottom without a warning, and are kept without outputs.
 
-Each runs in a kernel of its own, on the bundled models, and shares compiled programs with the other tests. JAXSPEC_SHORT leaves out
-what a first look needs but a test does not: most of the points of a curve, most of the steps of a training run. Engines have fewer
-programs than a user's, which pick the one nearest to a call's size, and these are not optimised.
+They run on the bundled models, one after another in one kernel, which forgets its variables in between, and share compiled programs with
+the other tests. JAXSPEC_SHORT leaves out what a first look needs but a test does not: most of the points of a curve, most of the steps of
+a training run. Engines have fewer programs than a user's, which pick the one nearest to a call's size, and these are not optimised.
 """
 
 import ast
@@ -42,8 +42,10 @@ def cells(path, kind):
     return [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == kind]
 
 
-@pytest.fixture
-def kernel_environment(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """A client of a kernel that has begun."""
+    folder = tmp_path_factory.mktemp("kernel")
     settings = {
         "JAXSPEC_SHORT": "1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -54,27 +56,32 @@ def kernel_environment(tmp_path, monkeypatch):
         "PYTHONWARNINGS": ",".join(
             f"ignore:Error {doing} persistent compilation cache entry:UserWarning" for doing in ("reading", "writing")
         ),
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        # A kernel finds the package as this process does, and not by the folder that it starts in.
+        "PYTHONPATH": os.pathsep.join([str(Path(html.__file__).parents[2]), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
     }
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    startup = tmp_path / "ipython" / "profile_default" / "startup"
+    startup = folder / "ipython" / "profile_default" / "startup"
     startup.mkdir(parents=True)
     (startup / "programs.py").write_text(STARTUP)
-    # A kernel finds the package as this process does, and not by the folder that it starts in.
-    folders = [str(Path(html.__file__).parents[2]), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
-    return tmp_path
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        where = {"metadata": {"path": str(folder)}}
+        client = NotebookClient(nbformat.v4.new_notebook(), timeout=600, kernel_name="python3", resources=where)
+        with client.setup_kernel():
+            yield client
 
 
 SLOW = ("02", "04", "05")  # the fourth trains for as long as all others take together
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in FIGURES])
-def test_notebook_runs_without_a_warning_and_draws(number, kernel_environment):
-    notebook = nbformat.read(numbered(number), 4)
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(kernel_environment)}}).execute()
+def test_notebook_runs_without_a_warning_and_draws(number, kernel):
+    kernel.nb = notebook = nbformat.read(numbered(number), 4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    for i, cell in enumerate(notebook.cells):
+        kernel.execute_cell(cell, i)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"] == []
     assert sum("image/png" in output.get("data", {}) for output in outputs) == FIGURES[number]

@@ -14,7 +14,6 @@ from types import MappingProxyType, SimpleNamespace
 
 import jax
 import pytest
-import tiny
 
 import jaxspec
 from jaxspec import cli
@@ -92,10 +91,9 @@ def sorted_lines(*paths):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(folders):
     """A target's folder, and an LLM of it."""
-    target = tiny.tiny_target(tmp_path_factory.mktemp("model") / "target")
-    return target, jaxspec.load(target, max_len=64, max_slots=1, progress=False)
+    return folders[0], jaxspec.load(folders[0], max_len=64, max_slots=1, progress=False)
 
 
 @pytest.fixture

@@ -214,7 +214,7 @@ def test_a_text_with_another_token_is_not_the_same():
             assert_same(wrong, margins=np.zeros_like(values()))
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize("k", [1, 4, 7])
 def test_a_drafter_that_is_often_right_changes_nothing_but_the_rounds(k):
     state = run(parrot(), k)
     assert_same(numbers(state, "tokens"))

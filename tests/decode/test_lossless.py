@@ -62,10 +62,10 @@ def program(rule, k, kind, scope, fault=None):
         seed = jnp.stack([jnp.arange(seeds, dtype=jnp.uint32), jnp.zeros(seeds, jnp.uint32)], axis=1)
         each = [jnp.full(seeds, x) for x in (temperature, top_k, top_p, min_p)]
         sampling = Sampling(seed, each[0], None if scope == "plain" else Filters(*each[1:], scope=scope))
-        tokens = jnp.full((seeds, 1 + LENGTH + k), START, jnp.int32)
-        length = jnp.ones(seeds, jnp.int32)
-        slot, first = jnp.arange(seeds)[:, None], None
-        for n in range(LENGTH):
+        slot = jnp.arange(seeds)[:, None]
+
+        def body(n, carry):
+            tokens, length, first = carry
             rounds = jnp.full(seeds, 0 if fault == "one round's noise" else n, jnp.int32)
             drafts = drafted(drafter, tokens[slot[:, 0], length - 1], length, keep.drafting(sampling, rounds))
             block = jnp.concatenate([tokens[slot[:, 0], length - 1][:, None], drafts.tokens], axis=1)
@@ -75,7 +75,10 @@ def program(rule, k, kind, scope, fault=None):
             at = jnp.where((row <= accepted[:, None]) & (length[:, None] + row < tokens.shape[1]), length[:, None] + row, tokens.shape[1])
             tokens = tokens.at[slot, at].set(new, mode="drop")
             length = jnp.minimum(length + accepted + 1, 1 + LENGTH)
-            first = accepted if first is None else first
+            return tokens, length, jnp.where(n == 0, accepted, first)
+
+        begun = jnp.full((seeds, 1 + LENGTH + k), START, jnp.int32), jnp.ones(seeds, jnp.int32), jnp.zeros(seeds, jnp.int32)
+        tokens, _, first = jax.lax.fori_loop(0, LENGTH, body, begun)
         return tokens[:, 1 : 1 + LENGTH], first
 
     def drafted(drafter, anchor, length, sampling):

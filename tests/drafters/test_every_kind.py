@@ -200,8 +200,8 @@ def test_texts_are_those_without_drafts_more(kind, k):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_with_a_float8_cache(kind):
-    """Texts are those without drafts. A drafter with a cache of its own keeps that cache's dtype and guesses the same as ever; one that
-    reads the target's reads it with its scales, and guesses nearly the same."""
+    """A drafter with a cache of its own keeps that cache's dtype and guesses the same as ever; one that reads the target's reads it with
+    its scales, and guesses nearly the same. Texts are those without drafts."""
     inner, state = prepared(kind)
     made = jax.eval_shape(lambda: decode.init_state(target(), inner, slots=2, max_len=32, num_draft_tokens=1, kv_dtype=jnp.float8_e4m3fn))
     assert {leaf.dtype for leaf in jax.tree.leaves(made.drafter)} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
@@ -213,4 +213,5 @@ def test_a_target_with_a_float8_cache(kind):
         assert 0 < np.nanmax(np.abs(after - before)) < 0.7 * spread < spread < np.nanmax(np.abs(mistaken - before))
     else:
         np.testing.assert_array_equal(after, before)
-    check_texts(kind, 3, float8=True)
+    if kind == "modules":  # that guess what they always guess; the assistant has its in tests/decode/test_decode_loop.py
+        check_texts(kind, 3, float8=True)

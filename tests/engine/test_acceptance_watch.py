@@ -4,7 +4,6 @@ import warnings
 
 import numpy as np
 import pytest
-import tiny
 from scipy import stats
 
 import jaxspec
@@ -58,10 +57,10 @@ def test_how_sure_it_is():
         np.testing.assert_allclose(acceptance_watch.at_most(count, trials, 0.2), stats.binom.cdf(count, trials, 0.2), rtol=1e-9)
 
 
-def test_an_untrained_drafter_is_noticed_once(tmp_path, monkeypatch):
+def test_an_untrained_drafter_is_noticed_once(folders, monkeypatch):
     """After its first 40 rounds, in spite of which the texts are those of the target."""
     monkeypatch.setattr(acceptance_watch, "ROUNDS", 40)
-    llm = jaxspec.load(tiny.tiny_target(tmp_path / "target"), tiny.tiny_assistant(tmp_path / "drafter"), max_slots=1, progress=False)
+    llm = jaxspec.load(*folders, max_slots=1, progress=False)
     params = jaxspec.SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     with pytest.warns(AcceptanceWarning, match=r"in \d of the last \d\d rounds: the drafter Gemma4MTP is near chance.*num_draft_tokens=0"):
         first = llm.generate("def add(a, b):", params)[0]

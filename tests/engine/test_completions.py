@@ -14,7 +14,8 @@ from quick import few_programs
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine.params import Defaults
-from jaxspec.engine.programs import DecodeRounds
+from jaxspec.engine.programs import DecodeRounds, Programs
+from jaxspec.engine.runner import Runner
 from jaxspec.sampling import logprobs as logprobs
 from jaxspec.sampling.logit_edits import MAX_BAD_WORDS, MAX_IDS
 from jaxspec.train.losses import whole_rows
@@ -41,14 +42,13 @@ def params(row, **changes):
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory, unoptimised):
-    folder = tiny.tiny_target(tmp_path_factory.mktemp("models") / "target")
+def load(folders, unoptimised):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logprobs, "RING_ROWS", 16)
         few_programs(patch)
 
         def made(drafter=None, **settings):
-            return jaxspec.load(folder, drafter, max_len=MAX_LEN, max_slots=4, progress=False, **settings)
+            return jaxspec.load(folders[0], drafter, max_len=MAX_LEN, max_slots=4, progress=False, **settings)
 
         yield made
 
@@ -202,16 +202,17 @@ def test_min_tokens_comes_before_any_stop_id(llm, texts):
     assert (shown.finish_reason, shown.stop_reason) == ("stop", own[5])
 
 
-def test_requests_of_every_kind_share_a_batch_and_keep_their_texts(llm, texts):
+def test_requests_of_every_kind_share_a_batch_and_keep_their_texts(llm, texts, monkeypatch):
     """A request's text depends on nothing beside it in the batch, whatever filters the call as a whole must be compiled with."""
+    run, ran = Programs.run, []
+    monkeypatch.setattr(Programs, "run", lambda self, program, *args: ran.append(program) or run(self, program, *args))
     kinds = [{}, {"top_k": 40, "top_p": 0.8}, {"temperature": 0}, EVERYTHING]
     asked = [params(row, **kind) for row, kind in enumerate(kinds)]
     together = llm.generate(PROMPTS, asked)
     alone = [llm.generate(prompt, p)[0] for prompt, p in zip(PROMPTS, asked, strict=True)]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert together[0].token_ids == texts[0].token_ids and all(together[i].token_ids != texts[i].token_ids for i in (1, 2, 3))
-    rounds = [program for program in llm._runner.programs.compiled if isinstance(program, DecodeRounds)]
-    assert {program.needs.scope for program in rounds} >= {"plain", "top", "search"}
+    assert {program.needs.scope for program in ran if isinstance(program, DecodeRounds)} == {"plain", "top", "search"}
 
 
 def test_allowed_ids_bad_words_and_biases(llm, texts):
@@ -264,7 +265,7 @@ def test_other_rules_draw_texts_of_their_own(llm, load, rule):
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_is_computed(llm, monkeypatch, changes, message):
-    monkeypatch.setattr(llm._runner, "admit", lambda *_: pytest.fail("a bad request reached the device"))
+    monkeypatch.setattr(Runner, "admit", lambda *_: pytest.fail("a bad request reached the device"))
     monkeypatch.setattr(llm, "defaults", Defaults(temperature=1.0, suppress_tokens=(9,)))
     with pytest.raises(ValueError, match=message):
         llm.generate([[5]], SamplingParams(**changes))

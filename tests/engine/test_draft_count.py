@@ -5,11 +5,11 @@ import types
 
 import numpy as np
 import pytest
-import tiny
 
 import jaxspec
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.draft_count import MARGIN, Adaptive, counts_up_to
+from jaxspec.engine.programs import Programs
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.warmup import measured
 
@@ -141,12 +141,6 @@ def test_a_round_costs_what_it_adds_to_a_call(monkeypatch, max_len, found):
     assert costs == (found and pytest.approx(found))
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "drafter")
-
-
 def params(seed):
     return jaxspec.SamplingParams(max_tokens=40, temperature=float(seed % 2), seed=seed, ignore_eos=True, top_k=0, top_p=1.0)
 
@@ -156,15 +150,15 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
     llm = jaxspec.load(*folders, max_slots=1, max_len=128, progress=False)
     prompts, each = [[5, 6, 7], [8, 9], [10]], [params(0), params(1), params(2)]
     fixed = llm.generate(prompts, each)  # K = 3, as the drafter says: nothing is known of costs yet
-    assert {out.stats.drafted for out in fixed} == {3 * out.stats.steps for out in fixed} and llm._runner.adaptive is None
+    assert {out.stats.drafted for out in fixed} == {3 * out.stats.steps for out in fixed}
     llm.warmup(each[1])
     runner, made = llm._runner, llm.stats.compilations
     assert set(runner.adaptive.costs) == {(1, 0), (1, 2), (1, 3)} and all(c > 0 for c in runner.adaptive.costs.values())
     assert llm.stats.steps == sum(out.stats.steps for out in fixed)  # what was timed counts nowhere
 
     turns, begun = itertools.cycle([3, 0, 2]), llm.stats
-    monkeypatch.setattr(runner.adaptive, "choose", lambda size, among: next(turns))
-    monkeypatch.setattr(runner.programs, "steps_for", lambda needs, steps: min(steps, 3))
+    monkeypatch.setattr(Adaptive, "choose", lambda self, size, among: next(turns))
+    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps: min(steps, 3))
     outs = llm.generate(prompts, each)
     assert [out.token_ids for out in outs] == [out.token_ids for out in fixed] and llm.stats.compilations == made
     part = llm.stats - begun
@@ -181,5 +175,4 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
 @pytest.mark.parametrize("settings", [{"num_draft_tokens": 3}, {"accept": "standard"}])
 def test_a_number_that_was_asked_for_stays(folders, settings):
     llm = jaxspec.load(*folders, max_slots=1, max_len=64, progress=False, **settings)
-    runner, needs = llm._runner, llm._needs([])
-    assert llm.draft_counts == () and runner.programs_for(needs, llm.draft_counts) == runner.programs_for(needs)
+    assert llm.draft_counts == ()

@@ -10,7 +10,6 @@ import time
 
 import jax
 import pytest
-import tiny
 
 import jaxspec
 from jaxspec import cli
@@ -18,11 +17,11 @@ from jaxspec.batch import job
 from jaxspec.engine.params import SamplingParams
 from jaxspec.sharding import meshes as mesh_files
 
-LINES = 120
+LINES = 60
 
 
-def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(tmp_path):
-    target, path, out = tiny.tiny_target(tmp_path / "target"), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(folders, unoptimised, tmp_path):
+    target, path, out = folders[0], tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"id": f"r{i}", "prompt": "def f():"[: i % 7 + 1], "params": {"max_tokens": 20 + i % 13}} for i in range(LINES)]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     with socket.socket() as free:
@@ -47,6 +46,8 @@ def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(tmp_pa
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
 
     def start(process: str) -> subprocess.Popen:

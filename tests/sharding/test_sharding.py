@@ -35,12 +35,6 @@ def quick_to_compile(unoptimised):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny")
-    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
-
-
-@pytest.fixture(scope="module")
 def load(folders):
     def load(**settings):
         chosen = {"num_draft_tokens": 2, "max_slots": 2, "max_len": 60, "progress": False, "seed": 5}
@@ -52,7 +46,8 @@ def load(folders):
 @pytest.fixture(scope="module")
 def texts(load):
     """Of one device."""
-    return [[c.token_ids for c in load().generate(PROMPTS, params)] for params in (GREEDY, SAMPLED)]
+    llm = load()
+    return [[c.token_ids for c in llm.generate(PROMPTS, params)] for params in (GREEDY, SAMPLED)]
 
 
 def test_data_shards_take_requests_side_by_side(load, texts, monkeypatch):
