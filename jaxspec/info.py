@@ -19,7 +19,7 @@ from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import DTYPES, abstract_target, max_len_of, quantisation_of, read_target
-from jaxspec.trees import is_packed, leaves_by_path, nbytes, weight_count, weights_of
+from jaxspec.trees import leaves_by_path, nbytes, packed_kinds, weight_count
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -35,7 +35,6 @@ def describe(folder: Path, drafter: Path | None = None, *, quantize: str | None 
     dtype = DTYPES.get(config.dtype, jnp.float32)
     quantisation = quantisation_of(folder, config, dtype, quantize)
     tree = abstract_target(config, dtype, quantisation)
-    kinds = sorted({weight.kind for weight in weights_of(tree) if is_packed(weight)})
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
     window = max(layer.window or 0 for layer in config.layers)
     shared = config.num_hidden_layers - len(config.kv_owners)
@@ -51,7 +50,7 @@ def describe(folder: Path, drafter: Path | None = None, *, quantize: str | None 
             yield f"{name:<11} {spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{equal}"
     yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {generation or 'unset'}"
     yield f"parameters  {weight_count(tree):,}, of which {_embeddings(tree):,} are per-layer embeddings"
-    yield f"weights     {size(nbytes(tree))} in {' and '.join([*kinds, jnp.dtype(dtype).name])}"
+    yield f"weights     {size(nbytes(tree))} in {' and '.join([*packed_kinds(tree), jnp.dtype(dtype).name])}"
     if quantisation is not None and quantize is None:
         yield f"quantised   {quantisation.name}"
     per_token = {kind: kv_bytes_per_token(config, kind, jnp.dtype(dtype).itemsize) for kind in (SLIDING, FULL)}

@@ -45,3 +45,8 @@ def weights_of(tree: Any) -> list[Any]:
 def weight_count(tree: Any) -> int:
     """How many numbers a tree's weights are."""
     return sum(weight.size for weight in weights_of(tree))
+
+
+def packed_kinds(tree: Any) -> list[str]:
+    """The kinds of its packed matrices, such as "int4", in alphabetical order."""
+    return sorted({weight.kind for weight in weights_of(tree) if is_packed(weight)})

@@ -138,6 +138,14 @@ def test_a_conversion_loads_onto_a_mesh(folders, tmp_path):
     assert text(jaxspec.load(converted, mesh=mesh, **SETTINGS)) == text(jaxspec.load(folders[0], quantize="int4", mesh=mesh, **SETTINGS))
 
 
+def test_a_batch_is_not_resumed_with_other_weights(folders, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    command = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--target", str(folders[0]), "--max-len", "16"]
+    assert cli.main([*command, "--max-slots", "1"]) == 0
+    assert cli.main([*command, "--max-slots", "1", "--quantize", "int8"]) == 2
+    assert "was made with quantised None, not 'int8'" in capsys.readouterr().err
+
+
 def test_scales_have_the_dtype_of_the_checkpoint():
     """So that the numbers are the same in float32, which a CPU computes in."""
     llm = jaxspec.load("pocket", quantize="int8", **SETTINGS)

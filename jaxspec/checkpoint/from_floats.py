@@ -76,9 +76,10 @@ def _quantised(weights: jax.Array, scheme: Scheme) -> tuple[jax.Array, jax.Array
     group = width if scheme.group is None else scheme.group
     groups = jnp.pad(weights.astype(jnp.float32), ((0, 0), (0, -width % group))).reshape(out, -1, group)
     largest = jnp.max(jnp.abs(groups), axis=-1)
-    # A scale of 0 would have no codes; of weights that are all 0 any other will do.
     steps = STEPS[scheme.kind]
-    scale = jnp.where(largest == 0, 1, _divided(largest, jnp.float32(steps))).astype(jnp.dtype(scheme.scale_dtype))
+    scale = _divided(largest, jnp.float32(steps)).astype(jnp.dtype(scheme.scale_dtype))
+    # A scale of 0 would have no codes; of weights that are all 0, or nearly, any other will do.
+    scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
     numbers = _divided(groups, scale.astype(jnp.float32)[..., None]).reshape(out, -1)[:, :width]
     if scheme.kind == "fp8":
         codes = jax.lax.bitcast_convert_type(jnp.clip(numbers, -steps, steps).astype(jnp.float8_e4m3fn), jnp.uint8)

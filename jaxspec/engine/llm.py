@@ -38,6 +38,7 @@ from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Needs
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
 from jaxspec.text import Tokenizer
+from jaxspec.trees import packed_kinds
 
 WATCHED_STEPS = 8  # rounds of a call at most while requests have stop strings, which the host looks for between calls
 STREAM_STEPS = 4  # rounds between two chunks of a stream
@@ -116,7 +117,8 @@ class LLM:
         """By name, what texts depend on beside requests and, with rules other than "coupled", the drafter."""
         dtype, kv_dtype = self.target.dtype.name, self.settings.kv_dtype
         kv_name = dtype if kv_dtype is None else jnp.dtype(kv_dtype).name
-        return {"model": self.name, "max_len": self.max_len, "dtype": dtype, "kv_dtype": kv_name, "accept": self.settings.accept.name}
+        names = {"model": self.name, "dtype": dtype, "quantised": " and ".join(packed_kinds(self.target)) or None}
+        return names | {"max_len": self.max_len, "kv_dtype": kv_name, "accept": self.settings.accept.name}
 
     @property
     def stats(self) -> Stats:
