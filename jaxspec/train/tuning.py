@@ -62,15 +62,15 @@ def distil(
 ) -> Path:
     """Trains a drafter to guess what a target writes, and returns the folder that holds it, which `load` takes as a drafter.
 
-    target: a hub id, folder or bundled name; its weights, which may be quantised, stay as they are. drafter_kind: "mtp", "dflash",
-    "eagle3", "mtp-modules", "draft-model", or the name of another kind that is registered and has an objective. data: files, see
-    `data.read`. out: the folder; it also gets metrics.jsonl, curves.png and checkpoints/. init: the drafter to go on from (a hub id, folder
-    or bundled name), or the config.json of a fresh one, as a mapping or in a folder without weights; by default a fresh one of a size that
-    suits the target. held_out: files that are measured on and not trained on; by default a fiftieth of the data. self_generate: texts that
-    the target first writes behind beginnings of the data, at `temperature`, and that are half of every batch. objective: fields of
-    `Objective` that shall differ from the kind's. num_draft_tokens: K with which acceptance is measured. resume: go on from the newest
-    checkpoint in `out`. mesh: batches are spread over its axis "data", and all weights are on each of its devices. run: fields of
-    `loop.Run`: steps, batch, length, peak and others.
+    target: a hub id, folder or bundled name; its weights stay as they are. drafter_kind: "mtp", "dflash", "eagle3", "mtp-modules",
+    "draft-model", or the name of another kind that is registered and has an objective. data: files, see `data.read`. out: the folder; it
+    also gets metrics.jsonl, curves.png and checkpoints/. init: the drafter to go on from (a hub id, folder or bundled name), or the
+    config.json of a fresh one, as a mapping or in a folder without weights; by default a fresh one of a size that suits the target.
+    held_out: files that are measured on and not trained on; by default a fiftieth of the data. self_generate: texts that the target
+    first writes behind beginnings of the data, at `temperature`, and that are half of every batch. objective: fields of
+    `Objective` that shall differ from the kind's. num_draft_tokens: K with which acceptance is measured. resume: go on from the
+    newest checkpoint in `out`. mesh: batches are spread over its axis "data", and all weights are on each of its devices. run: fields
+    of `loop.Run`: steps, batch, length, peak and others.
 
     Raises FileNotFoundError or ValueError for what cannot be used, and FloatingPointError as `loop.fit` does.
     """
@@ -135,13 +135,13 @@ def finetune(
 ) -> Path:
     """Trains all weights of a target's text model on other text, and returns the folder that holds it, which `load` takes as a target.
 
-    Arguments and errors as for `distil`. Raises ValueError for a target whose weights are quantised, too.
+    Arguments and errors as for `distil`, and ValueError for a quantised target.
     """
     how, out = Run(**run), Path(out)
     folder = checkpoint.resolve(target)
     quantisation = read_quantisation(folder)
     if quantisation is not None:
-        raise ValueError(f"the weights in {folder} are quantised ({quantisation.name}); expected float weights, to be trained")
+        raise ValueError(f"the target {folder} is quantised ({quantisation.name}); only float weights can be trained")
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     model = _target(folder, jnp.float32, None)
     texts, held = _texts(data, held_out, tokenizer, how.length, model)

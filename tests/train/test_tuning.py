@@ -182,3 +182,12 @@ def test_pockets_assistant_catches_up_with_a_fine_tuned_pocket(tmp_path):
     stale, tuned = acceptance(tmp_path / "target", "pocket-mtp"), acceptance(tmp_path / "target", tmp_path / "drafter")
     print(f"released {released:.2f}, stale {stale:.2f}, tuned {tuned:.2f}")
     assert stale < released and tuned - stale > 0.5 * (released - stale)
+
+
+def test_a_quantised_target_is_not_finetuned(target, tmp_path):
+    folder = shutil.copytree(target, tmp_path / "quantised")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"is quantised \(ModelOpt FP8\); only float weights can be trained"):
+        finetune(folder, data=LICENSE, out=tmp_path / "out", progress=False)
