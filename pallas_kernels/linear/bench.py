@@ -1,7 +1,7 @@
 """Times products of few rows beside XLA's on this machine's GPU: `python -m pallas_kernels.linear.bench`.
 
---shapes NAME and --rows 4,40 choose what to time, --kind int4 takes packed weights, --sweep times other tiles too. The bytes of a line
-are the weights with their scales, each read once.
+--shapes NAME and --rows 4,40 choose what to time, --kind int4 takes packed weights, --sweep times other tiles too (of packed weights
+those of the Triton dialect; the first line is for what serves). The bytes of a line are the weights with their scales, each read once.
 XLA's time is for the whole product, in x's dtype and with its activation; `partials` leaves the sum of its parts to the next kernel.
 Programs first compile side by side, then are timed one after the other.
 """
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import bench
+from pallas_kernels import linear as products
 from pallas_kernels.linear import packed_triton, reference, triton
 from pallas_kernels.linear.shapes import PACKINGS, SHAPES, Shape
 from pallas_kernels.linear.triton import Tiles
@@ -56,8 +57,8 @@ def candidates(shape: Shape, rows: int) -> list[Tiles]:
     return list(dict.fromkeys(fit))
 
 
-def packed_candidates(shape: Shape, rows: int, packing: str) -> list[packed_triton.Tiles]:
-    """As `candidates`, for packed weights."""
+def packed_candidates(shape: Shape, rows: int, packing: str) -> list[packed_triton.Tiles | None]:
+    """As `candidates`, for packed weights. None stands for the kernel that serves on this GPU."""
     x, w, *_ = shape.arguments(rows, DTYPE, packing)
     serves = packed_triton.choose_tiles(x, w, None if shape.kind == "partials" else 1)
     changes = [{}, *({"depth": depth, "num_stages": stages} for depth in (1, 2, 4) for stages in (2, 3, 4, 5))]
@@ -66,7 +67,7 @@ def packed_candidates(shape: Shape, rows: int, packing: str) -> list[packed_trit
     if shape.kind == "partials":
         changes += [{"splits": splits} for splits in (1, 2, 3, 4, 6, 8, 11) if splits != serves.splits]
     tried = [dataclasses.replace(serves, **change) for change in changes]
-    return list(dict.fromkeys(t for t in tried if t.shared(w, DTYPE.dtype.itemsize) <= SHARED_BYTES))
+    return [None, *dict.fromkeys(t for t in tried if t.shared(w, DTYPE.dtype.itemsize) <= SHARED_BYTES)]
 
 
 def turns_of(arguments: Any) -> int:
@@ -99,8 +100,10 @@ def check(found: jax.Array, expected: jax.Array) -> None:
     assert error < 0.02, f"kernel and reference differ by {error:.3f} of the largest value"
 
 
-def describe(tiles: Tiles | packed_triton.Tiles) -> str:
+def describe(tiles: Tiles | packed_triton.Tiles | None) -> str:
     """Tiles, for a line of output."""
+    if tiles is None:
+        return "  what serves"
     if isinstance(tiles, packed_triton.Tiles):
         cut = f"{tiles.blocks}x{tiles.depth} blocks, {tiles.rows} rows, {tiles.splits} splits"
         return f"  {cut}, {tiles.num_warps} warps, {tiles.num_stages} stages"
@@ -119,16 +122,20 @@ def main() -> None:
         programs = {}
         for name, shape, rows in cases:
             arguments = shape.arguments(rows, DTYPE, options.kind)
-            tried = packed_candidates(shape, rows, options.kind) if options.kind else candidates(shape, rows)
+            tried: list[Any] = packed_candidates(shape, rows, options.kind) if options.kind else candidates(shape, rows)
             kernel = (PACKED_KERNELS if options.kind else KERNELS)[shape.kind]
+
+            def tiled(tiles: Any, kernel: Any = kernel, kind: str = shape.kind) -> Any:
+                return getattr(products, kind) if tiles is None else functools.partial(kernel, tiles=tiles)
+
             plain = pool.submit(compiled, REFERENCES[shape.kind], arguments)
             tried = tried[: None if options.sweep else 1]
-            programs[name, rows] = plain, {t: pool.submit(compiled, functools.partial(kernel, tiles=t), arguments) for t in tried}
+            programs[name, rows] = plain, {t: pool.submit(compiled, tiled(t), arguments) for t in tried}
     bandwidth = bench.begin()
     draws = jax.random.normal(jax.random.key(0), (max(2 * s.columns * s.width for _, s, _ in cases) + 2**22,), DTYPE)
     for name, shape, rows in cases:
         x, w, *others = shape.arguments(rows, DTYPE, options.kind)
-        arguments = [draws[-math.prod(a.shape) :].reshape(a.shape).astype(a.dtype) for a in (x, *others)]
+        arguments: list[Any] = [draws[-math.prod(a.shape) :].reshape(a.shape).astype(a.dtype) for a in (x, *others)]
         plain_weights = None if options.kind else draws[: math.prod(w.shape)].reshape(w.shape) * DTYPE(shape.width**-0.5)
         arguments.insert(1, drawn(w) if options.kind else plain_weights)
         turns = [tuple(jax.tree.map(jnp.copy, a) for a in arguments) for _ in range(turns_of(arguments))]

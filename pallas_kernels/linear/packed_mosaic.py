@@ -293,7 +293,6 @@ def _store(mosaic, value, ref, first):
 
     columns = mosaic.layout_cast(jnp.full((1,), first, jnp.int32), mosaic.Layout.WG_SPLAT((1,)))
 
-    @mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,))))
     def store(_, value, out, columns):
         index = ir.IndexType.get()
 
@@ -316,7 +315,7 @@ def _store(mosaic, value, ref, first):
                     with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, where[0], at(rows))):
                         memref.store(number, out, where)
 
-    store(value, ref, columns)
+    mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,))))(store)(value, ref, columns)
 
 
 def _unpacker(mosaic, kind, groups):
