@@ -121,16 +121,16 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = {}
         for name, shape, rows in cases:
-            arguments = shape.arguments(rows, DTYPE, options.kind)
+            shapes = shape.arguments(rows, DTYPE, options.kind)
             tried: list[Any] = packed_candidates(shape, rows, options.kind) if options.kind else candidates(shape, rows)
             kernel = (PACKED_KERNELS if options.kind else KERNELS)[shape.kind]
 
             def tiled(tiles: Any, kernel: Any = kernel, kind: str = shape.kind) -> Any:
                 return getattr(products, kind) if tiles is None else functools.partial(kernel, tiles=tiles)
 
-            plain = pool.submit(compiled, REFERENCES[shape.kind], arguments)
+            plain = pool.submit(compiled, REFERENCES[shape.kind], shapes)
             tried = tried[: None if options.sweep else 1]
-            programs[name, rows] = plain, {t: pool.submit(compiled, tiled(t), arguments) for t in tried}
+            programs[name, rows] = plain, {t: pool.submit(compiled, tiled(t), shapes) for t in tried}
     bandwidth = bench.begin()
     draws = jax.random.normal(jax.random.key(0), (max(2 * s.columns * s.width for _, s, _ in cases) + 2**22,), DTYPE)
     for name, shape, rows in cases:
