@@ -72,6 +72,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
         drafter=plan.drafter,
         dtype=plan.dtype,
         quantize=plan.quantize,
+        quantize_embedding=plan.quantize_embedding,
         settings=work,
         mesh={} if plan.mesh is None else dict(plan.mesh.shape),
         target_bytes=sharding.nbytes(target),

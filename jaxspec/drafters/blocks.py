@@ -116,8 +116,8 @@ class SiluMLP:
 
 def head(model: TargetModel, lm_head: Linear | None, d2t: jax.Array | None, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Float32 logits from a drafter's own head or the target's, and the candidates' token ids, i + d2t[i], where a head has d2t."""
-    linear = Linear(model.head[0]) if lm_head is None else lm_head
-    logits = linear(out.astype(linear.weight.dtype), dtype=jnp.float32)
+    linear, dtype = (Linear(model.head[0]), model.dtype) if lm_head is None else (lm_head, lm_head.weight.dtype)
+    logits = linear(out.astype(dtype), dtype=jnp.float32)
     if d2t is None:
         return logits, None
     return logits, jnp.broadcast_to((d2t + jnp.arange(d2t.shape[0], dtype=jnp.int32))[None, None, :], logits.shape)

@@ -188,7 +188,7 @@ class DFlash:
     def embed(self, model: TargetModel, ids: jax.Array) -> jax.Array:
         """The block's embeddings. ids: [B, T] int32 -> [B, T, h]."""
         dtype, scale = self.fc.weight.dtype, self.config.input_embedding_scale
-        x = dataclasses.replace(model.embed_tokens, scale=scale)(ids).astype(dtype)
+        x = model.embed(ids, scale).astype(dtype)
         if self.mask_embedding is None:
             return x
         mask = (self.mask_embedding * jnp.asarray(scale, dtype)).reshape(1, 1, -1)

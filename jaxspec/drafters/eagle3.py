@@ -239,8 +239,8 @@ class Eagle3:
     def embed(self, model: TargetModel, ids: jax.Array) -> jax.Array:
         """Embeddings of tokens: the drafter's own, or rows of the target's table. ids: [B, T] int32 -> [B, T, h]."""
         scale = math.sqrt(self.config.hidden_size) if self.config.gemma else 1.0
-        table = dataclasses.replace(model.embed_tokens, scale=scale) if self.embed_tokens is None else self.embed_tokens
-        return table(ids).astype(self.fc.weight.dtype)
+        embedded = model.embed(ids, scale) if self.embed_tokens is None else self.embed_tokens(ids)
+        return embedded.astype(self.fc.weight.dtype)
 
     def candidates(self, model: TargetModel, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of the last layer's outputs, and the token ids that they belong to (None: candidate i is token i).

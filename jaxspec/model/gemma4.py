@@ -31,6 +31,7 @@ from jaxspec.trees import nbytes, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import gated_by
+from pallas_kernels.packed import Packed
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qkv import Pages, qkv
 
@@ -172,11 +173,12 @@ class Gemma4:
 
     @property
     def dtype(self) -> Any:
-        return self.embed_tokens.weight.dtype
+        return self.norm.weight.dtype
 
-    def embed(self, ids: jax.Array) -> jax.Array:
-        """Scaled token embeddings. ids: [...] int32 -> [..., H]."""
-        return self.embed_tokens(ids)
+    def embed(self, ids: jax.Array, scale: float | None = None) -> jax.Array:
+        """Token embeddings by a scale, the model's own by default. ids: [...] int32 -> [..., H]."""
+        table = self.embed_tokens if scale is None else dataclasses.replace(self.embed_tokens, scale=scale)
+        return table(ids, self.dtype)
 
     @property
     def shard(self) -> Shard | None:
@@ -184,7 +186,7 @@ class Gemma4:
         return self.embed_tokens.shard
 
     @property
-    def head(self) -> tuple[jax.Array, float | None]:
+    def head(self) -> tuple[jax.Array | Packed, float | None]:
         """What `unembed` makes logits with: the head's weight [V, H], or the device's part of it, and the cap of the logits or None."""
         return self.embed_tokens.weight, self.config.final_logit_softcapping
 

@@ -17,6 +17,7 @@ import numpy as np
 from pallas_kernels.dialect import call, pl, plgpu, shared_memory
 from pallas_kernels.lm_head.reference import best, capped
 from pallas_kernels.noise import perturbed
+from pallas_kernels.packed import Packed
 
 LEAST_ROWS = 16  # of hidden states in a tensor core's product
 ROWS_OF_A_PASS = 256  # most rows of hidden states that a program can sum for; more take several passes over the table
@@ -35,10 +36,11 @@ class Tiles:
     rows: int = 128  # most rows of hidden states in one product
 
 
-def unsupported(dtype: Any, suppressed: tuple[int, ...]) -> str | None:
+def unsupported(table: jax.Array | Packed, suppressed: tuple[int, ...]) -> str | None:
     """Why the kernel cannot serve this, or None."""
-    if dtype.name not in TABLE_DTYPES:
-        return f"the table is {dtype.name}; the kernel takes {', '.join(TABLE_DTYPES)}"
+    dtype = table.kind if isinstance(table, Packed) else table.dtype.name
+    if dtype not in TABLE_DTYPES:
+        return f"the table is {dtype}; the kernel takes {', '.join(TABLE_DTYPES)}"
     if len(suppressed) > MOST_SUPPRESSED:
         return f"{len(suppressed)} ids are suppressed; the kernel takes at most {MOST_SUPPRESSED}"
     return None
