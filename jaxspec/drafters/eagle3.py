@@ -204,7 +204,7 @@ class Eagle3:
         x = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
         fresh, steps = None, []
         for k in range(1, num_draft_tokens + 1):
-            logits, ids = self.candidates(target.model, x)
+            logits, ids = self.candidates(target.model, x, target.draft_attention)
             token = choose(logits, target.length[:, None] + k, sampling, ids)
             steps.append((token, logits, ids))
             if k < num_draft_tokens:
@@ -242,12 +242,12 @@ class Eagle3:
         embedded = model.embed(ids, scale) if self.embed_tokens is None else self.embed_tokens(ids)
         return embedded.astype(self.fc.weight.dtype)
 
-    def candidates(self, model: TargetModel, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def candidates(self, model: TargetModel, x: jax.Array, implementation: str = XLA) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of the last layer's outputs, and the token ids that they belong to (None: candidate i is token i).
 
-        x: [B, T, h] -> [B, T, C] each, C the draft vocabulary.
+        x: [B, T, h] -> [B, T, C] each, C the draft vocabulary. implementation: see `blocks.head`.
         """
-        logits, ids = head(model, self.lm_head, self.d2t, self.norm(x))
+        logits, ids = head(model, self.lm_head, self.d2t, self.norm(x), implementation)
         return softcap(logits * jnp.float32(self.config.logit_scale), self.config.final_logit_softcapping), ids
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from jaxspec.collectives import TENSOR, Shard
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
-from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap, times
+from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, head_logits, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
@@ -190,11 +190,11 @@ class Gemma4:
         """What `unembed` makes logits with: the head's weight [V, H], or the device's part of it, and the cap of the logits or None."""
         return self.embed_tokens.weight, self.config.final_logit_softcapping
 
-    def unembed(self, hidden: jax.Array) -> jax.Array:
+    def unembed(self, hidden: jax.Array, implementation: str = "xla") -> jax.Array:
         """Soft-capped logits in float32 of hidden states after the final norm, of the device's part of the vocabulary.
-        [..., H] -> [..., V]."""
+        [..., H] -> [..., V]. implementation: of a packed head's product, for a step of decoding; only XLA's has a gradient."""
         weight, cap = self.head
-        return softcap(Linear(weight)(hidden, dtype=jnp.float32), cap)
+        return softcap(head_logits(hidden, weight, implementation), cap)
 
     def weights_read(self, rows: int) -> float:
         """Bytes of the weights, or of their shapes, that a pass over so many rows reads. The tied embedding counts as the head;

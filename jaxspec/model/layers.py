@@ -143,6 +143,17 @@ class GatedMLP:
         return hidden.reshape(*x.shape[:-1], -1)
 
 
+def head_logits(hidden: jax.Array, weight: Weight, implementation: str) -> jax.Array:
+    """The products of a head's weight [V, H] with hidden states, in float32. hidden: [..., H] -> [..., V].
+
+    implementation: of a packed weight's product, where there are few enough rows for it; else it is XLA's."""
+    if not isinstance(weight, Packed):
+        return Linear(weight)(hidden, dtype=jnp.float32)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    (logits,) = partials(rows, weight, splits=1, implementation=for_rows(implementation, rows, weight))
+    return logits.reshape(*hidden.shape[:-1], -1)
+
+
 def for_rows(implementation: str, rows: jax.Array, weight: Weight) -> str:
     """The implementation asked for if it serves that many rows of products with this weight, else XLA. rows: [N, H]."""
     return implementation if rows.shape[0] <= most_rows(weight) else "xla"

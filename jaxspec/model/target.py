@@ -154,8 +154,10 @@ class TargetModel(Protocol):
         are multiplied by instead, for a drafter without a table of its own."""
         ...
 
-    def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Logits of hidden states after `norm`, capped, float32, of the device's part of the vocabulary. [..., H] -> [..., V]."""
+    def unembed(self, hidden: jax.Array, implementation: str = "xla") -> jax.Array:
+        """Logits of hidden states after `norm`, capped, float32, of the device's part of the vocabulary. [..., H] -> [..., V].
+
+        implementation: of a packed head's product, for a step of decoding; only XLA's has a gradient."""
         ...
 
     def init_cache(

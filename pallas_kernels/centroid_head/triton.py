@@ -29,7 +29,7 @@ def unsupported(table: jax.Array, centroids: int, suppressed: tuple[int, ...]) -
         return f"there are {centroids} centroids; the kernel holds at most {WIDEST}"
     if padded_size(table.shape[1]) > 1024:
         return f"the table is {table.shape[1]} wide; the kernel holds at most 1024"
-    return lm_head.triton.unsupported(table, suppressed)
+    return lm_head.triton.unsupported(table.dtype, suppressed)
 
 
 def tile_logits(

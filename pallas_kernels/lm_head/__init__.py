@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dialect
-from pallas_kernels.lm_head import reference, triton
-from pallas_kernels.packed import Packed
+from pallas_kernels.linear import packed_mosaic
+from pallas_kernels.lm_head import packed_triton, reference, triton
+from pallas_kernels.packed import Packed, tile
 
 MOST_ROWS = 64  # with more, an H200 spends its time on the product itself, and XLA's is faster
 
 
 def most_rows(table: jax.Array | Packed) -> int:
     """The most rows that a kernel multiplies with this table."""
-    return 0 if isinstance(table, Packed) else MOST_ROWS
+    if isinstance(table, Packed):
+        return 0 if tile.unsupported(table, jnp.dtype(jnp.bfloat16)) else packed_triton.MOST_ROWS
+    return MOST_ROWS
 
 
 def lm_head(
@@ -29,7 +33,7 @@ def lm_head(
 ) -> tuple[jax.Array, jax.Array]:
     """The token that each row chooses: argmax(logits / T + noise), or argmax(logits) where the temperature T is 0.
 
-    hidden: [N, H]. table: [V, H], of the same dtype or packed, which XLA alone serves. Logits are products of table rows with hidden,
+    hidden: [N, H]. table: [V, H], of the same dtype or packed. Logits are products of table rows with hidden,
     summed in float32; with a softcap, softcap * tanh(logits / softcap). keys: [N, 2] uint32 from `noise.row_keys`; temperature: [N]
     float32. suppressed: token ids that are never chosen. first_id: [] int32, the token id of the table's first row, for a shard of a
     vocabulary (by default 0).
@@ -49,9 +53,17 @@ def lm_head(
         )
     if implementation == "auto" and hidden.shape[0] > most_rows(table):
         implementation = "xla"
-    chosen = dialect.select(implementation, triton.unsupported(table, suppressed))
+    settings = keys, temperature, softcap, suppressed, first_id
+    if not isinstance(table, Packed):
+        chosen = dialect.select(implementation, triton.unsupported(table.dtype, suppressed))
+    elif implementation == "auto" and not packed_mosaic.unsupported(hidden, table):
+        # Where its kernel of products runs, that saves more than it takes to write and read the logits.
+        return reference.choose(packed_mosaic.partials(hidden, table, 1)[0], *settings)
+    else:
+        chosen = dialect.select(implementation, packed_triton.unsupported(hidden, table, suppressed))
     if chosen == "xla":
-        return reference.lm_head(hidden, table, keys, temperature, softcap, suppressed, first_id)
-    assert not isinstance(table, Packed)
+        return reference.lm_head(hidden, table, *settings)
     interpret = chosen == "triton-interpret"
-    return triton.lm_head(hidden, table, keys, temperature, softcap, suppressed, first_id, interpret=interpret)
+    if isinstance(table, Packed):
+        return packed_triton.lm_head(hidden, table, *settings, interpret=interpret)
+    return triton.lm_head(hidden, table, *settings, interpret=interpret)

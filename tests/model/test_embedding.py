@@ -6,7 +6,8 @@ import numpy as np
 import packed_matrices
 import pytest
 
-from jaxspec.model.layers import Embedding, Linear
+from jaxspec.model.layers import Embedding, head_logits
+from pallas_kernels.linear import reference
 from pallas_kernels.packed import unpack, unpack_rows
 
 IDS = jnp.asarray([[0, 7, 8, 15], [16, 63, 64, 99]], jnp.int32)
@@ -25,11 +26,15 @@ def test_rows_are_those_of_the_dequantised_table(form, width):
     assert Embedding(table)(ids).dtype == table.scale.dtype
 
 
-def test_a_head_is_the_same_table():
-    table = packed_matrices.packed("int8", (128, 64))
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 64)), jnp.float32)
+@pytest.mark.parametrize("shape", [(128, 64), (200, 96)])
+@pytest.mark.parametrize("bytes_at_a_time", [1 << 25, 1 << 14])
+def test_a_head_is_the_same_table(monkeypatch, shape, bytes_at_a_time):
+    """Unpacked at once or in pieces, of whole blocks or not."""
+    monkeypatch.setattr(reference, "UNPACKED_BYTES", bytes_at_a_time)
+    table = packed_matrices.packed("int8", shape)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, shape[1])), jnp.float32)
     wanted = np.asarray(x, np.float64) @ np.asarray(unpack(table, jnp.float32), np.float64).T
-    np.testing.assert_allclose(Linear(table)(x, dtype=jnp.float32), wanted, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(head_logits(x, table, "auto"), wanted, rtol=0, atol=1e-5)
 
 
 def test_no_row_is_unpacked_that_is_not_looked_up():
