@@ -6,7 +6,7 @@ with all experts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -69,7 +69,7 @@ def experts(
     packed = [isinstance(w, Packed) for w in (gate_up_proj, down_proj)]
     if any(packed) and not all(packed):
         raise ValueError("one of gate_up_proj and down_proj is packed; expected both or neither")
-    kernels = packed_triton if all(packed) else triton
+    kernels: Any = packed_triton if all(packed) else triton
     chosen = dialect.select(implementation, kernels.unsupported(x, gate_up_proj, down_proj))
     if chosen == "xla":
         return reference.experts(x, gate_up_proj, down_proj, weights, ids)

@@ -110,7 +110,8 @@ def products(
         added = []
         for m, index in enumerate(indices):
             words = _load_words(words_ref, index, out, at, mask, form)
-            w = weights(words, *(scales[m] if form.groups is None else numbers(index, at, mask)), form)
+            scale, zero = scales[m] if form.groups is None else numbers(index, at, mask)
+            w = weights(words, scale, zero, form)
             for total, x in zip(sums[m], pieces, strict=True):
                 precision = "highest" if x.dtype == jnp.float32 else None
                 added.append(total + plgpu.dot(w.astype(x.dtype), x, trans_b=True, precision=precision))
