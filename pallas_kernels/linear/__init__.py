@@ -28,8 +28,9 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     """x w^T, summed in float32 and rounded once. x: [N, H], w: [O, H] -> [N, O] in x's dtype.
 
     splits: into how many parts the kernel may cut the sums; None for as many as fill the GPU. More than one take a second kernel, which
-    adds them up. implementation: "auto" is XLA above `triton.MOST_ROWS` rows, and if the matrix has few columns for so many rows
-    (`triton.pays`); otherwise see `dialect.select`. Raises ValueError for an unknown or unsupported one, or if splits is not positive.
+    adds them up. w: packed or not, as in all functions here; what a packed one means is its weights as `unpack` gives them.
+    implementation: "auto" is XLA above `most_rows`, and if a matrix that is not packed has few columns for so many rows (`triton.pays`);
+    otherwise see `dialect.select`. Raises ValueError for an unknown or unsupported one, or if splits is not positive.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
