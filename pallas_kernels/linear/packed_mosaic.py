@@ -57,9 +57,10 @@ def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
     """Why the kernel cannot serve these arrays, or None."""
     if reason := dialect.mosaic_obstacle():
         return reason
-    dtypes = [a.dtype.name for a in (x, w.scale, *others)]
-    if set(dtypes) != {"bfloat16"}:
-        return f"x and the scales are {', '.join(dtypes)}; the kernel needs bfloat16"
+    if others:
+        return "the product is gated by other numbers; the kernel does not read any"
+    if {x.dtype, w.scale.dtype} != {jnp.dtype(jnp.bfloat16)}:
+        return f"x is {x.dtype.name} and the scales are {w.scale.dtype.name}; the kernel needs bfloat16"
     if any(w.cut):
         return f"the matrix is {list(w.shape)}; the kernel needs multiples of {BLOCK}"
     if w.zero is not None:
@@ -115,12 +116,6 @@ def gated(x, gate_up):
         gate, up = jnp.split(linear(x, gate_up.flat()), 2, axis=-1)
         return activation(gate, up)
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype)[0]
-
-
-def gated_by(x, w, u, index):
-    """See `pallas_kernels.linear.gated_by`."""
-    gate = jnp.sum(partials(x, w), axis=0).astype(x.dtype)
-    return activation(gate, jax.lax.dynamic_index_in_dim(u, index, axis=1, keepdims=False))
 
 
 def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
