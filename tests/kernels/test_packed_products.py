@@ -131,11 +131,12 @@ def test_candidates_compute_the_same(monkeypatch, capsys):
     monkeypatch.setattr(bench.bench, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(bench, "MOST_TURNS", 1)
     monkeypatch.setattr(bench.bench, "copy_bandwidth", lambda: 4000.0)
-    monkeypatch.setattr(bench, "packed_candidates", lambda *args: candidates(*args)[:2])
+    monkeypatch.setattr(bench, "packed_candidates", lambda *args: candidates(*args)[:3])
     monkeypatch.setattr(bench, "PACKED_KERNELS", {"partials": functools.partial(packed_triton.partials, interpret=True)})
     monkeypatch.setattr("sys.argv", ["bench", "--sweep", "--rows", "3", "--kind", "fp8"])
     bench.main()
-    assert sum("splits" in line and "of copy" in line for line in capsys.readouterr().out.splitlines()) == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if "of copy" in line]
+    assert ["what serves" in line for line in lines] == [True, False, False] and all("splits" in line for line in lines[1:])
 
 
 def test_refusals():
