@@ -220,11 +220,9 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
 
 def _mesh(args: argparse.Namespace) -> Any:
     """The mesh that was asked for, or None."""
-    if args.mesh is None:
-        return None
     from jaxspec.sharding.meshes import mesh_of
 
-    return mesh_of(args.mesh)
+    return None if args.mesh is None else mesh_of(args.mesh)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -293,14 +291,14 @@ def _batch(args: argparse.Namespace) -> int:
 
     from jaxspec.batch.job import BatchJob
     from jaxspec.batch.results import ChangedInput
+    from jaxspec.sharding.placement import placement_of
 
     seed, args.seed = args.seed or 0, None  # of the run, of which each line has its own
     with contextlib.ExitStack() as stack:
         with _door():
             together = _join(args.process, args.coordinator)
-            mesh = _mesh(args)  # refused before any file is touched
-            if together and (mesh is None or mesh.size < jax.device_count()):
-                found = jax.device_count()
+            placement = placement_of(_mesh(args))  # refused before any file is touched
+            if together and placement.size < (found := jax.device_count()):
                 raise ValueError(f"the processes have {found} devices; expected --mesh over all of them, or --shard without --process")
             job = stack.enter_context(BatchJob(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
             llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
