@@ -334,12 +334,12 @@ def _batch(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace) -> None:
     with _door():
-        from jaxspec import checkpoint
+        from jaxspec import checkpoint, drafters
         from jaxspec.info import describe, describe_mesh, describe_plan
 
         folder = checkpoint.resolve(args.target, weights=False)
-        if args.drafter == "ngram":
-            raise ValueError("the drafter 'ngram' is not a checkpoint: it has no weights and fits every target")
+        if args.drafter in drafters.without_checkpoints():
+            raise ValueError(f"the drafter {args.drafter!r} is not a checkpoint: it has no weights and fits every target")
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
         lines = list(describe(folder, drafter, quantize=args.quantize))
         if args.mesh is not None:
