@@ -69,7 +69,7 @@ def load(
     calls after `LLM.warmup` also guess fewer where that is faster.
 
     dtype: of weights and cache, "float32" or "bfloat16". "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for float16,
-    which Gemma overflows.
+    whose range activations exceed.
 
     quantize: "int8" or "fp8" (e4m3; a scale for each output) or "int4" (a scale for 32 inputs) quantises the target's float weights as
     they are read: the matrices of its layers, not embeddings, head, norms and routers. Activations stay float, and products are those of

@@ -21,7 +21,7 @@ from jaxspec.checkpoint import hub, safetensors
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
-from jaxspec.model import gemma4
+from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
 from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.sharding.specs import WHOLE
@@ -168,7 +168,7 @@ def finetune(
 def save_target(out: Path, model: TargetModel, config: Mapping[str, Any]) -> None:
     """Writes a target's text model. Weights get the config's dtype."""
     dtype = safetensors.FLOATS["BF16"] if model.config.dtype == "bfloat16" else np.float32
-    checkpoint.save_weights(out, model, config, prefix=gemma4.CHECKPOINT_PREFIXES["text_config" not in config], dtype=dtype)
+    checkpoint.save_weights(out, model, config, prefix=family_of(model.config).prefixes["text_config" not in config], dtype=dtype)
 
 
 def _target(folder: Path, dtype: Any) -> TargetModel:
