@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
 from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
-from jaxspec.model.gemma4 import PARTITIONS
 from jaxspec.model.layers import Linear
+from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
 
 # Where their weights lie on a mesh, beside those of layers: see `model.split`.

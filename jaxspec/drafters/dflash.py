@@ -223,13 +223,7 @@ class DFlash:
             yield Guess(logits, None if tokens is None else tokens[0, 0])
 
     def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> DFlash:
-        def plain(layer: DFlashLayer) -> DFlashLayer:
-            # Scores are scaled by 1 / sqrt(D), which a query norm elsewhere begins with.
-            q_norm = dataclasses.replace(layer.self_attn.q_norm, weight=jnp.ones_like(layer.self_attn.q_norm.weight))
-            return dataclasses.replace(layer, self_attn=dataclasses.replace(layer.self_attn, q_norm=q_norm))
-
-        drafter = dataclasses.replace(self, layers=tuple(map(plain, self.layers)))
-        return blocks.with_the_targets_head(drafter, table, norm, tokens)
+        return blocks.with_the_targets_head(self, table, norm, tokens)
 
 
 @jax.jit(static_argnames=("causal", "attention"))

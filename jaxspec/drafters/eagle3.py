@@ -32,6 +32,7 @@ from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import LayerSpec, refuse_quantised
+from jaxspec.model.gemma4_fresh import with_query_norms
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, take_row
@@ -284,7 +285,7 @@ class Eagle3:
             x, fresh = jax.vmap(row, in_axes=1, out_axes=1)(at, x, fresh)
 
     def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> Eagle3:
-        return blocks.with_the_targets_head(self, table, norm, tokens)
+        return blocks.with_the_targets_head(with_query_norms(self), table, norm, tokens)
 
 
 def _stored(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
