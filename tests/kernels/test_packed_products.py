@@ -37,13 +37,14 @@ def difference(found, expected):
 
 
 @pytest.mark.parametrize("gpu", [A100, H200])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_are_those_of_unpack_to_the_last_bit(form, gpu):
+def test_weights_are_those_of_unpack_to_the_last_bit(form, dtype, gpu):
     """Rows of the identity pick them one by one, on each kind of matrix unit; two blocks each way, the last ones not full."""
     w = packed(form, (100, 120))
     with device.described_as(gpu):
-        (got,) = run(packed_triton.partials, jnp.eye(120, dtype=jnp.bfloat16), w, splits=1, interpret=True)
-    np.testing.assert_array_equal(got.T, unpack(w, jnp.float32))
+        (got,) = run(packed_triton.partials, jnp.eye(120, dtype=dtype), w, splits=1, interpret=True)
+    np.testing.assert_array_equal(got.T, unpack(w, dtype).astype(jnp.float32))
 
 
 @pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
