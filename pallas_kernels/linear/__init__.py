@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.linear import packed_mosaic, packed_triton, reference, triton
@@ -17,11 +19,15 @@ from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
 from pallas_kernels.packed import Packed
 
+# How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
+# reads them again, which takes as long as two or three passes.
+MOST_PASSES = 3
+
 
 def most_rows(w: jax.Array | Packed) -> int:
     """The most rows that a kernel multiplies with this matrix."""
     if isinstance(w, Packed):
-        return 0 if any(w.cut) else packed_triton.MOST_ROWS
+        return 0 if any(w.cut) else MOST_PASSES * packed_triton.MOST_ROWS
     return MOST_ROWS
 
 
@@ -37,7 +43,7 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.linear(x, w)
-    return _kernel("linear", chosen, w)(x, w, splits)
+    return _by_rows(_kernel("linear", chosen, w), 0, w, splits)(x)
 
 
 def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, implementation: str = "auto") -> jax.Array:
@@ -48,7 +54,7 @@ def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, 
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.partials(x, w)
-    return _kernel("partials", chosen, w)(x, w, splits)
+    return _by_rows(_kernel("partials", chosen, w), 1, w, splits)(x)
 
 
 def gated(x: jax.Array, gate_up: jax.Array | Packed, *, implementation: str = "auto") -> jax.Array:
@@ -60,7 +66,7 @@ def gated(x: jax.Array, gate_up: jax.Array | Packed, *, implementation: str = "a
     chosen = _select(implementation, 1, x, gate_up)
     if chosen == "xla":
         return reference.gated(x, gate_up)
-    return _kernel("gated", chosen, gate_up)(x, gate_up)
+    return _by_rows(_kernel("gated", chosen, gate_up), 0, gate_up)(x)
 
 
 def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array, *, implementation: str = "auto") -> jax.Array:
@@ -71,7 +77,7 @@ def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array
     chosen = _select(implementation, 1, x, w, u)
     if chosen == "xla":
         return reference.gated_by(x, w, u, index)
-    return _kernel("gated_by", chosen, w)(x, w, u, index)
+    return _by_rows(lambda x, w, u: _kernel("gated_by", chosen, w)(x, w, u, index), 0, w)(x, u)
 
 
 def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
@@ -80,13 +86,17 @@ def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array 
     if not isinstance(w, Packed):
         chosen = dialect.select(implementation, triton.unsupported(x, w, *others))
         return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
+    arrays: Any = (x, *others)
+    if packed_triton.MOST_ROWS < x.shape[0] <= most_rows(w):  # served in passes
+        arrays = [jax.ShapeDtypeStruct((packed_triton.MOST_ROWS, *a.shape[1:]), a.dtype) for a in arrays]
+    x, *more = arrays
     if implementation in ("auto", "mosaic"):
-        unsupported = packed_mosaic.unsupported(x, w, *others)
+        unsupported = packed_mosaic.unsupported(x, w, *more)
         if not unsupported:
             return "mosaic"
         if implementation == "mosaic":
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
-    return dialect.select(implementation, packed_triton.unsupported(x, w, *others), further=("mosaic",))
+    return dialect.select(implementation, packed_triton.unsupported(x, w, *more), further=("mosaic",))
 
 
 def _kernel(name: str, chosen: str, w: jax.Array | Packed) -> Callable[..., jax.Array]:
@@ -94,6 +104,24 @@ def _kernel(name: str, chosen: str, w: jax.Array | Packed) -> Callable[..., jax.
     if chosen == "mosaic":
         return getattr(packed_mosaic, name)
     return functools.partial(getattr(packed_triton if isinstance(w, Packed) else triton, name), interpret=chosen == "triton-interpret")
+
+
+def _by_rows(kernel: Callable[..., jax.Array], axis: int, w: jax.Array | Packed, *settings: Any) -> Callable[..., jax.Array]:
+    """kernel(x, w, *settings) for any rows of x: for a packed matrix in equal parts that it serves. axis: of the rows in the result. The
+    returned function takes x and other arrays by row."""
+
+    def run(x: jax.Array, *others: jax.Array) -> jax.Array:
+        rows = x.shape[0]
+        count = -(-rows // packed_triton.MOST_ROWS) if isinstance(w, Packed) else 1
+        if count == 1:
+            return kernel(x, w, *others, *settings)
+        size = -(-rows // count)
+        padded = [jnp.pad(a, ((0, count * size - rows), *[(0, 0)] * (a.ndim - 1))) for a in (x, *others)]
+        parts = ([a[i * size : (i + 1) * size] for a in padded] for i in range(count))
+        whole = jnp.concatenate([kernel(part, w, *more, *settings) for part, *more in parts], axis=axis)
+        return jax.lax.slice_in_dim(whole, 0, rows, axis=axis)
+
+    return run
 
 
 __all__ = ["MOST_ROWS", "gated", "gated_by", "linear", "most_rows", "partials", "product"]

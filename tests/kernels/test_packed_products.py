@@ -92,10 +92,10 @@ def test_nan_stays_in_its_row():
 def test_auto_takes_packed_matrices_to_the_kernel(monkeypatch):
     """For all rows that the kernel takes, also where an unpacked matrix would go to XLA."""
     monkeypatch.setattr("pallas_kernels.dialect.obstacle", lambda: None)
-    for rows, kernel in ((1, True), (256, True), (257, False)):
+    for rows, kernel in ((1, True), (256, True), (768, True), (769, False)):
         x, w = SHAPES["26B gate_up"].arguments(rows, jnp.bfloat16, "int4")
         assert ("pallas_call" in str(jax.make_jaxpr(linear.gated)(x, w))) == kernel
-    assert linear.most_rows(w) == 256
+    assert linear.most_rows(w) == 768
 
 
 @pytest.mark.parametrize("packing", ["int4", "int4 zeros", "fp8"])
@@ -231,7 +231,8 @@ def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
     [
         ({}, "mosaic"),
         ({"rows": 256}, "mosaic"),
-        ({"rows": 257}, "xla"),
+        ({"rows": 768}, "mosaic"),
+        ({"rows": 769}, "xla"),
         ({"gpu": A100}, "triton"),
         ({"form": "int4 zeros"}, "triton"),
         ({"form": "int8 of 16"}, "mosaic"),
@@ -243,28 +244,35 @@ def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
 )
 def test_auto_takes_the_hopper_kernel_where_it_serves(settings, chosen, monkeypatch):
     settings = {"name": "31B down", "form": "int4", "rows": 5, "gpu": H200, "dtype": "bfloat16", "implementation": "auto", **settings}
+    called = []
     for module, name in ((packed_mosaic, "mosaic"), (packed_triton, "triton"), (linear.reference, "xla")):
-        monkeypatch.setattr(module, "partials", lambda *args, name=name, **settings: name)
-    kind, group, zeros = FORMS[settings["form"]]
+
+        def partials(x, w, *args, name=name, **settings):
+            called.append(name)
+            return jnp.zeros((1, x.shape[0], w.shape[0]))
+
+        monkeypatch.setattr(module, "partials", partials)
+    kind, group, zeros, scale_dtype = FORMS[settings["form"]]
     shape = SHAPES[settings["name"]]
-    w = abstract((shape.columns, shape.width), kind, group=group, zeros=zeros, scale_dtype=jnp.bfloat16)
+    w = abstract((shape.columns, shape.width), kind, group=group, zeros=zeros, scale_dtype=scale_dtype or jnp.bfloat16)
     x = jax.ShapeDtypeStruct((settings["rows"], shape.width), settings["dtype"])
     with device.described_as(settings["gpu"]):
-        assert linear.partials(x, w, implementation=settings["implementation"]) == chosen
+        out = jax.eval_shape(lambda x: linear.partials(x, w, implementation=settings["implementation"]), x)
+    assert out.shape == (1, *x.shape[:1], shape.columns) and set(called) == {chosen}
 
 
 @pytest.mark.parametrize(
     ("gpu", "form", "rows", "message"),
     [
         (A100, "int4", 5, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
-        (H200, "int4", 300, "x has 300 rows; the kernel takes at most 256"),
+        (H200, "int4", 800, "x has 800 rows; the kernel takes at most 256"),
         (H200, "int4 zeros", 5, "the matrix has zero points; the kernel has none"),
         (H200, "int4 of 8", 5, "8 inputs share a scale; the kernel needs 16 or more"),
     ],
 )
 def test_what_the_hopper_kernel_cannot_serve_is_refused(gpu, form, rows, message):
-    kind, group, zeros = FORMS[form]
-    w = abstract((2048, 2048), kind, group=group, zeros=zeros, scale_dtype=jnp.bfloat16)
+    kind, group, zeros, scale_dtype = FORMS[form]
+    w = abstract((2048, 2048), kind, group=group, zeros=zeros, scale_dtype=scale_dtype or jnp.bfloat16)
     x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
     with device.described_as(gpu), pytest.raises(ValueError, match=f"^implementation 'mosaic' cannot serve this: {message}$"):
         linear.partials(x, w, implementation="mosaic")
@@ -281,3 +289,14 @@ def test_the_tiles_of_the_hopper_kernel_fit_every_matrix():
                 assert blocks % tiles.step == 0 and tiles.step % tiles.deep == 0, (shape, rows, tiles)
                 assert matrices * padded // 2 <= 160 and tiles.stages >= min(2, blocks // tiles.step), (shape, rows, tiles)
                 assert 1 <= tiles.splits <= packed_mosaic.MOST_SPLITS
+
+
+@pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
+def test_more_rows_than_a_kernel_takes_are_multiplied_in_passes(kind):
+    w = packed("int8", (*(2,) * (kind == "gated"), 64, 128))
+    others = (normal(515, 3, 64), jnp.int32(1)) if kind == "gated_by" else ()
+    arguments = normal(515, 128), w, *others
+    found, plain = (run(getattr(linear, kind), *arguments, implementation=name) for name in ("triton-interpret", "xla"))
+    if kind == "partials":
+        found, plain = found.sum(0), plain.sum(0)
+    assert difference(found, plain) < 1e-2
