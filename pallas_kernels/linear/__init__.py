@@ -6,7 +6,8 @@ the product adds them up. The activation of a gated layer is part of its product
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import jax
 
@@ -28,15 +29,15 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     """x w^T, summed in float32 and rounded once. x: [N, H], w: [O, H] -> [N, O] in x's dtype.
 
     splits: into how many parts the kernel may cut the sums; None for as many as fill the GPU. More than one take a second kernel, which
-    adds them up. implementation: "auto" is XLA above `triton.MOST_ROWS` rows, and if the matrix has few columns for so many rows
-    (`triton.pays`); otherwise see `dialect.select`. Raises ValueError for an unknown or unsupported one, or if splits is not positive.
+    adds them up. w: packed or not, as in all functions here; what a packed one means is its weights as `unpack` gives them.
+    implementation: "auto" is XLA above `most_rows`, and if a matrix that is not packed has few columns for so many rows (`triton.pays`);
+    otherwise see `dialect.select`; or "mosaic", a kernel for Hopper and packed matrices, which "auto" takes where it serves. Raises
+    ValueError for an unknown or unsupported one, or if splits is not positive.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.linear(x, w)
-    if chosen == "mosaic":
-        return packed_mosaic.linear(x, w, splits)
-    return _kernels(w).linear(x, w, splits, interpret=chosen == "triton-interpret")
+    return _kernel("linear", chosen, w)(x, w, splits)
 
 
 def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, implementation: str = "auto") -> jax.Array:
@@ -47,9 +48,7 @@ def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, 
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.partials(x, w)
-    if chosen == "mosaic":
-        return packed_mosaic.partials(x, w, splits)
-    return _kernels(w).partials(x, w, splits, interpret=chosen == "triton-interpret")
+    return _kernel("partials", chosen, w)(x, w, splits)
 
 
 def gated(x: jax.Array, gate_up: jax.Array | Packed, *, implementation: str = "auto") -> jax.Array:
@@ -61,9 +60,7 @@ def gated(x: jax.Array, gate_up: jax.Array | Packed, *, implementation: str = "a
     chosen = _select(implementation, 1, x, gate_up)
     if chosen == "xla":
         return reference.gated(x, gate_up)
-    if chosen == "mosaic":
-        return packed_mosaic.gated(x, gate_up)
-    return _kernels(gate_up).gated(x, gate_up, interpret=chosen == "triton-interpret")
+    return _kernel("gated", chosen, gate_up)(x, gate_up)
 
 
 def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array, *, implementation: str = "auto") -> jax.Array:
@@ -74,25 +71,29 @@ def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array
     chosen = _select(implementation, 1, x, w, u)
     if chosen == "xla":
         return reference.gated_by(x, w, u, index)
-    if chosen == "mosaic":
-        return packed_mosaic.gated_by(x, w, u, index)
-    return _kernels(w).gated_by(x, w, u, index, interpret=chosen == "triton-interpret")
+    return _kernel("gated_by", chosen, w)(x, w, u, index)
 
 
 def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
     if splits is not None and splits < 1:
         raise ValueError(f"splits is {splits}; expected at least 1")
-    if isinstance(w, Packed) and implementation == "auto" and not packed_mosaic.unsupported(x, w, *others):
-        return "mosaic"
-    chosen = dialect.select(implementation, _kernels(w).unsupported(x, w, *others))
-    if isinstance(w, Packed):  # XLA writes the unpacked weights to memory, so it never pays
-        return chosen
-    return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
+    if not isinstance(w, Packed):
+        chosen = dialect.select(implementation, triton.unsupported(x, w, *others))
+        return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
+    if implementation in ("auto", "mosaic"):
+        unsupported = packed_mosaic.unsupported(x, w, *others)
+        if not unsupported:
+            return "mosaic"
+        if implementation == "mosaic":
+            raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
+    return dialect.select(implementation, packed_triton.unsupported(x, w, *others), further=("mosaic",))
 
 
-def _kernels(w: jax.Array | Packed) -> Any:
-    """The kernels in the Triton dialect for a matrix."""
-    return packed_triton if isinstance(w, Packed) else triton
+def _kernel(name: str, chosen: str, w: jax.Array | Packed) -> Callable[..., jax.Array]:
+    """The kernel of a function's name in the chosen implementation."""
+    if chosen == "mosaic":
+        return getattr(packed_mosaic, name)
+    return functools.partial(getattr(packed_triton if isinstance(w, Packed) else triton, name), interpret=chosen == "triton-interpret")
 
 
 __all__ = ["MOST_ROWS", "gated", "gated_by", "linear", "most_rows", "partials", "product"]

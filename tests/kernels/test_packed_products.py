@@ -11,7 +11,7 @@ from lowering import for_cuda
 from packed_matrices import FORMS, packed
 
 from pallas_kernels import device, linear, moe
-from pallas_kernels.linear import bench, packed_triton
+from pallas_kernels.linear import bench, packed_mosaic, packed_triton
 from pallas_kernels.linear.shapes import PACKINGS, SHAPES
 from pallas_kernels.moe import packed_triton as moe_triton
 from pallas_kernels.moe.shapes import SHAPES as MOE_SHAPES
@@ -132,11 +132,12 @@ def test_candidates_compute_the_same(monkeypatch, capsys):
     monkeypatch.setattr(bench.bench, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(bench, "MOST_TURNS", 1)
     monkeypatch.setattr(bench.bench, "copy_bandwidth", lambda: 4000.0)
-    monkeypatch.setattr(bench, "packed_candidates", lambda *args: candidates(*args)[:2])
+    monkeypatch.setattr(bench, "packed_candidates", lambda *args: candidates(*args)[:3])
     monkeypatch.setattr(bench, "PACKED_KERNELS", {"partials": functools.partial(packed_triton.partials, interpret=True)})
     monkeypatch.setattr("sys.argv", ["bench", "--sweep", "--rows", "3", "--kind", "fp8"])
     bench.main()
-    assert sum("splits" in line and "of copy" in line for line in capsys.readouterr().out.splitlines()) == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if "of copy" in line]
+    assert ["what serves" in line for line in lines] == [True, False, False] and all("splits" in line for line in lines[1:])
 
 
 def test_refusals():
@@ -214,3 +215,69 @@ def test_experts_are_packed_both_or_neither():
     gate_up, down = packed("int8", (2, 2, 64, 64)), packed("int8", (2, 64, 64))
     with pytest.raises(ValueError, match="one of gate_up_proj and down_proj is packed; expected both or neither"):
         moe.experts(normal(1, 64), gate_up, unpack(down), normal(1, 1), np.zeros((1, 1), np.int32))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "fp4"])
+@pytest.mark.parametrize(("name", "rows"), [("31B gate_up", 5), ("31B gate_up", 160), ("31B down", 20), ("26B down", 256)])
+def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
+    with device.described_as(H200):
+        shape = SHAPES[name]
+        text = for_cuda(jax.jit(lambda x, w: getattr(linear, shape.kind)(x, w)), *shape.arguments(rows, jnp.dtype("bfloat16"), kind))
+    assert text.count("@mosaic_gpu_v2") == 1 and "__gpu$xla.gpu.triton" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({}, "mosaic"),
+        ({"rows": 256}, "mosaic"),
+        ({"rows": 257}, "xla"),
+        ({"gpu": A100}, "triton"),
+        ({"form": "int4 zeros"}, "triton"),
+        ({"form": "int8 of 16"}, "mosaic"),
+        ({"form": "int4 of 8"}, "triton"),
+        ({"name": "E2B per-layer projection"}, "triton"),
+        ({"dtype": "float32"}, "triton"),
+        ({"implementation": "triton"}, "triton"),
+    ],
+)
+def test_auto_takes_the_hopper_kernel_where_it_serves(settings, chosen, monkeypatch):
+    settings = {"name": "31B down", "form": "int4", "rows": 5, "gpu": H200, "dtype": "bfloat16", "implementation": "auto", **settings}
+    for module, name in ((packed_mosaic, "mosaic"), (packed_triton, "triton"), (linear.reference, "xla")):
+        monkeypatch.setattr(module, "partials", lambda *args, name=name, **settings: name)
+    kind, group, zeros = FORMS[settings["form"]]
+    shape = SHAPES[settings["name"]]
+    w = abstract((shape.columns, shape.width), kind, group=group, zeros=zeros, scale_dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((settings["rows"], shape.width), settings["dtype"])
+    with device.described_as(settings["gpu"]):
+        assert linear.partials(x, w, implementation=settings["implementation"]) == chosen
+
+
+@pytest.mark.parametrize(
+    ("gpu", "form", "rows", "message"),
+    [
+        (A100, "int4", 5, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
+        (H200, "int4", 300, "x has 300 rows; the kernel takes at most 256"),
+        (H200, "int4 zeros", 5, "the matrix has zero points; the kernel has none"),
+        (H200, "int4 of 8", 5, "8 inputs share a scale; the kernel needs 16 or more"),
+    ],
+)
+def test_what_the_hopper_kernel_cannot_serve_is_refused(gpu, form, rows, message):
+    kind, group, zeros = FORMS[form]
+    w = abstract((2048, 2048), kind, group=group, zeros=zeros, scale_dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
+    with device.described_as(gpu), pytest.raises(ValueError, match=f"^implementation 'mosaic' cannot serve this: {message}$"):
+        linear.partials(x, w, implementation="mosaic")
+
+
+def test_the_tiles_of_the_hopper_kernel_fit_every_matrix():
+    """Steps that divide the inputs, no more sums than registers hold, and at least two steps in shared memory, or all."""
+    for shape in SHAPES.values():
+        for rows in (1, 5, 16, 40, 64, 130, 160, 256):
+            for bits in (4, 8):
+                matrices = 2 if shape.kind == "gated" and rows <= packed_mosaic.MOST_GATED else 1
+                tiles = packed_mosaic.choose_tiles(rows, shape.columns, shape.width, bits, matrices=matrices, splits=None)
+                blocks, padded = shape.width // 64, -(-rows // 8) * 8
+                assert blocks % tiles.step == 0 and tiles.step % tiles.deep == 0, (shape, rows, tiles)
+                assert matrices * padded // 2 <= 160 and tiles.stages >= min(2, blocks // tiles.step), (shape, rows, tiles)
+                assert 1 <= tiles.splits <= packed_mosaic.MOST_SPLITS
