@@ -134,7 +134,7 @@ class DFlash(PlainDrafter):
         dtype = self.fc.weight.dtype
         # Only committed rows are stored, so that a sliding ring needs no room for drafts.
         sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": 0, "page_size": self.page_size}
-        return DFlashState(paged.fixed(self.config.layers, **sizes, dtype=dtype))
+        return DFlashState(paged.fixed(paged.init(self.config.layers, **sizes, dtype=dtype)))
 
     def observe(self, state: DFlashState, rows: Observed) -> DFlashState:
         count = jnp.where(rows.slots < state.cache.slots, rows.committed, 0)

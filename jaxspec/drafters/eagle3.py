@@ -166,7 +166,7 @@ class Eagle3(PlainDrafter):
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> Eagle3State:
         dtype = self.fc.weight.dtype
         sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": 0, "page_size": self.page_size}
-        cache = paged.fixed(_stored(self.config.layers), **sizes, dtype=dtype)
+        cache = paged.fixed(paged.init(_stored(self.config.layers), **sizes, dtype=dtype))
         return Eagle3State(cache, jnp.zeros((slots, self.config.hidden_size), dtype))
 
     def observe(self, state: Eagle3State, rows: Observed) -> Eagle3State:
