@@ -79,9 +79,8 @@ class DraftModel:
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> DraftModelState:
         config, dtype = self.model.config, self.model.dtype
-        cache = paged.fixed(
-            config.layers, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens, page_size=self.page_size, dtype=dtype
-        )
+        sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": num_draft_tokens, "page_size": self.page_size}
+        cache = paged.fixed(paged.init(config.layers, **sizes, dtype=dtype))
         return DraftModelState(cache, jnp.zeros((slots, config.hidden_size), dtype))
 
     def observe(self, state: DraftModelState, rows: Observed) -> DraftModelState:

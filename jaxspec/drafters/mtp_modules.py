@@ -203,7 +203,8 @@ class MTPModules:
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> ModulesState:
         used = self.config.layers[: max(num_draft_tokens, 1)]  # a later module is never reached
         dtype = self.modules[0].eh_proj.weight.dtype
-        cache = paged.fixed(used, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens, page_size=self.page_size, dtype=dtype)
+        sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": num_draft_tokens, "page_size": self.page_size}
+        cache = paged.fixed(paged.init(used, **sizes, dtype=dtype))
         rows = len(used) + num_draft_tokens + 1
         hidden = jnp.zeros((slots, rows, self.config.hidden_size), dtype)
         return ModulesState(cache, PendingRows(jnp.zeros((slots,), jnp.int32), hidden, jnp.zeros((slots, rows), jnp.int32)))

@@ -85,8 +85,8 @@ def whole_cache(layers: tuple[LayerSpec, ...], keys: Any) -> PagedKV:
     """A cache of whole sequences, each of which is one page. keys: of each layer K and V, [B, T, KV, D]."""
     batch, length = keys[0][0].shape[:2]
     table = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    empty = paged.fixed(layers, slots=batch, max_len=length, num_draft_tokens=0, page_size=length, dtype=keys[0][0].dtype)
-    return dataclasses.replace(empty, layers=tuple(LayerKV(*pair) for pair in keys), tables={SLIDING: table, FULL: table})
+    empty = paged.init(layers, slots=batch, max_len=length, num_draft_tokens=0, page_size=length, dtype=keys[0][0].dtype)
+    return dataclasses.replace(paged.fixed(empty), layers=tuple(LayerKV(*pair) for pair in keys), tables={SLIDING: table, FULL: table})
 
 
 def pick(x: jax.Array, index: jax.Array) -> jax.Array:
