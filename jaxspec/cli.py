@@ -227,11 +227,9 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
 
 def _mesh(args: argparse.Namespace) -> Any:
     """The mesh that was asked for, or None."""
-    if args.mesh is None:
-        return None
     from jaxspec.sharding.meshes import mesh_of
 
-    return mesh_of(args.mesh)
+    return None if args.mesh is None else mesh_of(args.mesh)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -300,14 +298,14 @@ def _batch(args: argparse.Namespace) -> int:
 
     from jaxspec.batch.job import BatchJob
     from jaxspec.batch.results import ChangedInput
+    from jaxspec.sharding.placement import placement_of
 
     seed, args.seed = args.seed or 0, None  # of the run, of which each line has its own
     with contextlib.ExitStack() as stack:
         with _door():
             together = _join(args.process, args.coordinator)
-            mesh = _mesh(args)  # refused before any file is touched
-            if together and (mesh is None or mesh.size < jax.device_count()):
-                found = jax.device_count()
+            placement = placement_of(_mesh(args))  # refused before any file is touched
+            if together and placement.size < (found := jax.device_count()):
                 raise ValueError(f"the processes have {found} devices; expected --mesh over all of them, or --shard without --process")
             job = stack.enter_context(BatchJob(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
             llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
@@ -343,12 +341,12 @@ def _batch(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace) -> None:
     with _door():
-        from jaxspec import checkpoint
+        from jaxspec import checkpoint, drafters
         from jaxspec.info import describe, describe_mesh, describe_plan
 
         folder = checkpoint.resolve(args.target, weights=False)
-        if args.drafter == "ngram":
-            raise ValueError("the drafter 'ngram' is not a checkpoint: it has no weights and fits every target")
+        if args.drafter in drafters.without_checkpoints():
+            raise ValueError(f"the drafter {args.drafter!r} is not a checkpoint: it has no weights and fits every target")
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
         quantised = {"quantize": args.quantize, "quantize_embedding": args.quantize_embedding}
         lines = list(describe(folder, drafter, **quantised))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, drafters, sharding
+from jaxspec import checkpoint, drafters
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine.memory import Sizes, check_limits, fit, most_slots, size, sizes_of
 from jaxspec.engine.settings import PAGE
@@ -19,7 +19,7 @@ from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import DTYPES, abstract_target, max_len_of, quantisation_of, read_target
-from jaxspec.trees import leaves_by_path, nbytes, packed_kinds, weight_count
+from jaxspec.trees import bytes_per_device, leaves_by_path, nbytes, packed_kinds, weight_count
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -127,18 +127,18 @@ def describe_mesh(
     quantised as in `jaxspec.load`.
 
     Weights that differ only in their layer share a line: how many they are, their PartitionSpec, and what a device holds of them. Raises
-    as `sharding.mesh_of` does.
+    as `meshes.mesh_of` does.
     """
-    mesh: Any = sharding.abstract_mesh_of(text)
+    placement = abstract_placement_of(text)
     config, _ = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
     trees: dict[str, Any] = {"target": abstract_target(config, dtype, quantisation_of(folder, config, dtype, quantize, quantize_embedding))}
     if drafter is not None:
         trees["drafter"] = drafters.abstract_drafter(drafter, config, dtype)
-    axes = ", ".join(f"{axis}={count}" for axis, count in mesh.shape.items())
-    yield f"mesh        {axes}: {mesh.size} devices"
+    axes = ", ".join(f"{axis}={count}" for axis, count in placement.axes.items())
+    yield f"mesh        {axes}: {placement.size} devices"
     for name, tree in trees.items():
-        placed = sharding.spread(sharding.shard_tree(tree, mesh), mesh)
+        placed = placement.spread(placement.place(tree))
         groups: dict[tuple[str, Any], list[Any]] = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(placed):
             group = re.sub(r"\.\d+\.", ".*.", jax.tree_util.keystr(path, simple=True, separator="."))
@@ -146,11 +146,11 @@ def describe_mesh(
         whole = [group for group in groups if all(axis is None for axis in group[1])]
         replicated, repeated = (nbytes([groups[group] for group in whole]), nbytes(placed) - nbytes(tree))
         more = f"; {size(repeated)} more than on one device, for repeated KV heads" if repeated else ""
-        yield f"{name:<11} {size(sharding.bytes_per_device(placed))} a device, {size(replicated)} of it replicated{more}"
+        yield f"{name:<11} {size(bytes_per_device(placed))} a device, {size(replicated)} of it replicated{more}"
         for group in [*(group for group in groups if group not in whole), *whole]:
             leaves = groups[group]
             spec = "replicated" if group in whole else f"P({', '.join(map(repr, group[1]))})"
-            yield f"            {size(sharding.bytes_per_device(leaves)):>12}  {len(leaves):>3} x {group[0]}  {spec}"
+            yield f"            {size(bytes_per_device(leaves)):>12}  {len(leaves):>3} x {group[0]}  {spec}"
 
 
 def bytes_of(text: str) -> int:

@@ -13,7 +13,6 @@ from jaxspec import checkpoint, drafters, sharding
 from jaxspec.checks import integer
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
-from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import check_limits, fit, memory_limit, sizes_of
@@ -71,7 +70,7 @@ def load(
     calls after `LLM.warmup` also guess fewer where that is faster.
 
     dtype: of weights and cache, "float32" or "bfloat16". "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for float16,
-    which Gemma overflows.
+    whose range activations exceed.
 
     quantize: "int8" or "fp8" (e4m3; a scale for each output) or "int4" (a scale for 32 inputs) quantises the target's float weights as
     they are read: the matrices of its layers, not embeddings, head, norms and routers. Activations stay float, and products are those of
@@ -124,7 +123,10 @@ def load(
     max_len = max_len_of(config, max_len)
     chosen_dtype = weights_dtype(dtype, config.dtype)
 
-    if isinstance(drafter, str | os.PathLike) and drafter != "ngram":
+    made = drafters.without_checkpoints()
+    if isinstance(drafter, str) and drafter in made:
+        drafter = made[drafter].made()
+    if isinstance(drafter, str | os.PathLike):
         draft_folder = checkpoint.resolve(drafter)
         planned = placement.place(drafters.abstract_drafter(draft_folder, config, chosen_dtype))
     else:
@@ -206,8 +208,6 @@ def _object(drafter: Any, config: TargetConfig) -> Drafter:
     """A drafter that is no checkpoint, bound to the target."""
     if drafter is None:
         return NoDraft()
-    if drafter == "ngram":
-        return NGram()
     missing = [name for name in ("taps", "init", "observe", "draft") if not hasattr(drafter, name)]
     if missing:
         raise TypeError(

@@ -33,7 +33,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The token ids of text, with the special tokens that the checkpoint's tokenizer adds.
 
-        Gemma's adds bos in front, unless the text begins with it, as a chat template's does. Raises TypeError for anything but a str,
+        A text that begins with bos, as a chat template's does, gets no second one. Raises TypeError for anything but a str,
         ValueError for half of a surrogate pair, which is no character.
         """
         if not isinstance(text, str):

@@ -9,6 +9,8 @@ from lowering import for_cuda
 from real_configs import ASSISTANTS, TARGETS
 
 from jaxspec import checkpoint, decode
+from jaxspec.checkpoint import from_floats
+from jaxspec.checkpoint.quantisation import with_packed
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model import gemma4
 from jaxspec.model.config import AssistantConfig, Gemma4Config
@@ -23,15 +25,21 @@ KERNELS = {
 }
 
 
+# Of those for float weights, the kernels of which a quantised target has others.
+PACKED = {name: f"packed_{name}" for name in ("linear", "gated", "gated_by", "moe_gate_up", "moe_down")}
+
+
 @functools.cache
-def lowered(name, attention):
-    """The text of `decode_loop` at one sequence and K = 4, and how many arrays its state has."""
+def lowered(name, attention, quantize=None):
+    """The text of `decode_loop` at one sequence and K = 4, and how many arrays its state has. quantize: as for `jaxspec.load`."""
     if name == "pocket":
         texts = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
     else:
         texts = [TARGETS[name], ASSISTANTS[name]]
     config, assistant = Gemma4Config.from_hf(texts[0]), AssistantConfig.from_hf(texts[1])
     target = gemma4.abstract(config)
+    if quantize is not None:
+        target = with_packed(target, from_floats.quantisation(quantize, "bfloat16").scheme_of)
     drafter = gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config))
     settings = {"slots": 4, "max_len": 1024, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
@@ -40,6 +48,6 @@ def lowered(name, attention):
     return for_cuda(loop, target, drafter, state, slots, steps, round=decode.Round(4, attention=attention)), len(jax.tree.leaves(state))
 
 
-def kernels(name, attention):
+def kernels(name, attention, quantize=None):
     """The names of the kernels in it."""
-    return set(re.findall(r'name = "(\w+)"', lowered(name, attention)[0]))
+    return set(re.findall(r'name = "(\w+)"', lowered(name, attention, quantize)[0]))

@@ -1,7 +1,10 @@
 """The loop of real models as it is lowered for CUDA: which kernels are in it, and that the state is updated in place."""
 
+import math
+import re
+
 import pytest
-from real_loops import KERNELS, kernels, lowered
+from real_loops import KERNELS, PACKED, kernels, lowered
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -25,3 +28,16 @@ def test_every_array_of_the_state_is_updated_in_place(name):
     """Donated and returned with the same shape and dtype: a pool that is not would be in memory twice. Only `starved` is set anew."""
     text, arrays = lowered(name, "triton")
     assert text.count("tf.aliasing_output") == arrays - 1
+
+
+@pytest.mark.parametrize(("name", "quantize", "inner"), [("E2B", "int4", 6144), ("26B-A4B", "int8", 704), ("31B", "int4", 21504)])
+def test_a_quantised_target_s_weights_stay_packed(name, quantize, inner):
+    """Its products have kernels of their own beside the drafter's, and nothing in the program is as large as a float matrix of its MLP."""
+    wanted = {PACKED.get(kernel, kernel) for kernel in KERNELS[name]} | {"linear", "gated"}
+    assert wanted <= kernels(name, "triton", quantize)
+
+    def matrices(text):
+        shapes = (tuple(map(int, found.split("x"))) for found in re.findall(r"tensor<([\dx]+)x(?:bf16|f32)>", text))
+        return {shape for shape in shapes if inner in shape and math.prod(shape) >= inner * 1024}
+
+    assert matrices(lowered(name, "triton")[0]) and not matrices(lowered(name, "triton", quantize)[0])

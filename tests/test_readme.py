@@ -120,19 +120,21 @@ def rows_of(text):
 def test_the_table_of_steps_is_the_record_s():
     """Step, vLLM's step, tokens/s and the floor's share, of each target and batch: otherwise the README claims what nobody measured."""
     name, recorded = "", {}
-    for first, *cells in rows_of((RECORDS / "2026-11-21-h200-decode.md").read_text(encoding="utf-8")):
+    records = (RECORDS / f"2026-11-{record}.md" for record in ("21-h200-decode", "22-h200-quantised"))
+    for first, *cells in (row for record in records for row in rows_of(record.read_text(encoding="utf-8"))):
         name = first or name
-        if len(cells) == 6 and (found := re.fullmatch(r"([\w-]+), K = (\d)", name)):
-            batch, step, tokens, floor, _, other = cells
+        if len(cells) in (6, 7) and (found := re.fullmatch(r"([\w-]+(?: \w+)?), K = (\d)", name)):
+            batch, step, tokens, floor, *_, other = cells
             step = float(step.split()[0])
             recorded[(*found.groups(), batch)] = [step, float(other), tokens, f"{100 * float(floor) / step:.0f} %"]
     shown = {tuple(row[:3]): row[3:] for row in rows_of(README) if len(row) == 7 and row[1].isdigit()}
-    assert shown.keys() == recorded.keys() and len(shown) == 9
+    assert shown.keys() == recorded.keys() and len(shown) == 21
     for cell, (step, other, *rest) in shown.items():
         assert rest == recorded[cell][2:], cell
         assert [abs(float(step) - recorded[cell][0]) <= 0.0501, abs(float(other) - recorded[cell][1]) <= 0.0501] == [True, True], cell
-    saved = [1 - found[0] / found[1] for found in recorded.values()]
-    assert f"{100 * min(saved):.0f} to {100 * max(saved):.0f} % less time" in README
+    for quantised in (False, True):
+        saved = [1 - found[0] / found[1] for (name, *_), found in recorded.items() if (" " in name) is quantised]
+        assert f"{100 * min(saved):.0f} to {100 * max(saved):.0f} % less" in README
 
 
 def test_the_gains_of_several_gpus_are_the_records():

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxspec import decode, sharding
+from jaxspec import decode
 from jaxspec.bench import kernel_times, roofline
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, ProgramCost, Spread
@@ -33,6 +33,7 @@ from jaxspec.engine import cuda_graphs
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, seed_words
 from jaxspec.sampling.filters import Filters
+from jaxspec.trees import nbytes
 
 
 def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
@@ -56,7 +57,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
         begun = time.perf_counter()
         target, drafter = jax.block_until_ready(random_weights(plan.placed(), work.seed))
         weights_s = time.perf_counter() - begun
-        gaps = cuda_graphs.keep_apart([device] if plan.mesh is None else plan.mesh.devices.flat)
+        gaps = cuda_graphs.keep_apart(plan.placement.devices)
         decoded = tuple(_decode_all(plan, target, drafter, (bandwidth, rate), stage))
         prefilled = tuple(_prefill_all(plan, target, drafter, rate, stage))
         del gaps
@@ -74,9 +75,9 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
         quantize=plan.quantize,
         quantize_embedding=plan.quantize_embedding,
         settings=work,
-        mesh={} if plan.mesh is None else dict(plan.mesh.shape),
-        target_bytes=sharding.nbytes(target),
-        drafter_bytes=sharding.nbytes(drafter),
+        mesh=plan.placement.axes,
+        target_bytes=nbytes(target),
+        drafter_bytes=nbytes(drafter),
         weights_s=weights_s,
         copy_bytes_per_s=bandwidth,
         matmul_flops_per_s=rate,
@@ -96,7 +97,8 @@ def _decode_all(
         return
     work, slots = plan.work, max(plan.batches)
     stage("prompts: compile")
-    state, on = _placed(plan, target, drafter, slots, work.max_len)
+    layout = plan.layout(target, drafter, slots, work.max_len)
+    state, on = jax.block_until_ready(layout.empty()), layout.on
     chunk = min(work.prefill_chunk, work.context)
     # Nothing is sampled among the likeliest alone for a prompt's first token: no figure is of it.
     first = functools.partial(decode.prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=PLAIN))
@@ -118,15 +120,6 @@ def _decode_all(
             yield figures
 
 
-def _placed(plan: BenchPlan, target: Any, drafter: Any, slots: int, max_len: int) -> tuple[Any, Callable[[Any], Any]]:
-    """An empty state on the plan's devices, and a wrapper that makes a function of states run on them."""
-    init = plan.init(target, drafter, slots, max_len)
-    if plan.mesh is None:
-        return jax.block_until_ready(jax.jit(init)()), lambda function: function
-    layout = sharding.Layout.of(plan.mesh, drafter, init)
-    return jax.block_until_ready(layout.empty()), layout.on
-
-
 def _each(plan: BenchPlan, count: int) -> np.ndarray:
     """The first slots of every data shard, `count` in all: [count] int32."""
     return np.tile(np.arange(count // plan.shards, dtype=np.int32), plan.shards)
@@ -137,7 +130,7 @@ def _decode(
 ) -> tuple[Any, DecodeFigures]:
     """Times `batch` sequences, which are in the first slots of every data shard. Returns the state and the figures.
 
-    on: as `_placed` returns it. state: donated.
+    on: of the state's layout. state: donated.
     """
     work, slots = plan.work, _each(plan, batch)
     name = f"batch {batch} at temperature {work.temperature}"
@@ -182,7 +175,7 @@ def _decode(
             call(work.steps)
         traced = int((counts()[1] - before).max())
         # A trace holds the kernels of all devices, which do the same. We want one device's.
-        found = tuple(kernel_times.read_trace(folder, loop.as_text(), traced * (1 if plan.mesh is None else plan.mesh.size)))
+        found = tuple(kernel_times.read_trace(folder, loop.as_text(), traced * plan.placement.size))
     step, context = Spread.of(times), statistics.mean(contexts)
     devices, shape = plan.devices_of_a_shard, {"batch": batch // plan.shards, "num_draft_tokens": work.num_draft_tokens, "context": context}
     size = roofline.step_bytes(plan.target_tree, plan.drafter_tree, **shape).over(devices)
@@ -213,7 +206,8 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
     if not plan.prefill:
         return
     work, max_len, slots = plan.work, max(plan.prefill) + 2, np.zeros(1, np.int32)
-    state, on = _placed(plan, target, drafter, 1, max_len)
+    layout = plan.layout(target, drafter, 1, max_len)
+    state, on = jax.block_until_ready(layout.empty()), layout.on
     admit = jax.jit(on(_admit), donate_argnums=0)
     programs: dict[int, tuple[Any, ProgramCost]] = {}
     for length in plan.prefill:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec import decode, released, sharding
+from jaxspec import decode, released
 from jaxspec.checks import integer, number
 from jaxspec.decode.accept import Rule, rule_of, synthetic
 from jaxspec.drafters.base import num_draft_tokens_of
@@ -20,7 +20,10 @@ from jaxspec.engine.memory import memory_limit
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.filters import CANDIDATES
+from jaxspec.sharding.layout import Layout
+from jaxspec.sharding.placement import ONE_DEVICE, OneDeviceLayout, Placement, placement_of
 from jaxspec.targets import DTYPES, abstract_target
+from jaxspec.trees import bytes_per_device
 from pallas_kernels.dialect import IMPLEMENTATIONS
 
 RATES = (0.92, 0.78, 0.67, 0.57)  # how often draft positions 1, 2, ... are accepted together with all before them
@@ -85,28 +88,27 @@ class BenchPlan:
     temperatures: tuple[float, ...]
     prefill: tuple[int, ...]  # lengths of prompts to time
     work: Workload  # its temperature is that of the timed prompts
-    mesh: jax.sharding.Mesh | None = None  # the devices to use; None for one
+    placement: Placement = ONE_DEVICE
 
     @property
     def shards(self) -> int:
         """The number of data shards that a batch is spread over."""
-        return 1 if self.mesh is None else self.mesh.shape[sharding.DATA]
+        return self.placement.shards
 
     @property
     def devices_of_a_shard(self) -> int:
         """The number of devices that hold one data shard."""
-        return 1 if self.mesh is None else self.mesh.shape[sharding.TENSOR]
+        return self.placement.size // self.placement.shards
 
     def placed(self) -> tuple[Any, Any]:
         """The target's and the drafter's tree with their shardings."""
-        mesh, trees = self.mesh, (self.target_tree, self.drafter_tree)
-        if mesh is None:
-            return trees
-        return tuple(sharding.spread(sharding.shard_tree(tree, mesh), mesh) for tree in trees)
+        place, spread = self.placement.place, self.placement.spread
+        return spread(place(self.target_tree)), spread(place(self.drafter_tree))
 
-    def init(self, target: Any, drafter: Any, slots: int, max_len: int) -> Any:
-        """A function without arguments that makes the empty state of one data shard. slots: those of all data shards together."""
-        return functools.partial(self.work.init_state, target, drafter, slots=slots // self.shards, max_len=max_len)
+    def layout(self, target: Any, drafter: Any, slots: int, max_len: int) -> Layout | OneDeviceLayout:
+        """How a state with this many slots, those of all data shards together, lies on the devices."""
+        init = functools.partial(self.work.init_state, target, drafter, slots=slots // self.shards, max_len=max_len)
+        return self.placement.layout(drafter, init)
 
 
 def plan_bench(
@@ -149,7 +151,8 @@ def plan_bench(
     work = Workload(count, accept, **workload)
     _check(work, target_config, batches, temperatures, prefill)
     names = config, drafter, dtype, quantize, quantize_embedding
-    made = BenchPlan(*names, target, draft, tuple(batches), tuple(temperatures), tuple(prefill), work, mesh)
+    cells, placement = (tuple(batches), tuple(temperatures), tuple(prefill)), placement_of(mesh)
+    made = BenchPlan(*names, target, draft, *cells, work, placement)
     for batch in [*batches, *[1] * len(prefill)]:
         if batch % made.shards:
             raise ValueError(f"batch is {batch} and the mesh has {made.shards} data shards; expected a multiple of {made.shards}")
@@ -186,14 +189,12 @@ def _check_memory(plan: BenchPlan) -> None:
     sizes = [(batch, work.max_len) for batch in plan.batches] + [(1, length + 2) for length in plan.prefill]
 
     def state_bytes(slots: int, max_len: int) -> int:
-        init = plan.init(*trees, slots, max_len)
-        shapes = jax.eval_shape(init) if plan.mesh is None else sharding.Layout.of(plan.mesh, trees[1], init).shapes
-        return sharding.bytes_per_device(shapes)
+        return bytes_per_device(plan.layout(*trees, slots, max_len).shapes)
 
     state, slots, length = max(((state_bytes(*size), *size) for size in sizes), default=(0, 0, 0))
     device, gib = jax.devices()[0], 2**30
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device.platform == "cpu" else memory_limit(device)
-    target, drafter = map(sharding.bytes_per_device, trees)
+    target, drafter = map(bytes_per_device, trees)
     needed = target + drafter + state
     if limit is not None and needed > MEMORY_FRACTION * limit:
         raise ValueError(

@@ -11,10 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, decode, released
-from jaxspec.drafters import assistant as gemma4_mtp
-from jaxspec.model import gemma4
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec import decode, released
+from jaxspec.targets import abstract_target
 from pallas_kernels import add_norm, all_reduce, centroid_head, device, linear, lm_head, moe, packed, paged_attention, qkv, top_candidates
 from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
@@ -166,13 +164,10 @@ def step_case(name: str, dtype: str) -> Case:
 
     name: "pocket", or a key of `released.TARGETS`. dtype: of the weights; "auto" is the current device's default.
     """
-    if name == "pocket":
-        configs = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
-    else:
-        configs = [released.TARGETS[name], released.drafter_config("mtp", name)]
-    config, assistant = Gemma4Config.from_hf(configs[0]), AssistantConfig.from_hf(configs[1])
+    config = released.target_config(name)
     numbers = jnp.dtype(device.float_dtype(config.dtype) if dtype == "auto" else dtype)
-    target, drafter = gemma4.abstract(config, numbers), gemma4_mtp.abstract(gemma4_mtp.bind(assistant, config), numbers)
+    target: Any = abstract_target(config, numbers)
+    drafter = released.abstract_drafter("pocket-mtp" if name == "pocket" else "mtp", name, config, numbers)
     settings = {"slots": 1, "max_len": 4096, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
     slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)

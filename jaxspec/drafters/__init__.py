@@ -14,6 +14,7 @@ from jaxspec.drafters.registry import (
     names_of,
     register,
     save_drafter,
+    without_checkpoints,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "names_of",
     "register",
     "save_drafter",
+    "without_checkpoints",
 ]

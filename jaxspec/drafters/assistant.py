@@ -23,12 +23,14 @@ from jaxspec import checkpoint
 from jaxspec.collectives import suppress
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.kind import Kind
-from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, gemma_text_config, narrow, pick
+from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, pick
 from jaxspec.model import traffic
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig
-from jaxspec.model.gemma4 import PARTITIONS, DecoderLayer, abstract_layer, decoder_layer, next_weights
+from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
+from jaxspec.model.gemma4_fresh import narrow, text_config, with_query_norms
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.model.rows import Hidden, Keys
+from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose, choose_by_head
 from jaxspec.trees import nbytes
@@ -195,10 +197,11 @@ class Gemma4MTP:
 
     def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> Gemma4MTP:
         """Centroids have tokens that the target's embeddings have near each other."""
-        if self.masked_embedding is None:
-            return self
+        begun = with_query_norms(self)
+        if begun.masked_embedding is None:
+            return begun
         ordering = jnp.asarray(balanced_clusters(table, self.config.num_centroids, seed))
-        return dataclasses.replace(self, masked_embedding=dataclasses.replace(self.masked_embedding, token_ordering=ordering))
+        return dataclasses.replace(begun, masked_embedding=dataclasses.replace(begun.masked_embedding, token_ordering=ordering))
 
     @property
     def _centroid_head(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -282,7 +285,7 @@ def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, An
         "use_ordered_embeddings": False,
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
-        "text_config": gemma_text_config(raw, target, kinds, **sizes),
+        "text_config": text_config(raw, target, kinds, **sizes),
     }
 
 

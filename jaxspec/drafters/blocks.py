@@ -16,17 +16,9 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
 from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
-from jaxspec.model.gemma4 import PARTITIONS
-from jaxspec.model.layers import Linear, head_logits
+from jaxspec.model.layers import Linear, Weight, head_logits
+from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
-
-# Where their weights lie on a mesh, beside those of layers: see `model.split`.
-BLOCK_PARTITIONS: tuple[tuple[str, PartitionSpec], ...] = (
-    (r"\b(lm_head|fc)\.weight$", PartitionSpec(TENSOR, None)),
-    (r"\bq_proj\.weight$", PartitionSpec(TENSOR, None, None, None)),
-    (r"\bkv_proj\.weight$", PartitionSpec(None, None, TENSOR, None, None)),
-    *PARTITIONS,
-)
 
 
 def named_taps(*configs: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -129,22 +121,42 @@ def head(
     return logits, jnp.broadcast_to((d2t + jnp.arange(d2t.shape[0], dtype=jnp.int32))[None, None, :], logits.shape)
 
 
-def gathers(d2t: jax.Array | None) -> tuple[str, ...]:
-    """Which of a drafter's projections are wanted whole on every device. A head over a draft vocabulary gives listed candidates, which
-    are no part of the target's vocabulary."""
-    return ("fc",) if d2t is None else ("fc", "lm_head")
+class PlainDrafter:
+    """The members of a drafter that DFlash and EAGLE-3 share: see `base.Drafter`."""
 
+    config: Any
+    d2t: Weight | None
 
-def check_d2t(folder: Path, d2t: jax.Array | None, vocab_size: int) -> None:
-    """Raises ValueError for a table of a checkpoint that is no draft vocabulary: guesses would be other tokens than the drafter means."""
-    if d2t is None:
-        return
-    ids = np.asarray(d2t) + np.arange(d2t.size)
-    if len(np.unique(ids)) < ids.size or ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(
-            f"d2t of the drafter {folder}, which is what to add to each draft token's own number, gives {len(np.unique(ids))} "
-            f"tokens, {ids.min()} .. {ids.max()}; expected {ids.size} different ones below {vocab_size}"
-        )
+    partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (
+        (r"\b(lm_head|fc)\.weight$", PartitionSpec(TENSOR, None)),
+        (r"\bq_proj\.weight$", PartitionSpec(TENSOR, None, None, None)),
+        (r"\bkv_proj\.weight$", PartitionSpec(None, None, TENSOR, None, None)),
+        *PARTITIONS,
+    )
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """A head over a draft vocabulary gives listed candidates, which are no part of the target's vocabulary."""
+        return ("fc",) if self.d2t is None else ("fc", "lm_head")
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        return self.config.unread
+
+    def check_weights(self, folder: Path) -> None:
+        """Raises ValueError for a d2t that is no draft vocabulary: guesses would be other tokens than the drafter means."""
+        if self.d2t is None:
+            return
+        ids, vocab_size = np.asarray(self.d2t) + np.arange(self.d2t.size), self.config.vocab_size
+        if len(np.unique(ids)) < ids.size or ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(
+                f"d2t of the drafter {folder}, which is what to add to each draft token's own number, gives {len(np.unique(ids))} "
+                f"tokens, {ids.min()} .. {ids.max()}; expected {ids.size} different ones below {vocab_size}"
+            )
 
 
 def with_the_targets_head(drafter: Any, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray) -> Any:

@@ -9,7 +9,6 @@ are rejected. Full layers see the whole block, sliding layers only what lies bef
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,13 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import PartitionSpec
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint import layout
 from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.drafters.blocks import BLOCK_PARTITIONS, SiluMLP, check_target, head
+from jaxspec.drafters.blocks import PlainDrafter, SiluMLP, check_target, head
 from jaxspec.drafters.dflash_config import RELEASED, DFlashConfig, default_config
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
@@ -84,7 +82,7 @@ class DFlashState:
 
 
 @struct.dataclass
-class DFlash:
+class DFlash(PlainDrafter):
     """The drafter's weights; paths are the checkpoint's keys. fc: [h, taps x h]. kv_proj: [layers, 2, KV, D, h], every layer's K and V.
     lm_head: [draft vocabulary, h] and d2t: [draft vocabulary] int32 (draft id i is token i + d2t[i]), where the checkpoint has its own.
     mask_embedding: [h], or None for a row of the target's table. page_size: positions in a page of its cache."""
@@ -100,19 +98,9 @@ class DFlash:
     config: DFlashConfig = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
 
-    partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = BLOCK_PARTITIONS
-
     @property
     def kv_heads(self) -> tuple[KVHeads, ...]:
         return (KVHeads("kv_proj", 2, self.config.layers[0], 0),)
-
-    @property
-    def gathers(self) -> tuple[str, ...]:
-        return blocks.gathers(self.d2t)
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        return self.config.unread
 
     @staticmethod
     def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[layout.Part]]:
@@ -122,13 +110,6 @@ class DFlash:
         layers, _, *heads, hidden = shapes[path]
         parts = [(i, j, f"layers.{i}.self_attn.{name}_proj.weight") for i in range(layers) for j, name in enumerate("kv")]
         return [[layout.Part(key, (math.prod(heads), hidden), (i, j)) for i, j, key in parts]]
-
-    def check_weights(self, folder: Path) -> None:
-        blocks.check_d2t(folder, self.d2t, self.config.vocab_size)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.taps
 
     @property
     def num_draft_tokens(self) -> int:
@@ -152,7 +133,7 @@ class DFlash:
         dtype = self.fc.weight.dtype
         # Only committed rows are stored, so that a sliding ring needs no room for drafts.
         sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": 0, "page_size": self.page_size}
-        return DFlashState(paged.fixed(self.config.layers, **sizes, dtype=dtype))
+        return DFlashState(paged.fixed(paged.init(self.config.layers, **sizes, dtype=dtype)))
 
     def observe(self, state: DFlashState, rows: Observed) -> DFlashState:
         count = jnp.where(rows.slots < state.cache.slots, rows.committed, 0)
@@ -223,13 +204,7 @@ class DFlash:
             yield Guess(logits, None if tokens is None else tokens[0, 0])
 
     def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> DFlash:
-        def plain(layer: DFlashLayer) -> DFlashLayer:
-            # Scores are scaled by 1 / sqrt(D), which a query norm elsewhere begins with.
-            q_norm = dataclasses.replace(layer.self_attn.q_norm, weight=jnp.ones_like(layer.self_attn.q_norm.weight))
-            return dataclasses.replace(layer, self_attn=dataclasses.replace(layer.self_attn, q_norm=q_norm))
-
-        drafter = dataclasses.replace(self, layers=tuple(map(plain, self.layers)))
-        return blocks.with_the_targets_head(drafter, table, norm, tokens)
+        return blocks.with_the_targets_head(self, table, norm, tokens)
 
 
 @jax.jit(static_argnames=("causal", "attention"))

@@ -8,9 +8,8 @@ from typing import Any
 
 from jaxspec.drafters.blocks import named_taps, plain_config, plain_spec, unread_keys
 from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
+from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
-
-MASK_TOKEN = 4  # Gemma's `<mask>`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +146,7 @@ def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, An
         "rope_theta": 1_000_000.0,
         "block_size": 16,
         "dflash_config": {
-            "mask_token_id": MASK_TOKEN,
+            "mask_token_id": family_of(target).mask_token,
             # From the second layer on; the last layer says most about the next token.
             "target_layer_ids": sorted(
                 {round(min(1, depth - 1) + i * (depth - 1 - min(1, depth - 1)) / max(taps - 1, 1)) for i in range(taps)}
@@ -173,7 +172,7 @@ def _released(depth: int, target_layer_ids: list[int], **sizes: int) -> dict[str
         "block_size": 16,
         "num_target_layers": depth,
         "final_logit_softcapping": 30.0,
-        "dflash_config": {"mask_token_id": MASK_TOKEN, "target_layer_ids": target_layer_ids},
+        "dflash_config": {"mask_token_id": 4, "target_layer_ids": target_layer_ids},
         **sizes,
     }
 

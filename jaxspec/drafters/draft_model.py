@@ -15,15 +15,16 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.kind import Kind
-from jaxspec.drafters.training import XLA, Guess, Objective, gemma_text_config, narrow, pick, whole_rows
+from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_rows
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import FULL, SLIDING, refuse_quantised
+from jaxspec.model.config import FULL, refuse_quantised
 from jaxspec.model.families import MODEL_TYPES, family_named, family_of
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Rows
@@ -78,9 +79,8 @@ class DraftModel:
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> DraftModelState:
         config, dtype = self.model.config, self.model.dtype
-        cache = paged.fixed(
-            config.layers, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens, page_size=self.page_size, dtype=dtype
-        )
+        sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": num_draft_tokens, "page_size": self.page_size}
+        cache = paged.fixed(paged.init(config.layers, **sizes, dtype=dtype))
         return DraftModelState(cache, jnp.zeros((slots, config.hidden_size), dtype))
 
     def observe(self, state: DraftModelState, rows: Observed) -> DraftModelState:
@@ -128,6 +128,9 @@ class DraftModel:
         for k in range(1, steps + 1):
             yield Guess(self.model.unembed(pick(own.hidden, at + k)))
 
+    def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> DraftModel:
+        return dataclasses.replace(self, model=family_of(self.model.config).fresh(self.model))
+
 
 def bind(config: TargetConfig, target: TargetConfig) -> TargetConfig:
     """The draft model's config, if it can guess for this target. Raises ValueError, naming both numbers, if it cannot."""
@@ -149,9 +152,7 @@ def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Targ
 
 def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, Any]:
     """The config.json of a fresh draft model. raw: the target's."""
-    width = narrow(target.hidden_size)
-    sizes = {"hidden_size": 2 * width, "intermediate_size": 8 * width, "final_logit_softcapping": target.final_logit_softcapping}
-    return {"architectures": ["Gemma4ForCausalLM"], **gemma_text_config(raw, target, [SLIDING, SLIDING, SLIDING, FULL], **sizes)}
+    return family_of(target).draft_config(raw, target)
 
 
 KIND = Kind(

@@ -19,19 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import PartitionSpec
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint import layout
 from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Drafts, Observed, Target
-from jaxspec.drafters.blocks import BLOCK_PARTITIONS, SiluMLP, check_target, head
+from jaxspec.drafters.blocks import PlainDrafter, SiluMLP, check_target, head
 from jaxspec.drafters.eagle3_config import GEMMA, Eagle3Config, default_config, made_up
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import LayerSpec, refuse_quantised
+from jaxspec.model.gemma4_fresh import with_query_norms
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, take_row
@@ -130,7 +130,7 @@ class DraftRows:
 
 
 @struct.dataclass
-class Eagle3:
+class Eagle3(PlainDrafter):
     """The drafter's weights; paths are the checkpoint's keys, with `layers.0` for `midlayer`. fc: [h, taps x H]; input_norm:
     [taps x H], fc_norm: [H] each, or None. embed_tokens: [V, h], lm_head: [draft vocabulary, h], or None for the target's. d2t: [draft
     vocabulary] int32 (draft id i is token i + d2t[i]), or None. page_size: positions in a page of its cache."""
@@ -146,28 +146,11 @@ class Eagle3:
     config: Eagle3Config = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
 
-    partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = BLOCK_PARTITIONS
-
-    @property
-    def gathers(self) -> tuple[str, ...]:
-        return blocks.gathers(self.d2t)
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        return self.config.unread
-
     @staticmethod
     def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[layout.Part]]:
         """EAGLE has another name for its only layer."""
         ways = layout.layouts(path, shapes)
         return ways + layout.renamed(ways, "layers.0.", "midlayer.") if path.startswith("layers.0.") else ways
-
-    def check_weights(self, folder: Path) -> None:
-        blocks.check_d2t(folder, self.d2t, self.config.vocab_size)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.taps
 
     @property
     def num_draft_tokens(self) -> int | None:
@@ -183,7 +166,7 @@ class Eagle3:
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> Eagle3State:
         dtype = self.fc.weight.dtype
         sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": 0, "page_size": self.page_size}
-        cache = paged.fixed(_stored(self.config.layers), **sizes, dtype=dtype)
+        cache = paged.fixed(paged.init(_stored(self.config.layers), **sizes, dtype=dtype))
         return Eagle3State(cache, jnp.zeros((slots, self.config.hidden_size), dtype))
 
     def observe(self, state: Eagle3State, rows: Observed) -> Eagle3State:
@@ -284,7 +267,7 @@ class Eagle3:
             x, fresh = jax.vmap(row, in_axes=1, out_axes=1)(at, x, fresh)
 
     def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> Eagle3:
-        return blocks.with_the_targets_head(self, table, norm, tokens)
+        return blocks.with_the_targets_head(with_query_norms(self), table, norm, tokens)
 
 
 def _stored(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:

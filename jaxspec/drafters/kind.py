@@ -21,7 +21,7 @@ class Kind:
     # What config.json calls it: entries of `architectures`, or values of `speculators_model_type` or `model_type`. Empty for
     # drafters that have no checkpoints.
     config_names: tuple[str, ...]
-    # The class of its drafters.
+    # The class of its drafters. `made()` gives the drafter of a kind without checkpoints.
     made: type
     # (folder, config.json, the target's config, dtype) -> the drafter as a tree of ShapeDtypeStructs, whose paths are the checkpoint's
     # keys. folder: the checkpoint's, or None of a config that has no weights yet. Raises ValueError for a config that cannot be used;
@@ -44,7 +44,7 @@ class Kind:
 
 
 def kind_without_weights(name: str, made: type) -> Kind:
-    """The kind of a class whose drafters have no weights and no checkpoints, and serve every target. `made()` makes one."""
+    """The kind of a class whose drafters have no weights and no checkpoints, and serve every target."""
     return Kind(
         name=name,
         config_names=(),

@@ -36,14 +36,16 @@ from jaxspec.checkpoint import layout
 from jaxspec.collectives import TENSOR
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.kind import Kind
-from jaxspec.drafters.training import XLA, Guess, Objective, gemma_text_config, pick
+from jaxspec.drafters.training import XLA, Guess, Objective, pick
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import FULL, SLIDING, TEXT_TYPES, Gemma4Config, LayerSpec, refuse_quantised
-from jaxspec.model.gemma4 import PARTITIONS, DecoderLayer, abstract_layer, decoder_layer
+from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer
+from jaxspec.model.gemma4_fresh import text_config, with_query_norms
 from jaxspec.model.layers import Linear, RMSNorm, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, take_row
+from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose
 from jaxspec.trees import nbytes
@@ -201,7 +203,8 @@ class MTPModules:
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> ModulesState:
         used = self.config.layers[: max(num_draft_tokens, 1)]  # a later module is never reached
         dtype = self.modules[0].eh_proj.weight.dtype
-        cache = paged.fixed(used, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens, page_size=self.page_size, dtype=dtype)
+        sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": num_draft_tokens, "page_size": self.page_size}
+        cache = paged.fixed(paged.init(used, **sizes, dtype=dtype))
         rows = len(used) + num_draft_tokens + 1
         hidden = jnp.zeros((slots, rows, self.config.hidden_size), dtype)
         return ModulesState(cache, PendingRows(jnp.zeros((slots,), jnp.int32), hidden, jnp.zeros((slots, rows), jnp.int32)))
@@ -331,7 +334,8 @@ class MTPModules:
             first = dataclasses.replace(module.shared_head.norm, weight=jnp.asarray(norm).copy())
             return dataclasses.replace(module, shared_head=SharedHead(first, Linear(jnp.asarray(table).copy())))
 
-        return dataclasses.replace(self, model=MTPModel({name: begun(module) for name, module in self.model.layers.items()}))
+        modules = with_query_norms(self.model.layers)
+        return dataclasses.replace(self, model=MTPModel({name: begun(module) for name, module in modules.items()}))
 
 
 def _store(cache: PagedKV, layer: int, keys: Keys, start: jax.Array, count: jax.Array) -> PagedKV:
@@ -378,7 +382,7 @@ def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: Targ
 
 def default_config(raw: Mapping[str, Any], target: TargetConfig, count: int = 3) -> dict[str, Any]:
     """The config.json of `count` fresh modules, laid out like stepfun-ai/Step-3.5-Flash's. raw: the target's."""
-    text = gemma_text_config(
+    text = text_config(
         raw,
         target,
         [*target.layer_types, *[SLIDING] * count],

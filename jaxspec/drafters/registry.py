@@ -38,6 +38,11 @@ def trainable() -> dict[str, Kind]:
     return {name: kind for name, kind in KINDS.items() if kind.objective is not None}
 
 
+def without_checkpoints() -> dict[str, Kind]:
+    """The kinds whose drafters have no checkpoints, by name."""
+    return {name: kind for name, kind in KINDS.items() if not kind.config_names}
+
+
 def names_of(config: Mapping[str, Any]) -> list[Any]:
     """What a config.json calls its model, what says most first: many drafters have the model_type of the decoder that they resemble."""
     return [*(config.get("architectures") or ()), config.get("speculators_model_type"), config.get("model_type")]

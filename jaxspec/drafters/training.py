@@ -9,7 +9,6 @@ derivative.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Rows
-from jaxspec.model.target import TargetConfig
 
 XLA = "xla"  # the implementation of attention that has a derivative
 
@@ -87,33 +85,10 @@ def whole_cache(layers: tuple[LayerSpec, ...], keys: Any) -> PagedKV:
     """A cache of whole sequences, each of which is one page. keys: of each layer K and V, [B, T, KV, D]."""
     batch, length = keys[0][0].shape[:2]
     table = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    empty = paged.fixed(layers, slots=batch, max_len=length, num_draft_tokens=0, page_size=length, dtype=keys[0][0].dtype)
-    return dataclasses.replace(empty, layers=tuple(LayerKV(*pair) for pair in keys), tables={SLIDING: table, FULL: table})
+    empty = paged.init(layers, slots=batch, max_len=length, num_draft_tokens=0, page_size=length, dtype=keys[0][0].dtype)
+    return dataclasses.replace(paged.fixed(empty), layers=tuple(LayerKV(*pair) for pair in keys), tables={SLIDING: table, FULL: table})
 
 
 def pick(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of each sequence. x: [B, T, ...], index: [B, A] int32 -> [B, A, ...]; indices past the end give the last row."""
     return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="clip")
-
-
-# What the text config of a fresh drafter with Gemma's layers has of the target's.
-_SHARED = (
-    "vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads", "attention_k_eq_v", "attention_bias", "attention_dropout",
-    "hidden_activation", "rms_norm_eps", "rope_parameters", "sliding_window", "max_position_embeddings", "tie_word_embeddings",
-    "pad_token_id", "eos_token_id", "bos_token_id", "initializer_range", "dtype",
-)  # fmt: skip
-_NONE = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-
-
-def gemma_text_config(raw: Mapping[str, Any], target: TargetConfig, layer_types: list[str], **sizes: Any) -> dict[str, Any]:
-    """The text config of a fresh drafter whose layers are Gemma 4's. raw: the target's config.json. sizes: fields of its own."""
-    text = raw.get("text_config") or raw
-    full = target.layers[-1]  # which always is; a config that transformers wrote has its sizes by layer
-    heads = {"global_head_dim": full.head_dim, "num_global_key_value_heads": full.num_kv_heads if full.k_eq_v else None}
-    shared = {name: text[name] for name in _SHARED if name in text} | heads | {"model_type": "gemma4_text", "dtype": "bfloat16"}
-    return {**shared, **_NONE, "num_hidden_layers": len(layer_types), "layer_types": layer_types, **sizes}
-
-
-def narrow(hidden_size: int) -> int:
-    """The width of a fresh drafter that is narrower than its target, whose own is given: a quarter, in multiples of 64."""
-    return max(64, hidden_size // 256 * 64)

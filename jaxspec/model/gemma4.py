@@ -17,15 +17,16 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxspec.collectives import TENSOR, Shard
+from jaxspec.collectives import Shard
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
+from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, head_logits, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
-from jaxspec.model.split import KVHeads
+from jaxspec.model.split import PARTITIONS, KVHeads
 from jaxspec.model.target import Family
 from jaxspec.trees import nbytes, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
@@ -38,17 +39,6 @@ from pallas_kernels.qkv import Pages, qkv
 CHECKPOINT_PREFIXES = ("model.language_model.", "model.")  # conditional generation; text only
 # The image and audio parts of a target's checkpoint, which the text path does without.
 TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.")
-
-# Where the weights of these layers lie on a mesh, in a target or a drafter: see `split.py`.
-PARTITIONS: tuple[tuple[str, PartitionSpec], ...] = (
-    (r"embed_tokens(_per_layer)?\.weight$", PartitionSpec(TENSOR, None)),
-    (r"\bqkv_proj\.weight$", PartitionSpec(TENSOR, None, None, None)),
-    (r"\bo_proj\.weight$", PartitionSpec(None, TENSOR, None, None)),
-    (r"experts\.gate_up_proj$", PartitionSpec(TENSOR, None, None, None)),
-    (r"experts\.down_proj$", PartitionSpec(TENSOR, None, None)),
-    (r"mlp\.gate_up_proj\.weight$", PartitionSpec(None, TENSOR, None)),
-    (r"mlp\.down_proj\.weight$", PartitionSpec(None, TENSOR)),
-)
 
 
 @struct.dataclass
@@ -435,4 +425,7 @@ FAMILY = Family(
     abstract=abstract,
     prefixes=CHECKPOINT_PREFIXES,
     unread=TOWERS,
+    draft_config=draft_config,
+    fresh=with_query_norms,
+    mask_token=MASK_TOKEN,
 )

@@ -108,26 +108,17 @@ def init(
     )
 
 
-def fixed(
-    layers: tuple[LayerSpec, ...],
-    *,
-    slots: int,
-    max_len: int,
-    num_draft_tokens: int,
-    page_size: int = 64,
-    dtype: jnp.dtype = jnp.bfloat16,
-) -> PagedKV:
-    """A cache in which every page belongs to its slot for good: a drafter's own, of which nothing is reserved or released.
+def fixed(cache: PagedKV) -> PagedKV:
+    """An empty cache in which every page belongs to its slot for good: a drafter's own, of which nothing is reserved or released.
 
-    Arguments as in `init`. Full tables too are as wide as max_len, and `held` says that each slot has them whole.
+    cache: empty, with full pages for every slot. `held` then says that each slot has them all.
     """
-    cache = init(layers, slots=slots, max_len=max_len, num_draft_tokens=num_draft_tokens, page_size=page_size, dtype=dtype)
-    width = cache.tables[FULL].shape[1]
+    full = cache.tables[FULL]
     return dataclasses.replace(
         cache,
-        tables={**cache.tables, FULL: jnp.arange(slots * width, dtype=jnp.int32).reshape(slots, width)},
+        tables={**cache.tables, FULL: jnp.arange(full.size, dtype=jnp.int32).reshape(full.shape)},
         free_count=jnp.zeros_like(cache.free_count),
-        held=jnp.full_like(cache.held, width),
+        held=jnp.full_like(cache.held, full.shape[1]),
     )
 
 

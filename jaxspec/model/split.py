@@ -17,7 +17,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jax.sharding import PartitionSpec
+
+from jaxspec.collectives import TENSOR
 from jaxspec.model.config import LayerSpec
+
+# The rows for the weights that targets and drafters have in common.
+PARTITIONS: tuple[tuple[str, PartitionSpec], ...] = (
+    (r"embed_tokens(_per_layer)?\.weight$", PartitionSpec(TENSOR, None)),
+    (r"\bqkv_proj\.weight$", PartitionSpec(TENSOR, None, None, None)),
+    (r"\bo_proj\.weight$", PartitionSpec(None, TENSOR, None, None)),
+    (r"experts\.gate_up_proj$", PartitionSpec(TENSOR, None, None, None)),
+    (r"experts\.down_proj$", PartitionSpec(TENSOR, None, None)),
+    (r"mlp\.gate_up_proj\.weight$", PartitionSpec(None, TENSOR, None)),
+    (r"mlp\.down_proj\.weight$", PartitionSpec(None, TENSOR)),
+)
 
 
 class KVHeads(NamedTuple):

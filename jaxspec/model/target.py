@@ -203,3 +203,9 @@ class Family:
     prefixes: tuple[str, ...]
     # Beginnings of keys that nothing reads: parts of the checkpoint that are no text model.
     unread: tuple[str, ...]
+    # (a target's config.json, its config) -> config.json of a fresh, smaller model, to be trained as the target's draft model.
+    draft_config: Callable[[Mapping[str, Any], Any], dict[str, Any]]
+    # From a model with random matrices, whose norms are one, to what training begins with.
+    fresh: Callable[[Any], Any]
+    # The id of a token that stands for unknown ones and that no text has.
+    mask_token: int

@@ -3,7 +3,7 @@ below them."""
 
 from jaxspec.sharding.kv_heads import spread
 from jaxspec.sharding.layout import Layout
-from jaxspec.sharding.meshes import DATA, TENSOR, abstract_mesh_of, check, data_shards, mesh, mesh_of
+from jaxspec.sharding.meshes import DATA, TENSOR, check, data_shards, mesh, mesh_of
 from jaxspec.sharding.placement import OneDevice, OnMesh, Placement, placement_of
 from jaxspec.sharding.specs import WHOLE, shard_tree
 from jaxspec.trees import bytes_per_device, nbytes
@@ -16,7 +16,6 @@ __all__ = [
     "OnMesh",
     "OneDevice",
     "Placement",
-    "abstract_mesh_of",
     "bytes_per_device",
     "check",
     "data_shards",

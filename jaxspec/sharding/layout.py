@@ -2,7 +2,7 @@
 
 Axes of a mesh are "data" and "tensor". Every call is one `shard_map` over both: a device computes its slots with its part of the
 weights, kernels see that part alone, and what communicates is in sight: sums after the projections whose inputs are spread, and the
-vocabulary (see `parallel`). Over "tensor" lie KV heads with their query heads and their part of the cache, the inner width of gated
+vocabulary (see `collectives`). Over "tensor" lie KV heads with their query heads and their part of the cache, the inner width of gated
 MLPs, experts, and vocabularies; over "data" lie slots, each shard of which has its own pages and its own free list.
 
 KV heads that "tensor" does not divide are repeated until it does, and their query heads are dealt out to the copies, zero heads making
@@ -87,40 +87,36 @@ class Layout:
     def on(self, function: Callable[..., Any], *more: PartitionSpec) -> Callable[..., Any]:
         """`function` with every device computing its part.
 
-        It takes weights, the state, arrays with an entry for each slot of a call, those of the first data shard first, and scalars; it
-        gives the state, or a tuple of the state and what lies as `more` says.
+        Its arguments are weights, if it takes any; the state; then arrays with an entry for each slot of a call, those of the first data
+        shard first, and scalars. It gives the state, or a tuple of the state and what lies as `more` says.
         """
 
         def run(*args: Any) -> Any:
-            specs = tuple(self._specs(arg) for arg in args)
-            state = next(spec for spec in specs if isinstance(spec, DecodeState))
-            outputs = (state, *more) if more else state
-            return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*args)
+            weights, state, arrays = _parts(args)
+            specs = [weight_specs(tree, self.mesh) for tree in weights]
+            state_specs = self._specs(state)
+            array_specs = jax.tree.map(lambda x: PartitionSpec(DATA) if np.ndim(x) else WHOLE, arrays)
+            outputs = (state_specs, *more) if more else state_specs
+            in_specs = (*specs, state_specs, *array_specs)
+            return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=outputs, check_vma=False)(*args)
 
         def local(*args: Any) -> Any:
-            mail = next(arg for arg in args if isinstance(arg, DecodeState)).mail
-            out = function(*(self._local(arg, mail) for arg in args))
+            weights, state, arrays = _parts(args)
+            mail = state.mail
+            if mail is not None:
+                weights = tuple(_with_mail(tree, mail[0, 0]) for tree in weights)
+            out = function(*weights, dataclasses.replace(self._of_shard(state, lambda x: x[0]), mail=None), *arrays)
             state, *rest = out if more else (out,)
             state = dataclasses.replace(self._of_shard(state, lambda x: x[None]), mail=mail)
             return (state, *rest) if more else state
 
         return run
 
-    def _local(self, arg: Any, mail: jax.Array | None) -> Any:
-        """An argument as a device's function takes it."""
-        if isinstance(arg, DecodeState):
-            return dataclasses.replace(self._of_shard(arg, lambda x: x[0]), mail=None)
-        return arg if mail is None or not _is_weights(arg) else _with_mail(arg, mail[0, 0])
-
     def _of_shard(self, state: DecodeState, change: Callable[[jax.Array], jax.Array]) -> DecodeState:
         return jax.tree_util.tree_map_with_path(lambda path, x: change(x) if dotted(path) in self.scalars else x, state)
 
-    def _specs(self, arg: Any) -> Any:
-        if isinstance(arg, DecodeState):
-            return jax.tree_util.tree_map_with_path(self._state_spec, arg)
-        if _is_weights(arg):
-            return weight_specs(arg, self.mesh)
-        return jax.tree.map(lambda x: PartitionSpec(DATA) if np.ndim(x) else WHOLE, arg)
+    def _specs(self, state: DecodeState) -> DecodeState:
+        return jax.tree_util.tree_map_with_path(self._state_spec, state)
 
     def _state_spec(self, path: Any, x: Any) -> PartitionSpec:
         name = dotted(path)
@@ -133,9 +129,10 @@ def _tables(mesh: Mesh | AbstractMesh) -> np.ndarray | None:
     return None if off or isinstance(mesh, AbstractMesh) else all_reduce.mailbox_tables(mesh.devices)
 
 
-def _is_weights(arg: Any) -> bool:
-    """Whether this is a target or a drafter."""
-    return hasattr(arg, "partitions") or hasattr(arg, "taps")
+def _parts(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], DecodeState, tuple[Any, ...]]:
+    """The arguments of a function of states: weights, which stand before the state, the state, and what stands after it."""
+    at = next(i for i, arg in enumerate(args) if isinstance(arg, DecodeState))
+    return args[:at], args[at], args[at + 1 :]
 
 
 def _with_mail(tree: Any, mail: jax.Array) -> Any:

@@ -53,6 +53,16 @@ class Placement(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def axes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes by name; {} for one device."""
+
+    @property
+    @abc.abstractmethod
+    def devices(self) -> tuple[Any, ...]:
+        """The devices themselves."""
+
+    @property
+    @abc.abstractmethod
     def shards(self) -> int:
         """How many data shards there are: parts that have slots and pages of their own."""
 
@@ -78,8 +88,8 @@ class Placement(abc.ABC):
         """Placed weights, abstract or not, as programs compute with them: see `kv_heads.spread`."""
 
     @abc.abstractmethod
-    def replicate(self, tree: Any) -> Any:
-        """Arrays, copied whole to every device."""
+    def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
+        """How an array with this spec lies; None for one device, as `jax.device_put` takes it."""
 
     @abc.abstractmethod
     def split(self, weights: tuple[Any, Any]) -> list[tuple[tuple[Any, Any], Placement]]:
@@ -97,6 +107,14 @@ class OneDevice(Placement):
     @property
     def size(self) -> int:
         return 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        return (jax.devices()[0],)
 
     @property
     def shards(self) -> int:
@@ -118,8 +136,8 @@ class OneDevice(Placement):
     def spread(self, tree: Any) -> Any:
         return tree
 
-    def replicate(self, tree: Any) -> Any:
-        return tree
+    def sharding(self, spec: PartitionSpec) -> None:
+        return None
 
     def split(self, weights: tuple[Any, Any]) -> list[tuple[tuple[Any, Any], Placement]]:
         return [(weights, self)]
@@ -142,12 +160,20 @@ class OnMesh(Placement):
         return self.mesh.size
 
     @property
+    def axes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        return tuple(self.mesh.devices.flat)
+
+    @property
     def shards(self) -> int:
         return self.mesh.shape[DATA]
 
     @property
     def summing_devices(self) -> tuple[Any, ...]:
-        return tuple(self.mesh.devices.flat) if self.mesh.shape[TENSOR] > 1 else ()
+        return self.devices if self.mesh.shape[TENSOR] > 1 else ()
 
     def check(self) -> None:
         meshes.check(self.mesh)
@@ -161,8 +187,8 @@ class OnMesh(Placement):
     def spread(self, tree: Any) -> Any:
         return spread(tree, self.mesh)
 
-    def replicate(self, tree: Any) -> Any:
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
 
     def split(self, weights: tuple[Any, Any]) -> list[tuple[tuple[Any, Any], Placement]]:
         return [((target, drafter), OnMesh(row)) for target, drafter, row in meshes.data_shards(weights, self.mesh)]

@@ -51,8 +51,7 @@ def initial(abstract: Any, seed: int, width: int) -> Any:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
         if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
-            # Gemma's attention has no 1 / sqrt(D), so the query norm starts there.
-            return jnp.full(leaf.shape, leaf.shape[0] ** -0.5 if "q_norm" in name else 1.0, jnp.float32)
+            return jnp.ones(leaf.shape, jnp.float32)
         return jnp.asarray(0.8 * width**-0.5 * rng.standard_normal(leaf.shape, np.float32), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, abstract)

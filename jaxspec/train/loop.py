@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from tqdm.auto import tqdm
 
+from jaxspec.collectives import DATA
+from jaxspec.sharding.placement import ONE_DEVICE, Placement
 from jaxspec.targets import DTYPES
 from jaxspec.train.curves import draw_curves
 
@@ -99,7 +101,7 @@ def fit(
     save: Callable[[Any], None] | None = None,
     resume: bool = False,
     settings: dict[str, Any] | None = None,
-    mesh: Mesh | None = None,
+    placement: Placement = ONE_DEVICE,
     progress: bool = True,
 ) -> Any:
     """Minimises `loss` and returns the float32 weights.
@@ -109,28 +111,25 @@ def fit(
     a step. out: the folder for settings, metrics, curves and checkpoints; a row of its metrics.jsonl has the means since the row before.
     evaluate: takes the weights in the compute dtype and returns figures for a row; it also runs before the first step. save: called
     with the weights at every checkpoint and at the end. resume: continue from the newest checkpoint in `out`. settings: what else must
-    not change when a run resumes. mesh: batches are spread over its axis "data"; all its devices hold the weights.
+    not change when a run resumes. placement: batches are spread over the mesh's axis "data"; all its devices hold the weights.
 
-    Raises ValueError if `mesh` does not divide the batch, or if a resumed run has other settings; FileExistsError if `out` has
+    Raises ValueError if the mesh does not divide the batch, or if a resumed run has other settings; FileExistsError if `out` has
     checkpoints and `resume` is not set, FileNotFoundError if it has none and `resume` is set; FloatingPointError, naming the step and
     the last good checkpoint, if a loss or gradient is not finite.
     """
     steps, every, seed, accumulate, dtype = run.steps, run.every, run.seed, run.accumulate, DTYPES[run.dtype]
     save_every = every if run.save_every is None else run.save_every
     wanted: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run) | (settings or {})))  # as the file will give them back
-    shards = 1 if mesh is None else mesh.shape["data"]
-    if run.batch // accumulate % shards:
-        raise ValueError(f"{shards} devices along the mesh's axis 'data' do not divide a batch of {run.batch // accumulate} texts")
+    texts = run.batch // accumulate
+    if texts % placement.shards:
+        raise ValueError(f"{placement.shards} devices along the mesh's axis 'data' do not divide a batch of {texts} texts")
     out.mkdir(parents=True, exist_ok=True)
     trained, kept = _split(weights)
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)  # copies, since steps donate them
     tx = optimizer(run.peak, steps)
     moments = tx.init(masters)
-    copies, parts = (
-        (None, None) if mesh is None else (NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, "data")))
-    )
-    if copies is not None:
-        masters, moments, kept = jax.device_put((masters, moments, kept), copies)
+    copies, parts = placement.sharding(PartitionSpec()), placement.sharding(PartitionSpec(None, DATA))
+    masters, moments, kept = jax.device_put((masters, moments, kept), copies)
 
     def rounded(masters: Any) -> Any:
         return _join(jax.tree.map(lambda x: x.astype(dtype), masters), kept)
@@ -181,8 +180,7 @@ def fit(
     with tqdm(total=steps, initial=start, desc="Training", unit="step", disable=not progress) as bar:
         for step in range(start, steps):
             batch = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), draw(step))
-            batch = jax.tree.map(jnp.asarray, batch) if parts is None else jax.device_put(batch, parts)
-            masters, moments, metrics = update(masters, moments, fixed, batch, jnp.asarray(step))
+            masters, moments, metrics = update(masters, moments, fixed, jax.device_put(batch, parts), jnp.asarray(step))
             pending.append(metrics)
             bar.update()
             if (step + 1) % every and step + 1 != steps:

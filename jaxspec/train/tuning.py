@@ -21,9 +21,10 @@ from jaxspec.checkpoint import hub, safetensors
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
-from jaxspec.model import gemma4
+from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
-from jaxspec.sharding.placement import placement_of
+from jaxspec.sharding.placement import Placement, placement_of
+from jaxspec.sharding.specs import WHOLE
 from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, read_quantisation, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
@@ -79,7 +80,8 @@ def distil(
     goal = dataclasses.replace(kind.objective, **objective or {})
     folder = checkpoint.resolve(target)
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
-    model = _target(folder, DTYPES[how.dtype], mesh)
+    placement = placement_of(mesh)
+    model = jax.device_put(_target(folder, DTYPES[how.dtype]), placement.sharding(WHOLE))
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
     weights, config, generation = _drafter(drafter_kind, init, raw, model, texts, how.seed)
     try:
@@ -88,7 +90,7 @@ def distil(
         raise ValueError(f"the objective has {goal.steps} draft steps: {error}") from error
     own = None
     if self_generate:
-        own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, mesh, out / WRITTEN, progress)
+        own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, placement, out / WRITTEN, progress)
 
     def loss(drafter: Any, model: TargetModel, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return distil_loss(drafter, model, batch, key, goal)
@@ -116,7 +118,7 @@ def distil(
         save=save,
         resume=resume,
         settings=settings,
-        mesh=mesh,
+        placement=placement,
         progress=progress,
     )
     return out
@@ -143,7 +145,7 @@ def finetune(
     if quantisation is not None:
         raise ValueError(f"the target {folder} is quantised ({quantisation.name}); only float weights can be trained")
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
-    model = _target(folder, jnp.float32, None)
+    model = _target(folder, jnp.float32)
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
 
     def loss(model: TargetModel, _: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -158,23 +160,22 @@ def finetune(
     score = scores(held, loss, min(how.batch // how.accumulate, len(held.ids)))
     draw = drawn(texts, how.batch, how.seed)
     settings = {"target": os.fspath(target), "data": _fingerprint(texts)}
-    fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings, mesh=mesh,
-        progress=progress)  # fmt: skip
+    fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings,
+        placement=placement_of(mesh), progress=progress)  # fmt: skip
     return out
 
 
 def save_target(out: Path, model: TargetModel, config: Mapping[str, Any]) -> None:
     """Writes a target's text model. Weights get the config's dtype."""
     dtype = safetensors.FLOATS["BF16"] if model.config.dtype == "bfloat16" else np.float32
-    checkpoint.save_weights(out, model, config, prefix=gemma4.CHECKPOINT_PREFIXES["text_config" not in config], dtype=dtype)
+    checkpoint.save_weights(out, model, config, prefix=family_of(model.config).prefixes["text_config" not in config], dtype=dtype)
 
 
-def _target(folder: Path, dtype: Any, mesh: Mesh | None) -> TargetModel:
-    """A target's weights, on all devices of a mesh."""
+def _target(folder: Path, dtype: Any) -> TargetModel:
+    """A target's weights, on one device."""
     config: Any = read_target(folder)[0]
     quantisation = read_quantisation(folder)
-    model = load_target(folder, abstract_target(config, dtype, quantisation), quantisation, progress=False)
-    return placement_of(mesh).replicate(model)
+    return load_target(folder, abstract_target(config, dtype, quantisation), quantisation, progress=False)
 
 
 def _texts(data: Files, held_out: Files | None, tokenizer: Tokenizer, length: int, model: TargetModel) -> tuple[Batch, Batch]:
@@ -217,7 +218,7 @@ def _own(
     count: int,
     temperature: float,
     how: Run,
-    mesh: Mesh | None,
+    placement: Placement,
     kept: Path,
     progress: bool,
 ) -> Batch:
@@ -234,8 +235,8 @@ def _own(
     from jaxspec.engine.settings import Settings
 
     config, generation = read_target(folder)
-    slots = min(count, _slots(model, how.length, mesh))
-    attention = "auto" if placement_of(mesh).size == 1 else "xla"  # kernels do not run on arrays that lie on several devices
+    slots = min(count, _slots(model, how.length, placement))
+    attention = "auto" if placement.size == 1 else "xla"  # kernels do not run on arrays that lie on several devices
     settings = Settings(num_draft_tokens=0, max_slots=slots, max_len=how.length, attention=attention, progress=progress)
     llm = LLM(model, NoDraft(), tokenizer, settings, eos_token_ids=eos_token_ids(config, generation))
     prompts = beginnings(texts, count, how.seed)
@@ -257,13 +258,13 @@ def _fingerprint(texts: Batch) -> list[int]:
     return [len(texts.ids), int(np.sum(texts.ids, dtype=np.int64))]
 
 
-def _slots(model: TargetModel, length: int, mesh: Mesh | None) -> int:
+def _slots(model: TargetModel, length: int, placement: Placement) -> int:
     """How many texts are written at a time: what memory allows beside what is there."""
     device = jax.local_devices()[0]
     limit = memory_limit(device)
     if limit is None:
         return AUTO_SLOTS
-    kernels = placement_of(mesh).size == 1 and dialect.obstacle() is None
+    kernels = placement.size == 1 and dialect.obstacle() is None
     sizes = sizes_of(model, NoDraft(), max_len=length, num_draft_tokens=0, kernels=kernels)
     room = int(0.9 * limit) - (device.memory_stats() or {}).get("bytes_in_use", 0) + sizes.weights  # which are there already
     return most_slots(sizes, room, WRITING_SLOTS) or 1

@@ -6,9 +6,12 @@ the product adds them up. The activation of a gated layer is part of its product
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.linear import packed_mosaic, packed_triton, reference, triton
@@ -16,11 +19,15 @@ from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
 from pallas_kernels.packed import Packed
 
+# How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
+# reads them again, which takes as long as two or three passes.
+MOST_PASSES = 3
+
 
 def most_rows(w: jax.Array | Packed) -> int:
     """The most rows that a kernel multiplies with this matrix."""
     if isinstance(w, Packed):
-        return 0 if any(w.cut) else packed_triton.MOST_ROWS
+        return 0 if any(w.cut) else MOST_PASSES * packed_triton.MOST_ROWS
     return MOST_ROWS
 
 
@@ -28,15 +35,15 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     """x w^T, summed in float32 and rounded once. x: [N, H], w: [O, H] -> [N, O] in x's dtype.
 
     splits: into how many parts the kernel may cut the sums; None for as many as fill the GPU. More than one take a second kernel, which
-    adds them up. implementation: "auto" is XLA above `triton.MOST_ROWS` rows, and if the matrix has few columns for so many rows
-    (`triton.pays`); otherwise see `dialect.select`. Raises ValueError for an unknown or unsupported one, or if splits is not positive.
+    adds them up. w: packed or not, as in all functions here; what a packed one means is its weights as `unpack` gives them.
+    implementation: "auto" is XLA above `most_rows`, and if a matrix that is not packed has few columns for so many rows (`triton.pays`);
+    otherwise see `dialect.select`; or "mosaic", a kernel for Hopper and packed matrices, which "auto" takes where it serves. Raises
+    ValueError for an unknown or unsupported one, or if splits is not positive.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.linear(x, w)
-    if chosen == "mosaic":
-        return packed_mosaic.linear(x, w, splits)
-    return _kernels(w).linear(x, w, splits, interpret=chosen == "triton-interpret")
+    return _by_rows(_kernel("linear", chosen, w), 0, w, splits)(x)
 
 
 def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, implementation: str = "auto") -> jax.Array:
@@ -47,9 +54,7 @@ def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, 
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.partials(x, w)
-    if chosen == "mosaic":
-        return packed_mosaic.partials(x, w, splits)
-    return _kernels(w).partials(x, w, splits, interpret=chosen == "triton-interpret")
+    return _by_rows(_kernel("partials", chosen, w), 1, w, splits)(x)
 
 
 def gated(x: jax.Array, gate_up: jax.Array | Packed, *, implementation: str = "auto") -> jax.Array:
@@ -61,9 +66,7 @@ def gated(x: jax.Array, gate_up: jax.Array | Packed, *, implementation: str = "a
     chosen = _select(implementation, 1, x, gate_up)
     if chosen == "xla":
         return reference.gated(x, gate_up)
-    if chosen == "mosaic":
-        return packed_mosaic.gated(x, gate_up)
-    return _kernels(gate_up).gated(x, gate_up, interpret=chosen == "triton-interpret")
+    return _by_rows(_kernel("gated", chosen, gate_up), 0, gate_up)(x)
 
 
 def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array, *, implementation: str = "auto") -> jax.Array:
@@ -74,25 +77,51 @@ def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array
     chosen = _select(implementation, 1, x, w, u)
     if chosen == "xla":
         return reference.gated_by(x, w, u, index)
-    if chosen == "mosaic":
-        return packed_mosaic.gated_by(x, w, u, index)
-    return _kernels(w).gated_by(x, w, u, index, interpret=chosen == "triton-interpret")
+    return _by_rows(lambda x, w, u: _kernel("gated_by", chosen, w)(x, w, u, index), 0, w)(x, u)
 
 
 def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
     if splits is not None and splits < 1:
         raise ValueError(f"splits is {splits}; expected at least 1")
-    if isinstance(w, Packed) and implementation == "auto" and not packed_mosaic.unsupported(x, w, *others):
-        return "mosaic"
-    chosen = dialect.select(implementation, _kernels(w).unsupported(x, w, *others))
-    if isinstance(w, Packed):  # XLA writes the unpacked weights to memory, so it never pays
-        return chosen
-    return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
+    if not isinstance(w, Packed):
+        chosen = dialect.select(implementation, triton.unsupported(x, w, *others))
+        return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
+    arrays: Any = (x, *others)
+    if packed_triton.MOST_ROWS < x.shape[0] <= most_rows(w):  # served in passes
+        arrays = [jax.ShapeDtypeStruct((packed_triton.MOST_ROWS, *a.shape[1:]), a.dtype) for a in arrays]
+    x, *more = arrays
+    if implementation in ("auto", "mosaic"):
+        unsupported = packed_mosaic.unsupported(x, w, *more)
+        if not unsupported:
+            return "mosaic"
+        if implementation == "mosaic":
+            raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
+    return dialect.select(implementation, packed_triton.unsupported(x, w, *more), further=("mosaic",))
 
 
-def _kernels(w: jax.Array | Packed) -> Any:
-    """The kernels in the Triton dialect for a matrix."""
-    return packed_triton if isinstance(w, Packed) else triton
+def _kernel(name: str, chosen: str, w: jax.Array | Packed) -> Callable[..., jax.Array]:
+    """The kernel of a function's name in the chosen implementation."""
+    if chosen == "mosaic":
+        return getattr(packed_mosaic, name)
+    return functools.partial(getattr(packed_triton if isinstance(w, Packed) else triton, name), interpret=chosen == "triton-interpret")
+
+
+def _by_rows(kernel: Callable[..., jax.Array], axis: int, w: jax.Array | Packed, *settings: Any) -> Callable[..., jax.Array]:
+    """kernel(x, w, *settings) for any rows of x: for a packed matrix in equal parts that it serves. axis: of the rows in the result. The
+    returned function takes x and other arrays by row."""
+
+    def run(x: jax.Array, *others: jax.Array) -> jax.Array:
+        rows = x.shape[0]
+        count = -(-rows // packed_triton.MOST_ROWS) if isinstance(w, Packed) else 1
+        if count == 1:
+            return kernel(x, w, *others, *settings)
+        size = -(-rows // count)
+        padded = [jnp.pad(a, ((0, count * size - rows), *[(0, 0)] * (a.ndim - 1))) for a in (x, *others)]
+        parts = ([a[i * size : (i + 1) * size] for a in padded] for i in range(count))
+        whole = jnp.concatenate([kernel(part, w, *more, *settings) for part, *more in parts], axis=axis)
+        return jax.lax.slice_in_dim(whole, 0, rows, axis=axis)
+
+    return run
 
 
 __all__ = ["MOST_ROWS", "gated", "gated_by", "linear", "most_rows", "partials", "product"]

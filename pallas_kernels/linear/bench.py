@@ -87,8 +87,9 @@ def drawn(w: Packed) -> Packed:
     words = jax.random.bits(keys[0], w.words.shape, jnp.uint32)
     if w.kind == "fp8":  # without a bit of the exponent there is no NaN
         words &= jnp.uint32(0xBFBFBFBF)
-    scale = jax.random.uniform(keys[1], w.scale.shape, DTYPE, 0.5, 2.0) * DTYPE(w.shape[-1] ** -0.5 / LARGEST[w.kind])
-    zero = None if w.zero is None else jax.random.randint(keys[2], w.zero.shape, 0, 16).astype(DTYPE)
+    dtype = w.scale.dtype
+    scale = jax.random.uniform(keys[1], w.scale.shape, dtype, 0.5, 2.0) * dtype.type(w.shape[-1] ** -0.5 / LARGEST[w.kind])
+    zero = None if w.zero is None else jax.random.randint(keys[2], w.zero.shape, 0, 16).astype(dtype)
     return dataclasses.replace(w, words=words, scale=scale, zero=zero)
 
 
@@ -135,11 +136,11 @@ def main() -> None:
     draws = jax.random.normal(jax.random.key(0), (max(2 * s.columns * s.width for _, s, _ in cases) + 2**22,), DTYPE)
     for name, shape, rows in cases:
         x, w, *others = shape.arguments(rows, DTYPE, options.kind)
-        arguments: list[Any] = [draws[-math.prod(a.shape) :].reshape(a.shape).astype(a.dtype) for a in (x, *others)]
-        plain_weights = None if options.kind else draws[: math.prod(w.shape)].reshape(w.shape) * DTYPE(shape.width**-0.5)
-        arguments.insert(1, drawn(w) if options.kind else plain_weights)
-        turns = [tuple(jax.tree.map(jnp.copy, a) for a in arguments) for _ in range(turns_of(arguments))]
-        size = sum(part.nbytes for part in jax.tree.leaves(arguments[1]))
+        inputs: list[Any] = [draws[-math.prod(a.shape) :].reshape(a.shape).astype(a.dtype) for a in (x, *others)]
+        weights = drawn(w) if options.kind else draws[: math.prod(w.shape)].reshape(w.shape) * DTYPE(shape.width**-0.5)
+        inputs.insert(1, weights)
+        turns = [tuple(jax.tree.map(jnp.copy, a) for a in inputs) for _ in range(turns_of(inputs))]
+        size = sum(part.nbytes for part in jax.tree.leaves(weights))
         plain, kernels = programs[name, rows]
         reference_us = bench.loop_us(plain.result(), turns)
         if options.sweep:

@@ -57,9 +57,10 @@ def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
     """Why the kernel cannot serve these arrays, or None."""
     if reason := dialect.mosaic_obstacle():
         return reason
-    dtypes = [a.dtype.name for a in (x, w.scale, *others)]
-    if set(dtypes) != {"bfloat16"}:
-        return f"x and the scales are {', '.join(dtypes)}; the kernel needs bfloat16"
+    if others:
+        return "the product is gated by other numbers; the kernel does not read any"
+    if {x.dtype, w.scale.dtype} != {jnp.dtype(jnp.bfloat16)}:
+        return f"x is {x.dtype.name} and the scales are {w.scale.dtype.name}; the kernel needs bfloat16"
     if any(w.cut):
         return f"the matrix is {list(w.shape)}; the kernel needs multiples of {BLOCK}"
     if w.zero is not None:
@@ -117,12 +118,6 @@ def gated(x, gate_up):
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype)[0]
 
 
-def gated_by(x, w, u, index):
-    """See `pallas_kernels.linear.gated_by`."""
-    gate = jnp.sum(partials(x, w), axis=0).astype(x.dtype)
-    return activation(gate, jax.lax.dynamic_index_in_dim(u, index, axis=1, keepdims=False))
-
-
 def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
     *_, outputs, inputs = w.shape
     return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, matrices=matrices, splits=splits)
@@ -160,7 +155,7 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
         "empty": mosaic.Barrier(num_arrivals=workers, num_barriers=tiles.stages),
     }
     if tiles.deep > 1:
-        scratch["sums"] = mosaic.SMEM((tiles.deep - 1, tiles.wide, matrices * tiles.blocks, BLOCK, padded), jnp.float32)
+        scratch["sums"] = mosaic.SMEM((tiles.deep - 1, tiles.wide, matrices * tiles.blocks, padded // 4, 256), jnp.float32)
         scratch["given"] = mosaic.Barrier(num_arrivals=workers - tiles.wide)
         scratch["taken"] = mosaic.Barrier(num_arrivals=tiles.wide)
     names = ("x", "w", "s", "masks", "out")
@@ -206,6 +201,7 @@ def _multiply(mosaic, refs, *, kind, tiles, works, splits, steps, share, per_out
     @pl.when(warpgroup == workers)
     def _copy():
         mosaic.set_max_registers(40, action="decrease")
+        zero = jnp.minimum(program, 0)  # rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there
 
         def copy(_, tile, __, first, count, before):
             def step(i, _):
@@ -217,7 +213,7 @@ def _multiply(mosaic, refs, *, kind, tiles, works, splits, steps, share, per_out
                 mosaic.copy_gmem_to_smem(source, words.at[slot], full.at[slot])
                 source = refs["s"].at[both, blocks, pl.ds(0, 1) if per_output else pl.ds(begin, tiles.step)]
                 mosaic.copy_gmem_to_smem(source, scales.at[slot], full.at[slot])
-                source = refs["x"].at[pl.ds(0, padded), pl.ds(begin * BLOCK, tiles.step * BLOCK)]
+                source = refs["x"].at[pl.ds(zero, padded), pl.ds(begin * BLOCK, tiles.step * BLOCK)]
                 mosaic.copy_gmem_to_smem(source, rows.at[slot], full.at[slot])
 
             jax.lax.fori_loop(0, count, step, None)
@@ -232,6 +228,7 @@ def _multiply(mosaic, refs, *, kind, tiles, works, splits, steps, share, per_out
         place, part = jax.lax.div(warpgroup, tiles.deep), jax.lax.rem(warpgroup, tiles.deep)
         mine = tiles.step // tiles.deep
         operand = _unpacker(mosaic, kind, groups)
+        give_sums, take_sums = _exchange(mosaic, padded)
         # Masks come from memory: ptxas would load a constant again before each use.
         masks = [mosaic.layout_cast(jnp.full((1,), refs["masks"][i], jnp.uint32), mosaic.Layout.WG_SPLAT((1,))) for i in range(2)]
 
@@ -260,7 +257,7 @@ def _multiply(mosaic, refs, *, kind, tiles, works, splits, steps, share, per_out
             def give():
                 pl.when(number > 0)(lambda: mosaic.barrier_wait(refs["taken"]))
                 for n, total in enumerate(totals):
-                    refs["sums"].at[part - 1, place, n][...] = total
+                    give_sums(total, refs["sums"].at[part - 1, place, n])
                 mosaic.barrier_arrive(refs["given"])
 
             if tiles.deep > 1:
@@ -272,8 +269,7 @@ def _multiply(mosaic, refs, *, kind, tiles, works, splits, steps, share, per_out
                 if tiles.deep > 1:
                     mosaic.barrier_wait(refs["given"])
                     for other in range(tiles.deep - 1):
-                        held = (refs["sums"].at[other, place, n] for n in range(len(found)))
-                        found = [x + dialect.mosaic_load(ref, mosaic.Layout.WGMMA) for x, ref in zip(found, held, strict=True)]
+                        found = [total + take_sums(refs["sums"].at[other, place, n]) for n, total in enumerate(found)]
                     mosaic.barrier_arrive(refs["taken"])
                 found = [total.astype(out.dtype) for total in found]
                 if matrices == 2:
@@ -283,6 +279,36 @@ def _multiply(mosaic, refs, *, kind, tiles, works, splits, steps, share, per_out
                     pl.when(block * BLOCK < out.shape[2])(functools.partial(_store, mosaic, value, out.at[split], block * BLOCK))
 
         each_work(compute)
+
+
+def _exchange(mosaic, columns):
+    """Functions that store a product [64, columns] in shared memory [columns / 4, 256] as it lies in registers, and load it again."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    def places(count):
+        index = ir.IndexType.get()
+        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), arith.constant(index, 128))
+        pair = arith.muli(thread, arith.constant(index, 2))
+        return [[arith.constant(index, i), pair] for i in range(count)]
+
+    def give(_, value, held):
+        for register, place in zip(value.registers.flat, places(columns // 4), strict=True):
+            vector.store(register, held, place)
+
+    def take(_, held):
+        numbers = ir.VectorType.get((2,), ir.F32Type.get())
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, columns)), dtype=object)
+        for n, place in enumerate(places(columns // 4)):
+            registers.flat[n] = vector.load(numbers, held, place)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    result = mosaic.ShapeDtypeStruct((BLOCK, columns), jnp.float32, layout=mosaic.Layout.WGMMA)
+    return (
+        mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType()))(give),
+        mosaic.inline_mgpu(arg_types=(mosaic.RefType(),), return_type=result)(take),
+    )
 
 
 def _store(mosaic, value, ref, first):

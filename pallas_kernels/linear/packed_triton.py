@@ -68,8 +68,8 @@ def choose_tiles(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
     *matrices, columns, width = w.shape
     count, rows = math.prod(matrices), x.shape[0]
     _, budget, room = next(found for found in BUDGETS if rows <= found[0])
-    # A thread should load at least two scales of a step: fewer are not copied asynchronously.
-    least = 1 if w.groups is None else 4 // w.groups
+    # A thread should load at least 4 bytes of scales in a step: fewer are not copied asynchronously.
+    least = 1 if w.groups is None else 8 // (w.groups * w.scale.dtype.itemsize)
     # Programs of all rows, or of parts of them, which read the weights again.
     parts = [rows, *(part for part in PARTS if part < rows)]
     parts = [part for part in parts if count * sum(heights(part)) <= MOST_SUMS[tile.paired()]]

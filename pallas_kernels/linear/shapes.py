@@ -8,18 +8,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.packed import abstract
+from pallas_kernels.packed import Packed, abstract
 
 LAYERS = 35  # whose inputs to "gated_by" lie in one array
 ROWS = (1, 4, 5, 32, 40, 64)  # a decode step or verify block of one sequence and of eight
-# Forms of packed weights as checkpoints have them: the kind, the inputs that share a scale (None: one scale an output), and zeros or none.
+# Forms of packed weights as checkpoints have them: the kind, the inputs that share a scale (None: one scale an output), zeros or none, and
+# the scales' dtype (None: x's).
 PACKINGS = {
-    "int4": ("int4", 32, False),
-    "int4 zeros": ("int4", 128, True),
-    "int8": ("int8", None, False),
-    "fp8": ("fp8", None, False),
-    "fp4": ("fp4", 16, False),
+    "int4": ("int4", 32, False, None),
+    "int4 zeros": ("int4", 128, True, None),
+    "int4 zeros float16": ("int4", 128, True, "float16"),  # GPTQ, AWQ
+    "int8": ("int8", None, False, None),
+    "fp8": ("fp8", None, False, None),
+    "fp8 float32": ("fp8", None, False, "float32"),  # ModelOpt
+    "fp4": ("fp4", 16, False, None),
+    "fp4 float32": ("fp4", 16, False, "float32"),  # NVFP4
 }
+
+
+def packed(shape: tuple[int, ...], packing: str, dtype: Any) -> Packed:
+    """The shapes of packed weights [*out, in]. packing: a key of PACKINGS. dtype: x's."""
+    kind, group, zeros, scale_dtype = PACKINGS[packing]
+    return abstract(shape, kind, group=group, zeros=zeros, scale_dtype=jnp.dtype(scale_dtype or dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +44,7 @@ class Shape:
         """The shapes of the arguments of the function `kind`. packing: of the weights, a key of PACKINGS; None for weights of `dtype`."""
         weights: Any = jax.ShapeDtypeStruct((2,) * (self.kind == "gated") + (self.columns, self.width), dtype)
         if packing is not None:
-            kind, group, zeros = PACKINGS[packing]
-            weights = abstract(weights.shape, kind, group=group, zeros=zeros, scale_dtype=dtype)
+            weights = packed(weights.shape, packing, dtype)
         shapes = jax.ShapeDtypeStruct((rows, self.width), dtype), weights
         if self.kind != "gated_by":
             return shapes

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.linear.shapes import PACKINGS
-from pallas_kernels.packed import abstract
+from pallas_kernels.linear.shapes import packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +28,7 @@ class Shape:
         shapes = ((self.rows, hidden), (count, 2, inner, hidden), (count, hidden, inner), (self.rows, count), (count,))
         x, gate_up, down, *others = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
         if packing is not None:
-            kind, group, zeros = PACKINGS[packing]
-            gate_up, down = (abstract(w.shape, kind, group=group, zeros=zeros, scale_dtype=dtype) for w in (gate_up, down))
+            gate_up, down = (packed(w.shape, packing, dtype) for w in (gate_up, down))
         return x, gate_up, down, *others
 
     def read(self, active: int, gate_up: Any, down: Any) -> int:

@@ -3,6 +3,10 @@
 The order in memory is the matrix unit's order in registers (see the package). So a tile is unpacked word by word, two weights at a time,
 and then only renamed: its axes become a matrix's without a move between threads. Triton finds that by itself. Codes go from memory to
 shared memory asynchronously and from there to registers, 16 bytes a thread; the unpacked weights never leave the registers.
+
+Codes less their zeros are exact in pairs of 16-bit floats. Scales in bfloat16 multiply such pairs. So do scales in float16 where codes are
+integers: those products are multiples of float16's least number, so its subnormals lose nothing. All other scales multiply in float32.
+Products are rounded to the scale's dtype and then to x's, as by `matrix.unpack`; only beyond 65,504 a float16 product is infinite here.
 """
 
 from __future__ import annotations
@@ -20,8 +24,26 @@ from pallas_kernels.dialect import HOPPER, pl, plgpu
 from pallas_kernels.packed.matrix import BLOCK, KINDS, LANES, WORDS, Packed
 
 MOST_GROUPS = 8  # groups of a block; groups of fewer inputs would cut a thread's part of an instruction
-# Pairs of bfloat16, of which both are this number.
-ONE, MINUS_ONE, MINUS_ZERO, MINUS_128 = 0x3F803F80, 0xBF80BF80, 0x80008000, 0xC300C300
+SCALES = (jnp.bfloat16, jnp.float16, jnp.float32)
+SIGNS = 0x80008000  # of a pair: both numbers are -0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The type of two 16-bit floats in an int32, and the bits of numbers of which a pair has two."""
+
+    name: str  # in PTX
+    dtype: Any
+    one: int
+    large: int  # the least number whose last bit counts 1, so the bits of a small integer add to it
+
+    @property
+    def minus_large(self) -> int:
+        return self.large | SIGNS
+
+
+BFLOAT16 = Pair("bf16x2", jnp.bfloat16, 0x3F803F80, 0x43004300)  # 1 and 128
+FLOAT16 = Pair("f16x2", jnp.float16, 0x3C003C00, 0x64006400)  # 1 and 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +53,7 @@ class Form:
     kind: str
     groups: int | None
     zeros: bool
+    scale: Any  # the dtype of scales
     columns: int  # O
     width: int  # I
     # Whether a word's inputs, 4 of 4 bits and 2 of 8 bits, stand side by side in a tile; else its inputs have the matrix's order. The first
@@ -42,11 +65,16 @@ class Form:
     def slabs(self) -> int:
         return KINDS[self.kind].bits // 4
 
+    @property
+    def pair(self) -> Pair:
+        """In what pairs of codes are computed."""
+        return FLOAT16 if self.scale == jnp.float16 and self.kind in ("int4", "int8") else BFLOAT16
+
 
 def form(packed: Packed, interpret: bool) -> Form:
     """The form of a matrix whose `over` is 1."""
     *_, columns, width = packed.shape
-    return Form(packed.kind, packed.groups, packed.zero is not None, columns, width, paired(), interpret)
+    return Form(packed.kind, packed.groups, packed.zero is not None, packed.scale.dtype, columns, width, paired(), interpret)
 
 
 def paired() -> bool:
@@ -65,8 +93,8 @@ def unsupported(packed: Packed, dtype: Any) -> str | None:
         return f"the matrix has {packed.over} input axes; the kernel takes one"
     if (packed.groups or 1) > MOST_GROUPS:
         return f"{packed.groups} groups lie in {BLOCK} inputs; the kernel takes at most {MOST_GROUPS}"
-    if packed.scale.dtype != jnp.bfloat16:
-        return f"the scales are {packed.scale.dtype.name}; the kernel takes bfloat16"
+    if packed.scale.dtype not in SCALES:
+        return f"the scales are {packed.scale.dtype.name}; the kernel takes bfloat16, float16 and float32"
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"x is {dtype.name}; the kernel takes bfloat16 and float32 with a packed matrix"
     return None
@@ -111,10 +139,10 @@ def products(
         for m, index in enumerate(indices):
             words = _load_words(words_ref, index, out, at, mask, form)
             scale, zero = scales[m] if form.groups is None else numbers(index, at, mask)
-            w = weights(words, scale, zero, form)
+            w = weights(words, scale, zero, pieces[0].dtype, form)
             for total, x in zip(sums[m], pieces, strict=True):
                 precision = "highest" if x.dtype == jnp.float32 else None
-                added.append(total + plgpu.dot(w.astype(x.dtype), x, trans_b=True, precision=precision))
+                added.append(total + plgpu.dot(w, x, trans_b=True, precision=precision))
         return [added[m * len(pieces) : (m + 1) * len(pieces)] for m in range(len(indices))]
 
     zeros = [[jnp.zeros((len(out) * BLOCK, height), jnp.float32) for height in heights] for _ in indices]
@@ -168,24 +196,31 @@ def _inputs(x, form):
     return x.reshape(rows, columns // 16, 2, 4, 2).transpose(0, 1, 3, 2, 4).reshape(rows, columns)
 
 
-def weights(words: jax.Array, scale: jax.Array, zero: jax.Array | None, form: Form) -> jax.Array:
-    """The weights of a tile, [64 A, 64 B] bfloat16, from its words and numbers as they were loaded, in the order of `_inputs`."""
+def weights(words: jax.Array, scale: jax.Array, zero: jax.Array | None, dtype: Any, form: Form) -> jax.Array:
+    """The weights of a tile, [64 A, 64 B] in x's dtype, from its words and numbers as they were loaded, in the order of `_inputs`."""
     words = jax.lax.bitcast_convert_type(words, jnp.int32)
     pairs = _four_bits(words, form) if KINDS[form.kind].bits == 4 else _eight_bits(words, form)
     a, b = words.shape[:2]
 
     def spread(numbers):
-        return jnp.broadcast_to(_pairs_of(_fine(numbers, form)), (a, b, *_fine_shape(form))).reshape(pairs.shape)
+        return jnp.broadcast_to(numbers, (a, b, *_fine_shape(form))).reshape(pairs.shape)
 
-    offset = None if zero is None else spread(zero)
+    offset = None if zero is None else spread(_pairs_of(_fine(zero.astype(form.pair.dtype), form)))
     values = _values(pairs, offset, form)
-    values = _fma(spread(scale), values, MINUS_ZERO, form)
-    low, high = (jax.lax.bitcast_convert_type(part.astype(jnp.uint16), jnp.bfloat16) for part in (values, values >> 16))
-    fine = jnp.stack([low, high], axis=-1)
+    if scale.dtype == form.pair.dtype:
+        halves = _halves(_fma(spread(_pairs_of(_fine(scale, form))), values, SIGNS, form), form.pair.dtype)
+    else:
+        wide = spread(_fine(scale.astype(jnp.float32), form))
+        halves = [half * wide for half in _widened(values)]
+        if scale.dtype == jnp.float16:
+            halves = [_eleven_bits(half) for half in halves]
+    if dtype == jnp.bfloat16 and halves[0].dtype != dtype:
+        halves = _halves(_narrowed([half.astype(jnp.float32) for half in halves], form), jnp.bfloat16)
+    fine = jnp.stack(halves, axis=-1)
     # Axes: block, block, slab, w, r, c, s, then h, e, b of 4 bits and e, h, b of 8 bits.
     h, e = (7, 8) if form.slabs == 1 else (8, 7)
     inner = (5, e) if form.paired else (e, 5)
-    return fine.transpose(0, 3, h, 4, 1, 2, 6, *inner, 9).reshape(a * BLOCK, b * BLOCK)
+    return fine.transpose(0, 3, h, 4, 1, 2, 6, *inner, 9).reshape(a * BLOCK, b * BLOCK).astype(dtype)
 
 
 def _four_bits(words, form):
@@ -196,8 +231,8 @@ def _four_bits(words, form):
 
 
 def _nibble(words, number, form):
-    if form.kind == "int4":  # the last bits of 128 as bfloat16
-        return _shifted(words, -4 * number) & 0x000F000F | _opaque(0x43004300, words, form)
+    if form.kind == "int4":
+        return _shifted(words, -4 * number) & 0x000F000F | _opaque(form.pair.large, words, form)
     return _shifted(words, 12 - 4 * number) & _signed(0x80008000) | _shifted(words, 6 - 4 * number) & 0x01C001C0
 
 
@@ -212,15 +247,16 @@ def _eight_bits(words, form):
 
 
 def _values(pairs, offset, form):
-    """Codes less their zeros, as pairs of bfloat16. Every step is exact."""
+    """Codes less their zeros, as pairs. Every step is exact."""
+    one, minus_one, large, minus_large = form.pair.one, form.pair.one | SIGNS, form.pair.large, form.pair.minus_large
     if form.kind == "int8":
-        high, low = pairs & 0x00800080 | _opaque(0x43004300, pairs, form), pairs & 0x007F007F | _opaque(0x43004300, pairs, form)
-        values = _fma(high, MINUS_ONE, low, form)
-        return values if offset is None else _fma(offset, MINUS_ONE, values, form)
+        high, low = pairs & 0x00800080 | _opaque(large, pairs, form), pairs & 0x007F007F | _opaque(large, pairs, form)
+        values = _fma(high, minus_one, low, form)
+        return values if offset is None else _fma(offset, minus_one, values, form)
     if form.kind == "int4":
         if offset is None:
-            return _fma(pairs, ONE, 0xC308C308, form)  # -136
-        return _fma(pairs, ONE, _fma(offset, MINUS_ONE, MINUS_128, form), form)
+            return _fma(pairs, one, minus_large | 0x00080008, form)
+        return _fma(pairs, one, _fma(offset, minus_one, minus_large, form), form)
     return _raised(pairs, 120 if form.kind == "fp8" else 126, form)  # so much the exponents of bfloat16 are offset from theirs
 
 
@@ -246,7 +282,7 @@ def _fine(numbers, form):
 
 
 def _pairs_of(numbers):
-    """bfloat16 numbers, each twice in an int32."""
+    """16-bit floats, each twice in an int32."""
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint16).astype(jnp.int32)
     return bits | bits << 16
 
@@ -263,8 +299,7 @@ def _opaque(number, like, form):
         return number
     # The number of a multiprocessor is below 2**31, but no compiler counts on that.
     asm = "{.reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 31; or.b32 $0, $1, t;}"
-    args, kinds = [jnp.full(like.shape, number, jnp.int32)], [jax.ShapeDtypeStruct(like.shape, jnp.int32)]
-    return plgpu.elementwise_inline_asm(asm, args=args, constraints="=r,r", pack=1, result_shape_dtypes=kinds)[0]
+    return _assembly(asm, "=r,r", jnp.full(like.shape, number, jnp.int32))
 
 
 def _signed(bits):
@@ -272,20 +307,25 @@ def _signed(bits):
 
 
 def _fma(a, b, c, form):
-    """a b + c for pairs of bfloat16 in int32, rounded once. b, c: like a, or the bits of a constant."""
-    a, b, c = (jnp.full(pairs[0].shape, _signed(x), jnp.int32) if isinstance(x, int) else x for pairs in [(a,)] for x in (a, b, c))
+    """a b + c for pairs, rounded once. b, c: like a, or the bits of a constant."""
+    b, c = (jnp.full(a.shape, _signed(x), jnp.int32) if isinstance(x, int) else x for x in (b, c))
+    name, dtype = form.pair.name, form.pair.dtype
     if not form.interpret:
-        args, kinds = (a, b, c), [jax.ShapeDtypeStruct(a.shape, jnp.int32)]
-        return plgpu.elementwise_inline_asm(
-            "fma.rn.bf16x2 $0, $1, $2, $3;", args=args, constraints="=r,r,r,r", pack=1, result_shape_dtypes=kinds
-        )[0]
-    return _joined(_half(a, at) * _half(b, at) + _half(c, at) for at in (0, 16))
+        return _assembly(f"fma.rn.{name} $0, $1, $2, $3;", "=r,r,r,r", a, b, c)
+    wide = [[half.astype(jnp.float32) for half in _halves(x, dtype)] for x in (a, b, c)]
+    return _joined([(x * y + z).astype(dtype) for x, y, z in zip(*wide, strict=True)])
+
+
+def _assembly(text, constraints, *args):
+    """An int32 for each element of the arguments, by an instruction."""
+    kinds = [jax.ShapeDtypeStruct(args[0].shape, jnp.int32)]
+    return plgpu.elementwise_inline_asm(text, args=args, constraints=constraints, pack=1, result_shape_dtypes=kinds)[0]
 
 
 def _raised(pairs, exponent, form):
-    """Pairs times 2**exponent, for numbers below 2**-100 that may be subnormal."""
+    """Pairs of bfloat16 times 2**exponent, for numbers below 2**-100 that may be subnormal."""
     if not form.interpret:
-        return _fma(pairs, (127 + exponent) * 0x00800080, MINUS_ZERO, form)
+        return _fma(pairs, (127 + exponent) * 0x00800080, SIGNS, form)
 
     def half(at):
         # A CPU may take a subnormal for zero, so we make no float of it.
@@ -293,15 +333,38 @@ def _raised(pairs, exponent, form):
         magnitude = bits & 0x7FFFFFFF
         fraction = (magnitude >> 16).astype(jnp.float32) * 2.0 ** (exponent - 133)
         value = jnp.where(magnitude < 1 << 23, fraction, jax.lax.bitcast_convert_type(magnitude + (exponent << 23), jnp.float32))
-        return jnp.where(bits < 0, -value, value)
+        return jnp.where(bits < 0, -value, value).astype(jnp.bfloat16)
 
-    return _joined(half(at) for at in (0, 16))
+    return _joined([half(at) for at in (0, 16)])
 
 
-def _half(pairs, at):
-    return jax.lax.bitcast_convert_type((pairs >> at) << 16, jnp.float32)
+def _eleven_bits(x):
+    """float32 x, rounded to the 11 bits that float16 has, but with float32's exponents.
+
+    A number 1.5 * 2**13 times x's power of two pushes the other bits out of a float32, and goes again."""
+    power = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
+    return (x + power * 12288.0) - power * 12288.0
+
+
+def _halves(pairs, dtype):
+    """The two numbers of pairs of a 16-bit dtype."""
+    return [jax.lax.bitcast_convert_type(part.astype(jnp.uint16), dtype) for part in (pairs, pairs >> 16)]
 
 
 def _joined(halves):
-    low, high = (jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32) for x in halves)
+    """Pairs of two 16-bit floats."""
+    low, high = (jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.int32) for half in halves)
     return low | high << 16
+
+
+def _widened(pairs):
+    """The two numbers of pairs of bfloat16, in float32."""
+    return [jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in (pairs << 16, pairs & _signed(0xFFFF0000))]
+
+
+def _narrowed(halves, form):
+    """Pairs of bfloat16 of float32 numbers."""
+    if form.interpret:
+        return _joined([half.astype(jnp.bfloat16) for half in halves])
+    low, high = halves
+    return _assembly("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", high, low)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import toy
+from flax import struct
 from jax.sharding import PartitionSpec
 
 import jaxspec
@@ -16,6 +17,8 @@ from jaxspec import drafters, sharding
 from jaxspec.bench import roofline, workload
 from jaxspec.drafters import registry
 from jaxspec.drafters.base import Target
+from jaxspec.drafters.kind import kind_without_weights
+from jaxspec.drafters.ngram import NGram
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sampling.choice import Sampling
 from jaxspec.train import distil, kinds
@@ -62,6 +65,19 @@ def test_a_name_is_taken_once():
         with pytest.raises(ValueError, match="has the name '(toy|mtp)', which (Toy|Gemma4MTP) has"):
             drafters.register(dataclasses.replace(toy.KIND, **changes))
     assert "other" not in registry.KINDS
+
+
+@struct.dataclass
+class Parrot(NGram):
+    """A kind without weights."""
+
+    longest: int = struct.field(pytree_node=False, default=1)
+
+
+def test_a_kind_without_weights_is_loaded_by_its_name(tmp_path):
+    drafters.register(kind_without_weights("parrot", Parrot))
+    settings = {"max_slots": 1, "max_len": 32, "progress": False}
+    assert jaxspec.load(tiny.tiny_target(tmp_path), "parrot", **settings).drafter == Parrot()
 
 
 def drafted(target, drafter, state, slots):

@@ -11,7 +11,7 @@ from lowering import for_cuda
 from packed_matrices import FORMS, packed
 
 from pallas_kernels import device, linear, moe
-from pallas_kernels.linear import bench, packed_triton
+from pallas_kernels.linear import bench, packed_mosaic, packed_triton
 from pallas_kernels.linear.shapes import PACKINGS, SHAPES
 from pallas_kernels.moe import packed_triton as moe_triton
 from pallas_kernels.moe.shapes import SHAPES as MOE_SHAPES
@@ -37,13 +37,14 @@ def difference(found, expected):
 
 
 @pytest.mark.parametrize("gpu", [A100, H200])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_are_those_of_unpack_to_the_last_bit(form, gpu):
+def test_weights_are_those_of_unpack_to_the_last_bit(form, dtype, gpu):
     """Rows of the identity pick them one by one, on each kind of matrix unit; two blocks each way, the last ones not full."""
     w = packed(form, (100, 120))
     with device.described_as(gpu):
-        (got,) = run(packed_triton.partials, jnp.eye(120, dtype=jnp.bfloat16), w, splits=1, interpret=True)
-    np.testing.assert_array_equal(got.T, unpack(w, jnp.float32))
+        (got,) = run(packed_triton.partials, jnp.eye(120, dtype=dtype), w, splits=1, interpret=True)
+    np.testing.assert_array_equal(got.T, unpack(w, dtype).astype(jnp.float32))
 
 
 @pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
@@ -91,10 +92,10 @@ def test_nan_stays_in_its_row():
 def test_auto_takes_packed_matrices_to_the_kernel(monkeypatch):
     """For all rows that the kernel takes, also where an unpacked matrix would go to XLA."""
     monkeypatch.setattr("pallas_kernels.dialect.obstacle", lambda: None)
-    for rows, kernel in ((1, True), (256, True), (257, False)):
+    for rows, kernel in ((1, True), (256, True), (768, True), (769, False)):
         x, w = SHAPES["26B gate_up"].arguments(rows, jnp.bfloat16, "int4")
         assert ("pallas_call" in str(jax.make_jaxpr(linear.gated)(x, w))) == kernel
-    assert linear.most_rows(w) == 256
+    assert linear.most_rows(w) == 768
 
 
 @pytest.mark.parametrize("packing", ["int4", "int4 zeros", "fp8"])
@@ -131,11 +132,12 @@ def test_candidates_compute_the_same(monkeypatch, capsys):
     monkeypatch.setattr(bench.bench, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(bench, "MOST_TURNS", 1)
     monkeypatch.setattr(bench.bench, "copy_bandwidth", lambda: 4000.0)
-    monkeypatch.setattr(bench, "packed_candidates", lambda *args: candidates(*args)[:2])
+    monkeypatch.setattr(bench, "packed_candidates", lambda *args: candidates(*args)[:3])
     monkeypatch.setattr(bench, "PACKED_KERNELS", {"partials": functools.partial(packed_triton.partials, interpret=True)})
     monkeypatch.setattr("sys.argv", ["bench", "--sweep", "--rows", "3", "--kind", "fp8"])
     bench.main()
-    assert sum("splits" in line and "of copy" in line for line in capsys.readouterr().out.splitlines()) == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if "of copy" in line]
+    assert ["what serves" in line for line in lines] == [True, False, False] and all("splits" in line for line in lines[1:])
 
 
 def test_refusals():
@@ -213,3 +215,88 @@ def test_experts_are_packed_both_or_neither():
     gate_up, down = packed("int8", (2, 2, 64, 64)), packed("int8", (2, 64, 64))
     with pytest.raises(ValueError, match="one of gate_up_proj and down_proj is packed; expected both or neither"):
         moe.experts(normal(1, 64), gate_up, unpack(down), normal(1, 1), np.zeros((1, 1), np.int32))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "fp4"])
+@pytest.mark.parametrize(("name", "rows"), [("31B gate_up", 5), ("31B gate_up", 160), ("31B down", 20), ("26B down", 256)])
+def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
+    with device.described_as(H200):
+        shape = SHAPES[name]
+        text = for_cuda(jax.jit(lambda x, w: getattr(linear, shape.kind)(x, w)), *shape.arguments(rows, jnp.dtype("bfloat16"), kind))
+    assert text.count("@mosaic_gpu_v2") == 1 and "__gpu$xla.gpu.triton" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({}, "mosaic"),
+        ({"rows": 256}, "mosaic"),
+        ({"rows": 768}, "mosaic"),
+        ({"rows": 769}, "xla"),
+        ({"gpu": A100}, "triton"),
+        ({"form": "int4 zeros"}, "triton"),
+        ({"form": "int8 of 16"}, "mosaic"),
+        ({"form": "int4 of 8"}, "triton"),
+        ({"name": "E2B per-layer projection"}, "triton"),
+        ({"dtype": "float32"}, "triton"),
+        ({"implementation": "triton"}, "triton"),
+    ],
+)
+def test_auto_takes_the_hopper_kernel_where_it_serves(settings, chosen, monkeypatch):
+    settings = {"name": "31B down", "form": "int4", "rows": 5, "gpu": H200, "dtype": "bfloat16", "implementation": "auto", **settings}
+    called = []
+    for module, name in ((packed_mosaic, "mosaic"), (packed_triton, "triton"), (linear.reference, "xla")):
+
+        def partials(x, w, *args, name=name, **settings):
+            called.append(name)
+            return jnp.zeros((1, x.shape[0], w.shape[0]))
+
+        monkeypatch.setattr(module, "partials", partials)
+    kind, group, zeros, scale_dtype = FORMS[settings["form"]]
+    shape = SHAPES[settings["name"]]
+    w = abstract((shape.columns, shape.width), kind, group=group, zeros=zeros, scale_dtype=scale_dtype or jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((settings["rows"], shape.width), settings["dtype"])
+    with device.described_as(settings["gpu"]):
+        out = jax.eval_shape(lambda x: linear.partials(x, w, implementation=settings["implementation"]), x)
+    assert out.shape == (1, *x.shape[:1], shape.columns) and set(called) == {chosen}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "form", "rows", "message"),
+    [
+        (A100, "int4", 5, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
+        (H200, "int4", 800, "x has 800 rows; the kernel takes at most 256"),
+        (H200, "int4 zeros", 5, "the matrix has zero points; the kernel has none"),
+        (H200, "int4 of 8", 5, "8 inputs share a scale; the kernel needs 16 or more"),
+    ],
+)
+def test_what_the_hopper_kernel_cannot_serve_is_refused(gpu, form, rows, message):
+    kind, group, zeros, scale_dtype = FORMS[form]
+    w = abstract((2048, 2048), kind, group=group, zeros=zeros, scale_dtype=scale_dtype or jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
+    with device.described_as(gpu), pytest.raises(ValueError, match=f"^implementation 'mosaic' cannot serve this: {message}$"):
+        linear.partials(x, w, implementation="mosaic")
+
+
+def test_the_tiles_of_the_hopper_kernel_fit_every_matrix():
+    """Steps that divide the inputs, no more sums than registers hold, and at least two steps in shared memory, or all."""
+    for shape in SHAPES.values():
+        for rows in (1, 5, 16, 40, 64, 130, 160, 256):
+            for bits in (4, 8):
+                matrices = 2 if shape.kind == "gated" and rows <= packed_mosaic.MOST_GATED else 1
+                tiles = packed_mosaic.choose_tiles(rows, shape.columns, shape.width, bits, matrices=matrices, splits=None)
+                blocks, padded = shape.width // 64, -(-rows // 8) * 8
+                assert blocks % tiles.step == 0 and tiles.step % tiles.deep == 0, (shape, rows, tiles)
+                assert matrices * padded // 2 <= 160 and tiles.stages >= min(2, blocks // tiles.step), (shape, rows, tiles)
+                assert 1 <= tiles.splits <= packed_mosaic.MOST_SPLITS
+
+
+@pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
+def test_more_rows_than_a_kernel_takes_are_multiplied_in_passes(kind):
+    w = packed("int8", (*(2,) * (kind == "gated"), 64, 128))
+    others = (normal(515, 3, 64), jnp.int32(1)) if kind == "gated_by" else ()
+    arguments = normal(515, 128), w, *others
+    found, plain = (run(getattr(linear, kind), *arguments, implementation=name) for name in ("triton-interpret", "xla"))
+    if kind == "partials":
+        found, plain = found.sum(0), plain.sum(0)
+    assert difference(found, plain) < 1e-2

@@ -151,7 +151,7 @@ def test_sharing_copies_the_ring_and_the_page_that_both_go_on_in():
             expected = before.copy()
             expected[np.asarray(new)] = before[np.asarray(old)]
             assert np.array_equal(now, expected)
-    whole = paged.fixed(LAYERS, slots=3, max_len=10, num_draft_tokens=0, page_size=PAGE, dtype=jnp.float32)
+    whole = paged.fixed(paged.init(LAYERS, slots=3, max_len=10, num_draft_tokens=0, page_size=PAGE, dtype=jnp.float32))
     layers = tuple(paged.LayerKV(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in (pool.k, pool.v))) for pool in whole.layers)
     whole = dataclasses.replace(whole, layers=layers)
     copied = paged.duplicate(whole, ids(2, 0), ids(1, 3))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.sharding.placement import placement_of
 from jaxspec.train import curves, loop
 from jaxspec.train.loop import Run, fit, read_metrics
 
@@ -117,20 +118,20 @@ def test_parts_of_a_batch_and_devices_give_the_whole_batches_weights(tmp_path):
     def plain(weights, fixed, batch, key):
         return loss(weights, fixed, batch, jax.random.key(0))
 
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
+    placement = placement_of(jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",)))
     parts = Run(**{**RUN.__dict__, "accumulate": 2})
     whole = fit(plain, weights(), FIXED, draw, RUN, out=tmp_path / "whole", progress=False)
     halves = fit(plain, weights(), FIXED, draw, parts, out=tmp_path / "parts", progress=False)
-    spread = fit(plain, weights(), FIXED, draw, parts, out=tmp_path / "spread", mesh=mesh, progress=False)
+    spread = fit(plain, weights(), FIXED, draw, parts, out=tmp_path / "spread", placement=placement, progress=False)
     for found in (halves, spread):
         np.testing.assert_allclose(found["a"], whole["a"], rtol=1e-5)
         np.testing.assert_allclose(found["b"], whole["b"], rtol=1e-5)
     assert len(spread["a"].sharding.device_set) == 4
     # A checkpoint of several devices is one of the same weights, and is read on them.
-    again = fit(plain, weights(), FIXED, draw, parts, out=tmp_path / "spread", mesh=mesh, resume=True, progress=False)
+    again = fit(plain, weights(), FIXED, draw, parts, out=tmp_path / "spread", placement=placement, resume=True, progress=False)
     assert np.array_equal(again["a"], spread["a"]) and len(again["a"].sharding.device_set) == 4
     with pytest.raises(ValueError, match="4 devices along the mesh's axis 'data' do not divide a batch of 2 texts"):
-        fit(plain, weights(), FIXED, draw, Run(batch=8, accumulate=4), out=tmp_path, mesh=mesh)
+        fit(plain, weights(), FIXED, draw, Run(batch=8, accumulate=4), out=tmp_path, placement=placement)
 
 
 @pytest.mark.parametrize(("steps", "rates"), [(1, [0.5]), (2, [0.5, 0.01])])

@@ -15,6 +15,7 @@ import jaxspec
 from jaxspec import cli
 from jaxspec.drafters import NoDraft
 from jaxspec.engine import memory
+from jaxspec.sharding.placement import ONE_DEVICE
 from jaxspec.train import distil, finetune, tuning
 from jaxspec.train.loop import read_metrics
 
@@ -115,7 +116,7 @@ def test_as_many_texts_are_written_at_a_time_as_memory_holds(monkeypatch):
     held = {}
     for limit in (None, 2**20, 2**24, 2**40):
         monkeypatch.setattr(tuning, "memory_limit", lambda device, limit=limit: limit)
-        held[limit] = tuning._slots(model, 64, None)
+        held[limit] = tuning._slots(model, 64, ONE_DEVICE)
     assert held[None] == 64 and held[2**40] == tuning.WRITING_SLOTS
     sizes = memory.sizes_of(model, NoDraft(), max_len=64, num_draft_tokens=0, kernels=False)
     for limit in (2**20, 2**24):  # the weights are there already, and are not what slots are counted against

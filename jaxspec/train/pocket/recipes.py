@@ -223,7 +223,7 @@ def train_target(args: argparse.Namespace) -> None:
     learnt, rest = np.split(stream, [int(LEARNT * len(stream))])
     length = args.length or 1024
     run = Run(args.steps or 1400, args.batch or 64, length, args.peak, every=args.every, save_every=0, seed=args.seed)
-    weights = initial(gemma4.abstract(config, jnp.float32), args.seed, config.hidden_size)
+    weights = gemma4.FAMILY.fresh(initial(gemma4.abstract(config, jnp.float32), args.seed, config.hidden_size))
 
     def loss(model: gemma4.Gemma4, _: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return target_loss(model, batch)
