@@ -205,9 +205,9 @@ def test_a_packed_table_lowers_for_cuda_as_one_kernel(rows):
 def test_which_packed_tables_a_kernel_serves():
     hidden, _, keys, temperature = problem(2, 40, 16, "float32")
     table = packed_matrices.packed("int8", (64, 16))
-    wide = dataclasses.replace(table, scale=table.scale.astype(jnp.float32))
-    assert (most_rows(table), most_rows(wide)) == (256, 0)
-    with pytest.raises(ValueError, match="cannot serve this: the scales are float32; the kernel takes bfloat16"):
-        lm_head(hidden, wide, keys, temperature, implementation="triton-interpret")
+    double = dataclasses.replace(table, scale=jax.ShapeDtypeStruct(table.scale.shape, jnp.float64))
+    assert (most_rows(table), most_rows(double)) == (256, 0)
+    with pytest.raises(ValueError, match="cannot serve this: the scales are float64; the kernel takes bfloat16"):
+        lm_head(hidden, double, keys, temperature, implementation="triton-interpret")
     with pytest.raises(ValueError, match=r"the table int8\[64, 15\]; expected"):
         lm_head(hidden, packed_matrices.packed("int8", (64, 15)), keys, temperature)
