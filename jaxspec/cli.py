@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--k", type=int, metavar="K", help="number of tokens to draft in each round")
     model.add_argument("--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)")
     model.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
+    text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
+    model.add_argument("--quantize-embedding", metavar="KIND", help=text)
     model.add_argument("--kv-dtype", default="auto", help="dtype of the target's cache: auto, float32, bfloat16 or fp8 (default: auto)")
     model.add_argument("--max-len", type=int, metavar="N", help="most tokens of a sequence, including its prompt")
     model.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens (default: up to max-len)")
@@ -117,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("target", metavar="MODEL", help="hub id, folder or bundled name")
     info.add_argument("--drafter", help="also say whether this drafter fits")
     info.add_argument("--quantize", metavar="KIND", help="as if the target's float weights were quantised: int8, int4 or fp8")
+    info.add_argument("--quantize-embedding", metavar="KIND", help="as if its float token embedding were quantised: int8")
     info.add_argument("--mesh", metavar="AXIS=N,...", help="print what each device of a mesh holds, such as tensor=4 or data=2,tensor=4")
     text = "print how load would use a device's memory; --memory, --max-len, --max-slots and --k imply it"
     info.add_argument("--plan", action="store_true", help=text)
@@ -134,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--drafter", help="hub id, folder or bundled name of a drafter to convert with it")
     convert.add_argument("--dtype", default="auto", help="auto (the target's own), float32 or bfloat16")
     convert.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
+    text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
+    convert.add_argument("--quantize-embedding", metavar="KIND", help=text)
     text = "devices that hold the weights during the conversion, such as tensor=4 (default: one device)"
     convert.add_argument("--mesh", metavar="AXIS=N,...", help=text)
     convert.set_defaults(command=_convert)
@@ -156,6 +161,7 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
         num_draft_tokens=args.k,
         dtype=args.dtype,
         quantize=args.quantize,
+        quantize_embedding=args.quantize_embedding,
         kv_dtype=args.kv_dtype,
         max_len=args.max_len,
         accept=args.accept,
@@ -289,12 +295,13 @@ def _info(args: argparse.Namespace) -> None:
         if args.drafter in drafters.without_checkpoints():
             raise ValueError(f"the drafter {args.drafter!r} is not a checkpoint: it has no weights and fits every target")
         drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
-        lines = list(describe(folder, drafter, quantize=args.quantize))
+        quantised = {"quantize": args.quantize, "quantize_embedding": args.quantize_embedding}
+        lines = list(describe(folder, drafter, **quantised))
         if args.mesh is not None:
-            lines += describe_mesh(folder, drafter, args.mesh, quantize=args.quantize)
+            lines += describe_mesh(folder, drafter, args.mesh, **quantised)
         asked = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots}
         if args.plan or args.memory is not None or any(value is not None for value in asked.values()):
-            lines += describe_plan(folder, drafter, **_memory(args), **asked, quantize=args.quantize, mesh=args.mesh)
+            lines += describe_plan(folder, drafter, **_memory(args), **asked, **quantised, mesh=args.mesh)
     print("\n".join(lines))
 
 
@@ -316,7 +323,8 @@ def _convert(args: argparse.Namespace) -> None:
     with _door():
         from jaxspec.converting import convert
 
-        settings = {"dtype": args.dtype, "quantize": args.quantize, "mesh": _mesh(args), "progress": sys.stderr.isatty()}
+        quantised = {"quantize": args.quantize, "quantize_embedding": args.quantize_embedding}
+        settings = {"dtype": args.dtype, **quantised, "mesh": _mesh(args), "progress": sys.stderr.isatty()}
         print(convert(args.source, args.destination, drafter=args.drafter, **settings))
 
 

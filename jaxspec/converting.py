@@ -40,6 +40,7 @@ def convert(
     drafter: str | os.PathLike[str] | None = None,
     dtype: Any = "auto",
     quantize: str | None = None,
+    quantize_embedding: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> Path:
@@ -48,8 +49,9 @@ def convert(
     source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a checkpoint
     under any name that `load` takes; it goes to the folder `drafter` in the destination. dtype: of the float weights, "float32" or
     "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the target's
-    float weights as `load` does; weights that are quantised already stay as they are. mesh: the devices that hold the weights during the
-    conversion; None is the default device alone. The result can be loaded onto any mesh.
+    float weights as `load` does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the token
+    embedding, as `load` does. mesh: the devices that hold the weights during the conversion; None is the default device alone. The result
+    can be loaded onto any mesh.
 
     Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
     if several processes convert. A conversion that fails or is killed leaves no folder under the destination's name.
@@ -63,7 +65,7 @@ def convert(
     config, _ = targets.read_target(folder)
     asked = targets.DTYPES.get(config.dtype, jnp.float32) if dtype == "auto" else targets.weights_dtype(dtype, config.dtype)
     weights_dtype = jnp.dtype(asked)
-    quantisation = targets.quantisation_of(folder, config, weights_dtype, quantize)
+    quantisation = targets.quantisation_of(folder, config, weights_dtype, quantize, quantize_embedding)
     tree = targets.abstract_target(config, weights_dtype, quantisation)
     draft_folder = None if drafter is None else checkpoint.resolve(drafter)
     if draft_folder is not None:

@@ -25,15 +25,17 @@ LENGTHS = tuple(1024 * 4**i for i in range(6))
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def describe(folder: Path, drafter: Path | None = None, *, quantize: str | None = None) -> Iterator[str]:
-    """Yields lines about the target in a checkpoint folder, and about a drafter for it. quantize: as in `jaxspec.load`.
+def describe(
+    folder: Path, drafter: Path | None = None, *, quantize: str | None = None, quantize_embedding: str | None = None
+) -> Iterator[str]:
+    """Yields lines about the target in a checkpoint folder, and about a drafter for it. quantize, quantize_embedding: as in `jaxspec.load`.
 
     Sizes are of the text model in the checkpoint's dtype. Raises as `jaxspec.load` does for a checkpoint that cannot be used and for a
     drafter that does not fit.
     """
     config, generation = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
-    quantisation = quantisation_of(folder, config, dtype, quantize)
+    quantisation = quantisation_of(folder, config, dtype, quantize, quantize_embedding)
     tree = abstract_target(config, dtype, quantisation)
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
     window = max(layer.window or 0 for layer in config.layers)
@@ -74,6 +76,7 @@ def describe_plan(
     max_len: int | None = None,
     max_slots: int | None = None,
     quantize: str | None = None,
+    quantize_embedding: str | None = None,
     mesh: str | None = None,
 ) -> Iterator[str]:
     """Yields lines about how `jaxspec.load` would use a device's memory, in the checkpoint's dtype, with kernels.
@@ -87,7 +90,8 @@ def describe_plan(
     draft: Any = NoDraft() if drafter is None else drafters.abstract_drafter(drafter, config, dtype)
     max_len = max_len_of(config, max_len)
     count = num_draft_tokens_for(draft, drafter, num_draft_tokens, max_len)
-    target, placement = abstract_target(config, dtype, quantisation_of(folder, config, dtype, quantize)), abstract_placement_of(mesh)
+    target = abstract_target(config, dtype, quantisation_of(folder, config, dtype, quantize, quantize_embedding))
+    placement = abstract_placement_of(mesh)
 
     def sizes_at(length: int) -> Sizes:
         return sizes_of(target, draft, max_len=length, num_draft_tokens=count, placement=placement)
@@ -116,7 +120,9 @@ def describe_plan(
             yield f"            {length:>7} {most_slots(sizes_at(length), room, 10**6):>6}"
 
 
-def describe_mesh(folder: Path, drafter: Path | None, text: str, *, quantize: str | None = None) -> Iterator[str]:
+def describe_mesh(
+    folder: Path, drafter: Path | None, text: str, *, quantize: str | None = None, quantize_embedding: str | None = None
+) -> Iterator[str]:
     """Yields lines about how the weights of a target and a drafter lie on a mesh such as "data=2,tensor=4", in the checkpoint's dtype or
     quantised as in `jaxspec.load`.
 
@@ -126,7 +132,7 @@ def describe_mesh(folder: Path, drafter: Path | None, text: str, *, quantize: st
     placement = abstract_placement_of(text)
     config, _ = read_target(folder)
     dtype = DTYPES.get(config.dtype, jnp.float32)
-    trees: dict[str, Any] = {"target": abstract_target(config, dtype, quantisation_of(folder, config, dtype, quantize))}
+    trees: dict[str, Any] = {"target": abstract_target(config, dtype, quantisation_of(folder, config, dtype, quantize, quantize_embedding))}
     if drafter is not None:
         trees["drafter"] = drafters.abstract_drafter(drafter, config, dtype)
     axes = ", ".join(f"{axis}={count}" for axis, count in placement.axes.items())

@@ -44,6 +44,7 @@ def load(
     num_draft_tokens: int | None = None,
     dtype: Any = "auto",
     quantize: str | None = None,
+    quantize_embedding: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     tensor: int | None = None,
     max_slots: int | None = None,
@@ -75,6 +76,9 @@ def load(
     they are read: the matrices of its layers, not embeddings, head, norms and routers. Activations stay float, and products are those of
     the dequantised weights. None takes the weights as the checkpoint has them, which may be quantised already.
 
+    quantize_embedding: "int8" quantises the target's float token embedding, which is its head too, with a scale for each token; alone or
+    beside matrices that are quantised in any way. None takes it as the checkpoint has it.
+
     mesh: devices to spread weights and slots over: a Mesh with axes "data" and "tensor", as `jaxspec.mesh(data=2, tensor=4)` makes it;
     one device by default. Over several processes, only "tensor" may be spread. tensor: short for a mesh of so many devices along
     "tensor".
@@ -102,7 +106,7 @@ def load(
     name none. progress: whether to show progress bars.
 
     Raises FileNotFoundError, ValueError or TypeError that says what was found and what was expected: for a checkpoint that is missing,
-    damaged or of another kind, weights that `quantize` finds quantised, a drafter that does not fit, a setting out of range.
+    damaged or of another kind, weights that are to be quantised and are already, a drafter that does not fit, a setting out of range.
     """
     rule = rule_of(accept)
     check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
@@ -131,7 +135,8 @@ def load(
     count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
     rule.check(count)
 
-    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation_of(folder, config, chosen_dtype, quantize)))
+    asked = (config, chosen_dtype, quantize, quantize_embedding)
+    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation_of(folder, *asked)))
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     shards, cache_dtype = placement.shards, KV_DTYPES[kv_dtype]
@@ -159,7 +164,7 @@ def load(
     folder = checkpoint.resolve(target)  # only now, since a target's weights are a long download
     tokenizer = load_tokenizer(folder)
     enable_compilation_cache()
-    quantisation = quantisation_of(folder, config, chosen_dtype, quantize)  # again: the weights' headers may say more than the config
+    quantisation = quantisation_of(folder, *asked)  # again: the weights' headers may say more than the config
     abstract = placement.place(abstract_target(config, chosen_dtype, quantisation))
     weights = load_target(folder, abstract, quantisation, progress=progress)
     if draft_folder is not None:

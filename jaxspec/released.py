@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec import checkpoint, drafters
-from jaxspec.checkpoint import from_floats
 from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import KINDS, kind_of
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.model.target import TargetConfig
-from jaxspec.targets import quantisation_of, read_target, scale_dtype
+from jaxspec.targets import asked_quantisation, quantisation_of, read_target
 
 _COMMON = {
     "vocab_size": 262_144,
@@ -152,11 +151,13 @@ def target_config(name: str) -> TargetConfig:
     return read_target(folder)[0]
 
 
-def target_quantisation(name: str, config: TargetConfig, dtype: Any, quantize: str | None) -> Quantisation | None:
+def target_quantisation(
+    name: str, config: TargetConfig, dtype: Any, quantize: str | None, quantize_embedding: str | None
+) -> Quantisation | None:
     """How the matrices of a named target or of a folder's are quantised: see `targets.quantisation_of`, whose errors it raises."""
     if name not in TARGETS:
-        return quantisation_of(checkpoint.resolve(name), config, dtype, quantize)
-    return None if quantize is None else from_floats.quantisation(quantize, scale_dtype(config.dtype, dtype))
+        return quantisation_of(checkpoint.resolve(name), config, dtype, quantize, quantize_embedding)
+    return asked_quantisation(config, dtype, quantize, quantize_embedding)
 
 
 def drafter_names() -> list[str]:

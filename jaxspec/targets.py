@@ -40,21 +40,35 @@ def read_quantisation(folder: Path) -> Quantisation | None:
     return checkpoint.read_quantisation(folder, checkpoint.read_config(folder))
 
 
-def quantisation_of(folder: Path, config: TargetConfig, dtype: Any, quantize: str | None) -> Quantisation | None:
-    """How a target's matrices are quantised in memory: as its checkpoint says, or as `load(quantize=...)` asks of float weights.
+def quantisation_of(
+    folder: Path, config: TargetConfig, dtype: Any, quantize: str | None, quantize_embedding: str | None
+) -> Quantisation | None:
+    """How a target's matrices are quantised in memory: as its checkpoint says, or as `load` is asked to quantise float weights.
 
-    dtype: of the weights that stay float. Raises ValueError for a `quantize` that does not exist, and for weights that are quantised
-    already or were converted as float ones.
+    dtype: of the weights that stay float. quantize, quantize_embedding: as for `load`. Raises ValueError for one of these that does not
+    exist, and for weights that are quantised already or were converted as float ones.
     """
     found = read_quantisation(folder)
-    if quantize is None:
-        return found
-    chosen = from_floats.quantisation(quantize, scale_dtype(config.dtype, dtype))
-    if found is not None:
+    asked = asked_quantisation(config, dtype, quantize, quantize_embedding, found)
+    if quantize is not None and found is not None:
         raise ValueError(f"quantize is {quantize!r}, but the weights in {folder} are quantised already ({found.name}); expected None")
-    if (folder / CONVERTED).exists():
-        raise ValueError(f"quantize is {quantize!r}, but {folder} was converted with float weights; convert the original with quantize")
-    return chosen
+    if quantize_embedding is not None and found is not None and found.embedding is not None:
+        raise ValueError(f"quantize_embedding is {quantize_embedding!r}, but the embedding in {folder} is quantised already; expected None")
+    for name, value in (("quantize", quantize), ("quantize_embedding", quantize_embedding)):
+        if value is not None and (folder / CONVERTED).exists():
+            weights = "float weights" if name == "quantize" else "a float embedding"
+            raise ValueError(f"{name} is {value!r}, but {folder} was converted with {weights}; convert the original with {name}")
+    return asked
+
+
+def asked_quantisation(
+    config: TargetConfig, dtype: Any, quantize: str | None, quantize_embedding: str | None, found: Quantisation | None = None
+) -> Quantisation | None:
+    """What `load` is asked to make of a target's float weights, beside what is quantised already (`found`). Raises ValueError for a
+    `quantize` or `quantize_embedding` that does not exist."""
+    scales = scale_dtype(config.dtype, dtype)
+    found = found if quantize is None else from_floats.quantisation(quantize, scales)
+    return found if quantize_embedding is None else from_floats.with_embedding(found, quantize_embedding, scales)
 
 
 def scale_dtype(checkpoint_dtype: str, dtype: Any) -> str:
@@ -69,7 +83,8 @@ def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation
     tree = family.abstract(config, dtype)
     if quantisation is None:
         return tree
-    return with_packed(tree, quantisation.scheme_of, family.prefixes[0]).with_kv_scales(quantisation.kv_scales)
+    packed = with_packed(tree, quantisation.scheme_of, family.prefixes[0], embedding=quantisation.embedding is not None)
+    return packed.with_kv_scales(quantisation.kv_scales)
 
 
 def load_target(folder: Path, abstract: Target, quantisation: Quantisation | None = None, *, progress: bool = True) -> Target:

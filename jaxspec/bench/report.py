@@ -87,6 +87,7 @@ class BenchReport:
     drafter: str
     dtype: str
     quantize: str | None  # what the target's float weights were quantised to
+    quantize_embedding: str | None  # and its token embedding
     settings: Workload
     mesh: dict[str, int]  # devices by axis; {} for one device
     target_bytes: int  # of the weights, each counted once
@@ -105,6 +106,7 @@ def report_lines(report: BenchReport) -> Iterator[str]:
     with_drafter = f"drafter {report.drafter}, K = {work.num_draft_tokens}, acceptance {rates}" if work.num_draft_tokens else "no drafter"
     sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(f.temperature for f in report.decode) else ""
     quantised = f", target quantised to {report.quantize}" if report.quantize else ""
+    quantised += f", embedding in {report.quantize_embedding}" if report.quantize_embedding else ""
     yield f"{report.config}, {report.dtype}{quantised}; {with_drafter}{sampling}; attention {work.attention}"
     mesh = "".join(f", {axis} {size}" for axis, size in report.mesh.items())
     yield f"{report.device}{mesh}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"

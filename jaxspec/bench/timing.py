@@ -73,6 +73,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
         drafter=plan.drafter,
         dtype=plan.dtype,
         quantize=plan.quantize,
+        quantize_embedding=plan.quantize_embedding,
         settings=work,
         mesh=plan.placement.axes,
         target_bytes=nbytes(target),

@@ -81,6 +81,7 @@ class BenchPlan:
     drafter: str  # the drafter's
     dtype: str
     quantize: str | None  # how the target's float weights are quantised
+    quantize_embedding: str | None  # how its token embedding is
     target_tree: Any  # of ShapeDtypeStructs
     drafter_tree: Any  # of ShapeDtypeStructs
     batches: tuple[int, ...]  # batch sizes to decode, each at each of the temperatures
@@ -121,6 +122,7 @@ def plan_bench(
     acceptance: Sequence[float] | str = RATES,
     dtype: str = "bfloat16",
     quantize: str | None = None,
+    quantize_embedding: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     **workload: Any,
 ) -> BenchPlan:
@@ -128,18 +130,17 @@ def plan_bench(
 
     config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
     `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, as for
-    `accept.synthetic`, or the name of a rule; a rule accepts hardly any random draft, but takes the time that it takes. quantize: as in
-    `jaxspec.load`; without it a folder's weights are quantised as its config says. mesh: from `sharding.mesh`; its data axis divides
-    each of `batches`, and is 1 if prompts are timed. workload: other fields of `Workload`.
+    `accept.synthetic`, or the name of a rule; a rule accepts hardly any random draft, but takes the time that it takes. quantize,
+    quantize_embedding: as in `jaxspec.load`; without them a folder's weights are quantised as its config says. mesh: from
+    `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload: other fields of `Workload`.
 
     Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
     target_config = released.target_config(config)
-    target: Any = abstract_target(
-        target_config, DTYPES[dtype], released.target_quantisation(config, target_config, DTYPES[dtype], quantize)
-    )
+    quantisation = released.target_quantisation(config, target_config, DTYPES[dtype], quantize, quantize_embedding)
+    target: Any = abstract_target(target_config, DTYPES[dtype], quantisation)
     draft: Any = released.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
     drafting = num_draft_tokens_of(draft) > 0
     count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
@@ -150,7 +151,8 @@ def plan_bench(
     work = Workload(count, accept, **workload)
     _check(work, target_config, batches, temperatures, prefill)
     cells, placement = (tuple(batches), tuple(temperatures), tuple(prefill)), placement_of(mesh)
-    made = BenchPlan(config, drafter, dtype, quantize, target, draft, *cells, work, placement)
+    names = config, drafter, dtype, quantize, quantize_embedding
+    made = BenchPlan(*names, target, draft, *cells, work, placement)
     for batch in [*batches, *[1] * len(prefill)]:
         if batch % made.shards:
             raise ValueError(f"batch is {batch} and the mesh has {made.shards} data shards; expected a multiple of {made.shards}")

@@ -20,6 +20,7 @@ from pallas_kernels.packed import KINDS
 
 # Symmetric, as compressed-tensors quantises: 8 bits with one scale for each output, 4 bits with one for 32 inputs.
 GROUPS = {"int8": None, "int4": 32, "fp8": None}
+EMBEDDINGS = ("int8",)  # of these, what a token embedding may have
 # What a scale is of: the largest magnitude of its weights over this.
 STEPS = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}
 # Modules that stay float. What is no matrix, and embedding tables, stay so anyway.
@@ -59,6 +60,20 @@ def quantisation(name: str, scale_dtype: str) -> Quantisation:
         raise ValueError(f"quantize is {name!r}; available: {', '.join(map(repr, GROUPS))}, or None for the weights as they are")
     format = FromFloats(Scheme(name, GROUPS[name], scale_dtype=scale_dtype))
     return Quantisation(name, lambda module: None if FLOAT.search(module) else format)
+
+
+def with_embedding(found: Quantisation | None, name: str, scale_dtype: str) -> Quantisation:
+    """The same with the float token embedding quantised under a name of EMBEDDINGS. found: how matrices of layers are quantised, or None.
+
+    Raises ValueError for another name."""
+    if name not in EMBEDDINGS:
+        raise ValueError(
+            f"quantize_embedding is {name!r}; available: {', '.join(map(repr, EMBEDDINGS))}, or None for the embedding as it is"
+        )
+    format = FromFloats(Scheme(name, GROUPS[name], scale_dtype=scale_dtype))
+    if found is None:
+        return Quantisation(f"{name} embedding", lambda module: None, embedding=format)
+    return dataclasses.replace(found, name=f"{found.name}, {name} embedding", embedding=format)
 
 
 def quantise(weights: Any, scheme: Scheme) -> tuple[jax.Array, jax.Array]:

@@ -146,7 +146,7 @@ def _packed_sources(
     known: set[str],
 ) -> list[Source]:
     """What makes up a quantised leaf. possible: the ways in which a file may hold it, in float. Adds to problems and to known keys."""
-    named = [quantisation.format_of(prefix + part.key.removesuffix(".weight")) for part in possible[-1]]
+    named = [quantisation.format_for(prefix + part.key.removesuffix(".weight")) for part in possible[-1]]
     ways = []
     for parts in possible:
         # Of several experts in one tensor, all have the format of the first.

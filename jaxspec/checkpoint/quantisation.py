@@ -27,6 +27,8 @@ class Scheme:
     scale_dtype: str = "bfloat16"  # of scales, and what a dequantised weight is rounded to
 
 
+EMBEDDING = "embed_tokens"  # the module of the token embedding
+
 # From the name of a module of the checkpoint, as a key without ".weight", to its scheme, or None where it has float weights.
 SchemeOf = Callable[[str], Scheme | None]
 
@@ -68,28 +70,34 @@ class Quantisation:
     """How the matrices of a checkpoint are quantised: what a config says, or what `load` was asked to make of float weights."""
 
     name: str  # of the format, for messages
-    format_of: Callable[[str], Format | None]  # from a module's name to its format, or None where it has float weights
+    format_of: Callable[[str], Format | None]  # from a layer's module's name to its format, or None where it has float weights
     # By layer, what its keys and its values are divided by in a cache of float8; layers that the file says nothing of are not in it.
     kv_scales: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    embedding: Format | None = None  # of the token embedding, which is the head too, or None where it is float
+
+    def format_for(self, name: str) -> Format | None:
+        """The format of a module, the token embedding among them, or None where it has float weights."""
+        return self.embedding if name.endswith(EMBEDDING) else self.format_of(name)
 
     def scheme_of(self, name: str) -> Scheme | None:
         """See `SchemeOf`."""
-        found = self.format_of(name)
+        found = self.format_for(name)
         return None if found is None else found.scheme
 
 
-def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "") -> Any:
+def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: bool = False) -> Any:
     """A tree of ShapeDtypeStructs with a `Packed` in place of every matrix that is quantised. prefix: stands before our paths in the
-    names that scheme_of takes.
+    names that scheme_of takes. embedding: whether scheme_of is asked for the token embedding too.
 
-    Embedding tables and vectors stay. Raises ValueError if the parts of a fused matrix have different schemes.
+    Other embedding tables and vectors stay. Raises ValueError if the parts of a fused matrix have different schemes.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves_by_path(tree).items()}
     layouts = layouts_of(tree)
 
     def changed(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if len(leaf.shape) < 2 or "embed_tokens" in name or "norm" in name:
+        is_table = EMBEDDING in name and not (embedding and name == f"{EMBEDDING}.weight")
+        if len(leaf.shape) < 2 or is_table or "norm" in name:
             return leaf
         # The last way names every module by itself.
         parts = layouts(name, shapes)[-1]

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from jaxspec import decode, released
 from jaxspec.targets import abstract_target
-from pallas_kernels import add_norm, all_reduce, centroid_head, device, linear, lm_head, moe, paged_attention, qkv, top_candidates
+from pallas_kernels import add_norm, all_reduce, centroid_head, device, linear, lm_head, moe, packed, paged_attention, qkv, top_candidates
 from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
+from pallas_kernels.linear import packed_mosaic
 from pallas_kernels.linear import shapes as linear_shapes
 from pallas_kernels.lm_head import shapes as lm_head_shapes
 from pallas_kernels.moe import shapes as moe_shapes
@@ -114,6 +115,11 @@ def named_cases() -> Iterator[Case]:
         args = (array(shape.rows, shape.hidden), array(shape.vocab, shape.hidden), *sampling)
         between = min(lm_head_shapes.HIDDEN_SIZES.values()) < shape.hidden < max(lm_head_shapes.HIDDEN_SIZES.values())
         yield Case("lm_head", name, function, args, further=between)
+        table = packed.abstract((shape.vocab, shape.hidden), "int8", group=None, scale_dtype=dtype)
+        yield Case("lm_head", f"int8 {name}", function, (args[0], table, *sampling), further=between)
+        if not packed_mosaic.unsupported(args[0], table):
+            triton = functools.partial(function, implementation="triton")
+            yield Case("lm_head", f"int8 {name}, Triton", triton, (args[0], table, *sampling), further=between)
     for name, shape in centroid_head_shapes.SHAPES.items():
         ordering = array(shape.vocab, dtype=jnp.int32)
         args = array(shape.rows, shape.hidden), array(shape.centroids, shape.hidden), ordering, array(shape.vocab, shape.hidden)

@@ -115,7 +115,7 @@ def target_choices(
             implementation=round.attention,
         )
         return Choices(tokens, sound_choices(most, None, hidden), None, None)
-    raw = target.unembed(hidden)
+    raw = target.unembed(hidden, round.attention)
     logits = rows.edited(raw, round.needs, drafts)
     sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, shard))
     tokens = choose(logits, positions, dataclasses.replace(rows.sampling, tables=None)) if chosen else None

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
 from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
-from jaxspec.model.layers import Linear, Weight
+from jaxspec.model.layers import Linear, Weight, head_logits
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
 
@@ -106,10 +106,16 @@ class SiluMLP:
         return self.down_proj(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
 
 
-def head(model: TargetModel, lm_head: Linear | None, d2t: jax.Array | None, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Float32 logits from a drafter's own head or the target's, and the candidates' token ids, i + d2t[i], where a head has d2t."""
-    linear = Linear(model.head[0]) if lm_head is None else lm_head
-    logits = linear(out.astype(linear.weight.dtype), dtype=jnp.float32)
+def head(
+    model: TargetModel, lm_head: Linear | None, d2t: jax.Array | None, out: jax.Array, implementation: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """Float32 logits from a drafter's own head or the target's, and the candidates' token ids, i + d2t[i], where a head has d2t.
+
+    implementation: of the target's head where that is packed; only XLA's has a gradient."""
+    if lm_head is None:
+        logits = head_logits(out.astype(model.dtype), model.head[0], implementation)
+    else:
+        logits = lm_head(out.astype(lm_head.weight.dtype), dtype=jnp.float32)
     if d2t is None:
         return logits, None
     return logits, jnp.broadcast_to((d2t + jnp.arange(d2t.shape[0], dtype=jnp.int32))[None, None, :], logits.shape)

@@ -9,7 +9,6 @@ are rejected. Full layers see the whole block, sliding layers only what lies bef
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -153,7 +152,7 @@ class DFlash(PlainDrafter):
             return Drafts.joined([], target.slots.shape[0]), state
         masks = jnp.full((target.slots.shape[0], num_draft_tokens), self.config.mask_token_id, jnp.int32)
         out = self.block(state, target, jnp.concatenate([target.anchor[:, None], masks], axis=1))
-        logits, ids = self.candidates(target.model, out[:, 1:])
+        logits, ids = self.candidates(target.model, out[:, 1:], target.draft_attention)
         positions = target.length[:, None] + jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None, :]
         return Drafts(choose(logits, positions, sampling, ids), logits, ids), state
 
@@ -170,18 +169,18 @@ class DFlash(PlainDrafter):
     def embed(self, model: TargetModel, ids: jax.Array) -> jax.Array:
         """The block's embeddings. ids: [B, T] int32 -> [B, T, h]."""
         dtype, scale = self.fc.weight.dtype, self.config.input_embedding_scale
-        x = dataclasses.replace(model.embed_tokens, scale=scale)(ids).astype(dtype)
+        x = model.embed(ids, scale).astype(dtype)
         if self.mask_embedding is None:
             return x
         mask = (self.mask_embedding * jnp.asarray(scale, dtype)).reshape(1, 1, -1)
         return jnp.where((ids == self.config.mask_token_id)[..., None], mask, x)
 
-    def candidates(self, model: TargetModel, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def candidates(self, model: TargetModel, out: jax.Array, implementation: str = XLA) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of outputs after the final norm, and the token ids that they belong to (None: candidate i is token i).
 
-        out: [B, T, h] -> [B, T, C] each, C the draft vocabulary.
+        out: [B, T, h] -> [B, T, C] each, C the draft vocabulary. implementation: see `blocks.head`.
         """
-        logits, ids = head(model, self.lm_head, self.d2t, out)
+        logits, ids = head(model, self.lm_head, self.d2t, out, implementation)
         return softcap(logits * jnp.float32(self.config.output_multiplier), self.config.final_logit_softcapping), ids
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:

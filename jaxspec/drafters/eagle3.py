@@ -187,7 +187,7 @@ class Eagle3(PlainDrafter):
         x = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
         fresh, steps = None, []
         for k in range(1, num_draft_tokens + 1):
-            logits, ids = self.candidates(target.model, x)
+            logits, ids = self.candidates(target.model, x, target.draft_attention)
             token = choose(logits, target.length[:, None] + k, sampling, ids)
             steps.append((token, logits, ids))
             if k < num_draft_tokens:
@@ -222,15 +222,15 @@ class Eagle3(PlainDrafter):
     def embed(self, model: TargetModel, ids: jax.Array) -> jax.Array:
         """Embeddings of tokens: the drafter's own, or rows of the target's table. ids: [B, T] int32 -> [B, T, h]."""
         scale = math.sqrt(self.config.hidden_size) if self.config.gemma else 1.0
-        table = dataclasses.replace(model.embed_tokens, scale=scale) if self.embed_tokens is None else self.embed_tokens
-        return table(ids).astype(self.fc.weight.dtype)
+        embedded = model.embed(ids, scale) if self.embed_tokens is None else self.embed_tokens(ids)
+        return embedded.astype(self.fc.weight.dtype)
 
-    def candidates(self, model: TargetModel, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def candidates(self, model: TargetModel, x: jax.Array, implementation: str = XLA) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of the last layer's outputs, and the token ids that they belong to (None: candidate i is token i).
 
-        x: [B, T, h] -> [B, T, C] each, C the draft vocabulary.
+        x: [B, T, h] -> [B, T, C] each, C the draft vocabulary. implementation: see `blocks.head`.
         """
-        logits, ids = head(model, self.lm_head, self.d2t, self.norm(x))
+        logits, ids = head(model, self.lm_head, self.d2t, self.norm(x), implementation)
         return softcap(logits * jnp.float32(self.config.logit_scale), self.config.final_logit_softcapping), ids
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:

@@ -117,7 +117,8 @@ class LLM:
         """By name, what texts depend on beside requests and, with rules other than "coupled", the drafter."""
         dtype, kv_dtype = self.target.dtype.name, self.settings.kv_dtype
         kv_name = dtype if kv_dtype is None else jnp.dtype(kv_dtype).name
-        names = {"model": self.name, "dtype": dtype, "quantised": " and ".join(packed_kinds(self.target)) or None}
+        quantised = [*packed_kinds(self.target.layers), *(f"{kind} embedding" for kind in packed_kinds(self.target.embed_tokens))]
+        names = {"model": self.name, "dtype": dtype, "quantised": " and ".join(quantised) or None}
         return names | {"max_len": self.max_len, "kv_dtype": kv_name, "accept": self.settings.accept.name}
 
     @property

@@ -22,7 +22,7 @@ from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
 from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
-from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles, softcap, times
+from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, head_logits, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
@@ -32,6 +32,7 @@ from jaxspec.trees import nbytes, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import gated_by
+from pallas_kernels.packed import Packed
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qkv import Pages, qkv
 
@@ -162,11 +163,12 @@ class Gemma4:
 
     @property
     def dtype(self) -> Any:
-        return self.embed_tokens.weight.dtype
+        return self.norm.weight.dtype
 
-    def embed(self, ids: jax.Array) -> jax.Array:
-        """Scaled token embeddings. ids: [...] int32 -> [..., H]."""
-        return self.embed_tokens(ids)
+    def embed(self, ids: jax.Array, scale: float | None = None) -> jax.Array:
+        """Token embeddings by a scale, the model's own by default. ids: [...] int32 -> [..., H]."""
+        table = self.embed_tokens if scale is None else dataclasses.replace(self.embed_tokens, scale=scale)
+        return table(ids, self.dtype)
 
     @property
     def shard(self) -> Shard | None:
@@ -174,15 +176,15 @@ class Gemma4:
         return self.embed_tokens.shard
 
     @property
-    def head(self) -> tuple[jax.Array, float | None]:
+    def head(self) -> tuple[jax.Array | Packed, float | None]:
         """What `unembed` makes logits with: the head's weight [V, H], or the device's part of it, and the cap of the logits or None."""
         return self.embed_tokens.weight, self.config.final_logit_softcapping
 
-    def unembed(self, hidden: jax.Array) -> jax.Array:
+    def unembed(self, hidden: jax.Array, implementation: str = "xla") -> jax.Array:
         """Soft-capped logits in float32 of hidden states after the final norm, of the device's part of the vocabulary.
-        [..., H] -> [..., V]."""
+        [..., H] -> [..., V]. implementation: of a packed head's product, for a step of decoding; only XLA's has a gradient."""
         weight, cap = self.head
-        return softcap(Linear(weight)(hidden, dtype=jnp.float32), cap)
+        return softcap(head_logits(hidden, weight, implementation), cap)
 
     def weights_read(self, rows: int) -> float:
         """Bytes of the weights, or of their shapes, that a pass over so many rows reads. The tied embedding counts as the head;

@@ -18,7 +18,7 @@ from flax import struct
 from jaxspec.collectives import Shard, gathered, local_ids, summed
 from pallas_kernels.all_reduce import Unsummed, serves
 from pallas_kernels.linear import gated, linear, most_rows, partials, product
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import Packed, unpack_rows
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
 # A weight: an array, a ShapeDtypeStruct in an abstract tree, or a sharding in a tree of shardings. Matrices may be a `Packed` of these.
@@ -64,8 +64,8 @@ class Linear:
 
 @struct.dataclass
 class Embedding:
-    """Rows of a table times a constant, which is rounded to the table's dtype first (Gemma: sqrt(hidden)). axis: the mesh axis over
-    which the table's rows lie, or None. mail: as for `Linear`."""
+    """Rows of a table times a constant, which is rounded to their dtype first (Gemma: sqrt(hidden)). weight: [V, H], which may be packed
+    as `unpack_rows` takes it. axis: the mesh axis over which the table's rows lie, or None. mail: as for `Linear`."""
 
     weight: Weight
     scale: float = struct.field(pytree_node=False, default=1.0)
@@ -74,9 +74,11 @@ class Embedding:
 
     split: ClassVar[str] = "weight"  # see `split.py`
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """ids: [...] int32 -> [..., H]."""
-        return self._rows(ids) * jnp.asarray(self.scale, self.weight.dtype)
+    def __call__(self, ids: jax.Array, dtype: Any = None) -> jax.Array:
+        """ids: [...] int32 -> [..., H]. dtype: by default the table's, or that of its scales."""
+        rows = self._rows(ids)
+        rows = rows if dtype is None else rows.astype(dtype)
+        return rows * jnp.asarray(self.scale, rows.dtype)
 
     @property
     def shard(self) -> Shard | None:
@@ -84,11 +86,16 @@ class Embedding:
         return None if self.axis is None else Shard(self.axis, self.weight.shape[0], self.mail)
 
     def _rows(self, ids: jax.Array) -> jax.Array:
+        table, size = self.weight, self.weight.shape[0]
+        packed = isinstance(table, Packed)
         if self.axis is None:
-            return jnp.take(self.weight, ids, axis=0, mode="clip")
-        size = self.weight.shape[0]
+            return unpack_rows(table, jnp.clip(ids, 0, size - 1)) if packed else jnp.take(table, ids, axis=0, mode="clip")
         at = local_ids(jnp.clip(ids, 0, size * jax.lax.axis_size(self.axis) - 1), size, self.axis, size)
-        return summed(jnp.take(self.weight, at, axis=0, mode="fill", fill_value=0), self.axis, self.mail)
+        if packed:
+            rows = jnp.where((at < size)[..., None], unpack_rows(table, jnp.minimum(at, size - 1)), 0)
+        else:
+            rows = jnp.take(table, at, axis=0, mode="fill", fill_value=0)
+        return summed(rows, self.axis, self.mail)
 
 
 @struct.dataclass
@@ -134,6 +141,17 @@ class GatedMLP:
         weight = self.gate_up_proj.weight
         hidden = gated(rows, weight, implementation=for_rows(implementation, rows, weight))
         return hidden.reshape(*x.shape[:-1], -1)
+
+
+def head_logits(hidden: jax.Array, weight: Weight, implementation: str) -> jax.Array:
+    """The products of a head's weight [V, H] with hidden states, in float32. hidden: [..., H] -> [..., V].
+
+    implementation: of a packed weight's product, where there are few enough rows for it; else it is XLA's."""
+    if not isinstance(weight, Packed):
+        return Linear(weight)(hidden, dtype=jnp.float32)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    (logits,) = partials(rows, weight, splits=1, implementation=for_rows(implementation, rows, weight))
+    return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def for_rows(implementation: str, rows: jax.Array, weight: Weight) -> str:

@@ -17,6 +17,7 @@ from jaxspec.model.config import LayerSpec
 from jaxspec.model.layers import Embedding, RMSNorm
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows
+from pallas_kernels.packed import Packed
 
 
 class TargetConfig(Protocol):
@@ -112,12 +113,12 @@ class TargetModel(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """Of the weights; by default the cache has it too."""
+        """Of the float weights; by default the cache has it too."""
         ...
 
     @property
     def embed_tokens(self) -> Embedding:
-        """The table of token embeddings [V, H]; drafters without one of their own embed with it, by a scale of theirs."""
+        """The table of token embeddings [V, H], float or packed."""
         ...
 
     @property
@@ -131,7 +132,7 @@ class TargetModel(Protocol):
         ...
 
     @property
-    def head(self) -> tuple[jax.Array, float | None]:
+    def head(self) -> tuple[jax.Array | Packed, float | None]:
         """What `unembed` makes logits with: the weight [V, H], or the device's part of it, and the cap of the logits, or None."""
         ...
 
@@ -148,12 +149,15 @@ class TargetModel(Protocol):
         """How many weights of matrices a row is multiplied with: before the layers, and in each of them. The head is not counted."""
         ...
 
-    def embed(self, ids: jax.Array) -> jax.Array:
-        """Token embeddings as the first layer reads them: tap 0. ids: [...] int32 -> [..., H]."""
+    def embed(self, ids: jax.Array, scale: float | None = None) -> jax.Array:
+        """Token embeddings as the first layer reads them: tap 0. ids: [...] int32 -> [..., H], in `dtype`. scale: what the table's rows
+        are multiplied by instead, for a drafter without a table of its own."""
         ...
 
-    def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Logits of hidden states after `norm`, capped, float32, of the device's part of the vocabulary. [..., H] -> [..., V]."""
+    def unembed(self, hidden: jax.Array, implementation: str = "xla") -> jax.Array:
+        """Logits of hidden states after `norm`, capped, float32, of the device's part of the vocabulary. [..., H] -> [..., V].
+
+        implementation: of a packed head's product, for a step of decoding; only XLA's has a gradient."""
         ...
 
     def init_cache(

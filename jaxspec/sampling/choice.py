@@ -18,6 +18,7 @@ from jaxspec.sampling.filters import Filters, filtered
 from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
 from pallas_kernels.noise import gumbel, row_keys
+from pallas_kernels.packed import Packed
 
 # Streams of noise, besides the noise that tokens are chosen with.
 ACCEPTANCE, DRAFT, RESIDUAL = 1, 2, 3
@@ -90,7 +91,7 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
 
 def choose_by_head(
     hidden: jax.Array,
-    table: jax.Array,
+    table: jax.Array | Packed,
     positions: jax.Array,
     sampling: Sampling,
     *,
@@ -108,7 +109,7 @@ def choose_by_head(
     keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
     temperature = jnp.broadcast_to(sampling.temperature[:, None], positions.shape).reshape(-1)
     settings = {"softcap": softcap, "suppressed": suppressed, "first_id": None if shard is None else shard.first}
-    implementation = implementation if rows.shape[0] <= lm_head.MOST_ROWS else "xla"
+    implementation = implementation if rows.shape[0] <= lm_head.most_rows(table) else "xla"
     chosen, maxima = lm_head.lm_head(rows, table, keys, temperature, **settings, implementation=implementation)
     if shard is not None:
         chosen, maxima = shard.best(maxima, chosen)

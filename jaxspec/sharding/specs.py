@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.collectives import TENSOR
 from jaxspec.trees import is_packed
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import BLOCK, Packed
 
 WHOLE = PartitionSpec()
 
@@ -24,7 +25,8 @@ SpecRules = tuple[tuple[str, PartitionSpec], ...]
 def shard_tree(tree: Any, mesh: Mesh) -> Any:
     """A target's or a drafter's weights as ShapeDtypeStructs, with the sharding that its `partitions` give each.
 
-    Raises ValueError if of two matrices whose parts belong together one is packed and cannot be cut as the other is."""
+    Raises ValueError if of two matrices whose parts belong together one is packed and cannot be cut as the other is, and if a packed
+    embedding cannot be cut as other tables over its vocabulary are."""
     specs = weight_specs(tree, mesh)
     return jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs)
 
@@ -41,6 +43,7 @@ def weight_specs(tree: Any, mesh: Mesh) -> Any:
 
     specs = jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_packed)
     _check_modules(tree, specs, rows)
+    _check_embedding(tree, specs, mesh)
     return specs
 
 
@@ -60,6 +63,20 @@ def _check_modules(tree: Any, specs: Any, rows: SpecRules) -> None:
             whole = next(name for name, is_cut in of_module.items() if not is_cut)
             others = ", ".join(name for name, is_cut in of_module.items() if is_cut)
             raise ValueError(f"{whole} is quantised and its blocks cannot be spread over the mesh as {others} is; expected fewer devices")
+
+
+def _check_embedding(tree: Any, specs: Any, mesh: Mesh) -> None:
+    """Raises ValueError for a packed embedding that is whole on a mesh by which a float one would be cut, as a drafter's table is: both
+    have to hold the same tokens."""
+    table: Any = getattr(getattr(tree, "embed_tokens", None), "weight", None)
+    if not is_packed(table):
+        return
+    devices, vocab = mesh.shape[TENSOR], table.shape[0]
+    if TENSOR not in specs.embed_tokens.weight.words and vocab % devices == 0:
+        raise ValueError(
+            f"the embedding of {vocab} tokens is quantised, and its blocks of {BLOCK} cannot be spread over {devices} devices; expected "
+            "fewer devices, or no quantize_embedding"
+        )
 
 
 def fields_spec(weight: Packed, spec: PartitionSpec) -> Any:

@@ -16,6 +16,8 @@ from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import save_drafter, trainable
 from jaxspec.model.target import TargetModel
+from jaxspec.trees import is_packed
+from pallas_kernels.packed import unpack
 
 
 def kind_of(name: str) -> Kind:
@@ -34,7 +36,8 @@ def fresh(kind: Kind, config: Mapping[str, Any], target: TargetModel, tokens: np
     """
     abstract = fitted(kind.from_checkpoint(None, config, target.config, jnp.float32), target.config)
     weights = initial(abstract, seed, target.config.hidden_size)
-    table, norm = (np.asarray(x, np.float32) for x in (target.embed_tokens.weight, target.norm.weight))
+    table = target.embed_tokens.weight
+    table, norm = (np.asarray(x, np.float32) for x in (unpack(table) if is_packed(table) else table, target.norm.weight))
     begin = getattr(weights, "fresh", None)
     return weights if begin is None else begin(table, norm, tokens, seed)
 

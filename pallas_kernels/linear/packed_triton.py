@@ -145,7 +145,7 @@ def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: Packed, *others
     )(x, *arrays, *others)
 
 
-def _products(x_ref, w_refs, indices, form, tiles, share):
+def products(x_ref, w_refs, indices, form, tiles, share):
     """Yields, for some of a program's rows, the outputs [C, 1], the rows [1, R], which pairs of them to store [C, R], and the program's
     part of the product with each w[*index], [C, R] float32."""
     rows = x_ref.shape[0]
@@ -171,18 +171,18 @@ def _store(out_ref, column, row, mask, values):
 
 def _linear(x_ref, *refs, form, tiles, share):
     *w_refs, out_ref = refs
-    for column, row, mask, (total,) in _products(x_ref, w_refs, [()], form, tiles, share):
+    for column, row, mask, (total,) in products(x_ref, w_refs, [()], form, tiles, share):
         _store(out_ref, column, row, mask, total)
 
 
 def _gated(x_ref, *refs, form, tiles, share):
     *w_refs, out_ref = refs
-    for column, row, mask, (gate, up) in _products(x_ref, w_refs, [(0,), (1,)], form, tiles, share):
+    for column, row, mask, (gate, up) in products(x_ref, w_refs, [(0,), (1,)], form, tiles, share):
         _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), up.astype(out_ref.dtype)))
 
 
 def _gated_by(x_ref, *refs, form, tiles, share):
     *w_refs, u_ref, index_ref, out_ref = refs
-    for column, row, mask, (gate,) in _products(x_ref, w_refs, [()], form, tiles, share):
+    for column, row, mask, (gate,) in products(x_ref, w_refs, [()], form, tiles, share):
         u = plgpu.load(u_ref.at[row, index_ref[0], column], mask=mask, other=jnp.zeros((), u_ref.dtype))
         _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), u))

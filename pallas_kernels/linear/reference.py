@@ -27,10 +27,11 @@ def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = 
     contract = (tuple(range(x.ndim - over, x.ndim)), tuple(range(w.ndim - over, w.ndim)))
     if not isinstance(w, Packed):
         return jax.lax.dot_general(x, w, (contract, ((), ())), preferred_element_type=dtype)
-    if any(w.cut):  # small, since the widths of large matrices are multiples of a block
+    if any(w.cut) and w.ndim > 2:  # small, since the widths of large matrices of layers are multiples of a block
         return jax.lax.dot_general(x, unpack(w, x.dtype), (contract, ((), ())), preferred_element_type=dtype)
     leading, out = x.shape[: x.ndim - over], w.shape[: w.ndim - over]
-    rows, w = x.reshape(math.prod(leading), -1), w.flat()
+    # With its last outputs' filling, all pieces of a matrix are alike.
+    rows, w = x.reshape(math.prod(leading), -1), dataclasses.replace(w, cut=(0, w.cut[1])) if any(w.cut) else w.flat()
     blocks = w.words.shape[0]
     pieces = next(n for n in range(1, blocks + 1) if blocks % n == 0 and w.size * x.dtype.itemsize <= n * UNPACKED_BYTES or n == blocks)
 
@@ -38,11 +39,11 @@ def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = 
         return jax.lax.dot_general(rows, unpack(piece, x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
     if pieces == 1:
-        return of_piece(w).reshape(*leading, *out)
+        return of_piece(w)[:, : math.prod(out)].reshape(*leading, *out)
     cut = jax.tree.map(lambda part: part.reshape(pieces, -1, *part.shape[1:]), w)
     # `map` takes its pieces along the first axis, which a Packed does not count among its own.
     parts = jax.lax.map(lambda piece: of_piece(dataclasses.replace(w, **piece)), {"words": cut.words, "scale": cut.scale, "zero": cut.zero})
-    return jnp.moveaxis(parts, 0, 1).reshape(*leading, *out)
+    return jnp.moveaxis(parts, 0, 1).reshape(len(rows), -1)[:, : math.prod(out)].reshape(*leading, *out)
 
 
 def partials(x: jax.Array, w: jax.Array | Packed) -> jax.Array:

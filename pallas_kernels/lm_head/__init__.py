@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dialect
-from pallas_kernels.lm_head import reference, triton
+from pallas_kernels.linear import packed_mosaic
+from pallas_kernels.lm_head import packed_triton, reference, triton
+from pallas_kernels.packed import Packed, tile
 
 MOST_ROWS = 64  # with more, an H200 spends its time on the product itself, and XLA's is faster
 
 
+def most_rows(table: jax.Array | Packed) -> int:
+    """The most rows that a kernel multiplies with this table."""
+    if isinstance(table, Packed):
+        return 0 if tile.unsupported(table, jnp.dtype(jnp.bfloat16)) else packed_triton.MOST_ROWS
+    return MOST_ROWS
+
+
 def lm_head(
     hidden: jax.Array,
-    table: jax.Array,
+    table: jax.Array | Packed,
     keys: jax.Array,
     temperature: jax.Array,
     *,
@@ -23,26 +33,37 @@ def lm_head(
 ) -> tuple[jax.Array, jax.Array]:
     """The token that each row chooses: argmax(logits / T + noise), or argmax(logits) where the temperature T is 0.
 
-    hidden: [N, H]. table: [V, H], of the same dtype. Logits are products of table rows with hidden, summed in float32; with a softcap,
-    softcap * tanh(logits / softcap). keys: [N, 2] uint32 from `noise.row_keys`; temperature: [N] float32. suppressed: token ids that
-    are never chosen. first_id: [] int32, the token id of the table's first row, for a shard of a vocabulary (by default 0).
+    hidden: [N, H]. table: [V, H], of the same dtype or packed. Logits are products of table rows with hidden,
+    summed in float32; with a softcap, softcap * tanh(logits / softcap). keys: [N, 2] uint32 from `noise.row_keys`; temperature: [N]
+    float32. suppressed: token ids that are never chosen. first_id: [] int32, the token id of the table's first row, for a shard of a
+    vocabulary (by default 0).
 
     Returns ids [N] int32 and their values [N] float32, noise included. Of equal values the lower id wins. Raises ValueError for arrays
     that do not fit each other, and for an `implementation` that is unknown or cannot serve them.
     """
-    if hidden.shape[1:] != table.shape[1:] or hidden.dtype != table.dtype:
+    dtype = table.kind if isinstance(table, Packed) else table.dtype
+    if hidden.shape[1:] != table.shape[1:] or not (isinstance(table, Packed) or hidden.dtype == dtype):
         raise ValueError(
-            f"hidden states are {hidden.dtype}{list(hidden.shape)} and the table {table.dtype}{list(table.shape)}; "
+            f"hidden states are {hidden.dtype}{list(hidden.shape)} and the table {dtype}{list(table.shape)}; "
             "expected [N, H] and [V, H] of one dtype"
         )
     if keys.shape != (hidden.shape[0], 2) or temperature.shape != hidden.shape[:1]:
         raise ValueError(
             f"keys are {list(keys.shape)} and temperatures {list(temperature.shape)}; expected [N, 2] and [N] for {hidden.shape[0]} rows"
         )
-    if implementation == "auto" and hidden.shape[0] > MOST_ROWS:
+    if implementation == "auto" and hidden.shape[0] > most_rows(table):
         implementation = "xla"
-    chosen = dialect.select(implementation, triton.unsupported(table.dtype, suppressed))
+    settings = keys, temperature, softcap, suppressed, first_id
+    if not isinstance(table, Packed):
+        chosen = dialect.select(implementation, triton.unsupported(table.dtype, suppressed))
+    elif implementation == "auto" and not packed_mosaic.unsupported(hidden, table):
+        # Where its kernel of products runs, that saves more than it takes to write and read the logits.
+        return reference.choose(packed_mosaic.partials(hidden, table, 1)[0], *settings)
+    else:
+        chosen = dialect.select(implementation, packed_triton.unsupported(hidden, table, suppressed))
     if chosen == "xla":
-        return reference.lm_head(hidden, table, keys, temperature, softcap, suppressed, first_id)
+        return reference.lm_head(hidden, table, *settings)
     interpret = chosen == "triton-interpret"
-    return triton.lm_head(hidden, table, keys, temperature, softcap, suppressed, first_id, interpret=interpret)
+    if isinstance(table, Packed):
+        return packed_triton.lm_head(hidden, table, *settings, interpret=interpret)
+    return triton.lm_head(hidden, table, *settings, interpret=interpret)

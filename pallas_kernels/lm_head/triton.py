@@ -36,9 +36,14 @@ class Tiles:
 
 
 def unsupported(dtype: Any, suppressed: tuple[int, ...]) -> str | None:
-    """Why the kernel cannot serve this, or None."""
+    """Why the kernel cannot serve this, or None. dtype: the table's."""
     if dtype.name not in TABLE_DTYPES:
         return f"the table is {dtype.name}; the kernel takes {', '.join(TABLE_DTYPES)}"
+    return too_many(suppressed)
+
+
+def too_many(suppressed: tuple[int, ...]) -> str | None:
+    """Why a kernel cannot suppress all these ids, or None."""
     if len(suppressed) > MOST_SUPPRESSED:
         return f"{len(suppressed)} ids are suppressed; the kernel takes at most {MOST_SUPPRESSED}"
     return None
@@ -87,7 +92,6 @@ def kernel(
     (rows, width), size = hidden_ref.shape, table_ref.shape[0]
     tile = pl.program_id(0)
     start = tile * cut.vocab
-    at = start + jnp.arange(cut.vocab, dtype=jnp.int32)
     parts = chunks(rows, cut.rows)
 
     def load(ref: Any, first: Any, count: int, end: int, column: Any) -> jax.Array:
@@ -111,21 +115,32 @@ def kernel(
     zeros = tuple(jnp.zeros((cut.vocab, count), jnp.float32) for _, count in parts)
     sums = jax.lax.fori_loop(0, pl.cdiv(width, cut.depth), step, zeros)
 
-    token = at + first_id_ref[0]
+    refs = keys_ref, temperature_ref, first_id_ref, values_ref, ids_ref
     for logits, (first, count) in zip(sums, parts, strict=True):
         row = first + jnp.arange(count, dtype=jnp.int32)
-        real = row < rows
-        temperature = plgpu.load(temperature_ref.at[row], mask=real, other=0.0)
-        words = (plgpu.load(keys_ref.at[row, jnp.full_like(row, word)], mask=real, other=0)[None, :] for word in (0, 1))
-        logits = capped(logits, token[:, None], softcap, suppressed)
-        noisy = functools.partial(perturbed, logits, temperature[None, :], *words, token[:, None])
-        # A tile's noise costs a good part of what its products cost, so we skip it if all rows are greedy.
-        values = jax.lax.cond(jnp.max(temperature) > 0, noisy, lambda logits=logits: logits)
-        if size % cut.vocab:
-            values = jnp.where((at < size)[:, None], values, -jnp.inf)
-        place = jnp.full_like(row, tile)
-        plgpu.store(values_ref.at[row, place], jnp.max(values, axis=0), mask=real)
-        plgpu.store(ids_ref.at[row, place], jnp.argmax(values, axis=0).astype(jnp.int32) + start + first_id_ref[0], mask=real)
+        store_best(logits, tile, row, size, refs, softcap=softcap, suppressed=suppressed)
+
+
+def store_best(
+    logits: jax.Array, tile: Any, row: jax.Array, size: int, refs: Any, *, softcap: float | None, suppressed: tuple[int, ...]
+) -> None:
+    """Stores each row's best token of a tile. logits: [C, R] float32, the products of table rows tile * C .. with rows `row` [R]. size:
+    rows of the table. refs: of keys, temperatures, first_id, and as outputs of values and ids, [N, tiles] each."""
+    keys_ref, temperature_ref, first_id_ref, values_ref, ids_ref = refs
+    start, real = tile * logits.shape[0], row < keys_ref.shape[0]
+    at = start + jnp.arange(logits.shape[0], dtype=jnp.int32)
+    token = at + first_id_ref[0]
+    temperature = plgpu.load(temperature_ref.at[row], mask=real, other=0.0)
+    words = (plgpu.load(keys_ref.at[row, jnp.full_like(row, word)], mask=real, other=0)[None, :] for word in (0, 1))
+    logits = capped(logits, token[:, None], softcap, suppressed)
+    noisy = functools.partial(perturbed, logits, temperature[None, :], *words, token[:, None])
+    # A tile's noise costs a good part of what its products cost, so we skip it if all rows are greedy.
+    values = jax.lax.cond(jnp.max(temperature) > 0, noisy, lambda: logits)
+    if size % logits.shape[0]:
+        values = jnp.where((at < size)[:, None], values, -jnp.inf)
+    place = jnp.full_like(row, tile)
+    plgpu.store(values_ref.at[row, place], jnp.max(values, axis=0), mask=real)
+    plgpu.store(ids_ref.at[row, place], jnp.argmax(values, axis=0).astype(jnp.int32) + start + first_id_ref[0], mask=real)
 
 
 def lm_head(

@@ -18,6 +18,6 @@ So the two codes of a pair (b = 0, 1) always lie 16 bits apart, and one operatio
 Scales of a block, and zeros where there are any, lie in rows of the same order, [32, 2 G] with G groups of inputs: column 2 g + h.
 """
 
-from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed, abstract, groups_of, pack, unpack, values_of
+from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed, abstract, groups_of, pack, unpack, unpack_rows, values_of
 
-__all__ = ["BLOCK", "KINDS", "Packed", "abstract", "groups_of", "pack", "unpack", "values_of"]
+__all__ = ["BLOCK", "KINDS", "Packed", "abstract", "groups_of", "pack", "unpack", "unpack_rows", "values_of"]

@@ -215,6 +215,23 @@ def unpack(packed: Packed, dtype: Any = None) -> jax.Array:
     return weights[tuple(slice(0, size) for size in packed.shape)].astype(dtype or scale.dtype)
 
 
+def unpack_rows(packed: Packed, rows: jax.Array, dtype: Any = None) -> jax.Array:
+    """Some rows of a matrix [O, I] of 8-bit codes with one scale an output and no zeros: as `unpack` gives them, without the others.
+
+    rows: [...] int32, each 0 .. O - 1. Returns [..., I]."""
+    assert KINDS[packed.kind].bits == 8 and packed.over == 1 and packed.groups is None and packed.zero is None
+    block, row = rows // BLOCK, rows % BLOCK
+    lane, h = row // 16 * 8 + row % 8, row // 8 % 2
+    words = packed.words[block, :, :, lane]  # [..., I / 64, slabs, 16]
+    fields = jnp.stack([words >> (8 * h + shift).astype(jnp.uint32)[..., None, None, None] for shift in (0, 16)], axis=-1) & jnp.uint32(255)
+    # The axes c, s, e, b of a word's place and its bytes.
+    fine = fields.reshape(*fields.shape[:-2], 4, 2, 2, 2)
+    codes = jnp.moveaxis(fine, -4, -2).reshape(*rows.shape, -1).astype(jnp.uint8)
+    scale = packed.scale[block, 0, lane, h]
+    weights = rounded(values_of(codes, packed.kind) * scale.astype(jnp.float32)[..., None], packed.scale.dtype)
+    return weights[..., : packed.shape[-1]].astype(dtype or packed.scale.dtype)
+
+
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """float32 x as a number of `dtype`, still in float32. XLA may leave out a cast to and fro, but never this."""
     info = jnp.finfo(dtype)

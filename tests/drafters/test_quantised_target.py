@@ -47,6 +47,25 @@ def test_texts_are_those_without_drafts(kind: str, target, texts) -> None:
     np.testing.assert_array_equal(rounds.tokens(after), texts)
 
 
+@pytest.fixture(scope="module")
+def with_int8_embedding(tmp_path_factory):
+    """The target of `rounds` with its embedding, which is its head too, in int8."""
+    folder = tmp_path_factory.mktemp("embedding")
+    checkpoint.save_weights(folder, rounds.target(), rounds.TEXT, prefix="model.")
+    config, _ = targets.read_target(folder)
+    quantisation = targets.quantisation_of(folder, config, jnp.float32, None, "int8")
+    return targets.load_target(folder, targets.abstract_target(config, jnp.float32, quantisation), quantisation, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["assistant", "dflash", "eagle3", "modules"])
+def test_texts_of_a_quantised_embedding_are_those_without_drafts(kind: str, with_int8_embedding) -> None:
+    """Drafters that embed with the target's table, or guess by its head, read it packed."""
+    target, drafter = with_int8_embedding, kinds.drafter(kind)
+    alone = rounds.tokens(rounds.ended(target, NoDraft(), rounds.started(NoDraft(), target), 0))
+    assert (alone != rounds.texts()).any()
+    np.testing.assert_array_equal(rounds.tokens(rounds.ended(target, drafter, rounds.started(drafter, target), K)), alone)
+
+
 def test_load_takes_scales_of_a_float8_cache(tmp_path) -> None:
     """From a folder to texts, and the assistant reads the cache with the same scales: it has none of its own."""
     folder, assistant = tiny.tiny_target(tmp_path / "float"), tiny.tiny_assistant(tmp_path / "assistant")

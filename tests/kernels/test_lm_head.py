@@ -1,20 +1,23 @@
 """The fused head chooses what logits and noise of the whole vocabulary would: the reference, and the kernel step by step."""
 
+import dataclasses
 import functools
 
 import choices
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packed_matrices
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import for_cuda
 
-from pallas_kernels.lm_head import lm_head, triton
+from pallas_kernels.lm_head import lm_head, most_rows, triton
 from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.shapes import SHAPES
 from pallas_kernels.noise import gumbel
+from pallas_kernels.packed import abstract, unpack
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 BOTH = ("xla", "triton-interpret")
@@ -175,3 +178,36 @@ def test_what_does_not_fit_is_refused_by_name():
         lm_head(hidden, table.astype(jnp.bfloat16), keys, temperature)
     with pytest.raises(ValueError, match=r"keys are \[1, 2\] and temperatures \[2\]; expected \[N, 2\] and \[N\] for 2 rows"):
         lm_head(hidden, table, keys[:1], temperature)
+
+
+@pytest.mark.parametrize(("rows", "vocab", "width"), [(5, 256, 128), (37, 200, 96), (70, 130, 64)])
+def test_a_packed_table_is_chosen_from_as_the_unpacked_one(rows, vocab, width):
+    """Also where neither vocabulary nor width are whole blocks."""
+    rng = np.random.default_rng(rows)
+    hidden, table = choices.array(rng.standard_normal((rows, width)), "bfloat16"), packed_matrices.packed("int8", (vocab, width))
+    keys, temperature = choices.keys(rng, rows), choices.temperatures(rng, rows)
+    settings = {"softcap": 30.0, "suppressed": (1002, 1070), "first_id": jnp.int32(1000)}
+    scores, ids = expected(hidden, unpack(table), keys, temperature, settings["softcap"], settings["suppressed"], 1000)
+    for implementation in BOTH:
+        chosen, maxima = run(hidden, table, keys, temperature, **settings, implementation=implementation)
+        choices.assert_best(chosen, scores, ids)
+        np.testing.assert_allclose(maxima, scores.max(axis=1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [5, 160])
+def test_a_packed_table_lowers_for_cuda_as_one_kernel(rows):
+    leaf = jax.ShapeDtypeStruct
+    table = abstract((262_144, 1536), "int8", group=None, scale_dtype=jnp.bfloat16)
+    arrays = leaf((rows, 1536), jnp.bfloat16), table, leaf((rows, 2), jnp.uint32), leaf((rows,), jnp.float32)
+    assert for_cuda(run, *arrays, softcap=30.0, implementation="triton").count('name = "packed_lm_head"') == 1
+
+
+def test_which_packed_tables_a_kernel_serves():
+    hidden, _, keys, temperature = problem(2, 40, 16, "float32")
+    table = packed_matrices.packed("int8", (64, 16))
+    wide = dataclasses.replace(table, scale=table.scale.astype(jnp.float32))
+    assert (most_rows(table), most_rows(wide)) == (256, 0)
+    with pytest.raises(ValueError, match="cannot serve this: the scales are float32; the kernel takes bfloat16"):
+        lm_head(hidden, wide, keys, temperature, implementation="triton-interpret")
+    with pytest.raises(ValueError, match=r"the table int8\[64, 15\]; expected"):
+        lm_head(hidden, packed_matrices.packed("int8", (64, 15)), keys, temperature)

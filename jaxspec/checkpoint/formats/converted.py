@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checkpoint.layout import layouts_of
-from jaxspec.checkpoint.quantisation import Matrix, Quantisation, Scheme, Wanted
+from jaxspec.checkpoint.quantisation import EMBEDDING, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import Stored
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
@@ -54,5 +54,6 @@ def read(about: Mapping[str, Any]) -> Quantisation:
     """How the matrices of a converted checkpoint are quantised. about: what `describe` made."""
     formats = [Converted(Scheme(**scheme)) for scheme in about["schemes"]]
     modules = {name: formats[index] for name, index in about["modules"].items()}
+    embedding = next((form for name, form in modules.items() if name.endswith(EMBEDDING)), None)
     scales = {int(layer): (keys, values) for layer, (keys, values) in about["kv_scales"].items()}
-    return Quantisation(about["name"], lambda name: modules.get(EXPERT.sub("experts.*.", name)), scales)
+    return Quantisation(about["name"], lambda name: modules.get(EXPERT.sub("experts.*.", name)), scales, embedding)

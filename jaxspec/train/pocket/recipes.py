@@ -242,11 +242,12 @@ def train_target(args: argparse.Namespace) -> None:
 
 
 def print_acceptance(
-    target: str, drafter: str, *, quantize: str | None, ks: Sequence[int], prompt_tokens: int = 160, new_tokens: int = 128
+    target: str, drafter: str, *, ks: Sequence[int], prompt_tokens: int = 160, new_tokens: int = 128, **quantised: str | None
 ) -> None:
     """Prints acceptance length by K and temperature, and the share of distinct 8-grams in the new text.
 
-    target, drafter, quantize: as for `load`; in float32. The prompts are the beginning of each held-out module and its tokens from 400 on.
+    target, drafter, quantised (`quantize` and `quantize_embedding`): as for `load`; in float32. The prompts are the beginning of each
+    held-out module and its tokens from 400 on.
     """
     from jaxspec import SamplingParams, load
     from jaxspec.train.pocket.corpus import BOS, held_out_texts
@@ -254,7 +255,7 @@ def print_acceptance(
     print("temperature  K  acceptance length  distinct 8-grams")
     for k in ks:
         sizes = {"num_draft_tokens": k, "max_slots": 8, "max_len": prompt_tokens + new_tokens}
-        llm = load(target, drafter, quantize=quantize, dtype="float32", progress=False, **sizes)
+        llm = load(target, drafter, **quantised, dtype="float32", progress=False, **sizes)
         texts = [llm.tokenizer.encode(text) for text in held_out_texts().values()]
         prompts = [[BOS, *ids[at + 1 : at + prompt_tokens]] for ids in texts for at in (0, 400)]
         for temperature in (0.0, 1.0):
@@ -288,10 +289,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--target", default="pocket")
     command.add_argument("--drafter", default="pocket-mtp")
     command.add_argument("--quantize", help="int8, int4 or fp8: quantise the target's weights")
+    command.add_argument("--quantize-embedding", help="int8: quantise its token embedding")
     command.add_argument("--k", type=int, nargs="+", default=(1, 2, 4, 7), help="numbers of drafts (default: 1 2 4 7)")
     args = parser.parse_args(argv)
     if args.model == "measure":
-        print_acceptance(args.target, args.drafter, quantize=args.quantize, ks=args.k)
+        print_acceptance(args.target, args.drafter, ks=args.k, quantize=args.quantize, quantize_embedding=args.quantize_embedding)
     elif args.model == "target":
         train_target(args)
     else:
