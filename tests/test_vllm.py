@@ -3,7 +3,9 @@
 import inspect
 import json
 import math
+import re
 import shutil
+from pathlib import Path
 
 import huggingface_hub
 import jax.numpy as jnp
@@ -140,6 +142,14 @@ def test_the_basic_script(capsys):
     assert [output.prompt for output in outputs] == ["def fibonacci(n):", "class Stack:", "import os"]
     assert all(1 <= len(output.outputs[0].token_ids) <= 16 and output.finished for output in outputs)
     assert [output.request_id for output in outputs] == ["0", "1", "2"]
+
+
+def test_the_script_of_the_docs(capsys, monkeypatch):
+    monkeypatch.setattr(loading, "MAX_SLOTS", 2)
+    page = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text(encoding="utf-8")
+    [script] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    run(script)
+    assert capsys.readouterr().out.startswith("class Stack: ")
 
 
 def test_the_chat_script(tmp_path):
