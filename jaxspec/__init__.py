@@ -1,9 +1,49 @@
 """Speculative decoding for Gemma 4 in JAX on NVIDIA GPUs."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers see of the two tables below
+    from jaxspec import checkpoint, decode, drafters, sampling, sharding
+    from jaxspec.batch.job import BatchResult, run_batch
+    from jaxspec.converting import convert
+    from jaxspec.decode import accept
+    from jaxspec.engine.completion import Chunk, Completion, Logprob
+    from jaxspec.engine.llm import LLM
+    from jaxspec.engine.params import SamplingParams
+    from jaxspec.engine.stats import Stats
+    from jaxspec.engine.stream import Stream
+    from jaxspec.loading import load
+    from jaxspec.model import config, gemma4
+    from jaxspec.model import paged_kv as cache
+    from jaxspec.plots import plot_acceptance
+    from jaxspec.sharding.meshes import mesh
 
 __version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "BatchResult",
+    "Chunk",
+    "Completion",
+    "Logprob",
+    "SamplingParams",
+    "Stats",
+    "Stream",
+    "accept",
+    "cache",
+    "checkpoint",
+    "config",
+    "convert",
+    "decode",
+    "drafters",
+    "gemma4",
+    "load",
+    "mesh",
+    "plot_acceptance",
+    "run_batch",
+    "sampling",
+    "sharding",
+]
 
 # Public name -> the module that defines it. Imported on first use, so that `import jaxspec` and the command line start at once.
 _EXPORTS: dict[str, str] = {
@@ -14,6 +54,7 @@ _EXPORTS: dict[str, str] = {
     "Completion": "jaxspec.engine.completion",
     "Chunk": "jaxspec.engine.completion",
     "Logprob": "jaxspec.engine.completion",
+    "Stream": "jaxspec.engine.stream",
     "Stats": "jaxspec.engine.stats",
     "plot_acceptance": "jaxspec.plots",
     "mesh": "jaxspec.sharding.meshes",
@@ -34,12 +75,14 @@ _MODULES: dict[str, str] = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
+if not TYPE_CHECKING:  # a checker that saw it would take every name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
+        if name not in _EXPORTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 MAX_INTEGER = 2**31 - 1  # devices hold int32
@@ -39,3 +41,9 @@ def number(name: str, value: Any, low: float, high: float = MAX_NUMBER, *, above
         least = f"more than {low}" if above else f"at least {low}"
         raise ValueError(f"{name} is {found}, expected a finite number of {least} and at most {high}")
     return found
+
+
+def unknown(function: str, name: str, known: Iterable[str]) -> TypeError:
+    """The error for a keyword that a function does not have. It names the nearest of those that are known, if one is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return TypeError(f"{function} has no argument {name!r}" + (f"; the nearest is {near[0]!r}" if near else ""))

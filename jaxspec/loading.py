@@ -18,6 +18,7 @@ from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import check_limits, fit, memory_limit, sizes_of
 from jaxspec.engine.params import MAX_SEED, Defaults
 from jaxspec.engine.settings import Settings, check_pages
+from jaxspec.foreign_names import answers_foreign_names
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.targets import (
@@ -37,6 +38,7 @@ MAX_SLOTS = 8  # where a device does not say how much memory it has
 KV_DTYPES = {"auto": None, **DTYPES, "fp8": jnp.float8_e4m3fn}
 
 
+@answers_foreign_names
 def load(
     target: str | os.PathLike[str],
     drafter: str | os.PathLike[str] | Drafter | None = None,
@@ -106,7 +108,8 @@ def load(
     name none. progress: whether to show progress bars.
 
     Raises FileNotFoundError, ValueError or TypeError that says what was found and what was expected: for a checkpoint that is missing,
-    damaged or of another kind, weights that are to be quantised and are already, a drafter that does not fit, a setting out of range.
+    damaged or of another kind, weights that are to be quantised and are already, a drafter that does not fit, a setting out of range. An
+    argument that vLLM or transformers has is answered with its name here.
     """
     rule = rule_of(accept)
     check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)

@@ -4,7 +4,9 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+from jaxspec.checks import unknown
 
 # How many old tokens we decode again with new ones. A decoder may treat the first token of its input differently (strip its leading
 # space, say), and a character has at most 4 bytes. Over 8 tokens neither reaches the new ones.
@@ -12,6 +14,16 @@ CONTEXT_TOKENS = 8
 TOOL_KEYS = ("tool_calls", "tool_responses")  # a message may have one of these instead of content
 THOUGHTS = ("<|channel>", "<channel|>")  # the tokens around thoughts
 INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character, or not yet
+
+
+class TemplateOptions(TypedDict, total=False):
+    """How a conversation is written, beside its messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None  # functions that the model may call, as the chat template wants them
+    chat_template: str | None  # a template in place of the checkpoint's
+    chat_template_kwargs: Mapping[str, Any] | None  # more names that the template knows
+    add_generation_prompt: bool  # whether it ends with the opening of the model's turn; True by default
+    continue_final_message: bool  # whether it ends within the last message, for the model to go on; not together with the former
 
 
 class Tokenizer:
@@ -42,10 +54,16 @@ class Tokenizer:
         ids = self._hf.encode(text)
         return ids[1:] if self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2 else ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids. It leaves out special tokens and ids without a token. Bytes that are no UTF-8 character become U+FFFD."""
+    @property
+    def transformers(self) -> Any:
+        """The tokenizer as transformers has it."""
+        return self._hf
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids. It leaves out ids without a token and, unless they are asked for, special tokens. Bytes that are no UTF-8
+        character become U+FFFD."""
         # Not through transformers: its clean-up may change text far back, so text could not be streamed.
-        return self._hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self._hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def thoughts(self, ids: Sequence[int]) -> str:
         """The decoded thoughts at the beginning of an output; "" if there are none.
@@ -59,7 +77,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, even a special one; "" for an id without a token."""
-        return self._hf.backend_tokenizer.decode([int(token_id)], skip_special_tokens=False)
+        return self.decode([token_id], special=True)
 
     def encode_word(self, text: str) -> list[int]:
         """The token ids of text, without special tokens around it. Raises ValueError as `encode` does."""
@@ -77,7 +95,7 @@ class Tokenizer:
         kwargs go to the template (tools=..., enable_thinking=...). Raises ValueError if there is no template or no message, if a message
         has no role, or neither text nor tool calls nor their responses, and if the template refuses the conversation.
         """
-        if self._hf.chat_template is None:
+        if self._hf.chat_template is None and kwargs.get("chat_template") is None:
             raise ValueError(
                 f"{self._folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
                 "it is not a chat checkpoint; use generate() with plain text, or an instruction-tuned checkpoint"
@@ -94,6 +112,16 @@ class Tokenizer:
             return self._hf.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, return_dict=False, **kwargs)
         except Exception as error:  # a template is the checkpoint's code: it may raise anything, most often TemplateError
             raise ValueError(f"the chat template of {self._folder} refused the conversation: {error}") from error
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions, enable_thinking: bool) -> list[int]:
+        """`apply_chat_template` with options by their names. Raises TypeError for an option that there is not."""
+        for name in options:
+            if name not in TemplateOptions.__annotations__:
+                raise unknown("chat", name, ("params", "enable_thinking", *TemplateOptions.__annotations__))
+        known: dict[str, Any] = dict(options)
+        return self.apply_chat_template(
+            messages, **{"enable_thinking": enable_thinking, **(known.pop("chat_template_kwargs", None) or {}), **known}
+        )
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

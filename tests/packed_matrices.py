@@ -30,7 +30,7 @@ FORMS = {
 def packed(form, shape, seed=0):
     """Random codes, all of a kind, with scales that make the weights about as large as those of a model."""
     kind, group, zeros, dtype = FORMS[form]
-    dtype = jnp.dtype(dtype or jnp.bfloat16)
+    dtype = dtype or jnp.bfloat16
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 2 ** KINDS[kind].bits, shape).astype(np.uint8)
     if kind == "fp8":

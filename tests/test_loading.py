@@ -1,6 +1,8 @@
 """load: what it takes, its defaults, and every refusal."""
 
+import inspect
 import json
+import re
 import shutil
 
 import huggingface_hub
@@ -10,7 +12,7 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import loading, sharding
+from jaxspec import foreign_names, loading, sharding
 from jaxspec.decode import accept
 from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.engine.params import Defaults, SamplingParams
@@ -75,6 +77,13 @@ def test_a_drafter_may_be_an_object(folders, llm):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
+        ({"tensor_parallel_size": 2}, TypeError, "load has no argument 'tensor_parallel_size'; here it is called tensor$"),
+        ({"gpu_memory_utilization": 0.5}, TypeError, "'gpu_memory_utilization'; here it is called memory_fraction$"),
+        ({"torch_dtype": "bfloat16"}, TypeError, "'torch_dtype'; here it is called dtype$"),
+        ({"device_map": "auto"}, TypeError, "'device_map'; here it is called mesh, made by jaxspec.mesh$"),
+        ({"trust_remote_code": True}, TypeError, "no argument 'trust_remote_code', and needs none: no code of a checkpoint is run$"),
+        ({"num_draft_token": 2}, TypeError, "load has no argument 'num_draft_token'; the nearest is 'num_draft_tokens'$"),
+        ({"zzz": 2}, TypeError, "load has no argument 'zzz'$"),
         ({"accept": "fly"}, ValueError, "accept is 'fly'; available: 'coupled'"),
         ({"accept": accept.synthetic([0.5])}, ValueError, "synthetic acceptance has 1 rates for 3 drafts"),
         ({"attention": "cuda"}, ValueError, "attention is 'cuda'; available: 'auto', 'xla', 'triton', 'triton-interpret'"),
@@ -206,3 +215,9 @@ def test_compiled_programs_are_kept_where_nobody_chose_a_folder(monkeypatch, tmp
     finally:
         jax.config.update("jax_compilation_cache_dir", chosen)
         compilation_cache.reset_cache()
+
+
+def test_names_of_other_engines_are_none_of_ours():
+    ours = set(inspect.signature(jaxspec.load).parameters)
+    assert not ours & (foreign_names.HERE.keys() | foreign_names.NEEDLESS.keys())
+    assert {re.split(r"\W", here)[0] for here in foreign_names.HERE.values()} <= ours

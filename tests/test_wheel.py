@@ -42,6 +42,7 @@ def test_the_wheel_holds_the_packages_and_the_bundled_models_alone(wheel):
     }
     assert "jaxspec/pocket/target/model.safetensors" in held and held <= set(names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert {"jaxspec/py.typed", "pallas_kernels/py.typed"} <= set(names)
 
 
 def test_an_installed_wheel_generates(wheel, tmp_path):

@@ -112,7 +112,7 @@ class Letters:
 
     byte_ids: frozenset[int] = frozenset()
 
-    def decode(self, ids):
+    def decode(self, ids, *, special=False):
         return "".join(chr(0x4E00 + i) for i in ids)
 
     def token_text(self, token_id):

@@ -150,8 +150,8 @@ def plan_bench(
     accept.check(count)
     work = Workload(count, accept, **workload)
     _check(work, target_config, batches, temperatures, prefill)
-    names = config, drafter, dtype, quantize, quantize_embedding
     cells, placement = (tuple(batches), tuple(temperatures), tuple(prefill)), placement_of(mesh)
+    names = config, drafter, dtype, quantize, quantize_embedding
     made = BenchPlan(*names, target, draft, *cells, work, placement)
     for batch in [*batches, *[1] * len(prefill)]:
         if batch % made.shards:

@@ -36,12 +36,13 @@ from jaxspec.checkpoint import layout
 from jaxspec.collectives import TENSOR
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.mtp_modules_config import MODEL_TYPE, ModulesConfig, default_config, made_up
 from jaxspec.drafters.training import XLA, Guess, Objective, pick
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import FULL, SLIDING, TEXT_TYPES, Gemma4Config, LayerSpec, refuse_quantised
+from jaxspec.model.config import LayerSpec
 from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer
-from jaxspec.model.gemma4_fresh import text_config, with_query_norms
+from jaxspec.model.gemma4_fresh import with_query_norms
 from jaxspec.model.layers import Linear, RMSNorm, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, take_row
@@ -49,38 +50,6 @@ from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose
 from jaxspec.trees import nbytes
-
-MODEL_TYPE = "gemma4_mtp_modules"
-
-
-@dataclasses.dataclass(frozen=True)
-class ModulesConfig:
-    """What the modules were made for, and a LayerSpec for each. num_hidden_layers: the target's."""
-
-    layers: tuple[LayerSpec, ...]
-    num_hidden_layers: int
-    hidden_size: int
-    vocab_size: int
-    final_logit_softcapping: float | None
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModulesConfig:
-        """Reads config.json. Raises ValueError for another model type, or a value that this implementation does not have."""
-        if config.get("model_type") != MODEL_TYPE:
-            raise ValueError(f"model_type is {config.get('model_type')!r}; MTP modules have {MODEL_TYPE!r}")
-        refuse_quantised(config)
-        count, text = config.get("num_nextn_predict_layers"), config.get("text_config")
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"num_nextn_predict_layers is {count!r}; expected at least 1")
-        if not isinstance(text, Mapping) or text.get("model_type") not in TEXT_TYPES:
-            raise ValueError(f"text_config must be the target's, with a model_type of {', '.join(map(repr, TEXT_TYPES))}")
-        layers, kinds = text.get("num_hidden_layers"), list(text.get("layer_types") or ())
-        if not isinstance(layers, int) or len(kinds) != layers + count:
-            raise ValueError(f"layer_types has {len(kinds)} entries; expected {layers} of num_hidden_layers and {count} of the modules")
-        # Modules own their K and V and have no per-layer inputs. A target's last layer is always full: one more keeps theirs as they are.
-        own = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
-        read = Gemma4Config.from_hf({**text, **own, "num_hidden_layers": len(kinds) + 1, "layer_types": [*kinds, FULL]})
-        return cls(read.layers[layers:-1], layers, read.hidden_size, read.vocab_size, read.final_logit_softcapping)
 
 
 @struct.dataclass
@@ -378,30 +347,6 @@ def abstract(config: ModulesConfig, dtype: Any = jnp.bfloat16) -> MTPModules:
 def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> MTPModules:
     """The modules that a config.json tells of, as a tree of ShapeDtypeStructs."""
     return abstract(ModulesConfig.from_hf(config), dtype)
-
-
-def default_config(raw: Mapping[str, Any], target: TargetConfig, count: int = 3) -> dict[str, Any]:
-    """The config.json of `count` fresh modules, laid out like stepfun-ai/Step-3.5-Flash's. raw: the target's."""
-    text = text_config(
-        raw,
-        target,
-        [*target.layer_types, *[SLIDING] * count],
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_hidden_layers=target.num_hidden_layers,
-        final_logit_softcapping=target.final_logit_softcapping,
-    )
-    config = {"architectures": ["Gemma4MTPModules"], "model_type": MODEL_TYPE, "num_nextn_predict_layers": count}
-    return {**config, "dtype": "bfloat16", "text_config": text}
-
-
-def made_up(name: str | None, raw: Mapping[str, Any] | None, target: TargetConfig) -> dict[str, Any] | None:
-    """The config.json of four modules like a released target's sliding layers: see `Kind.released`."""
-    if raw is None:
-        return None
-    text = raw["text_config"]
-    text = {**text, "layer_types": [*text["layer_types"], *[SLIDING] * 4]}
-    return {"model_type": MODEL_TYPE, "num_nextn_predict_layers": 4, "text_config": text}
 
 
 KIND = Kind(

@@ -9,6 +9,8 @@ from jaxspec.engine.html import completion_html
 from jaxspec.engine.stats import RoundStats
 from jaxspec.text import Tokenizer
 
+SHOWN = ("steps", "accepted", "acceptance_length", "acceptance_rates")  # properties of stats that `Completion.to_dict` shows
+
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
@@ -47,6 +49,8 @@ class Completion:
     """Which of the call's prompts it belongs to."""
     num_cached_tokens: int = dataclasses.field(default=0, compare=False)
     """Prompt tokens that had been computed for another request."""
+    prompt: str | None = dataclasses.field(default=None, compare=False)
+    """The prompt's text, of a conversation what the chat template made of it; None where token ids were given."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each new token a dict from token id to Logprob, of the token itself and of the most likely tokens; None unless asked for."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -65,6 +69,11 @@ class Completion:
             f"prompt_tokens={len(self.prompt_token_ids)}, seed={self.seed}, "
             f"acceptance_length={self.stats.acceptance_length:.2f}{'' if self.error is None else f', error={self.error!r}'})"
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as dicts, lists, texts and numbers, which JSON can hold. The stats have the properties of RoundStats too."""
+        stats = dataclasses.asdict(self.stats)
+        return dataclasses.asdict(self) | {"stats": stats | {name: getattr(self.stats, name) for name in SHOWN}}
 
     def _repr_html_(self) -> str:
         return completion_html(self, self.__dict__["_tokenizer"])

@@ -79,6 +79,7 @@ def completion_of(
         index=request.index,
         prompt_index=request.prompt_index,
         num_cached_tokens=request.shared,
+        prompt=request.prompt_text,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         error=_failure(request) if failed else None,

@@ -14,6 +14,15 @@ from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX
 from jaxspec.text import OutputText, Tokenizer
 
 MAX_STOP_IDS = 16
+# Keys of a prompt that vLLM knows, and why they are refused.
+UNREAD = {
+    "multi_modal_data": "only text can be read",
+    "multi_modal_uuids": "only text can be read",
+    "mm_processor_kwargs": "only text can be read",
+    "prompt_embeds": "a prompt is made of tokens",
+    "encoder_prompt": "the model has no encoder",
+    "cache_salt": "prompts that begin alike are always computed once",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Maker:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params of prompt {index} are of type {type(params).__name__}, expected SamplingParams")
-        ids = self._prompt(index, prompt)
+        prompt_text, ids = self._prompt(index, prompt)
         self._check_ids(index, params)
         own_ends = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*own_ends, *params.stop_token_ids)))
@@ -58,6 +67,7 @@ class Maker:
                 bad_words=bad_words,
                 params=params,
                 text=OutputText(self.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens),
+                prompt_text=prompt_text,
                 index=i,
                 prompt_index=index,
             )
@@ -68,13 +78,15 @@ class Maker:
         value = getattr(params, name)
         return getattr(self.defaults, name) if value is None else value
 
-    def _prompt(self, index: int, prompt: Any) -> Sequence[int]:
-        if isinstance(prompt, str):
-            ids: Any = self.tokenizer.encode(prompt) if prompt else []
-        elif isinstance(prompt, list | tuple | range | np.ndarray):
-            ids = prompt
+    def _prompt(self, index: int, prompt: Any) -> tuple[str | None, Sequence[int]]:
+        """(text, token ids) of a prompt. The text is None where it was not given."""
+        text, given = _parts(index, prompt) if isinstance(prompt, Mapping) else (None, prompt)
+        if isinstance(given, str):
+            text, ids = given, self.tokenizer.encode(given) if given else []
+        elif isinstance(given, list | tuple | range | np.ndarray):
+            ids: Any = given
         else:
-            raise TypeError(f"prompt {index} is of type {type(prompt).__name__}, expected a str or a list of token ids")
+            raise TypeError(f"prompt {index} is of type {type(given).__name__}, expected a str or a list of token ids")
         only = set(map(type, ids))  # much faster than a test of each
         at = None if only <= {int} else next((at for at, i in enumerate(ids) if not is_id(i)), None)
         if at is not None:
@@ -88,7 +100,7 @@ class Maker:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             at = next(at for at, i in enumerate(ids) if not 0 <= i < self.vocab_size)
             raise ValueError(f"prompt {index} has id {ids[at]} at position {at}; expected 0 .. {self.vocab_size - 1}")
-        return ids
+        return text, ids
 
     def _check_ids(self, index: int, params: SamplingParams) -> None:
         lists = {
@@ -129,13 +141,38 @@ class Maker:
 
 
 def prompts_of(given: Any) -> list[Any]:
-    """The prompts of a call. A str or a list of token ids is one prompt; anything else holds several of either. Raises TypeError."""
+    """The prompts of a call. A str, a list of token ids or a dict is one prompt; anything else that can be iterated over, or has a length
+    and numbered items, holds several. Raises TypeError."""
     ids = isinstance(given, list | tuple | range | np.ndarray) and len(given) > 0 and all(map(is_id, given))
-    if isinstance(given, str) or ids:
+    if isinstance(given, str | Mapping) or ids:
         return [given]
-    if isinstance(given, bytes | Mapping) or hasattr(given, "columns") or not hasattr(given, "__iter__"):
-        raise TypeError(f"prompts are of type {type(given).__name__}, expected a str, a list of token ids, or a list of either")
-    return list(given)
+    numbered = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if isinstance(given, bytes) or hasattr(given, "columns") or not (hasattr(given, "__iter__") or numbered):
+        raise TypeError(f"prompts are of type {type(given).__name__}, expected a str, a list of token ids, a dict, or a list of these")
+    return list(given) if hasattr(given, "__iter__") else [given[i] for i in range(len(given))]
+
+
+def _parts(index: int, prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """(text, text or token ids) of a prompt that is a dict. Raises TypeError or ValueError, with the prompt's index."""
+    refused = [key for key, value in prompt.items() if key not in ("prompt", "prompt_token_ids") and value]
+    if refused:
+        reason = f": {UNREAD[refused[0]]}" if refused[0] in UNREAD else ""
+        raise ValueError(f"prompt {index} has {refused[0]!r}, which cannot be served{reason}; expected 'prompt' or 'prompt_token_ids'")
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise ValueError(f"prompt {index} is a dict without 'prompt' and 'prompt_token_ids'")
+    if not isinstance(text, str | None):
+        raise TypeError(f"'prompt' of prompt {index} is of type {type(text).__name__}, expected a str")
+    if isinstance(ids, str):
+        raise TypeError(f"'prompt_token_ids' of prompt {index} are a str, expected a list of token ids")
+    return text, text if ids is None else ids
+
+
+def either(params: Any, sampling_params: Any) -> Any:
+    """The params of a call, which takes them under both names. Raises TypeError where it was given both."""
+    if params is not None and sampling_params is not None:
+        raise TypeError("both params and sampling_params were given; expected one of them")
+    return params if sampling_params is None else sampling_params
 
 
 def params_of(given: Any, count: int) -> list[Any]:

@@ -8,8 +8,8 @@ import functools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.draft_count import counts_up_to
 from jaxspec.engine.finish import completion_of, final_logprobs, look
 from jaxspec.engine.html import llm_html
-from jaxspec.engine.intake import Maker, params_of, params_or_default, prompts_of
+from jaxspec.engine.intake import Maker, either, params_of, params_or_default, prompts_of
 from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request, needs_of
@@ -32,18 +32,21 @@ from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.stats import RoundStats, Stats
+from jaxspec.engine.stream import Stream
 from jaxspec.engine.turn import Turn
 from jaxspec.engine.warmup import warm_up
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Needs
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
-from jaxspec.text import Tokenizer
+from jaxspec.text import TemplateOptions, Tokenizer
 from jaxspec.trees import packed_kinds
 
 WATCHED_STEPS = 8  # rounds of a call at most while requests have stop strings, which the host looks for between calls
 STREAM_STEPS = 4  # rounds between two chunks of a stream
 
-Prompt = str | Sequence[int] | np.ndarray
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+Bar = bool | Callable[..., Any] | None
 
 
 class LLM:
@@ -51,7 +54,7 @@ class LLM:
 
     Several threads may use one LLM. Their calls take turns, also with those of other LLMs whose weights are spread over the same devices.
     A stream holds a slot until it is read to its end or closed, and an iterator of `as_completed` holds as many as it has use for. Other
-    calls use the slots that are left, and raise RuntimeError where there are none.
+    calls use the slots that are left, and raise RuntimeError where there are none. `with load(...) as llm:` closes it at its end.
 
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
@@ -86,13 +89,34 @@ class LLM:
         self.draft_counts = counts_up_to(settings.num_draft_tokens) if adaptive else ()
         self._watch = Watch(drafter, settings.accept)
         self._seeds = random.Random(settings.seed)
+        self._closed = False
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives back the devices' memory: that of the cache and, unless somebody else holds them, of the weights. `stats` stay; calls and
+        streams that are open raise RuntimeError from now on. A second call does nothing."""
+        with self._lock():
+            if not self._closed:
+                self._closed = True
+                self._shards.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the LLM of {self.name!r} is closed; load it again")
 
     @property
     def target(self) -> TargetModel:
+        self._check_open()
         return self._runner.target
 
     @property
     def drafter(self) -> Drafter:
+        self._check_open()
         return self._runner.drafter
 
     @property
@@ -139,6 +163,8 @@ class LLM:
         )
 
     def __repr__(self) -> str:
+        if self._closed:
+            return f"LLM({self.name!r}, closed)"
         return (
             f"LLM({self.name!r}, drafter={type(self.drafter).__name__}, num_draft_tokens={self.num_draft_tokens}, "
             f"max_slots={self.max_slots}, max_len={self.max_len}, dtype={self.target.dtype}, on {jax.default_backend()})"
@@ -153,6 +179,7 @@ class LLM:
 
         If `load` was given no num_draft_tokens, this also compiles and times rounds with fewer drafts and with none. From then on calls
         guess as many tokens as acceptance and these times make fastest. The tokens are the same."""
+        self._check_open()
         needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
 
         def requests(count: int) -> list[Request]:
@@ -163,16 +190,23 @@ class LLM:
             warm_up(self._shards.runners, needs, self.draft_counts, requests, self.progress)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Bar = None,
     ) -> list[Completion]:
         """Completes any number of prompts and returns a Completion for each, in order; where params ask for n of a prompt, its n one after
         the other.
 
-        prompts: a str, a list of token ids, or a list of either. params: one for all, or one for each prompt.
+        prompts: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or several of these: a list, a column of a
+        dataset, any iterable. params: one for all, or one for each prompt; sampling_params is another name for it. use_tqdm: whether to
+        show a progress bar, or what makes one; by default one is shown for several prompts, if `load` was told to show progress.
         Raises ValueError or TypeError, before anything is computed, for a prompt that is empty, longer than max_len - 1 or has ids
         out of range, and for params that do not fit.
         """
-        return self._generate(self._requests(prompts_of(prompts), params))
+        return self._generate(self._requests(prompts_of(prompts), either(params, sampling_params)), use_tqdm)
 
     def as_completed(
         self, prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]], params: SamplingParams | None = None
@@ -213,63 +247,84 @@ class LLM:
                 request.asked = self._clock()
                 yield request
 
-    def _generate(self, requests: list[Request]) -> list[Completion]:
+    def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done, ended = dict[tuple[int, int], Completion](), list[Request]()
-        show = self.progress and len(requests) > 1
-        with self._lock(), self._timed(), tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
+        show = self.progress and len(requests) > 1 if use_tqdm is None else bool(use_tqdm)
+        made = use_tqdm if callable(use_tqdm) else tqdm
+        with self._lock(), self._timed(), made(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
             with self._turn(requests) as turn:
                 while some := self._advance(turn, ended):
                     done |= {(c.prompt_index, c.index): c for c in some}
                     bar.update(len(some))
         return [done[request.prompt_index, request.index] for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, steps: int = STREAM_STEPS) -> Iterator[Chunk]:
-        """Completes one prompt and yields the text as it comes: the first token, then what each `steps` rounds add.
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        steps: int = STREAM_STEPS,
+    ) -> Stream:
+        """Completes one prompt and yields the text as it comes, for `for` or `async for`: the first token, then what each `steps` rounds
+        add.
 
-        The tokens are those of `generate`. Closing the iterator frees its slot. Raises what `generate` raises, at once.
+        The tokens are those of `generate`. Closing the stream frees its slot. Raises what `generate` raises, at once.
         """
-        return self._begin(prompt, params, steps)
+        return self._begin(prompt, either(params, sampling_params), steps)
 
-    def _begin(self, prompt: Any, params: Any, steps: int, *, keep: bool = False) -> Iterator[Chunk]:
+    def _begin(self, prompt: Any, params: Any, steps: int, *, keep: bool = False) -> Stream:
         params = params_or_default(params)
         if params.n > 1:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
-        return self._stream(self._requests([prompt], params, keep=keep)[0], integer("steps", steps, 1))
+        return Stream(self._stream(self._requests([prompt], params, keep=keep)[0], integer("steps", steps, 1)))
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Bar = None,
         enable_thinking: bool = False,
+        **template: Unpack[TemplateOptions],
     ) -> Any:
         """Answers a conversation: a Completion; or a list of conversations, or several samples of one: a list of Completions.
 
         messages: dicts with "role" and "content", by the checkpoint's chat template. enable_thinking goes to the template.
+        template: tools, the functions that the model may call, as the template wants them; chat_template, a template in place of the
+        checkpoint's; chat_template_kwargs, a dict of more names that the template knows; add_generation_prompt, False to leave out the
+        opening of the model's turn; with that, continue_final_message=True to go on with the last message.
         What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, or from the end of
         its last prompt, only what is new is computed. Raises what `generate` raises, and ValueError for images and other content that is
         not text.
         """
         several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
-        prompts = [self.chat_prompt(m, enable_thinking=enable_thinking) for m in conversations]
-        completions = self._generate(self._requests(prompts, params, keep=True))
+        prompts = [self._shown(self.chat_prompt(m, enable_thinking=enable_thinking, **template)) for m in conversations]
+        completions = self._generate(self._requests(prompts, either(params, sampling_params), keep=True), use_tqdm)
         return completions if several or len(completions) > 1 else completions[0]
 
     def stream_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         params: SamplingParams | None = None,
         *,
         enable_thinking: bool = False,
         steps: int = STREAM_STEPS,
-    ) -> Iterator[Chunk]:
+        **template: Unpack[TemplateOptions],
+    ) -> Stream:
         """Answers one conversation and yields the text as it comes, as `stream` does. Arguments and errors as for `chat`."""
-        return self._begin(self.chat_prompt(messages, enable_thinking=enable_thinking), params, steps, keep=True)
+        prompt = self._shown(self.chat_prompt(messages, enable_thinking=enable_thinking, **template))
+        return self._begin(prompt, params, steps, keep=True)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool = False) -> list[int]:
+    def chat_prompt(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> list[int]:
         """The token ids of a conversation up to the model's turn: what `chat` generates from."""
-        return self.tokenizer.apply_chat_template(messages, enable_thinking=enable_thinking)
+        return self.tokenizer.conversation(messages, template, enable_thinking)
+
+    def _shown(self, ids: list[int]) -> Prompt:
+        """A prompt with the text of its ids."""
+        return {"prompt_token_ids": ids, "prompt": self.tokenizer.decode(ids, special=True)}
 
     def _requests(self, prompts: Sequence[Any], params: Any, *, keep: bool = False) -> list[Request]:
         """Checked requests for a list of prompts."""
@@ -290,6 +345,7 @@ class LLM:
     @contextlib.contextmanager
     def _turn(self, requests: Iterable[Request]) -> Iterator[Turn | Turns]:
         """A turn of requests, which ends with the context."""
+        self._check_open()
         known = requests if isinstance(requests, list) else []
         for request in known:
             request.asked = self._clock()
@@ -302,6 +358,7 @@ class LLM:
 
     def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """One step of a turn. False once nothing is left to do."""
+        self._check_open()
         going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]), meanwhile)
         for request in turn.active:
             if request.output and not request.first_token_seconds:
@@ -333,7 +390,7 @@ class LLM:
                 complete()
         return completions
 
-    def _stream(self, request: Request, steps: int) -> Iterator[Chunk]:
+    def _stream(self, request: Request, steps: int) -> Generator[Chunk, None, None]:
         known = 0
         try:
             with self._turn([request]) as turn:

@@ -100,6 +100,14 @@ class SamplingParams:
         if self.allowed_token_ids == ():
             raise ValueError("allowed_token_ids is empty; expected at least one token id, or None for all")
 
+    def replace(self, **changes: Any) -> SamplingParams:
+        """These params with some values changed. Raises what making SamplingParams raises."""
+        return dataclasses.replace(self, **changes)
+
+    def clone(self) -> SamplingParams:
+        """A copy of these params. They cannot change, so it is seldom needed; vLLM's have it."""
+        return dataclasses.replace(self, logit_bias=dict(self.logit_bias))
+
 
 def _temperature(name: str, value: Any) -> float:
     return number(name, value, 0)

@@ -69,6 +69,11 @@ def score(target, drafter, state, slots, **static) -> Any:
     return state, (found, state.starved | False)
 
 
+def refuse(*_: Any) -> None:
+    """Stands for a program whose LLM was closed."""
+    raise RuntimeError("the LLM is closed")
+
+
 class Program(abc.ABC):
     """A program by its static shape; programs that are equal are compiled once. As text, it is what a progress bar shows.
 
@@ -170,12 +175,14 @@ class Programs:
     """
 
     def __init__(self, target: TargetModel, drafter: Drafter, settings: Settings, *, slots: int, placement: Placement, times: Times):
-        self.target, self.drafter, self.settings, self.slots = target, drafter, settings, slots
+        self.settings, self.slots = settings, slots
+        self.target: Any = target  # this and the next: None once they are closed
+        self.drafter: Any = drafter
         self.compiled: dict[Program, Callable[..., Any]] = {}
         self.compile_seconds = 0.0  # spent on making programs ready
         self.state: Any = None  # None once a call that failed has taken it along, until `begin`
         self._times = times
-        self._layout = placement.layout(drafter, functools.partial(init_state, target, drafter, slots=slots, **settings.state_sizes))
+        self._layout: Any = placement.layout(drafter, functools.partial(init_state, target, drafter, slots=slots, **settings.state_sizes))
         self._last: Any = None  # what the newest call returns
         self.begin()
         self._devices = jax.tree.leaves(self.state)[0].devices()
@@ -185,6 +192,13 @@ class Programs:
         """Makes an empty state."""
         with self._explained():
             self.state = jax.block_until_ready(self._layout.empty())
+
+    def close(self) -> None:
+        """Gives up the weights, the state and all programs, which stay in the count of those that were compiled."""
+        for array in jax.tree.leaves(self.state):
+            array.delete()
+        self.state = self._last = self._layout = self.target = self.drafter = None
+        self.compiled = dict.fromkeys(self.compiled, refuse)
 
     def steps_for(self, needs: Needs, steps: int) -> int:
         """How many of these rounds a call may run, so that log-probabilities are read before they are overwritten."""

@@ -36,6 +36,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...]  # each by its token ids
     params: SamplingParams
     text: OutputText  # of the new tokens, with the stop string if one was found
+    prompt_text: str | None = None  # the prompt's text; None where token ids were given
     index: int = 0  # which of the prompt's n samples it is
     prompt_index: int = 0  # which of the call's prompts it belongs to
     keep: bool = False  # whether its sequence is kept at its end, for a conversation that goes on

@@ -58,7 +58,9 @@ class Runner:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.target, self.drafter, self.settings = target, drafter, settings
+        self.settings = settings
+        self.target: Any = target  # this and the next: None once it is closed
+        self.drafter: Any = drafter
         self.buckets = Buckets(settings.max_slots, settings.max_len)
         self.adaptive: Adaptive | None = None  # chooses how many tokens rounds guess; None where all guess num_draft_tokens
         self.times = Times(clock)  # where the device's time went
@@ -247,6 +249,13 @@ class Runner:
             if request.keep and complete and request.slot >= 0 and request.computed == request.length - 1:
                 self.held.keep(request.slot, request.tokens)
         self.held.take_from(requests)
+
+    def close(self) -> None:
+        """Gives up the weights, the state and all programs. What was counted stays."""
+        self.held.clear()
+        self._free = 0
+        self.target = self.drafter = None
+        self.programs.close()
 
     def ready(self) -> None:
         """Makes a new state if a call that failed has taken the old one along. All requests then lose their slots."""

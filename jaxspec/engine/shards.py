@@ -38,6 +38,13 @@ class Shards:
             self._owner.wait()
         self._owner = owner
 
+    def close(self) -> None:
+        """Gives up what the runners hold on the devices."""
+        self.take(None)
+        for runner in self.runners:
+            runner.close()
+        self.pool.shutdown()
+
 
 class _Dealt(collections.deque[Request]):
     """Requests that a shard's turn reads. More may come after it was empty."""

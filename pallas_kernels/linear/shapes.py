@@ -29,7 +29,7 @@ PACKINGS = {
 def packed(shape: tuple[int, ...], packing: str, dtype: Any) -> Packed:
     """The shapes of packed weights [*out, in]. packing: a key of PACKINGS. dtype: x's."""
     kind, group, zeros, scale_dtype = PACKINGS[packing]
-    return abstract(shape, kind, group=group, zeros=zeros, scale_dtype=jnp.dtype(scale_dtype or dtype))
+    return abstract(shape, kind, group=group, zeros=zeros, scale_dtype=scale_dtype or dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -390,7 +390,11 @@ def test_a_conversation_goes_on_from_what_its_earlier_turns_computed(llm, monkey
         ([[5, 1.5]], {}, TypeError, "prompt 0 has 1.5 at position 1; expected a token id, an integer"),
         ([[True]], {}, TypeError, "prompt 0 has True at position 0"),
         ([None], {}, TypeError, "prompt 0 is of type NoneType, expected a str or a list of token ids"),
-        ([{"a": 1}], {}, TypeError, "prompt 0 is of type dict"),
+        ([{"a": 1}], {}, ValueError, "prompt 0 has 'a', which cannot be served; expected 'prompt' or 'prompt_token_ids'"),
+        ([{"prompt": "x", "multi_modal_data": 1}], {}, ValueError, "prompt 0 has 'multi_modal_data', .* served: only text can be read"),
+        ([{"prompt": None}], {}, ValueError, "prompt 0 is a dict without 'prompt' and 'prompt_token_ids'"),
+        ([{"prompt": [5]}], {}, TypeError, "'prompt' of prompt 0 is of type list, expected a str"),
+        ([{"prompt_token_ids": "x"}], {}, TypeError, "'prompt_token_ids' of prompt 0 are a str, expected a list of token ids"),
         ([[5]], {"stop_token_ids": [4096]}, ValueError, "stop_token_ids of prompt 0 has id 4096; expected 0 .. 4095"),
         ([[5]], {"stop_token_ids": range(200, 214)}, ValueError, "prompt 0 has 17 stop ids, .* 3 among them; expected at most 16"),
     ],
@@ -410,8 +414,8 @@ def test_bad_arguments_of_calls(speculative):
         speculative.generate(["x"], [{"max_tokens": 3}])
     with pytest.raises(TypeError, match="params is dict, expected SamplingParams, a list of them or None"):
         speculative.generate(["x"], {"max_tokens": 3})
-    for prompts in ({"prompt": "x"}, b"x", None, 5, types.SimpleNamespace(columns=["prompt"])):
-        with pytest.raises(TypeError, match=f"prompts are of type {type(prompts).__name__}, expected a str, a list of token ids, or a l"):
+    for prompts in (b"x", None, 5, types.SimpleNamespace(columns=["prompt"])):
+        with pytest.raises(TypeError, match=f"prompts are of type {type(prompts).__name__}, expected a str, a list of token ids, a dict"):
             speculative.generate(prompts)
     with pytest.raises(ValueError, match="chat takes a list of at least one message, such as .*, found None"):
         speculative.chat(None)

@@ -1,5 +1,6 @@
 """Kernels for packed matrices, compiled for the GPU that is there, against the unpacked weights."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,6 +15,8 @@ from pallas_kernels.linear import packed_triton
 from pallas_kernels.packed import unpack
 
 pytestmark = pytest.mark.gpu
+# Forms whose scales are not in bfloat16, as checkpoints have them.
+OTHER_SCALES = ("int4 zeros float16", "int8 zeros float16", "fp8 float32", "fp4 float32")
 
 
 @pytest.fixture(autouse=True)
@@ -31,33 +34,43 @@ def assert_close(found, expected):
     assert np.abs(found - expected).max() <= 1e-2 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_are_those_of_unpack_to_the_last_bit(form):
+def test_weights_are_those_of_unpack_to_the_last_bit(form, dtype):
     """Rows of the identity pick them one by one; two blocks each way, the last ones not full."""
     w = packed(form, (100, 120))
+    (got,) = jax.jit(functools.partial(packed_triton.partials, splits=1))(jnp.eye(120, dtype=dtype), w)
+    np.testing.assert_array_equal(got.T, unpack(w, dtype).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("form", ["int4 zeros float16", "int8 float16", "fp8 blocks float16", "fp4 of 8 float16", "fp8 float32"])
+def test_small_weights_are_those_of_unpack_to_the_last_bit(form):
+    """Scales, and products, that are subnormal in float16."""
+    w = packed(form, (100, 120))
+    w = dataclasses.replace(w, scale=w.scale * w.scale.dtype.type(2**-13))
     (got,) = jax.jit(functools.partial(packed_triton.partials, splits=1))(jnp.eye(120, dtype=jnp.bfloat16), w)
-    np.testing.assert_array_equal(got.T, unpack(w, jnp.float32))
+    np.testing.assert_array_equal(got.T, unpack(w, jnp.bfloat16).astype(jnp.float32))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 160, 256])
-@pytest.mark.parametrize("form", ["int4", "int4 zeros", "int8", "fp8", "fp8 blocks", "fp4"])
+@pytest.mark.parametrize("form", ["int4", "int4 zeros", "int8", "fp8", "fp8 blocks", "fp4", *OTHER_SCALES])
 def test_products_equal_those_of_unpacked_weights(form, rows):
     x, w, gate_up = normal(rows, 704), packed(form, (1000, 704)), packed(form, (2, 512, 704), 2)
     for splits in (1, 3):
         parts = jax.jit(functools.partial(linear.partials, splits=splits, implementation="triton"))(x, w)
-        assert_close(parts.sum(0), linear.reference.linear(x, unpack(w), jnp.float32))
+        assert_close(parts.sum(0), linear.reference.linear(x, unpack(w, x.dtype), jnp.float32))
     got = jax.jit(functools.partial(linear.gated, implementation="triton"))(x, gate_up)
-    assert_close(got, linear.reference.gated(x, unpack(gate_up)))
+    assert_close(got, linear.reference.gated(x, unpack(gate_up, x.dtype)))
 
 
 # Widths of which no power of two is a factor, and matrices large enough for Hopper's kernel.
 @pytest.mark.parametrize("rows", [1, 5, 20, 40, 64, 130, 160, 256])
-@pytest.mark.parametrize("form", ["int4", "int8", "fp8", "fp8 blocks", "fp4"])
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8", "fp8 blocks", "fp4", *OTHER_SCALES])
 def test_the_kernel_of_this_gpu_multiplies_with_unpacked_weights(form, rows):
     x = normal(rows, 2112)
     for shape in ((2816, 2112), (5376, 2112), (2, 832, 2112)):
         w = packed(form, shape, rows)
-        wanted = jnp.einsum("nh,...h->n...", x.astype(jnp.float32), unpack(w, jnp.float32), precision="highest")
+        wanted = jnp.einsum("nh,...h->n...", x.astype(jnp.float32), unpack(w, x.dtype).astype(jnp.float32), precision="highest")
         if len(shape) == 3:
             found, limit = jax.jit(linear.gated)(x, w), 3e-3
             wanted = linear.reference.activation(*(wanted[:, i].astype(jnp.bfloat16) for i in range(2)))
@@ -82,7 +95,7 @@ def test_logits_of_pocket_by_kernels_and_by_xla(quantize):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 160, 700])
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8", *OTHER_SCALES])
 def test_experts_equal_those_of_unpacked_weights(form, rows):
     gate_up, down = packed(form, (16, 2, 704, 384), 2), packed(form, (16, 384, 704), 3)
     ids = np.stack([np.random.default_rng(row).permutation(16)[:4] for row in range(rows)]).astype(np.int32)
@@ -90,6 +103,6 @@ def test_experts_equal_those_of_unpacked_weights(form, rows):
     got, plain = (
         jax.jit(functools.partial(moe.experts, implementation=name))(x, gate_up, down, weights, ids) for name in ("triton", "xla")
     )
-    expected = moe.reference.experts(x, unpack(gate_up), unpack(down), weights, ids)
+    expected = moe.reference.experts(x, unpack(gate_up, x.dtype), unpack(down, x.dtype), weights, ids)
     assert_close(got, expected)
     assert_close(plain, expected)

@@ -15,7 +15,8 @@ from pallas_kernels.linear import bench, packed_mosaic, packed_triton
 from pallas_kernels.linear.shapes import PACKINGS, SHAPES
 from pallas_kernels.moe import packed_triton as moe_triton
 from pallas_kernels.moe.shapes import SHAPES as MOE_SHAPES
-from pallas_kernels.packed import abstract, unpack
+from pallas_kernels.packed import abstract, tile, unpack
+from pallas_kernels.packed.matrix import rounded
 
 OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in half the time, and computes the same
 A100, H200 = device.Described("NVIDIA A100-SXM4-40GB", "8.0"), device.Described("NVIDIA H200", "9.0")
@@ -47,11 +48,30 @@ def test_weights_are_those_of_unpack_to_the_last_bit(form, dtype, gpu):
     np.testing.assert_array_equal(got.T, unpack(w, dtype).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_equals_the_reference(kind, dtype):
+@pytest.mark.parametrize("form", ["int4 zeros float16", "int8 float16", "fp8 blocks float16", "fp4 of 8 float16", "fp8 float32"])
+def test_small_weights_are_those_of_unpack_to_the_last_bit(form, dtype):
+    """Scales, and products, that are subnormal in float16."""
+    w = packed(form, (100, 120))
+    w = dataclasses.replace(w, scale=w.scale * w.scale.dtype.type(2**-13))
+    assert w.scale.dtype != jnp.float16 or float(jnp.min(jnp.abs(w.scale)[w.scale != 0])) < 2**-14
+    (got,) = run(packed_triton.partials, jnp.eye(120, dtype=dtype), w, splits=1, interpret=True)
+    np.testing.assert_array_equal(got.T, unpack(w, dtype).astype(jnp.float32))
+
+
+def test_rounding_to_eleven_bits_is_that_of_unpack():
+    """All numbers of 13 bits, so with every tie, at exponents that float16 has and that it has not."""
+    x = jnp.asarray(np.multiply.outer(np.arange(-(2**13), 2**13), [2.0**-40, 2.0**-20, 1.0, 2.0**12]), jnp.float32)
+    np.testing.assert_array_equal(jax.jit(tile._eleven_bits)(x), rounded(x, jnp.float16))
+
+
+@pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
+@pytest.mark.parametrize(
+    "dtype, form", [("bfloat16", "int4"), ("float32", "int4"), ("bfloat16", "int4 zeros float16"), ("bfloat16", "fp4 float32")]
+)
+def test_equals_the_reference(kind, dtype, form):
     """Rows that are no power of two, and steps that do not divide the width."""
-    w = packed("int4", (*(2,) * (kind == "gated"), 70, 340))
+    w = packed(form, (*(2,) * (kind == "gated"), 70, 340))
     others = (normal(5, 3, 70, dtype=dtype), jnp.int32(1)) if kind == "gated_by" else ()
     arguments = normal(5, 340, dtype=dtype), w, *others
     kernel, plain = (run(getattr(linear, kind), *arguments, implementation=name) for name in ("triton-interpret", "xla"))
@@ -98,7 +118,7 @@ def test_auto_takes_packed_matrices_to_the_kernel(monkeypatch):
     assert linear.most_rows(w) == 768
 
 
-@pytest.mark.parametrize("packing", ["int4", "int4 zeros", "fp8"])
+@pytest.mark.parametrize("packing", ["int4", "int4 zeros", "int4 zeros float16", "fp8", "fp4 float32"])
 @pytest.mark.parametrize("rows", [5, 160])
 def test_lowers_for_cuda(packing, rows):
     """All shapes in one program."""
@@ -148,7 +168,8 @@ def test_refusals():
             linear.linear(x, w, implementation="triton", **settings)
 
     refused("x is float16; the kernel takes bfloat16 and float32 with a packed matrix", x.astype(jnp.float16), w)
-    refused("the scales are float32; the kernel takes bfloat16", x, dataclasses.replace(w, scale=w.scale.astype(jnp.float32)))
+    scale = w.scale.astype(jnp.float8_e5m2)
+    refused("the scales are float8_e5m2; the kernel takes bfloat16, float16 and float32", x, dataclasses.replace(w, scale=scale))
     refused("16 groups lie in 64 inputs; the kernel takes at most 8", x, abstract((64, 128), "int4", group=4, scale_dtype=jnp.bfloat16))
     refused(
         "the matrix has 2 input axes; the kernel takes one", x, abstract((64, 2, 64), "int4", over=2, group=4, scale_dtype=jnp.bfloat16)
@@ -163,6 +184,8 @@ EXPERTS = {
     "blocks that are not full": ("int8", 7, 5, 44, 80, 3),
     "several tiles of one expert": ("int4", 37, 2, 64, 64, 1),
     "float codes": ("fp4", 9, 12, 64, 64, 2),
+    "scales in float32": ("fp4 float32", 9, 12, 64, 64, 2),
+    "scales in float16": ("int4 zeros float16", 5, 4, 64, 128, 2),
 }
 
 
@@ -176,7 +199,7 @@ def test_experts_equal_those_of_unpacked_weights(case, implementation):
     ids[-1, 0] = count if rows > 1 else ids[-1, 0]
     x, weights = normal(rows, hidden), normal(rows, top_k, seed=4)
     got = run(moe.experts, x, gate_up, down, weights, ids, implementation=implementation)
-    expected = run(moe.experts, x, unpack(gate_up), unpack(down), weights, ids, implementation="xla")
+    expected = run(moe.experts, x, unpack(gate_up, x.dtype), unpack(down, x.dtype), weights, ids, implementation="xla")
     assert difference(got, expected) < 1e-2
 
 
@@ -188,15 +211,15 @@ def test_experts_are_unpacked_one_at_a_time():
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * (gate_up.size + down.size) / 4
 
 
-@pytest.mark.parametrize("name", MOE_SHAPES)
-def test_experts_lower_for_cuda(name):
+@pytest.mark.parametrize("name, packing", [*((name, "int8") for name in MOE_SHAPES), ("26B verify 8x5", "fp4 float32")])
+def test_experts_lower_for_cuda(name, packing):
     shape = MOE_SHAPES[name]
 
     def layer(x, gate_up, down, scores, scale):
         weights, ids, groups = moe.route(scores, scale, shape.top_k, implementation="triton")
         return moe.experts(x, gate_up, down, weights, ids, groups, implementation="triton")
 
-    text = for_cuda(jax.jit(layer), *shape.layer(jnp.bfloat16, "int8"))
+    text = for_cuda(jax.jit(layer), *shape.layer(jnp.bfloat16, packing))
     assert all(text.count(f'name = "packed_moe_{kernel}"') == 1 for kernel in ("gate_up", "down"))
 
 
@@ -237,6 +260,11 @@ def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
         ({"form": "int4 zeros"}, "triton"),
         ({"form": "int8 of 16"}, "mosaic"),
         ({"form": "int4 of 8"}, "triton"),
+        ({"form": "fp4"}, "mosaic"),
+        ({"form": "fp4 float32"}, "triton"),
+        ({"form": "fp8 float32"}, "triton"),
+        ({"form": "int8 float16"}, "triton"),
+        ({"form": "fp4 float32", "gpu": A100}, "triton"),
         ({"name": "E2B per-layer projection"}, "triton"),
         ({"dtype": "float32"}, "triton"),
         ({"implementation": "triton"}, "triton"),
@@ -267,6 +295,7 @@ def test_auto_takes_the_hopper_kernel_where_it_serves(settings, chosen, monkeypa
         (A100, "int4", 5, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
         (H200, "int4", 800, "x has 800 rows; the kernel takes at most 256"),
         (H200, "int4 zeros", 5, "the matrix has zero points; the kernel has none"),
+        (H200, "fp8 float32", 5, "x is bfloat16 and the scales are float32; the kernel needs bfloat16"),
         (H200, "int4 of 8", 5, "8 inputs share a scale; the kernel needs 16 or more"),
     ],
 )

@@ -254,7 +254,7 @@ def print_acceptance(
 
     print("temperature  K  acceptance length  distinct 8-grams")
     for k in ks:
-        sizes = {"num_draft_tokens": k, "max_slots": 8, "max_len": prompt_tokens + new_tokens}
+        sizes: dict[str, Any] = {"num_draft_tokens": k, "max_slots": 8, "max_len": prompt_tokens + new_tokens}
         llm = load(target, drafter, **quantised, dtype="float32", progress=False, **sizes)
         texts = [llm.tokenizer.encode(text) for text in held_out_texts().values()]
         prompts = [[BOS, *ids[at + 1 : at + prompt_tokens]] for ids in texts for at in (0, 400)]

@@ -1,0 +1,62 @@
+"""The command `jaxspec bench`: its options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Adds the command. Its options have the names of the arguments of `workload.plan_bench`; one that is not given is left to its default
+    there."""
+    text = "Times steps and prompts with random weights of a model's shape, and compares them with the memory floor of the same run."
+    bench = commands.add_parser("bench", help="time a model's shape on this device", description=text, argument_default=argparse.SUPPRESS)
+
+    def option(name: str, text: str, **settings: Any) -> None:
+        bench.add_argument(f"--{name}", help=text, **settings)
+
+    option("config", "e2b, e4b, 12b, 26b, 31b, or a folder with a config.json", required=True)
+    option("drafter", "none (the default), a kind such as mtp or ngram, another config's name, or a folder; any other word lists them all")
+    option("k", "number of tokens to draft in each round (default: 4 with a drafter)", type=int, metavar="K", dest="num_draft_tokens")
+    option("batch", "numbers of sequences at a time, each timed in turn (default: 1)", type=_integers, metavar="B,...", dest="batches")
+    option("context", "tokens of a prompt (default: 512)", type=int, metavar="N")
+    option("tokens", "new tokens of a sequence in a timed call, approximately (default: 128)", type=int, metavar="N")
+    rates = "share of rounds that accept draft 1, 2, ... and all before it (default: 0.92,0.78,0.67,0.57), or the name of a rule"
+    option("acceptance", rates, type=_rates, metavar="R,...")
+    option("temperature", "temperatures, each timed in turn; 0 is greedy (default: 0)", type=_floats, metavar="T,...", dest="temperatures")
+    option("top-k", "with a temperature: sample among the N most likely tokens; 0 means all (default: 0)", type=int, metavar="N")
+    top_p = "with a temperature: sample among the most likely tokens whose probabilities add up to P (default: 1)"
+    option("top-p", top_p, type=float, metavar="P")
+    option("prefill", "also time prompts of these lengths", type=_integers, metavar="N,...")
+    option("prefill-chunk", "most rows of a prefill call (default: 512)", type=int, metavar="N")
+    option("dtype", "bfloat16 (the default) or float32")
+    option("quantize", "quantise the target's matrices: int8, int4 or fp8 (default: none)", metavar="KIND")
+    option("quantize-embedding", "quantise the target's token embedding, which is its head too: int8 (default: none)", metavar="KIND")
+    option("attention", "implementation of attention (default: auto)")
+    option("draft-attention", "implementation of the drafter's attention (default: auto)")
+    option("repeats", "number of timed calls (default: 3)", type=int, metavar="N")
+    option("mesh", "devices to spread the model over, such as tensor=4 or data=2,tensor=2 (default: one)", metavar="AXIS=N,...")
+    option("json", "write every figure to this file", metavar="FILE")
+    option("profile", "trace one more call, write the trace to this folder and print its kernels", metavar="DIR")
+    return bench
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(_list(text, int))
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(_list(text, float))
+
+
+def _list(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        expected = "whole numbers" if kind is int else "numbers"
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected {expected} with commas between them") from error
+
+
+def _rates(text: str) -> str | tuple[float, ...]:
+    return text if text.isidentifier() else _floats(text)

@@ -1,0 +1,44 @@
+"""The names, arguments and results of vLLM's offline interface over `jaxspec.load`: a script changes its import line alone. It is a door;
+it may import all that `loading` may, and `loading`."""
+
+from typing import Any
+
+from jaxspec.engine.completion import Logprob
+from jaxspec.vllm.llm import LLM
+from jaxspec.vllm.params import SamplingParams, TextPrompt, TokensPrompt
+from jaxspec.vllm.results import CompletionOutput, Counter, RequestMetrics, RequestOutput, Vector
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Counter",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "Vector",
+]
+_SERVER = "there is no server; jaxspec.LLM has stream, also for `async for`"
+_POOLING = "a Gemma 4 target generates text"
+_STRUCTURED = "structured outputs are not available"
+# Names of vLLM that are not here, and why.
+_MISSING = {
+    "AsyncEngineArgs": _SERVER,
+    "AsyncLLMEngine": _SERVER,
+    "EngineArgs": "LLM takes the arguments",
+    "LLMEngine": _SERVER,
+    "BeamSearchParams": "beam search is not available",
+    "ClassificationRequestOutput": _POOLING,
+    "EmbeddingRequestOutput": _POOLING,
+    "PoolingParams": _POOLING,
+    "GuidedDecodingParams": _STRUCTURED,
+    "StructuredOutputsParams": _STRUCTURED,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MISSING:
+        raise ImportError(f"jaxspec.vllm has no {name}: {_MISSING[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

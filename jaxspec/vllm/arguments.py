@@ -1,0 +1,230 @@
+"""From the arguments of vLLM's LLM to those of `jaxspec.load`: what each means here, what only tunes vLLM, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspec import checkpoint, sharding
+from jaxspec.checkpoint.hub import DOWNLOADED, bundled
+from jaxspec.checks import integer, unknown
+from jaxspec.drafters.ngram import NGram
+from jaxspec.drafters.registry import kind_of
+
+# What `load` calls the arguments that it takes as they are.
+RENAMED = {"gpu_memory_utilization": "memory_fraction", "max_model_len": "max_len", "max_num_seqs": "max_slots"}
+# By vLLM's names for caches, those of `load`.
+KV_DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "fp8": "fp8", "fp8_e4m3": "fp8"}
+# Ways to quantise float weights, and `quantize` of `load`.
+ONLINE = {"fp8": "fp8", "fp8_per_tensor": "fp8", "int8_per_channel_weight_only": "int8"}
+# Formats of checkpoints by vLLM's names, and the first word of what `checkpoint` calls them.
+FORMATS = {
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "auto-round": "auto-round",
+    "auto_round": "auto-round",
+    "awq": "awq",
+    "awq_marlin": "awq",
+}
+# Methods of speculation, and the kinds of drafters that they are.
+METHODS = {
+    "mtp": ("mtp", "mtp-modules"),
+    "gemma4_mtp": ("mtp",),
+    "eagle3": ("eagle3",),
+    "dflash": ("dflash",),
+    "draft_model": ("draft-model",),
+}
+NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")
+
+# Arguments that only tune vLLM, or ask for what is always so here.
+TUNING = frozenset(
+    """
+    allowed_local_media_path allowed_media_domains async_scheduling attention_backend attention_config block_size
+    code_revision compilation_config cudagraph_capture_sizes data_parallel_backend device
+    disable_cascade_attn disable_custom_all_reduce disable_log_requests disable_log_stats distributed_executor_backend
+    enable_chunked_prefill enable_dbo enable_expert_parallel enable_log_requests enforce_eager eplb_config gpu_id
+    kv_cache_memory_bytes limit_mm_per_prompt load_format long_prefill_token_threshold max_cudagraph_capture_size max_logprobs
+    max_long_partial_prefills max_num_batched_tokens max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
+    mm_processor_cache_gb mm_processor_kwargs model_loader_extra_config num_gpu_blocks_override observability_config
+    optimization_level performance_mode prefix_caching_hash_algo preemption_mode profiler_config ray_workers_use_nsight
+    reasoning_parser safetensors_load_strategy scheduler_cls scheduling_policy served_model_name skip_mm_profiling
+    structured_outputs_config swap_space tokenizer_mode tokenizer_revision trust_remote_code use_tqdm_on_load
+    use_v2_block_manager worker_cls
+    """.split()
+)
+_TEXT = "a Gemma 4 target generates text"
+# Arguments that are refused unless they have one of these values, and why.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "runner": (("auto", "generate"), _TEXT),
+    "task": ((None, "auto", "generate"), _TEXT),
+    "convert": (("auto", "none", None), _TEXT),
+    "pooler_config": ((None,), _TEXT),
+    "override_pooler_config": ((None,), _TEXT),
+    "skip_tokenizer_init": ((False, None), "stop strings and texts need the tokenizer"),
+    "pipeline_parallel_size": ((1, None), "weights are spread by tensor_parallel_size alone"),
+    "decode_context_parallel_size": ((1, None), "a sequence lies on the devices of one tensor group"),
+    "cpu_offload_gb": ((0, None), "all weights lie on the devices; quantization makes them smaller"),
+    "enable_lora": ((False, None), "adapters are not available; merge it into the weights and load these"),
+    "enable_prompt_adapter": ((False, None), "adapters are not available"),
+    "logits_processors": ((None, [], ()), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
+    "hf_overrides": ((None, {}), "the checkpoint's config.json is read as it is"),
+    "hf_config_path": ((None,), "the checkpoint's config.json is read as it is"),
+    "quantization_config": ((None,), "the checkpoint's config.json is read as it is"),
+    "rope_scaling": ((None,), "the checkpoint's config.json is read as it is"),
+    "rope_theta": ((None,), "the checkpoint's config.json is read as it is"),
+    "disable_sliding_window": ((False, None), "it would change the model"),
+    "calculate_kv_scales": ((False, None), "a cache of float8 has the checkpoint's scales, or 1"),
+    "logprobs_mode": (("raw_logprobs", None), "log-probabilities are the model's own, before temperature and filters"),
+    "kv_transfer_config": ((None,), "prompts and steps run on the same devices"),
+    "enable_prompt_embeds": ((False, None), "a prompt is made of tokens"),
+    "speculative_model": ((None,), "it belongs into speculative_config, as 'model'"),
+    "num_speculative_tokens": ((None,), "it belongs into speculative_config"),
+}
+# Keys of speculative_config: those that are read, those that only tune vLLM, and those that are refused.
+SPECULATION_READ = ("model", "method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "revision")
+SPECULATION_TUNING = (
+    "attention_backend",
+    "disable_by_batch_size",
+    "disable_padded_drafter_batch",
+    "draft_sample_method",
+    "draft_tensor_parallel_size",
+    "enforce_eager",
+    "max_model_len",
+    "moe_backend",
+    "parallel_drafting",
+    "use_local_argmax_reduction",
+)
+SPECULATION_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "quantization": ((None,), "a drafter's weights are read as they are"),
+    "rejection_sample_method": ((None, "strict", "standard", "probabilistic"), "jaxspec.load(accept=...) has acceptance at given rates"),
+    "speculative_token_tree": ((None,), "drafts are a chain"),
+}
+
+
+def sorted_out(others: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    """Those of the other arguments that only tune vLLM, by name. known: the arguments that are read.
+
+    Raises ValueError for one that cannot be served, TypeError for one that nobody knows, with the nearest."""
+    for name, value in others.items():
+        if name in REFUSED:
+            _refuse(name, value, *REFUSED[name])
+        elif name not in TUNING:
+            raise unknown("LLM", name, (*known, *TUNING, *REFUSED))
+    if others.get("load_format") in ("dummy", "gguf", "bitsandbytes", "pt", "npcache", "tensorizer", "runai_streamer", "sharded_state"):
+        raise ValueError(f"load_format is {others['load_format']!r}, which cannot be served: checkpoints are read from safetensors")
+    return sorted(name for name in others if name in TUNING)
+
+
+def tell_without_effect(names: list[str]) -> None:
+    """Says once which arguments are accepted but change nothing."""
+    if names:
+        warnings.warn(f"accepted but without effect here: {', '.join(names)}", UserWarning, stacklevel=3)
+
+
+def located(model: Any, revision: str | None = None, download_dir: Any = None, token: Any = None) -> Any:
+    """The model, or the folder to which a hub's was downloaded where one of the other arguments is given.
+
+    Raises FileNotFoundError if it cannot be, ValueError for the revision of a folder."""
+    if revision is None and download_dir is None and token is None:
+        return model
+    if os.fspath(model) in bundled() or Path(model).expanduser().exists():
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}, but {os.fspath(model)!r} is no model of a hub, and has no revisions")
+        return model
+    import huggingface_hub  # here, because it takes a while to import
+
+    wanted: dict[str, Any] = {"allow_patterns": DOWNLOADED, "ignore_patterns": ["*/*"]}
+    try:
+        return huggingface_hub.snapshot_download(os.fspath(model), revision=revision, cache_dir=download_dir, token=token, **wanted)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"the hub did not provide {os.fspath(model)!r}: {error}") from error
+
+
+def dtype_of(dtype: Any) -> Any:
+    """`dtype` of `load`."""
+    name = str(dtype).removeprefix("torch.")
+    return {"half": "float16", "float": "float32"}.get(name, name) if isinstance(dtype, str) or "torch." in str(dtype) else dtype
+
+
+def kv_dtype_of(name: str) -> str:
+    """`kv_dtype` of `load`. Raises ValueError."""
+    if name not in KV_DTYPES:
+        raise ValueError(f"kv_cache_dtype is {name!r}; available: {', '.join(map(repr, KV_DTYPES))}")
+    return KV_DTYPES[name]
+
+
+def quantize_of(model: Any, quantization: str | None) -> str | None:
+    """`quantize` of `load`: None for weights that the checkpoint holds as `quantization` says, or that it says nothing of.
+
+    Raises ValueError for another format than the checkpoint's, and for a method that is not available."""
+    if quantization is None:
+        return None
+    folder = checkpoint.resolve(model, weights=False)
+    found = checkpoint.read_quantisation(folder, checkpoint.read_config(folder))
+    if found is not None:
+        if FORMATS.get(quantization) != found.name.split()[0].lower():
+            raise ValueError(f"quantization is {quantization!r}, but the weights of {os.fspath(model)!r} are quantised as {found.name}")
+        return None
+    if quantization not in ONLINE:
+        raise ValueError(
+            f"quantization is {quantization!r}, but the weights of {os.fspath(model)!r} are float; these can be quantised by "
+            f"{', '.join(map(repr, ONLINE))}"
+        )
+    return ONLINE[quantization]
+
+
+def mesh_of(tensor: Any, data: Any) -> Any:
+    """`mesh` of `load`, None for one device. Raises as `jaxspec.mesh` does."""
+    tensor, data = integer("tensor_parallel_size", tensor, 1), integer("data_parallel_size", data, 1)
+    return None if tensor == data == 1 else sharding.mesh(data=data, tensor=tensor)
+
+
+def speculation_of(config: Mapping[str, Any] | None, download_dir: Any, token: Any) -> tuple[dict[str, Any], list[str]]:
+    """(`drafter` and `num_draft_tokens` of `load`, the keys that only tune vLLM).
+
+    Raises TypeError or ValueError for what cannot be served, a model that is not of the method's kind among it."""
+    if config is None:
+        return {}, []
+    if not isinstance(config, Mapping):
+        raise TypeError(f"speculative_config is {config!r}, expected a dict with 'model' or 'method', and 'num_speculative_tokens'")
+    for key, value in config.items():
+        if key in SPECULATION_REFUSED:
+            _refuse(f"speculative_config[{key!r}]", value, *SPECULATION_REFUSED[key])
+        elif key not in (*SPECULATION_READ, *SPECULATION_TUNING):
+            raise unknown("speculative_config", key, (*SPECULATION_READ, *SPECULATION_TUNING))
+    tuning = [f"speculative_config[{key!r}]" for key in config if key in SPECULATION_TUNING]
+    method, model = config.get("method"), config.get("model")
+    chosen = {"num_draft_tokens": config.get("num_speculative_tokens")}
+    if method in NGRAM_METHODS or model in NGRAM_METHODS:
+        most, least = config.get("prompt_lookup_max"), config.get("prompt_lookup_min")
+        longest, shortest = most or least or 5, least or most or 5  # vLLM's defaults
+        return {**chosen, "drafter": NGram(longest, shortest)}, tuning
+    if method is not None and method not in METHODS:
+        raise ValueError(f"speculative_config['method'] is {method!r}; available: {', '.join(map(repr, [*METHODS, 'ngram']))}")
+    if model is None:
+        raise ValueError(f"speculative_config has no 'model', found {dict(config)}; expected a drafter's checkpoint, or method 'ngram'")
+    drafter = located(model, config.get("revision"), download_dir, token)
+    if method is not None:
+        kind = kind_of(checkpoint.read_config(checkpoint.resolve(drafter, weights=False)))
+        if kind is not None and kind.name not in METHODS[method]:
+            raise ValueError(f"speculative_config['method'] is {method!r}, but {os.fspath(model)!r} is a drafter of the kind {kind.name}")
+    return {**chosen, "drafter": drafter}, tuning
+
+
+def in_their_names(error: Exception) -> str:
+    """An error of `load` with vLLM's names of the arguments."""
+    ours = {here: theirs for theirs, here in RENAMED.items()}
+    return re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], str(error))
+
+
+def _refuse(name: str, value: Any, allowed: tuple[Any, ...], reason: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}, which cannot be served: {reason}")

@@ -1,0 +1,218 @@
+"""LLM with vLLM's arguments, calls and results."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec import checkpoint
+from jaxspec.checks import unknown
+from jaxspec.engine import params as engine_params
+from jaxspec.engine.intake import prompts_of
+from jaxspec.loading import load
+from jaxspec.vllm import arguments
+from jaxspec.vllm.params import SamplingParams, TextPrompt, TokensPrompt, default_params
+from jaxspec.vllm.results import Counter, RequestOutput, Vector, counters, request_output
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Params = SamplingParams | Sequence[SamplingParams] | None
+Bar = bool | Callable[..., Any]
+
+_POOLING = "a Gemma 4 target generates text"
+_PROCESS = "the engine has no processes or hooks of its own"
+# Methods of vLLM's LLM that are not here, and why.
+MISSING = {
+    **dict.fromkeys(("embed", "encode", "classify", "reward", "score"), _POOLING),
+    **dict.fromkeys(("apply_model", "collective_rpc", "llm_engine", "start_profile", "stop_profile"), _PROCESS),
+    "beam_search": "beam search is not available",
+    "sleep": "`llm.jaxspec.close()` gives the memory back for good",
+    "wake_up": "`llm.jaxspec.close()` gives the memory back for good",
+    "reset_prefix_cache": "what was computed is kept until its memory is needed",
+}
+# Arguments of generate and chat that are refused unless they are None or empty, and why.
+CALLS_REFUSED = {
+    "lora_request": "adapters are not available; merge it into the weights and load these",
+    "prompt_adapter_request": "adapters are not available",
+    "guided_options_request": "structured outputs are not available",
+    "prompt_token_ids": "they belong into prompts, as {'prompt_token_ids': [...]}",
+    "tokenization_kwargs": "a prompt is read whole; cut its ids before",
+    "mm_processor_kwargs": "only text can be read",
+}
+CALLS_TUNING = ("priority", "chat_template_content_format")
+
+
+class LLM:
+    """A model that is loaded as vLLM's LLM would be, by `jaxspec.load`. `jaxspec` is the LLM that this returned: it streams, and has all
+    statistics.
+
+    model: a hub id, a folder, or "pocket". tokenizer: None or the model. dtype, seed, max_num_seqs (slots), gpu_memory_utilization:
+    as `load` has them. max_model_len: by default, None or -1, the model's maximum, but at most 4096. tensor_parallel_size,
+    data_parallel_size: the mesh of devices. kv_cache_dtype: "auto", "bfloat16", "float32", "fp8" or "fp8_e4m3". quantization: the
+    checkpoint's own format; or "fp8" or "int8_per_channel_weight_only" of float weights, where activations stay float. revision,
+    download_dir, hf_token: of a hub's model.
+
+    speculative_config: a dict with "model", a drafter's checkpoint, or "method" "ngram" (with "prompt_lookup_max", "prompt_lookup_min"),
+    and "num_speculative_tokens". "method" may say what the checkpoint is: "mtp", "eagle3", "dflash" or "draft_model".
+
+    generation_config: "auto", by which the checkpoint's generation_config.json has a say where no sampling params are given, or "vllm",
+    by which it has none; override_generation_config: a dict that goes before it. chat_template: a template, or a file of one, in place
+    of the checkpoint's. enable_prefix_caching: prompts that begin alike are computed once whatever it says.
+
+    others: more arguments of vLLM. Those that only tune it are accepted, and a warning names them. Raises ValueError, with the reason,
+    for one that cannot be served; TypeError, with the nearest name, for one that vLLM has not; and what `load` raises.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        dtype: Any = "auto",
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        seed: int | None = 0,
+        kv_cache_dtype: str = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        download_dir: str | os.PathLike[str] | None = None,
+        hf_token: str | bool | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        enable_prefix_caching: bool | None = None,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        **others: Any,
+    ):
+        tuning = arguments.sorted_out(others, inspect.signature(LLM).parameters)
+        if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
+            raise ValueError(f"tokenizer is {os.fspath(tokenizer)!r}, but a model's tokenizer is its own; expected None, or the model")
+        if generation_config not in ("auto", "vllm"):
+            raise ValueError(f"generation_config is {generation_config!r}; available: 'auto', 'vllm'")
+        drafting, ignored = arguments.speculation_of(speculative_config, download_dir, hf_token)
+        mesh, kv_dtype = arguments.mesh_of(tensor_parallel_size, data_parallel_size), arguments.kv_dtype_of(kv_cache_dtype)
+        target = arguments.located(model, revision, download_dir, hf_token)
+        quantize = arguments.quantize_of(target, quantization)
+        unheard = ["enable_prefix_caching"] if enable_prefix_caching is False else []
+        arguments.tell_without_effect([*tuning, *ignored, *unheard])
+        try:
+            self.jaxspec = load(
+                target,
+                dtype=arguments.dtype_of(dtype),
+                quantize=quantize,
+                mesh=mesh,
+                max_slots=max_num_seqs,
+                max_len=None if max_model_len == -1 else max_model_len,
+                kv_dtype=kv_dtype,
+                memory_fraction=gpu_memory_utilization,
+                seed=0 if seed is None else seed,
+                **drafting,
+            )
+        except (TypeError, ValueError) as error:
+            raise type(error)(arguments.in_their_names(error)) from error
+        generation = checkpoint.read_generation_config(checkpoint.resolve(target)) if generation_config == "auto" else {}
+        self._defaults = default_params({**generation, **(override_generation_config or {})})
+        self._template = _template(chat_template)
+        self._numbers = itertools.count()
+
+    def __getattr__(self, name: str) -> Any:
+        reason = f", which cannot be served: {MISSING[name]}" if name in MISSING else ""
+        raise AttributeError(f"jaxspec.vllm.LLM has no {name!r}{reason}")
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: Bar = True, **others: Any
+    ) -> list[RequestOutput]:
+        """Completes prompts and returns a result for each, in order.
+
+        prompts: a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids"; or several of these.
+        sampling_params: one for all, or one for each; None takes `get_default_sampling_params()`. use_tqdm: whether to show a progress
+        bar, or what makes one. Raises what `jaxspec.LLM.generate` raises, and ValueError for other arguments that cannot be served.
+        """
+        _check_call("generate", others)
+        listed = prompts_of(prompts)
+        params, texts = self._params(sampling_params, len(listed))
+        return self._results(self.jaxspec.generate(listed, params, use_tqdm=use_tqdm), texts)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
+        *,
+        chat_template: str | os.PathLike[str] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Answers a conversation or a list of them. Returns one result for each, in order. See `jaxspec.LLM.chat` for the arguments."""
+        _check_call("chat", others)
+        several = len(messages) > 0 and isinstance(messages[0], list | tuple)
+        conversations = messages if several else [messages]
+        params, texts = self._params(sampling_params, len(conversations))
+        completions = self.jaxspec.chat(
+            list(conversations),
+            params,
+            use_tqdm=use_tqdm,
+            chat_template=_template(chat_template) or self._template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._results(completions, texts)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it."""
+        return self.jaxspec.tokenizer.transformers
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without params use: the checkpoint's generation_config.json, and vLLM's defaults where it says nothing."""
+        return self._defaults.clone()
+
+    def get_metrics(self) -> list[Counter | Vector]:
+        """Totals since the model was loaded, under vLLM's names."""
+        return counters(self.jaxspec.stats)
+
+    def _params(self, given: Any, count: int) -> tuple[Any, list[bool]]:
+        """(params for jaxspec, for each prompt whether it wants texts)."""
+        chosen = self._defaults if given is None else given
+        if isinstance(chosen, list | tuple):
+            return [_served(params) for params in chosen], [params.detokenize for params in chosen]
+        return _served(chosen), [chosen.detokenize] * count
+
+    def _results(self, completions: Sequence[Any], texts: list[bool]) -> list[RequestOutput]:
+        groups = itertools.groupby(completions, lambda completion: completion.prompt_index)
+        return [request_output(str(next(self._numbers)), list(samples), texts[prompt]) for prompt, samples in groups]
+
+
+def _served(params: Any) -> engine_params.SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise TypeError(
+            f"sampling_params is of type {type(params).__module__}.{type(params).__name__}, expected jaxspec.vllm.SamplingParams"
+        )
+    return params.served()
+
+
+def _check_call(call: str, others: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument that cannot be served, TypeError for one that vLLM has not."""
+    for name, value in others.items():
+        if name in CALLS_REFUSED and value:
+            raise ValueError(f"{name} of {call} cannot be served: {CALLS_REFUSED[name]}")
+        if name not in CALLS_REFUSED and name not in CALLS_TUNING:
+            raise unknown(call, name, (*inspect.signature(getattr(LLM, call)).parameters, *CALLS_REFUSED, *CALLS_TUNING))
+    arguments.tell_without_effect([name for name in CALLS_TUNING if others.get(name) not in (None, "auto")])
+
+
+def _template(template: str | os.PathLike[str] | None) -> str | None:
+    """A chat template, read from its file if it names one."""
+    if template is None or (isinstance(template, str) and ("{" in template or "\n" in template)):
+        return template if isinstance(template, str) else None
+    return Path(template).read_text(encoding="utf-8")

@@ -1,0 +1,131 @@
+"""SamplingParams with vLLM's names and defaults, and prompts as dicts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+from jaxspec.checks import unknown
+from jaxspec.engine import params as engine_params
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. prompt: its text, which results repeat."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+_STRUCTURED = "structured outputs are not available"
+# Fields that are refused, by what they may be all the same, and why.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "structured_outputs": ((None,), _STRUCTURED),
+    "guided_decoding": ((None,), _STRUCTURED),
+    "logits_processors": ((None,), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
+    "extra_args": ((None, {}), "nothing here reads them"),
+    "skip_special_tokens": ((True,), "texts leave out special tokens; get_tokenizer().decode(token_ids) shows them"),
+    "truncate_prompt_tokens": ((None,), "a prompt that is too long is refused; cut its ids before"),
+    "use_beam_search": ((None, False), "beam search is not available"),
+    "thinking_token_budget": ((None,), "thoughts have no budget of their own"),
+    "logprob_token_ids": ((None,), "log-probabilities are those of the most likely tokens"),
+}
+# Fields that change nothing here: how results are handed over, and what prefix caching reads.
+WITHOUT_EFFECT = ("spaces_between_special_tokens", "output_kind", "flat_logprobs", "skip_reading_prefix_cache", "best_of", "detokenize")
+
+
+@dataclasses.dataclass(slots=True)
+class SamplingParams:
+    """How to generate, with vLLM's names, meanings and defaults: max_tokens 16, temperature 1, no filters. A checkpoint's own defaults
+    apply only where no SamplingParams are given. Fields can be set later; they are checked here and again by each call.
+
+    Raises TypeError for a wrong type or an unknown name, ValueError for a value out of range or one that cannot be served.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    detokenize: bool = True
+    """False leaves texts empty. Stop strings need texts."""
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    flat_logprobs: bool = False
+    output_kind: Any = None
+    best_of: int | None = None
+    """n, where it is given."""
+    skip_reading_prefix_cache: bool | None = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    logits_processors: Any = None
+    extra_args: Mapping[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool | None = None
+    thinking_token_budget: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.served()
+
+    def clone(self) -> SamplingParams:
+        """A deep copy."""
+        return copy.deepcopy(self)
+
+    def served(self) -> engine_params.SamplingParams:
+        """The same for jaxspec. Raises what making SamplingParams raises."""
+        for name, (allowed, reason) in REFUSED.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} is {value!r}, which cannot be served: {reason}")
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of is {self.best_of!r}, which cannot be served: all n samples come back, here {self.n}")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop needs texts, but detokenize is False")
+        passed = {name: getattr(self, name) for name in self.__slots__ if name not in REFUSED and name not in WITHOUT_EFFECT}
+        empty: dict[str, Any] = {"stop": (), "stop_token_ids": (), "logit_bias": {}, "bad_words": ()}
+        passed |= {name: value for name, value in empty.items() if passed[name] is None}
+        passed["seed"] = None if self.seed == -1 else self.seed
+        for name in ("logprobs", "prompt_logprobs"):
+            passed[name] = {True: 1, False: None}[passed[name]] if isinstance(passed[name], bool) else passed[name]
+        return engine_params.SamplingParams(**passed)
+
+
+_made = SamplingParams.__init__
+
+
+def _checked(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
+    for name in kwargs:
+        if name not in SamplingParams.__slots__:
+            raise unknown("SamplingParams", name, SamplingParams.__slots__)
+    _made(self, *args, **kwargs)
+
+
+SamplingParams.__init__ = _checked
+
+
+def default_params(generation: Mapping[str, Any]) -> SamplingParams:
+    """What requests without params use: vLLM's defaults, changed by what a generation config says. generation: its content."""
+    names = {"max_new_tokens": "max_tokens"} | {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+    return SamplingParams(**{ours: generation[name] for name, ours in names.items() if generation.get(name) is not None})

@@ -1,0 +1,136 @@
+"""Results and counters in vLLM's shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from jaxspec.engine.completion import Completion, Logprob
+from jaxspec.engine.stats import Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+    """One text that was generated from a prompt."""
+
+    index: int
+    """Which of the prompt's n samples it is."""
+    text: str
+    token_ids: list[int]
+    """The new tokens, the stop token included."""
+    cumulative_logprob: float | None
+    """The sum of the tokens' log-probabilities; None unless these were asked for."""
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+    def finished(self) -> bool:
+        """Whether nothing more comes, which is always so here."""
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestMetrics:
+    """What a request took, summed over its samples."""
+
+    num_generation_tokens: int
+    first_token_latency: float
+    """Seconds from the call until the first token, waiting included and compiling not."""
+    num_drafts: int
+    """Rounds of draft and verify."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """What came of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    """Its text, of a conversation what the chat template made of it; None where token ids were given."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int
+    lora_request: None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Counter:
+    """A number that only grows."""
+
+    name: str
+    value: int
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """Numbers that only grow."""
+
+    name: str
+    values: list[int]
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def request_output(request_id: str, samples: Sequence[Completion], texts: bool) -> RequestOutput:
+    """The result of a prompt from its samples, of which there is at least one. texts: whether they are to be had."""
+    first, stats = samples[0], [sample.stats for sample in samples]
+    metrics = RequestMetrics(
+        num_generation_tokens=sum(len(sample.token_ids) for sample in samples),
+        first_token_latency=min(found.first_token_seconds for found in stats),
+        num_drafts=sum(_drafts(found.rounds_by_draft) for found in stats),
+        num_draft_tokens=sum(found.drafted for found in stats),
+        num_accepted_tokens=sum(found.accepted for found in stats),
+    )
+    return RequestOutput(
+        request_id=request_id,
+        prompt=first.prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=first.prompt_logprobs,
+        outputs=[_output(sample, texts) for sample in samples],
+        finished=True,
+        metrics=metrics,
+        num_cached_tokens=first.num_cached_tokens,
+    )
+
+
+def _output(sample: Completion, texts: bool) -> CompletionOutput:
+    total = None
+    if sample.logprobs is not None:
+        total = sum(row[token].logprob for token, row in zip(sample.token_ids, sample.logprobs, strict=False))
+    return CompletionOutput(
+        index=sample.index,
+        text=sample.text if texts else "",
+        token_ids=sample.token_ids,
+        cumulative_logprob=total,
+        logprobs=sample.logprobs,
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+    )
+
+
+def counters(stats: Stats) -> list[Counter | Vector]:
+    """Totals under vLLM's names. A draft there is a round that guessed anything."""
+    by_round = list(itertools.accumulate(reversed(stats.histogram[1:])))  # rounds that accepted at least K, K - 1, .. 1 tokens
+    values = {
+        "request_success": stats.requests,
+        "prompt_tokens": stats.prompt_tokens,
+        "generation_tokens": stats.tokens,
+        "num_preemptions": stats.preemptions,
+        "prefix_cache_queries": stats.prompt_tokens,
+        "prefix_cache_hits": stats.cached_tokens,
+        "spec_decode_num_drafts": _drafts(stats.rounds_by_draft),
+        "spec_decode_num_draft_tokens": stats.drafted,
+        "spec_decode_num_accepted_tokens": stats.accepted,
+    }
+    found = [Counter(f"vllm:{name}", value) for name, value in values.items()]
+    return [*found, Vector("vllm:spec_decode_num_accepted_tokens_per_pos", by_round[::-1])]
+
+
+def _drafts(rounds_by_draft: tuple[int, ...]) -> int:
+    return rounds_by_draft[0] if rounds_by_draft else 0

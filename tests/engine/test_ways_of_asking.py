@@ -1,0 +1,157 @@
+"""The forms in which prompts and params may come, streams in asynchronous code, results as dicts, and an LLM that is closed."""
+
+import asyncio
+import gc
+import json
+import weakref
+
+import jax
+import pytest
+from quick import few_programs
+
+import jaxspec
+from jaxspec import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def load(folders, unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield lambda: jaxspec.load(*folders, num_draft_tokens=2, max_slots=2, max_len=64, progress=False)
+
+
+@pytest.fixture(scope="module")
+def llm(load):
+    return load()
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    return [completion.token_ids for completion in llm.generate(["def f(n):", "import os"], PARAMS)]
+
+
+class Column:
+    """Texts as a dataset hands them out: a length and numbered items."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, i):
+        return self.texts[i]
+
+
+def test_prompts_may_be_dicts_and_columns(llm, expected):
+    ids = llm.tokenizer.encode("import os")
+    asked = [{"prompt": "def f(n):"}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": "of old", "multi_modal_data": None}]
+    found = llm.generate(asked, sampling_params=PARAMS)
+    assert [c.token_ids for c in found] == [expected[0], expected[1], expected[1]]
+    assert [c.prompt for c in found] == ["def f(n):", None, "of old"]
+    [one] = llm.generate(asked[0], PARAMS)
+    assert (one.token_ids, one.prompt) == (expected[0], "def f(n):")
+    assert [c.token_ids for c in llm.generate(Column(["def f(n):", "import os"]), PARAMS)] == expected
+    assert [c.token_ids for c in llm.generate(iter(["def f(n):", "import os"]), PARAMS)] == expected
+
+
+def test_params_have_a_second_name(llm, expected):
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(TypeError, match="both params and sampling_params were given; expected one of them"):
+            call("import os", PARAMS, sampling_params=PARAMS)
+    assert sum((chunk.token_ids for chunk in llm.stream("import os", sampling_params=PARAMS)), []) == expected[1]
+
+
+def test_a_progress_bar_on_demand(llm, capsys):
+    llm.generate(["import os"], PARAMS, use_tqdm=True)
+    assert "Generating" in capsys.readouterr().err
+    made = []
+
+    class Bar(jaxspec.engine.llm.tqdm):
+        def __init__(self, *args, **kwargs):
+            made.append(kwargs["total"])
+            super().__init__(*args, **kwargs)
+
+    llm.generate(["import os"] * 2, PARAMS, use_tqdm=Bar)
+    llm.generate(["import os"] * 2, PARAMS, use_tqdm=False)
+    assert made == [2]
+
+
+def test_a_completion_as_a_dict(llm, expected):
+    [one] = llm.generate("import os", PARAMS.replace(logprobs=1))
+    found = json.loads(json.dumps(one.to_dict()))
+    assert (found["text"], found["token_ids"], found["prompt"]) == (one.text, expected[1], "import os")
+    assert found["logprobs"][0][str(expected[1][0])]["rank"] == 1
+    assert found["stats"]["acceptance_length"] == one.stats.acceptance_length and found["stats"]["steps"] == one.stats.steps
+
+
+def test_params_are_copied_with_changes():
+    params = SamplingParams(max_tokens=3, logit_bias={5: 1.0})
+    assert params.clone() == params and params.clone().logit_bias is not params.logit_bias
+    assert params.replace(max_tokens=4, stop="x") == SamplingParams(max_tokens=4, stop="x", logit_bias={5: 1.0})
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        params.replace(max_tokens=0)
+
+
+def test_streams_in_asynchronous_code_run_side_by_side(llm, expected):
+    async def read(prompt):
+        return [chunk async for chunk in llm.stream(prompt, PARAMS, steps=1)]
+
+    async def both():
+        return await asyncio.gather(read("def f(n):"), read("import os"))
+
+    found = asyncio.run(both())
+    assert [sum((chunk.token_ids for chunk in chunks), []) for chunks in found] == expected
+
+    async def stopped():
+        stream = llm.stream("import os", PARAMS.replace(max_tokens=40))
+        async for chunk in stream:
+            await stream.aclose()
+            return chunk.token_ids
+
+    assert asyncio.run(stopped()) == expected[1][:1] and llm.free_slots == 2
+
+
+def test_a_conversation_is_written_as_asked(chat_llm):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    turn = chat_llm.chat(messages, PARAMS)
+    assert turn.prompt == chat_llm.tokenizer.decode(turn.prompt_token_ids, special=True) and "Hi" in turn.prompt
+    further = chat_llm.chat_prompt(messages, add_generation_prompt=False, continue_final_message=True)
+    assert turn.prompt.startswith(chat_llm.tokenizer.decode(further, special=True)) and len(further) < len(turn.prompt_token_ids)
+    plain = chat_llm.chat_prompt(messages, chat_template="{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}")
+    marked = {"chat_template": "{{ messages[0].content }}{{ mark }}", "chat_template_kwargs": {"mark": "!"}}
+    assert chat_llm.tokenizer.decode(plain) == "HiWell"
+    assert chat_llm.tokenizer.decode(chat_llm.chat_prompt(messages, **marked)) == "Hi!"
+    thinking = chat_llm.chat_prompt(messages, chat_template_kwargs={"enable_thinking": True})
+    assert thinking == chat_llm.chat_prompt(messages, enable_thinking=True) != turn.prompt_token_ids
+    with pytest.raises(ValueError, match="this chat template has no tools: found 1, expected none"):
+        chat_llm.chat(messages, PARAMS, tools=[{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(TypeError, match="chat has no argument 'add_generation_promt'; the nearest is 'add_generation_prompt'"):
+        chat_llm.chat(messages, PARAMS, add_generation_promt=False)
+
+
+@pytest.fixture(scope="module")
+def chat_llm(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield jaxspec.load("pocket", max_slots=1, max_len=128, progress=False)
+
+
+def test_a_closed_llm_gives_back_memory_and_says_so(load, expected):
+    with load() as llm:
+        stream = llm.stream("import os", PARAMS.replace(max_tokens=40))
+        next(stream)
+        arrays = [weakref.ref(leaf) for leaf in jax.tree.leaves((llm.target, llm.drafter))]
+        stats = llm.stats
+        assert [c.token_ids for c in llm.generate(["import os"], PARAMS)] == [expected[1]]
+        state = jax.tree.leaves(llm._runner.programs.state)
+    gc.collect()
+    assert all(array.is_deleted() for array in state) and not any(array() for array in arrays)
+    assert llm.stats.requests > stats.requests and llm.stats.compilations >= stats.compilations > 0
+    assert repr(llm).endswith(", closed)")
+    llm.close()
+    for call in (llm.warmup, lambda: llm.generate("x"), lambda: next(stream), lambda: next(llm.stream("x")), lambda: llm.target):
+        with pytest.raises(RuntimeError, match="is closed; load it again"):
+            call()

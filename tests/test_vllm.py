@@ -1,0 +1,412 @@
+"""Scripts for vLLM with another import line: the shape of its offline examples on the pocket models, and every argument."""
+
+import inspect
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import jax.numpy as jnp
+import pytest
+from quick import few_programs
+
+import jaxspec
+from jaxspec import loading
+from jaxspec.checkpoint import hub
+from jaxspec.vllm import LLM, SamplingParams, TokensPrompt, arguments
+from jaxspec.vllm import llm as llm_file
+from jaxspec.vllm.params import REFUSED, WITHOUT_EFFECT, default_params
+
+SMALL = {"max_model_len": 192, "max_num_seqs": 2}
+
+BASIC = """
+from vllm import LLM, SamplingParams
+
+prompts = ["def fibonacci(n):", "class Stack:", "import os"]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+llm = LLM(model="pocket", max_model_len=192, max_num_seqs=2)
+outputs = llm.generate(prompts, sampling_params)
+for output in outputs:
+    prompt = output.prompt
+    generated_text = output.outputs[0].text
+    print(f"Prompt:    {prompt!r}")
+    print(f"Output:    {generated_text!r}")
+"""
+
+CHAT = """
+from vllm import LLM
+
+llm = LLM(model="pocket", max_model_len=192, max_num_seqs=2, enforce_eager=True)
+sampling_params = llm.get_default_sampling_params()
+sampling_params.max_tokens = 8
+sampling_params.temperature = 0.5
+conversation = [
+    {"role": "system", "content": "You are a helpful assistant"},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello! How can I assist you today?"},
+    {"role": "user", "content": "Write a function."},
+]
+outputs = llm.chat(conversation, sampling_params, use_tqdm=False)
+outputs += llm.chat([conversation for _ in range(2)], sampling_params, use_tqdm=True)
+with open(template) as f:
+    chat_template = f.read()
+outputs += llm.chat([conversation], sampling_params, use_tqdm=False, chat_template=chat_template)
+for output in outputs:
+    print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+"""
+
+PREFIX_CACHING = """
+from vllm import LLM, SamplingParams
+
+prefix = "import os\\nimport sys\\n\\n\\nclass Stack:\\n    def push(self, item):\\n        self.items.append(item)\\n\\n" * 3
+generating_prompts = [prefix + prompt for prompt in ["def f():", "class Queue:", "import re"]]
+sampling_params = SamplingParams(temperature=0.0)
+regular_llm = LLM(model="pocket", gpu_memory_utilization=0.4, max_model_len=192, max_num_seqs=2)
+outputs = regular_llm.generate(generating_prompts, sampling_params)
+regular_generated_texts = [output.outputs[0].text for output in outputs]
+del regular_llm
+prefix_cached_llm = LLM(model="pocket", enable_prefix_caching=True, gpu_memory_utilization=0.4, max_model_len=192, max_num_seqs=2)
+prefix_cached_llm.generate(generating_prompts[0], sampling_params)
+outputs = prefix_cached_llm.generate(generating_prompts, sampling_params)
+cached_generated_texts = [output.outputs[0].text for output in outputs]
+generated_same = all(regular_generated_texts[i] == cached_generated_texts[i] for i in range(len(prompts or generating_prompts)))
+print(f"Generated answers are the same: {generated_same}")
+print(max(output.num_cached_tokens for output in outputs) > 64)
+"""
+
+SPEC_DECODE = """
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import Counter, Vector
+
+llm = LLM(
+    model="pocket",
+    trust_remote_code=True,
+    tensor_parallel_size=1,
+    enable_chunked_prefill=True,
+    enforce_eager=False,
+    gpu_memory_utilization=0.9,
+    speculative_config={"method": "mtp", "model": "pocket-mtp", "num_speculative_tokens": 3},
+    disable_log_stats=False,
+    max_model_len=192,
+    max_num_seqs=2,
+)
+tokenizer = llm.get_tokenizer()
+messages = [[{"role": "user", "content": text}] for text in ("Write a class.", "Write a loop.")]
+prompt_ids = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+sampling_params = SamplingParams(temperature=0, max_tokens=24)
+outputs = llm.generate([TokensPrompt(prompt_token_ids=x) for x in prompt_ids], sampling_params=sampling_params)
+total_num_output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+num_drafts = num_draft_tokens = num_accepted_tokens = 0
+acceptance_counts = [0] * 3
+for metric in llm.get_metrics():
+    if metric.name == "vllm:spec_decode_num_drafts":
+        assert isinstance(metric, Counter)
+        num_drafts += metric.value
+    elif metric.name == "vllm:spec_decode_num_draft_tokens":
+        num_draft_tokens += metric.value
+    elif metric.name == "vllm:spec_decode_num_accepted_tokens":
+        num_accepted_tokens += metric.value
+    elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+        assert isinstance(metric, Vector)
+        for pos in range(len(metric.values)):
+            acceptance_counts[pos] += metric.values[pos]
+acceptance_length = 1 + (num_accepted_tokens / num_drafts) if num_drafts > 0 else 1
+print(f"total_num_output_tokens: {total_num_output_tokens}")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
+
+
+def run(script, **names):
+    """What a script leaves behind, its import line changed."""
+    found = {"__name__": "__main__", "prompts": None, **names}
+    exec(compile(script.replace("from vllm import", "from jaxspec.vllm import"), "script", "exec"), found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("pocket", speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, **SMALL)
+
+
+def test_the_basic_script(capsys):
+    outputs = run(BASIC)["outputs"]
+    assert capsys.readouterr().out.count("Prompt:") == 3
+    assert [output.prompt for output in outputs] == ["def fibonacci(n):", "class Stack:", "import os"]
+    assert all(1 <= len(output.outputs[0].token_ids) <= 16 and output.finished for output in outputs)
+    assert [output.request_id for output in outputs] == ["0", "1", "2"]
+
+
+def test_the_script_of_the_docs(capsys, monkeypatch):
+    monkeypatch.setattr(loading, "MAX_SLOTS", 2)
+    page = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text(encoding="utf-8")
+    [script] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    run(script)
+    assert capsys.readouterr().out.startswith("class Stack: ")
+
+
+def test_the_chat_script(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    with pytest.warns(UserWarning, match="accepted but without effect here: enforce_eager$"):
+        outputs = run(CHAT, template=template)["outputs"]
+    assert len(outputs) == 4 and all(len(output.outputs[0].token_ids) <= 8 for output in outputs)
+    assert "<|turn>system\nYou are a helpful assistant" in outputs[0].prompt and outputs[0].prompt == outputs[2].prompt
+    assert outputs[3].prompt.endswith("Hello! How can I assist you today?\nWrite a function.\n") and "<|turn>" not in outputs[3].prompt
+
+
+def test_the_script_of_prefix_caching(capsys):
+    run(PREFIX_CACHING)
+    assert "Generated answers are the same: True\nTrue" in capsys.readouterr().out
+
+
+def test_the_script_of_speculation_and_its_metrics():
+    with pytest.warns(
+        UserWarning, match="without effect here: disable_log_stats, enable_chunked_prefill, enforce_eager, trust_remote_code$"
+    ):
+        found = run(SPEC_DECODE)
+    stats, outputs = found["llm"].jaxspec.stats, found["outputs"]
+    assert found["num_drafts"] == stats.steps > 0 and found["num_draft_tokens"] == stats.drafted == 3 * stats.steps
+    assert found["num_accepted_tokens"] == stats.accepted == sum(found["acceptance_counts"]) > 0
+    assert [count / stats.steps for count in found["acceptance_counts"]] == pytest.approx(stats.acceptance_rates)
+    assert found["total_num_output_tokens"] == stats.tokens and outputs[0].prompt is None
+    assert sum(output.metrics.num_drafts for output in outputs) == stats.steps
+    values = {metric.name: metric.value for metric in found["llm"].get_metrics()[:-1]}
+    assert values["vllm:generation_tokens"] == stats.tokens and values["vllm:prompt_tokens"] == stats.prompt_tokens
+    assert type(found["llm"].jaxspec.drafter).__name__ == "Gemma4MTP" and found["llm"].jaxspec.num_draft_tokens == 3
+
+
+def test_the_fields_of_results(llm):
+    params = SamplingParams(n=2, max_tokens=5, seed=3, logprobs=1, prompt_logprobs=0, stop_token_ids=[7])
+    [output] = llm.generate("import os", params, use_tqdm=False)
+    assert output.prompt == "import os" and output.prompt_token_ids == llm.get_tokenizer().encode("import os")
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert [sample.index for sample in output.outputs] == [0, 1] and output.lora_request is None
+    for sample in output.outputs:
+        chosen = [row[token] for token, row in zip(sample.token_ids, sample.logprobs, strict=True)]
+        assert math.isclose(sample.cumulative_logprob, sum(entry.logprob for entry in chosen))
+        assert sample.finished() and sample.finish_reason == "length" and sample.stop_reason is None and sample.text
+    assert output.metrics.num_generation_tokens == 10 and output.metrics.first_token_latency > 0
+    ids = jaxspec.SamplingParams(n=2, max_tokens=5, seed=3, temperature=1.0, top_k=0, top_p=1.0)
+    assert [s.token_ids for s in output.outputs] == [c.token_ids for c in llm.jaxspec.generate("import os", ids)]
+
+
+def test_prompts_and_params_of_every_form(llm):
+    ids = llm.get_tokenizer().encode("import os")
+    prompts = ["import os", ids, {"prompt": "import os"}, TokensPrompt(prompt_token_ids=ids, prompt="of old")]
+    params = [SamplingParams(temperature=0, max_tokens=4), *[SamplingParams(temperature=0, max_tokens=5, detokenize=False)] * 3]
+    found = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in found] == [4, 5, 5, 5]
+    assert [output.prompt for output in found] == ["import os", None, "import os", "of old"]
+    assert [bool(output.outputs[0].text) for output in found] == [True, False, False, False]
+    assert found[0].outputs[0].logprobs is None and found[0].outputs[0].cumulative_logprob is None
+    assert llm.generate([], use_tqdm=False) == []
+    with pytest.raises(TypeError, match="sampling_params is of type jaxspec.engine.params.SamplingParams, expected jaxspec.vllm"):
+        llm.generate("x", jaxspec.SamplingParams())
+
+
+def test_what_the_checkpoint_says_applies_where_no_params_are_given(llm):
+    default = llm.get_default_sampling_params()
+    assert (default.temperature, default.top_k, default.top_p, default.max_tokens) == (1.0, 64, 0.95, 16)
+    default.max_tokens = 3
+    assert llm.get_default_sampling_params().max_tokens == 16
+    assert len(llm.generate("import os", use_tqdm=False)[0].outputs[0].token_ids) <= 16
+    assert default_params({"max_new_tokens": 5, "repetition_penalty": 1.5, "do_sample": True}) == SamplingParams(
+        max_tokens=5, repetition_penalty=1.5
+    )
+
+
+def test_params_are_vllms():
+    plain = SamplingParams()
+    assert (plain.temperature, plain.max_tokens, plain.top_k, plain.top_p, plain.seed) == (1.0, 16, 0, 1.0, None)
+    assert plain.served() == jaxspec.SamplingParams(temperature=1.0, max_tokens=16, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    assert SamplingParams(seed=-1, logprobs=True).served().replace(logprobs=None) == plain.served()
+    copied = plain.clone()
+    copied.stop = ["x"]
+    assert plain.stop is None and copied.served().stop == ("x",)
+    copied.max_tokens = 0
+    with pytest.raises(ValueError, match="max_tokens is 0, expected at least 1"):
+        copied.served()
+    effects = dict.fromkeys(WITHOUT_EFFECT, None) | {"best_of": 1, "detokenize": False}
+    assert SamplingParams(**effects).served() == plain.served()
+    with pytest.raises(AttributeError):
+        plain.max_token = 5
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_params_that_cannot_be_served(name):
+    wrong = {"skip_special_tokens": False, "use_beam_search": True}.get(name, 5)
+    with pytest.raises(ValueError, match=f"{name} is {wrong}, which cannot be served: "):
+        SamplingParams(**{name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"best_of": 3}, ValueError, "best_of is 3, which cannot be served: all n samples come back, here 1"),
+        ({"stop": "x", "detokenize": False}, ValueError, "stop needs texts, but detokenize is False"),
+        ({"max_token": 3}, TypeError, "SamplingParams has no argument 'max_token'; the nearest is 'max_tokens'"),
+        ({"top_p": 2}, ValueError, "top_p is 2"),
+    ],
+)
+def test_wrong_params(changes, error, message):
+    with pytest.raises(error, match=message):
+        SamplingParams(**changes)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `load` was asked for, which then stops."""
+    found = {}
+
+    def noted(target, **settings):
+        found.update(settings, target=target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm_file, "load", noted)
+
+    def ask(*args, **given):
+        with pytest.raises(KeyboardInterrupt):
+            LLM(*args, **given)
+        inspect.signature(loading.load).bind(**found)
+        return found
+
+    return ask
+
+
+def test_arguments_have_their_meaning(asked):
+    found = asked("pocket")
+    assert {name: found[name] for name in ("target", "dtype", "quantize", "mesh", "max_slots", "max_len", "kv_dtype", "seed")} == {
+        **dict.fromkeys(["quantize", "mesh", "max_slots", "max_len"]),
+        **{"target": "pocket", "dtype": "auto", "kv_dtype": "auto", "seed": 0},
+    }
+    assert found["memory_fraction"] == 0.9 and "drafter" not in found
+    found = asked(
+        model="pocket",
+        tokenizer="pocket",
+        dtype="float",
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        gpu_memory_utilization=0.5,
+        max_model_len=100,
+        max_num_seqs=7,
+        seed=None,
+        kv_cache_dtype="fp8_e4m3",
+        quantization="fp8",
+        revision=None,
+        speculative_config={"model": "pocket-draft", "method": "draft_model", "num_speculative_tokens": 2},
+        runner="generate",
+        pipeline_parallel_size=1,
+    )
+    assert dict(found["mesh"].shape) == {"data": 2, "tensor": 2} and found["kv_dtype"] == found["quantize"] == "fp8"
+    assert (found["dtype"], found["memory_fraction"], found["max_len"], found["max_slots"]) == ("float32", 0.5, 100, 7)
+    assert (found["drafter"], found["num_draft_tokens"], found["seed"]) == ("pocket-draft", 2, 0)
+    assert asked("pocket", quantization="int8_per_channel_weight_only", max_model_len=-1)["quantize"] == "int8" and found["max_len"] is None
+    assert asked("pocket", dtype=jnp.bfloat16)["dtype"] == jnp.bfloat16 and asked("pocket", dtype="half")["dtype"] == "float16"
+    for config, ends in (({"prompt_lookup_max": 4, "prompt_lookup_min": 2}, (4, 2)), ({"prompt_lookup_max": 3}, (3, 3)), ({}, (5, 5))):
+        drafter = asked("pocket", speculative_config={"method": "ngram", **config})["drafter"]
+        assert (drafter.longest, drafter.shortest) == ends
+
+
+def test_arguments_that_only_tune_are_accepted_and_told_in_one_warning(asked):
+    with pytest.warns(UserWarning) as told:
+        asked("pocket", **dict.fromkeys(arguments.TUNING, "auto"), enable_prefix_caching=False)
+    [one] = told
+    assert all(name in str(one.message) for name in (*arguments.TUNING, "enable_prefix_caching"))
+    config = {"method": "ngram"} | dict.fromkeys(arguments.SPECULATION_TUNING, 1)
+    with pytest.warns(UserWarning, match=r"without effect here: speculative_config\['attention_backend'\], "):
+        asked("pocket", speculative_config=config)
+
+
+@pytest.mark.parametrize("name", arguments.REFUSED)
+def test_arguments_that_cannot_be_served(name):
+    with pytest.raises(ValueError, match=f"{name} is 'other', which cannot be served: "):
+        LLM("pocket", **{name: "other"})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"max_model_length": 5}, TypeError, "LLM has no argument 'max_model_length'; the nearest is 'max_model_len'"),
+        ({"tokenizer": "other"}, ValueError, "tokenizer is 'other', but a model's tokenizer is its own; expected None, or the model"),
+        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size is 0, expected at least 1"),
+        ({"tensor_parallel_size": 16}, ValueError, "a mesh of data=1 times tensor=16 devices was asked for; found 8 devices"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ValueError, "kv_cache_dtype is 'fp8_e5m2'; available: 'auto', 'bfloat16', 'float32', 'fp8'"),
+        ({"quantization": "awq"}, ValueError, "quantization is 'awq', but the weights of 'pocket' are float; these can be .* 'fp8'"),
+        ({"dtype": "half"}, ValueError, "dtype is 'float16'; available"),
+        ({"max_model_len": 1}, ValueError, "^max_model_len is 1, expected 2 .. "),
+        ({"gpu_memory_utilization": 1.5}, ValueError, "^gpu_memory_utilization is 1.5"),
+        ({"max_num_seqs": 0}, ValueError, "^max_num_seqs is 0, expected at least 1"),
+        ({"generation_config": "folder"}, ValueError, "generation_config is 'folder'; available: 'auto', 'vllm'"),
+        ({"load_format": "dummy"}, ValueError, "load_format is 'dummy', which cannot be served: checkpoints are read from safetensors"),
+        ({"revision": "main"}, ValueError, "revision is 'main', but 'pocket' is no model of a hub, and has no revisions"),
+        ({"speculative_config": "ngram"}, TypeError, "speculative_config is 'ngram', expected a dict"),
+        ({"speculative_config": {}}, ValueError, "speculative_config has no 'model', found {}; expected a drafter's checkpoint"),
+        ({"speculative_config": {"methd": "ngram"}}, TypeError, "speculative_config has no argument 'methd'; the nearest is 'method'"),
+        ({"speculative_config": {"method": "medusa", "model": "x"}}, ValueError, r"\['method'\] is 'medusa'; available: 'mtp', "),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "pocket-mtp"}},
+            ValueError,
+            "is 'eagle3', but 'pocket-mtp' is a drafter of the kind mtp",
+        ),
+        (
+            {"speculative_config": {"model": "pocket-mtp", "quantization": "fp8"}},
+            ValueError,
+            r"speculative_config\['quantization'\] is 'fp8', which cannot be served",
+        ),
+    ],
+)
+def test_wrong_arguments(given, error, message):
+    with pytest.raises(error, match=message):
+        LLM("pocket", **given)
+
+
+def test_the_format_of_a_quantised_checkpoint_is_checked(asked, tmp_path):
+    folder = tmp_path / "quantised"
+    shutil.copytree(hub.bundled()["pocket"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert asked(folder, quantization="awq_marlin")["quantize"] is None
+    with pytest.raises(ValueError, match="quantization is 'gptq', but the weights of .* are quantised as awq of 4 bits"):
+        LLM(folder, quantization="gptq")
+
+
+def test_a_revision_is_downloaded(asked, monkeypatch, tmp_path):
+    calls = []
+
+    def downloaded(name, **settings):
+        calls.append((name, settings["revision"], settings["cache_dir"], settings["token"]))
+        if name == "some/missing":
+            raise OSError("not found")
+        return str(hub.bundled()["pocket"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", downloaded)
+    found = asked("some/model", revision="v1", download_dir=tmp_path, hf_token="secret")
+    assert found["target"] == str(hub.bundled()["pocket"]) and calls == [("some/model", "v1", tmp_path, "secret")]
+    assert asked("pocket", download_dir=tmp_path)["target"] == "pocket"
+    with pytest.raises(FileNotFoundError, match="the hub did not provide 'some/missing': not found"):
+        LLM("some/missing", revision="v1")
+
+
+def test_calls_refuse_what_they_cannot_serve(llm):
+    for name in llm_file.CALLS_REFUSED:
+        for call in (llm.generate, llm.chat):
+            with pytest.raises(ValueError, match=f"{name} of {call.__name__} cannot be served: "):
+                call([{"role": "user", "content": "Hi"}], **{name: [1]})
+    with pytest.raises(TypeError, match="generate has no argument 'sampling_param'; the nearest is 'sampling_params'"):
+        llm.generate("x", sampling_param=None)
+    with pytest.warns(UserWarning, match="without effect here: priority$"):
+        llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False, priority=[1], lora_request=None)
+    for name, reason in llm_file.MISSING.items():
+        with pytest.raises(AttributeError, match=f"has no '{name}', which cannot be served: {reason[:20]}"):
+            getattr(llm, name)
+    with pytest.raises(ImportError, match="jaxspec.vllm has no StructuredOutputsParams: structured outputs are not available"):
+        from jaxspec.vllm import StructuredOutputsParams  # noqa: F401  # pyright: ignore
