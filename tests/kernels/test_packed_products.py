@@ -174,7 +174,7 @@ def test_refusals():
     refused(
         "the matrix has 2 input axes; the kernel takes one", x, abstract((64, 2, 64), "int4", over=2, group=4, scale_dtype=jnp.bfloat16)
     )
-    refused("x has 300 rows; the kernel takes at most 256", normal(300, 128), w)
+    refused("x has 800 rows; the kernel takes at most 256", normal(800, 128), w)
     refused("splits is 0; expected at least 1", x, w, splits=0)
 
 
