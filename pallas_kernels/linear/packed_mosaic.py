@@ -3,7 +3,7 @@
 A program has all rows and a few blocks of 64 outputs, or a part of their sums. One warpgroup copies words, scales and rows to shared
 memory, several steps ahead. Each of the others multiplies: a thread reads 16 bytes of a block, which are its part of the tensor core's
 left operand (see `packed`), unpacks two codes at a time, and multiplies from registers. Outputs are the operand's rows, so any multiple
-of 8 rows of x makes a product. With many rows the warpgroups have different outputs; with few, they share the outputs and halve the sums.
+of 8 rows of x makes a product. With many rows the warpgroups have different outputs; with few, they share outputs and divide the sums.
 """
 
 from __future__ import annotations
