@@ -33,12 +33,6 @@ def quick_to_compile(unoptimised):
         yield
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny")
-    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
-
-
 def floats(tree):
     """The same with every packed matrix as the float matrix that it stands for."""
     return jax.tree.map(lambda w: unpack(w) if is_packed(w) else w, tree, is_leaf=is_packed)

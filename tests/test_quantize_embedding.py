@@ -32,12 +32,6 @@ def quick_to_compile(unoptimised):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny")
-    return tiny.tiny_target(root / "target"), tiny.tiny_assistant(root / "assistant")
-
-
-@pytest.fixture(scope="module")
 def llm(folders):
     return jaxspec.load(*folders, quantize_embedding="int8", **SETTINGS)
 
