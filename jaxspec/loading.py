@@ -20,6 +20,7 @@ from jaxspec.engine.params import MAX_SEED, Defaults
 from jaxspec.engine.settings import Settings, check_pages
 from jaxspec.foreign_names import answers_foreign_names
 from jaxspec.model.target import TargetConfig
+from jaxspec.progress import watched
 from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.targets import (
     DTYPES,
@@ -58,7 +59,7 @@ def load(
     kv_pages: int | None = None,
     memory_fraction: float = 0.9,
     seed: int = 0,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> LLM:
     """Loads a target, and a drafter that guesses for it, and returns an LLM.
 
@@ -105,7 +106,7 @@ def load(
     when they run out, and computed again later.
 
     memory_fraction: the share of a device's memory that weights and cache may take. seed: from which seeds are drawn for requests that
-    name none. progress: whether to show progress bars.
+    name none. progress: whether to show progress bars; None: if stderr is a terminal, or in a notebook.
 
     Raises FileNotFoundError, ValueError or TypeError that says what was found and what was expected: for a checkpoint that is missing,
     damaged or of another kind, weights that are to be quantised and are already, a drafter that does not fit, a setting out of range. An
@@ -114,7 +115,7 @@ def load(
     rule = rule_of(accept)
     check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
     check_limits(memory_fraction, max_slots)
-    seed = integer("seed", seed, 0, MAX_SEED - 1)
+    seed, progress = integer("seed", seed, 0, MAX_SEED - 1), watched(progress)
     placement = _placement(mesh, tensor)
 
     folder = checkpoint.resolve(target, weights=False)
