@@ -32,7 +32,7 @@ def run(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
         where = {"metadata": {"path": folder}}
-        client = NotebookClient(notebook, timeout=3600, kernel_name="python3", resources=where, record_timing=False)
+        client = NotebookClient(notebook, timeout=3600, kernel_name="python3", resources=where, record_timing=False, coalesce_streams=True)
         with client.setup_kernel():
             for i, cell in enumerate(notebook.cells):
                 client.execute_cell(cell, i)
