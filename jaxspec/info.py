@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -51,8 +51,9 @@ def read(target: str, drafter: str | None = None, hub: Hub = HUB, **asked: str |
     return pair_of(target, drafter, hub, **asked)
 
 
-def describe(pair: Pair, target: str, drafter: str | None = None) -> Iterator[str]:
-    """Yields lines about a target and a drafter. target, drafter: what the user called them. Sizes are of the text model."""
+def describe(pair: Pair, target: str, drafter: str | None = None, show: Callable[[int], str] = size) -> Iterator[str]:
+    """Yields lines about a target and a drafter. target, drafter: what the user called them. Sizes are of the text model. show: how bytes
+    are told."""
     config, tree, dtype = pair.config, pair.target, pair.dtype
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
     window = max(layer.window or 0 for layer in config.layers)
@@ -69,7 +70,7 @@ def describe(pair: Pair, target: str, drafter: str | None = None) -> Iterator[st
             yield f"{name:<11} {spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{equal}"
     yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {pair.generation or 'unset'}"
     yield f"parameters  {weight_count(tree):,}, of which {_embeddings(tree):,} are per-layer embeddings"
-    yield f"weights     {size(nbytes(tree))} in {' and '.join([*packed_kinds(tree), jnp.dtype(dtype).name])}"
+    yield f"weights     {show(nbytes(tree))} in {' and '.join([*packed_kinds(tree), jnp.dtype(dtype).name])}"
     if pair.quantisation is not None:
         yield f"quantised   {pair.quantisation.name}"
     if pair.changes:
@@ -81,7 +82,7 @@ def describe(pair: Pair, target: str, drafter: str | None = None) -> Iterator[st
         count = "unset" if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens", "unset")
         yield f"drafter     {folder or drafter}"
         kind = type(draft).__name__
-        yield f"            {kind}, fits; {weight_count(draft):,} parameters, {size(nbytes(draft))}; num_assistant_tokens {count}"
+        yield f"            {kind}, fits; {weight_count(draft):,} parameters, {show(nbytes(draft))}; num_assistant_tokens {count}"
 
 
 def describe_plan(
@@ -158,7 +159,7 @@ def offered(name: str, quantize: str | None, room: int, *, kernels: bool) -> tup
         return sizes.weights, None
 
 
-def describe_mesh(pair: Pair, text: str) -> Iterator[str]:
+def describe_mesh(pair: Pair, text: str, show: Callable[[int], str] = size) -> Iterator[str]:
     """Yields lines about how the weights of a target and a drafter lie on a mesh such as "data=2,tensor=4".
 
     Weights that differ only in their layer share a line: how many they are, their PartitionSpec, and what a device holds of them. Raises
@@ -178,12 +179,12 @@ def describe_mesh(pair: Pair, text: str) -> Iterator[str]:
             groups.setdefault((group, leaf.sharding.spec), []).append(leaf)
         whole = [group for group in groups if all(axis is None for axis in group[1])]
         replicated, repeated = (nbytes([groups[group] for group in whole]), nbytes(placed) - nbytes(tree))
-        more = f"; {size(repeated)} more than on one device, for repeated KV heads" if repeated else ""
-        yield f"{name:<11} {size(bytes_per_device(placed))} a device, {size(replicated)} of it replicated{more}"
+        more = f"; {show(repeated)} more than on one device, for repeated KV heads" if repeated else ""
+        yield f"{name:<11} {show(bytes_per_device(placed))} a device, {show(replicated)} of it replicated{more}"
         for group in [*(group for group in groups if group not in whole), *whole]:
             leaves = groups[group]
             spec = "replicated" if group in whole else f"P({', '.join(map(repr, group[1]))})"
-            yield f"            {size(bytes_per_device(leaves)):>12}  {len(leaves):>3} x {group[0]}  {spec}"
+            yield f"            {show(bytes_per_device(leaves)):>12}  {len(leaves):>3} x {group[0]}  {spec}"
 
 
 def kv_bytes_per_token(config: TargetConfig, kind: str, itemsize: int) -> int:

@@ -48,9 +48,10 @@ def lines(args: argparse.Namespace, hub: Any, jax_fraction: float) -> list[str]:
         return list(info.describe_card(card, **shares))
     asked = {name: getattr(args, name) for name in ("adapter", "quantize", "quantize_embedding")}
     pair = info.read(args.target, args.drafter, hub, **asked)
-    found = list(info.describe(pair, args.target, args.drafter))
+    shown = {} if args.memory is None else {"show": card.show}
+    found = list(info.describe(pair, args.target, args.drafter, **shown))
     if args.mesh is not None:
-        found += info.describe_mesh(pair, args.mesh)
+        found += info.describe_mesh(pair, args.mesh, **shown)
     settings = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots, "kv_dtype": args.kv_dtype}
     settings = {name: value for name, value in settings.items() if value is not None}
     if args.plan or args.memory is not None or settings:

@@ -150,7 +150,7 @@ class _Matching:
                 continue
             key, change = found
             if key in changes and changes[key].a is not None:
-                self._second_of_table(module, changes[key], change)
+                self._second_of_table(changes[key], change)
                 continue
             before = changes.get(key, change)
             changes[key] = dataclasses.replace(change, whole=before.whole, rows=before.rows)
@@ -256,6 +256,8 @@ class _Matching:
 
     def _targeted(self, module: str, *, parameter: bool = False) -> bool:
         """Whether the config says that a module was adapted, or a parameter."""
+        if module == HEAD and self.config.get("ensure_weight_tying") and self._targeted(EMBEDDING):
+            return True
         full, config = self._full(module), self.config
         if parameter:
             return _ends_with(full, config.get("target_parameters") or ())
@@ -293,12 +295,12 @@ class _Matching:
             if self._targeted(module):
                 self.problems.append(f"{module}: missing, and {ADAPTER_CONFIG} says that it was adapted")
 
-    def _second_of_table(self, module: str, first: Change, second: Change) -> None:
-        """Embedding and head are one table here: both adapted must mean that both were adapted alike (ensure_weight_tying)."""
+    def _second_of_table(self, first: Change, second: Change) -> None:
+        """Embedding and head were adapted: alike, or it is a problem."""
         (a, b), (c, d) = first.factors, second.factors
         if not (np.array_equal(a, c) and np.array_equal(b, d)):
             self.problems.append(
-                f"{module}: adapted in another way than the same table's other use; expected one way (ensure_weight_tying)"
+                f"{TABLE}: embedding and head are one table here, and were adapted in two ways; expected ensure_weight_tying"
             )
 
     def _warn_of_table(self) -> None:
