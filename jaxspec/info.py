@@ -39,16 +39,16 @@ OFFERED = (
 OFFERED_LEN = 4096
 
 
-def read(target: str, drafter: str | None = None, hub: Hub = HUB, **asked: str | None) -> Pair:
+def read(target: str, drafter: str | None = None, hub: Hub = HUB, *, adapter: str | None = None, **asked: Any) -> Pair:
     """What the lines are about: a target under any name that `load` takes, or a released one such as "e4b", and a drafter for it.
 
-    asked: adapter, quantize and quantize_embedding. Raises as `load` does for what cannot be used and for a drafter that does not fit.
+    asked: quantize and quantize_embedding. Raises as `load` does for what cannot be used and for a drafter that does not fit.
     """
     if target in released.TARGETS:
-        if asked.pop("adapter", None) is not None:
+        if adapter is not None:
             raise ValueError(f"{target!r} is a released shape without weights, which no adapter can be merged into; expected a checkpoint")
         return released_pair(target, drafter, hub, **asked)
-    return pair_of(target, drafter, hub, **asked)
+    return pair_of(target, drafter, hub, adapter=adapter, **asked)
 
 
 def describe(pair: Pair, target: str, drafter: str | None = None, show: Callable[[int], str] = size) -> Iterator[str]:

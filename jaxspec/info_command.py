@@ -66,7 +66,7 @@ def _card(args: argparse.Namespace, named: Any, jax_fraction: float) -> tuple[An
     if named is not None and args.memory is not None:
         raise ValueError(f"{args.target!r} is a GPU, and --memory is {args.memory!r} too; expected one of them")
     if named is not None or args.memory is not None:
-        return named or card_of(args.memory), {"jax_fraction": jax_fraction, "memory_fraction": args.memory_fraction}
+        return named or card_of(str(args.memory)), {"jax_fraction": jax_fraction, "memory_fraction": args.memory_fraction}
     import jax
 
     from jaxspec.engine.memory import memory_limit

@@ -51,8 +51,12 @@ class Pair:
     drafter: Any  # an object of the user's has its weights
 
     def num_draft_tokens(self, asked: int | None, max_len: int) -> int:
-        """Drafts a round: what was asked for, by default what the drafter's generation config or its kind says."""
-        return num_draft_tokens_for(self.drafter, self.drafter_folder, asked, max_len)
+        """Drafts a round: what was asked for, by default what the drafter's generation config or its kind says. Raises TypeError or
+        ValueError for a number that cannot be, and for a drafter of another's making that breaks the protocol with that many."""
+        count = num_draft_tokens_for(self.drafter, self.drafter_folder, asked, max_len)
+        if not type(self.drafter).__module__.startswith("jaxspec."):  # ours have tests
+            check(self.drafter, self.target, num_draft_tokens=count)
+        return count
 
 
 def pair_of(
@@ -62,12 +66,13 @@ def pair_of(
     *,
     dtype: Callable[[str], Any] = lambda name: DTYPES.get(name, jnp.float32),
     adapter: str | os.PathLike[str] | None = None,
-    **asked: str | None,
+    quantize: str | None = None,
+    quantize_embedding: str | None = None,
 ) -> Pair:
     """The target and the drafter of these names, of which only configs and the drafter's weights are downloaded.
 
     hub: of the target; its revision is the target's alone. dtype: from the name of the checkpoint's to that of the weights, by default
-    the same. asked: quantize and quantize_embedding. Raises as `load` says.
+    the same. All else is as for `load`, and so is what is raised.
     """
     folder = checkpoint.resolve(target, hub, weights=False)
     config, generation = read_target(folder)
@@ -84,15 +89,15 @@ def pair_of(
         planned = drafters.abstract_drafter(drafter_folder, config, chosen)
     else:
         drafter_folder, planned = None, _object(drafter, config)
-    quantisation = quantisation_of(folder, config, chosen, **_both(asked))
+    quantisation = quantisation_of(folder, config, chosen, quantize, quantize_embedding)
     changes = {} if adapter is None else adapter_changes(adapter, hub, folder, config, read_quantisation(folder))
     tree = abstract_target(config, chosen, quantisation)
-    if not type(planned).__module__.startswith("jaxspec."):  # ours have tests
-        check(planned, abstract_target(config, chosen))
     return Pair(folder, config, generation, defaults, chosen, tree, quantisation, changes, drafter_folder, planned)
 
 
-def released_pair(target: str, drafter: str | None = None, hub: Hub = HUB, **asked: str | None) -> Pair:
+def released_pair(
+    target: str, drafter: str | None = None, hub: Hub = HUB, *, quantize: str | None = None, quantize_embedding: str | None = None
+) -> Pair:
     """The released target of a name such as "e4b", of which there need be no checkpoint, and a drafter, of which neither.
 
     drafter: a name of `released.drafter_names`, or a checkpoint's. Raises ValueError or FileNotFoundError for what is neither.
@@ -105,7 +110,7 @@ def released_pair(target: str, drafter: str | None = None, hub: Hub = HUB, **ask
     elif drafter is not None:
         folder = checkpoint.resolve(drafter, hub.of_others)
         planned = drafters.abstract_drafter(folder, config, dtype)
-    quantisation = asked_quantisation(config, dtype, **_both(asked))
+    quantisation = asked_quantisation(config, dtype, quantize, quantize_embedding)
     return Pair(None, config, {}, Defaults(), dtype, abstract_target(config, dtype, quantisation), quantisation, {}, folder, planned)
 
 
@@ -179,10 +184,6 @@ def _what_helps(pair: Pair, room: int, placement: Placement, sizes: dict[str, An
 
 def _released() -> dict[str, TargetConfig]:
     return {name: released.target_config(name) for name in released.TARGETS}
-
-
-def _both(asked: dict[str, str | None]) -> Any:
-    return {"quantize": None, "quantize_embedding": None, **asked}
 
 
 def _object(drafter: Any, config: TargetConfig) -> Any:

@@ -87,8 +87,8 @@ class _View:
             slots=_int32(BATCH),
             ids=_int32(BATCH, rows),
             positions=_int32(BATCH, rows),
-            hidden=jax.ShapeDtypeStruct((BATCH, hidden), dtype),
-            taps=tuple(jax.ShapeDtypeStruct((BATCH, rows, hidden), dtype) for _ in self.drafter.taps),
+            hidden=_array(dtype, BATCH, hidden),
+            taps=tuple(_array(dtype, BATCH, rows, hidden) for _ in self.drafter.taps),
             committed=_int32(BATCH),
             anchor=_int32(BATCH),
             draft_attention="xla",
@@ -100,7 +100,7 @@ class _View:
         sizes = {"slots": SLOTS, "max_len": MAX_LEN, "num_draft_tokens": self.count, "dtype": self.target.dtype}
         cache = jax.eval_shape(lambda target: target.init_cache(**sizes), self.target)
         view = Target(self.target, cache, _int32(BATCH), _int32(BATCH), _int32(BATCH), "xla", "xla")
-        sampling = Sampling(jax.ShapeDtypeStruct((BATCH, 2), jnp.uint32), jax.ShapeDtypeStruct((BATCH,), jnp.float32))
+        sampling = Sampling(_array(jnp.uint32, BATCH, 2), _array(jnp.float32, BATCH))
         found = self.call("draft", lambda d, s, v, how: d.draft(s, v, how, self.count), state, view, sampling)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Drafts)):
             said = f"a tuple of {', '.join(type(x).__name__ for x in found)}" if isinstance(found, tuple) else _told(found)
@@ -112,12 +112,12 @@ class _View:
         wanted = (BATCH, self.count)
         dtypes = {"tokens": jnp.int32, "logits": jnp.float32, "ids": jnp.int32}
         for what, dtype in dtypes.items():
-            array = getattr(drafts, what)
+            array: Any = getattr(drafts, what)
             if array is None and what != "tokens":
                 continue
             shape = getattr(array, "shape", None)
             fits = shape is not None and shape[:2] == wanted and len(shape) == (2 if what == "tokens" else 3)
-            if not fits or array.dtype != dtype:
+            if not fits or getattr(array, "dtype", None) != dtype:
                 expected = [*wanted] if what == "tokens" else [*wanted, "C"]
                 raise ValueError(
                     f"draft of the drafter {self.name} gives {what} {_told(array)}; expected {jnp.dtype(dtype).name} "
@@ -156,5 +156,9 @@ def _told(leaf: Any) -> str:
     return f"{leaf.dtype} {list(leaf.shape)}" if hasattr(leaf, "shape") else f"a {type(leaf).__name__}"
 
 
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def _array(dtype: Any, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _int32(*shape: int) -> Any:
+    return _array(jnp.int32, *shape)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from quick import few_programs
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
@@ -173,21 +174,19 @@ def folders_with_adapter(folders, tmp_path_factory):
     return *folders, root
 
 
-def test_load_merges_and_the_drafter_guesses_on(folders_with_adapter, tmp_path, capsys):
+def test_load_merges_and_the_drafter_guesses_on(folders_with_adapter, tmp_path, capsys, unoptimised, monkeypatch):
+    few_programs(monkeypatch)
     target, assistant, adapter = folders_with_adapter
     params = jaxspec.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     llm = jaxspec.load(target, assistant, adapter=adapter, **SETTINGS)
-    found = llm.generate("def f(x):", params)[0].token_ids
     assert llm.name == f"{target} with {adapter}"
-    assert found != jaxspec.load(target, **SETTINGS).generate("def f(x):", params)[0].token_ids
+    assert not np.array_equal(llm.target.layers[0].mlp.down_proj.weight, weights(target)["layers.0.mlp.down_proj.weight"])
+    found = llm.generate("def f(x):", params)[0].token_ids
     assert cli.main(["convert", str(target), str(tmp_path / "out"), "--adapter", str(adapter), "--dtype", "float32"]) == 0
     assert jaxspec.load(tmp_path / "out", **SETTINGS).generate("def f(x):", params)[0].token_ids == found
     capsys.readouterr()
     assert cli.main(["info", str(target), "--adapter", str(adapter)]) == 0
     assert "adapter     changes 2 weights\n" in capsys.readouterr().out
-    options = ["--max-tokens", "4", "--max-len", "48", "--temperature", "0", "--ignore-eos"]
-    assert cli.main(["generate", "--target", str(target), "--adapter", str(adapter), "--prompt", "def f(x):", *options]) == 0
-    assert capsys.readouterr().out.rstrip("\n") == "def f(x):" + llm.tokenizer.decode(found[:4])
 
 
 # What is refused
