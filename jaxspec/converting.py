@@ -75,10 +75,10 @@ def convert(
     weights_dtype = jnp.dtype(asked)
     quantisation = targets.quantisation_of(folder, config, weights_dtype, quantize, quantize_embedding)
     tree = targets.abstract_target(config, weights_dtype, quantisation)
-    changes = {} if adapter is None else targets.adapter_changes(adapter, hub, folder, config, targets.read_quantisation(folder))
     draft_folder = None if drafter is None else checkpoint.resolve(drafter, hub.of_others)
     if draft_folder is not None:
         drafters.abstract_drafter(draft_folder, config, weights_dtype)
+    changes = {} if adapter is None else targets.adapter_changes(adapter, hub, folder, config, targets.read_quantisation(folder))
 
     final.parent.mkdir(parents=True, exist_ok=True)
     unfinished = final.with_name(f".{final.name}.unfinished")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.files import ADAPTER_CONFIG, CONVERTED, INDEX_FILE, WEIGHTS_FILE
+from jaxspec.checkpoint.files import ADAPTER_CONFIG, CONVERTED, INDEX_FILE, PICKLES, WEIGHTS_FILE, refuse_pickle
 
 LFS = b"version https://git-lfs"
 GGUF = "expected safetensors: take the model that it was made from, with quantize='int4' or 'int8' where it has to be as small"
@@ -45,6 +45,9 @@ def refuse_foreign(folder: Path, name: str) -> None:
                 f"it: load({base!r}, adapter={name!r}), or jaxspec convert {base} DST --adapter {name}"
             )
         refuse_listed(name, there)
+        pickles = sorted(file for file in there if file.endswith(PICKLES))
+        if pickles and not any(file.endswith(".safetensors") for file in there):
+            raise ValueError(refuse_pickle(pickles[0]))
     pointer = next(
         (file for file in sorted(there) if file.endswith((".safetensors", "tokenizer.json")) and _is_pointer(folder / file)), None
     )
