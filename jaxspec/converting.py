@@ -26,6 +26,7 @@ from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.model.families import family_of
+from jaxspec.planning import pair_of
 from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
 from jaxspec.trees import leaves_by_path
@@ -69,22 +70,24 @@ def convert(
         raise ValueError(f"a conversion runs in one process; found {jax.process_count()}")
     place = placement_of(mesh).place
     hub = Hub(revision, token, cache_dir, local_files_only)
-    folder = checkpoint.resolve(source, hub)
-    config, _ = targets.read_target(folder)
-    asked = targets.DTYPES.get(config.dtype, jnp.float32) if dtype == "auto" else targets.weights_dtype(dtype, config.dtype)
-    weights_dtype = jnp.dtype(asked)
-    quantisation = targets.quantisation_of(folder, config, weights_dtype, quantize, quantize_embedding)
+    asked = {"quantize": quantize, "quantize_embedding": quantize_embedding}
+
+    def dtype_of(name: str) -> Any:
+        return targets.DTYPES.get(name, jnp.float32) if dtype == "auto" else targets.weights_dtype(dtype, name)
+
+    pair = pair_of(source, drafter, hub, dtype=dtype_of, adapter=adapter, **asked)
+    config, weights_dtype, draft_folder = pair.config, jnp.dtype(pair.dtype), pair.drafter_folder
+    if drafter is not None and draft_folder is None:
+        raise ValueError(f"the drafter {drafter!r} is not a checkpoint: it has no weights to convert, and fits every target")
+    folder = checkpoint.resolve(source, hub)  # only now, since a target's weights are a long download
+    quantisation = targets.quantisation_of(folder, config, weights_dtype, **asked)  # again: the weights' headers may say more
     tree = targets.abstract_target(config, weights_dtype, quantisation)
-    draft_folder = None if drafter is None else checkpoint.resolve(drafter, hub.of_others)
-    if draft_folder is not None:
-        drafters.abstract_drafter(draft_folder, config, weights_dtype)
-    changes = {} if adapter is None else targets.adapter_changes(adapter, hub, folder, config, targets.read_quantisation(folder))
 
     final.parent.mkdir(parents=True, exist_ok=True)
     unfinished = final.with_name(f".{final.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # a killed conversion may have left it
     try:
-        weights = targets.load_target(folder, place(tree), quantisation, changes, progress=progress)
+        weights = targets.load_target(folder, place(tree), quantisation, pair.changes, progress=progress)
         more = {} if quantize is None else {"quantization_config": config_of(quantize)}
         about = None if quantisation is None else describe(quantisation, tree, family_of(config).prefixes[0])
         _write(unfinished, folder, weights, weights_dtype, more, {} if about is None else {KEY: about})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from jaxspec import checkpoint, released
 from jaxspec.cards import Card, gigabytes
 from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine.memory import check_limits, fit, most_slots, size, sizes_of
+from jaxspec.engine.memory import Sizes, check_limits, fit, most_slots, size, sizes_of
 from jaxspec.engine.settings import PAGE
 from jaxspec.loading import MAX_SLOTS, check_names
 from jaxspec.model.config import FULL, SLIDING
@@ -143,20 +144,20 @@ def describe_card(card: Card, *, jax_fraction: float = 1.0, memory_fraction: flo
     yield f"memory      {card.show(card.memory)}{taken}; memory_fraction {memory_fraction} of it is {card.show(room)}"
     yield f"target         weights   sequences of up to {OFFERED_LEN} tokens, with the assistant"
     for name, quantize in OFFERED:
-        weights, slots = offered(name, quantize, room, kernels=card.kernels)
-        label = f"{name.upper()}{f', {quantize}' if quantize else ''}"
-        yield f"{label:<12} {gigabytes(weights):>9}   {'does not fit' if slots is None else slots}"
+        sizes, label = _offered(name, quantize, card.kernels), name.upper() + (f", {quantize}" if quantize else "")
+        try:
+            slots: int | str = fit(sizes, room).slots
+        except ValueError:
+            slots = "does not fit"
+        yield f"{label:<12} {gigabytes(sizes.weights):>9}   {slots}"
 
 
-def offered(name: str, quantize: str | None, room: int, *, kernels: bool) -> tuple[int, int | None]:
-    """(bytes of the weights, slots or None) of a released target with its assistant in so many bytes of a device."""
+@functools.cache
+def _offered(name: str, quantize: str | None, kernels: bool) -> Sizes:
+    """What a released target needs with its assistant."""
     pair = released_pair(name, "mtp", quantize=quantize)
     count = pair.num_draft_tokens(None, OFFERED_LEN)
-    sizes = sizes_of(pair.target, pair.drafter, max_len=OFFERED_LEN, num_draft_tokens=count, kernels=kernels)
-    try:
-        return sizes.weights, fit(sizes, room).slots
-    except ValueError:
-        return sizes.weights, None
+    return sizes_of(pair.target, pair.drafter, max_len=OFFERED_LEN, num_draft_tokens=count, kernels=kernels)
 
 
 def describe_mesh(pair: Pair, text: str, show: Callable[[int], str] = size) -> Iterator[str]:
