@@ -169,7 +169,7 @@ def load(
         eos_token_ids=eos_token_ids(config, pair.generation),
         defaults=pair.defaults,
         placement=placement,
-        name=os.fspath(target) if adapter is None else f"{os.fspath(target)} with {os.fspath(adapter)}",
+        name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
     )
 
 

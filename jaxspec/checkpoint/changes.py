@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -14,9 +13,9 @@ from jaxspec.checkpoint.safetensors import Stored
 class Change:
     """What an adapter makes of one weight. Its rows are those of a matrix [rows, in]: an experts' tensor [E, out, in] has E * out.
 
-    whole: the weight that takes its place first. rows: (ids, [n, in]), rows that take the place of those. a, b: [r, in] and [out, r],
-    of experts [E * r, in] and [out, r * E]; with `flipped`, those
-    of an embedding: [r, out] and [in, r].
+    whole: the weight that takes its place first. rows: (ids, [n, in]), rows that take the place of those. a, b: what scale * B A is added
+    of, [r, in] and [out, r], of experts [E * r, in] and [out, r * E]; with `flipped`, those of an embedding, [r, out] and [in, r].
+    rank: r.
     """
 
     whole: Stored | None = None
@@ -54,7 +53,7 @@ class Change:
             pieces.append(b[low:high, :, expert] @ a[expert])
         return np.concatenate(pieces) * np.float32(self.scale)
 
-    @functools.cached_property
+    @property
     def factors(self) -> tuple[np.ndarray, np.ndarray]:
         """A [E, r, in] and B [out, r, E], float32; E is 1 but for experts."""
         assert self.a is not None and self.b is not None

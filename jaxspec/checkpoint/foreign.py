@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.files import ADAPTER_CONFIG, CONVERTED, INDEX_FILE, PICKLES, WEIGHTS_FILE, refuse_pickle
+from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONVERTED, INDEX_FILE, PICKLES, WEIGHTS_FILE, refuse_pickle
 
 LFS = b"version https://git-lfs"
 GGUF = "expected safetensors: take the model that it was made from, with quantize='int4' or 'int8' where it has to be as small"
@@ -37,7 +37,7 @@ def refuse_foreign(folder: Path, name: str) -> None:
     not been fetched. name: what the user called it."""
     there = {path.name for path in folder.iterdir()}
     if not there & {WEIGHTS_FILE, INDEX_FILE, CONVERTED}:
-        if "config.json" not in there and ADAPTER_CONFIG in there:
+        if ADAPTER_CONFIG in there and ("config.json" not in there or ADAPTER_WEIGHTS in there):
             about = _object((folder / ADAPTER_CONFIG).read_bytes())
             kind, base = about.get("peft_type"), about.get("base_model_name_or_path") or "TARGET"
             raise ValueError(

@@ -96,12 +96,8 @@ def _as_changed(value: np.ndarray, parts: Sequence[Part], changes: Mapping[str, 
     for part in parts:
         if part.key in changes:
             change, held = changes[part.key], value[part.index]
-            rows = (
-                held.reshape(-1, part.shape[-1])
-                if change.whole is None
-                else change.whole.read().astype(value.dtype).reshape(-1, part.shape[-1])
-            )
-            value[part.index] = change.applied(rows).reshape(held.shape)
+            base = held if change.whole is None else change.whole.read().astype(value.dtype)
+            value[part.index] = change.applied(base.reshape(-1, part.shape[-1])).reshape(held.shape)
     return value
 
 

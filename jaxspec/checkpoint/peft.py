@@ -111,6 +111,7 @@ class _Matching:
         self.problems: list[str] = []
         shapes, layouts = {path: tuple(leaf.shape) for path, leaf in leaves_by_path(tree).items()}, layouts_of(tree)
         self.shapes = {part.key: part.shape for path in shapes for part in layouts(path, shapes)[0]}
+        self.modules = {key.rpartition(".")[0] for key in self.shapes}
         self.dead = {key.removesuffix(".weight") for path in shapes for key in dead_keys(path, shapes)}
         self.pairs: dict[tuple[str, str], dict[str, Stored]] = {}  # by (module, how it is nested)
         self.whole: dict[str, Stored] = {}  # weights that are there themselves, by key
@@ -130,7 +131,7 @@ class _Matching:
         if module != HEAD:
             prefix = next(prefix for prefix in self.prefixes if module.startswith(prefix))
             module = module.removeprefix(prefix)
-            self.class_prefix = prefix if f"{module}.weight" in self.shapes else self.class_prefix
+            self.class_prefix = prefix if module in self.modules else self.class_prefix
         if module in self.dead:
             return
         if tensor.dtype not in FLOATS:

@@ -42,7 +42,7 @@ def check_members(drafter: Any) -> None:
     missing = [member for member in MEMBERS if not hasattr(drafter, member)]
     if missing:
         raise TypeError(f"drafter is of type {name} without {', '.join(missing)}; expected a checkpoint's name, a Drafter or None")
-    if jax.tree.leaves(drafter) == [drafter]:
+    if any(leaf is drafter for leaf in jax.tree.leaves(drafter)):
         raise TypeError(
             f"the drafter {name} is a plain class, which no compiled function takes as an argument; expected a pytree: decorate the class "
             "with flax.struct.dataclass"

@@ -108,6 +108,12 @@ def cache_of(root, folder):
     return model / "snapshots" / ("a" * 40)
 
 
+def test_a_text_knows_the_revision_that_made_it(asked, folders):
+    """So that a batch is not resumed with another one."""
+    asked[1]["folder"] = folders[0]
+    assert jaxspec.load(MODEL, revision="v1", max_slots=1, max_len=8, progress=False).name == f"{MODEL}@v1"
+
+
 def test_a_folder_of_the_cache_is_its_snapshot(folders, tmp_path):
     snapshot = cache_of(tmp_path, folders[0])
     model = snapshot.parent.parent
@@ -211,6 +217,8 @@ def test_an_adapter_in_place_of_a_target(capsys, tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": MODEL}))
     (folder / "adapter_model.safetensors").touch()
     message = rf"is an adapter \(LORA\) and no model of its own; .*: load\('{MODEL}', adapter='.*adapter'\), or jaxspec convert {MODEL} "
+    refuse(folder, message, capsys, tmp_path)
+    (folder / "config.json").write_text("{}")  # some trainers leave one there
     refuse(folder, message, capsys, tmp_path)
 
 
