@@ -31,6 +31,7 @@ from jaxspec.targets import (
     read_quantisation,
     read_target,
 )
+from jaxspec.trees import nbytes
 
 KV_DTYPES = {"auto": None, **DTYPES, "fp8": jnp.float8_e4m3fn}
 
@@ -173,17 +174,12 @@ def _what_helps(pair: Pair, room: int, placement: Placement, sizes: dict[str, An
         if count > tensor and fits(pair.target, pair.drafter, abstract_placement_of(f"data={data},tensor={count}")):
             yield f"tensor={count} (--mesh tensor={count})"
             break
-    for name, config in sorted(_released().items(), key=lambda item: -item[1].hidden_size * item[1].num_hidden_layers):
-        smaller = abstract_target(config, pair.dtype)
-        if config.hidden_size * config.num_hidden_layers < pair.config.hidden_size * pair.config.num_hidden_layers and fits(
-            smaller, NoDraft(), placement
-        ):
+    offered = {name: abstract_target(released.target_config(name), pair.dtype) for name in released.TARGETS}
+    largest_first = sorted(offered, key=lambda name: -nbytes(offered[name]))
+    for name in largest_first:
+        if nbytes(offered[name]) < nbytes(pair.target) and fits(offered[name], NoDraft(), placement):
             yield f"a smaller target, such as {name.upper()}"
             break
-
-
-def _released() -> dict[str, TargetConfig]:
-    return {name: released.target_config(name) for name in released.TARGETS}
 
 
 def _object(drafter: Any, config: TargetConfig) -> Any:

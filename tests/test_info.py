@@ -92,6 +92,7 @@ def test_what_does_not_fit_is_told_what_would_help(capsys):
     assert "take 57.18 GiB" in text and text.endswith("With tensor=4 (--mesh tensor=4), or a smaller target, such as E4B, it fits\n")
     text = refused(capsys, "31b", "--memory", "L4", "--quantize", "int8")
     assert "quantize=" not in text and "With tensor=2 (--mesh tensor=2), or" in text
+    assert refused(capsys, "26b", "--memory", "40GB").endswith("or a smaller target, such as 12B, it fits\n")
     assert refused(capsys, "e2b", "--memory", "1GB").endswith("a larger memory_fraction allows more\n")
 
 
