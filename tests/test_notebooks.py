@@ -148,7 +148,7 @@ def test_one_place_says_where_the_repository_is_published(tmp_path):
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns(".*"))
     shutil.copy(ROOT / "Makefile", tmp_path)
     subprocess.run(["make", "address", "REPOSITORY=some-one/spec.x"], cwd=tmp_path, check=True, capture_output=True)
-    assert [path.name for path in sorted((tmp_path / "notebooks").iterdir())] == [path.name for path in NOTEBOOKS]
+    assert [path.name for path in sorted((tmp_path / "notebooks").iterdir())] == [*(path.name for path in NOTEBOOKS), "run.py"]
     for path in NOTEBOOKS:
         before, after = (folder.read_text(encoding="utf-8") for folder in (path, tmp_path / "notebooks" / path.name))
         assert after.count("some-one/spec.x") == 2 and after.replace("some-one/spec.x", REPOSITORY) == before
