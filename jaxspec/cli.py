@@ -324,10 +324,11 @@ def _convert(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     with _door():
         try:
-            folder = train_command.run(args, sys.stderr.isatty())
+            folder, gain = train_command.run(args, sys.stderr.isatty())
         except FloatingPointError as error:
             raise _UserError(error) from error
     print(folder)
+    print(gain, file=sys.stderr)  # stdout is for scripts
 
 
 def _bench(args: argparse.Namespace) -> None:

@@ -27,6 +27,7 @@ from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.model.families import family_of
 from jaxspec.planning import pair_of
+from jaxspec.progress import watched
 from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
 from jaxspec.trees import leaves_by_path
@@ -49,7 +50,7 @@ def convert(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> Path:
     """Writes a target, and a drafter for it, as a converted checkpoint, and returns its folder.
 
@@ -64,7 +65,7 @@ def convert(
     Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
     if several processes convert. A conversion that fails or is killed leaves no folder under the destination's name.
     """
-    final = Path(destination).expanduser().absolute()
+    final, progress = Path(destination).expanduser().absolute(), watched(progress)
     _check_destination(final)
     if jax.process_count() > 1:
         raise ValueError(f"a conversion runs in one process; found {jax.process_count()}")

@@ -21,6 +21,7 @@ from jaxspec.engine.params import MAX_SEED
 from jaxspec.engine.settings import Settings, check_pages
 from jaxspec.foreign_names import answers_foreign_names
 from jaxspec.planning import KV_DTYPES, pair_of, plan
+from jaxspec.progress import watched
 from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.targets import abstract_target, eos_token_ids, load_target, max_len_of, quantisation_of, weights_dtype
 from jaxspec.targets import read_target as read_target  # for those who write their own loop
@@ -55,7 +56,7 @@ def load(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> LLM:
     """Loads a target, and a drafter that guesses for it, and returns an LLM.
 
@@ -102,7 +103,7 @@ def load(
     when they run out, and computed again later.
 
     memory_fraction: the share of a device's memory that weights and cache may take. seed: from which seeds are drawn for requests that
-    name none. progress: whether to show progress bars.
+    name none. progress: whether to show progress bars; None: if stderr is a terminal, or in a notebook.
 
     adapter: a LoRA adapter of PEFT for the target, a folder or a hub id. It is merged into the float weights as they are read, in float32,
     rounded to the dtype of the checkpoint's weights, and before `quantize`: see `checkpoint.peft`.
@@ -118,7 +119,7 @@ def load(
     rule = rule_of(accept)
     check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
     check_limits(memory_fraction, max_slots)
-    seed = integer("seed", seed, 0, MAX_SEED - 1)
+    seed, progress = integer("seed", seed, 0, MAX_SEED - 1), watched(progress)
     placement = _placement(mesh, tensor)
 
     hub = Hub(revision, token, cache_dir, local_files_only)
