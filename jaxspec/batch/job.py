@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from jaxspec import jsonl
 from jaxspec.batch import openai, parquet
 from jaxspec.batch.inputs import input_of
-from jaxspec.batch.isolating import concerns_all, reason, serve_apart
+from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_others
 from jaxspec.batch.lines import Line, LineReader, name_of
 from jaxspec.batch.places import Files, share_of
 from jaxspec.batch.results import ChangedInput, Known, append, digest_of, parsed, remove_errors, result_of, sync, write_line
@@ -199,7 +199,7 @@ class BatchJob:
         with tqdm(total=self._total() if show else None, desc=name, unit="line", smoothing=0, disable=not show) as bar:
 
             def blame(asked: _Asked, error: Exception) -> None:
-                self._serves_others(error)
+                serves_others(self._llm, error)
                 bar.update(self._fail(asked[0], error))
 
             requests = serve_apart(
@@ -243,14 +243,6 @@ class BatchJob:
                 continue
             line.left = len(samples)
             yield from ((line, sample) for sample in samples)
-
-    def _serves_others(self, error: Exception) -> None:
-        """Tries a request of one token. Raises `error`, which another request raised, if that fails too: then no request is to blame."""
-        params = dataclasses.replace(self._params, max_tokens=1, min_tokens=0, n=1, seed=0)
-        try:
-            list(self._llm.as_completed([([0], params)]))
-        except Exception:
-            raise error from None
 
     def _keep(self, line: Line, sample: int, done: Completion) -> tuple[dict[str, Any] | None, Exception | None]:
         """Appends a completion to the results. Returns what was appended, or the error of this completion alone, and raises any other."""
