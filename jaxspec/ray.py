@@ -80,7 +80,8 @@ def generate(
     resources = {"num_gpus": gpus_per_replica} if gpus_per_replica else {}
     if cpus_per_replica is not None or gpus_per_replica:
         resources["num_cpus"] = cpus_per_replica or 0
-    return dataset.map_batches(
+    # Blocks of one batch each keep all replicas busy, whatever the files' sizes, and little is lost with a replica.
+    return dataset.repartition(target_num_rows_per_block=batch_size).map_batches(
         Replica,
         batch_size=batch_size,
         batch_format="pyarrow",
