@@ -2,12 +2,14 @@
 `python benchmarks/engines.py --rows 20000`. It needs ray[data] and psutil.
 
 Each way runs in processes of its own, one after the other. Throughput is that of the rows behind the first tenth, so it leaves out
-starting and compiling. Memory is the resident set of the process with the model, after a tenth of the rows and at the end.
+starting and compiling; beside it is the CPU time of the processes with a model, which says more where others use the machine too. Memory is
+the resident set of these processes, after a tenth of the rows and at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import subprocess
@@ -149,22 +151,22 @@ def arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def report(name: str, rows: Iterator[int], processes: Callable[[], list[Any]], count: int) -> None:
     """Prints what a way did. rows: how many are done, again and again. processes: those with a model."""
-    begun, first, sizes = time.perf_counter(), None, list[int]()
-    done = 0
+    begun, first, last, done = time.perf_counter(), None, (0, 0.0), 0
     for done in rows:
-        alive = [process for process in processes() if process.is_running()]
-        if now := sum(process.memory_info().rss for process in alive):
-            last = now
+        with contextlib.suppress(psutil.NoSuchProcess):
+            alive = [process for process in processes() if process.is_running()]
+            times = [process.cpu_times() for process in alive]
+            if now := sum(process.memory_info().rss for process in alive):
+                last = (now, sum(spent.user + spent.system for spent in times))
         if done >= count // 10 and first is None:
-            first = (done, time.perf_counter())
-            sizes.append(last)
+            first = (done, time.perf_counter(), *last)
     ended = time.perf_counter()
     assert first is not None and done == count, f"{done} of {count} rows"
-    sizes.append(last)
-    rate, growth = (done - first[0]) / (ended - first[1]), sizes[1] / sizes[0] - 1
+    left, growth = done - first[0], last[0] / first[2] - 1
     print(
-        f"{name}: {count} rows in {ended - begun:.0f} s, {rate:.1f} rows/s after {first[0]}; resident {sizes[0] / 2**20:.0f} MiB then, "
-        f"{sizes[1] / 2**20:.0f} MiB at the end ({100 * growth:+.1f} %)",
+        f"{name}: {count} rows in {ended - begun:.0f} s, {left / (ended - first[1]):.1f} rows/s after {first[0]}, "
+        f"{1000 * (last[1] - first[3]) / left:.1f} ms of CPU a row; resident {first[2] / 2**20:.0f} MiB then, "
+        f"{last[0] / 2**20:.0f} MiB at the end ({100 * growth:+.1f} %)",
         flush=True,
     )
 

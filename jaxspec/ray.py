@@ -26,7 +26,7 @@ def generate(
     seed: int = 0,
     replicas: int | tuple[int, int] = 1,
     gpus_per_replica: float | None = None,
-    cpus_per_replica: float | None = None,
+    cpus_per_replica: float = 0,
     batch_size: int = 256,
     checkpoint_path: str | None = None,
     cache_dir: str | None = None,
@@ -40,7 +40,8 @@ def generate(
 
     replicas: actors, each with the model; (least, most) lets Ray choose as it goes. gpus_per_replica: 1 by default, 0 in a cluster without
     GPUs. With several, a replica splits its weights over them (`tensor`, unless settings say otherwise); with a part of one, as many
-    replicas share a GPU and its memory. cpus_per_replica: by default 1, or 0 with GPUs.
+    replicas share a GPU and its memory. cpus_per_replica: CPUs that Ray counts as taken. With the default of 0, replicas never take those
+    that reading, filtering and writing wait for; a job without GPUs on several machines needs more, to be spread over them.
 
     batch_size: rows of a batch; take several times the slots of a replica, which works on two batches at a time. checkpoint_path: a
     folder that all machines see, in which Ray notes the ids of rows that were written; a job that is run again leaves these rows out. It
@@ -65,6 +66,8 @@ def generate(
     if checkpoint_path is not None:
         if id_column is None:
             raise ValueError("checkpoint_path is given and id_column is not; expected the column by which rows are known again")
+        if "://" not in checkpoint_path:  # Ray wants a whole path
+            checkpoint_path = os.path.abspath(checkpoint_path)
         dataset.context.checkpoint_config = data.checkpoint.CheckpointConfig(id_column, checkpoint_path, delete_checkpoint_on_success=False)
     arguments = {
         "target": target,
@@ -77,9 +80,7 @@ def generate(
         **settings,
     }
     pool = {"size": replicas} if isinstance(replicas, int) else {"min_size": replicas[0], "max_size": replicas[1]}
-    resources = {"num_gpus": gpus_per_replica} if gpus_per_replica else {}
-    if cpus_per_replica is not None or gpus_per_replica:
-        resources["num_cpus"] = cpus_per_replica or 0
+    resources = {"num_cpus": cpus_per_replica} | ({"num_gpus": gpus_per_replica} if gpus_per_replica else {})
     # Blocks of one batch each keep all replicas busy, whatever the files' sizes, and little is lost with a replica.
     return dataset.repartition(target_num_rows_per_block=batch_size).map_batches(
         Replica,

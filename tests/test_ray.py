@@ -135,7 +135,7 @@ def test_what_ray_is_asked_for(monkeypatch):
         ({"gpus_per_replica": 4}, 4, 0, 4),
         ({"gpus_per_replica": 4, "tensor": 2, "cpus_per_replica": 3}, 4, 3, 2),
         ({"gpus_per_replica": 0.5}, 0.5, 0, None),
-        ({"gpus_per_replica": 0}, None, None, None),
+        ({"gpus_per_replica": 0}, None, 0, None),
     ):
         function, asked = jaxspec.ray.generate(Recorded(), "pocket", replicas=(1, 3), **given)
         assert function is jaxspec.ray.Replica and (asked.get("num_gpus"), asked.get("num_cpus")) == (gpus, cpus)
