@@ -94,13 +94,16 @@ class Generator:
         return [{**row, **cells} for row, cells in zip(rows, new, strict=True)]
 
     def map(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The results of batches, in order. It reads batches ahead, so that rows of the next ones run while the last ones of a batch do."""
+        """The results of batches, in order. It reads at least one batch ahead, and more where batches are small, so that rows of the
+        next ones run while the last ones of a batch do."""
         pending = collections.deque[_Batch]()
         try:
             for batch in batches:
                 pending.append(self._submit(batch))
-                while pending and (pending[0].future.done() or len(self._source) >= AHEAD * self.llm.max_slots):
+                while pending[0].future.done() or len(pending) > 1 and len(self._source) >= AHEAD * self.llm.max_slots:
                     yield self._result(pending.popleft())
+                    if not pending:
+                        break
             while pending:
                 yield self._result(pending.popleft())
         finally:

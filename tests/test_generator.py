@@ -63,11 +63,12 @@ def test_batches_that_are_mapped_come_in_order_and_share_the_slots(generator, te
             yield done
 
     monkeypatch.setattr(generator.llm, "as_completed", as_completed)
-    batches = (table(range(i, min(i + 4, 30))) for i in range(0, 30, 4))
-    found = list(generator.map(batches))
-    assert [batch["n"][0] for batch in found] == list(range(0, 30, 4))
-    assert {name: text for batch in found for name, text in zip(batch["id"], batch["text"], strict=True)} == texts
-    assert max(most) >= 8 and not generator._batches
+    for size, together in ((4, 8), (13, 26)):  # smaller and larger than the rows that wait
+        found = list(generator.map(table(range(i, min(i + size, 30))) for i in range(0, 30, size)))
+        assert [batch["n"][0] for batch in found] == list(range(0, 30, size))
+        assert {name: text for batch in found for name, text in zip(batch["id"], batch["text"], strict=True)} == texts
+        assert max(most) >= together and not generator._batches
+        most.clear()
     first = next(iterator := generator.map(table([i]) for i in range(30)))
     iterator.close()  # what has no slot yet gets none
     assert first["text"][0] == texts["r0"] and not generator._batches
