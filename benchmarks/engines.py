@@ -3,7 +3,8 @@
 
 Each way runs in processes of its own, one after the other. Throughput is that of the rows behind the first tenth, so it leaves out
 starting and compiling; beside it is the CPU time of the processes with a model, which says more where others use the machine too. Memory is
-the resident set of these processes, after a tenth of the rows and at the end.
+the resident set of these processes, after a tenth of the rows and at the end. For a Generator it also counts the rounds and the slots that
+they had in use.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=4, help="new tokens of each (default: 4)")
     parser.add_argument("--replicas", type=int, default=1, help="of Ray; as many shards of jaxspec batch (default: 1)")
     parser.add_argument("--batch-size", type=int, default=256, help="rows of a batch of Ray's (default: 256)")
+    parser.add_argument("--stop", help=r"a string that ends a text, such as '\n\n', so that lengths differ (default: none)")
     parser.add_argument("--ways", default="direct,ray,calls,map", help="which to run (default: direct,ray,calls,map)")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of a process of its own
     args = parser.parse_args()
@@ -73,6 +75,7 @@ def direct(args: argparse.Namespace) -> None:
         *"--target pocket --drafter pocket-mtp".split(),
     ]
     command += ["--max-tokens", str(args.max_tokens), "--temperature", "0.8"]
+    command += [] if args.stop is None else ["--stop", args.stop.encode().decode("unicode_escape")]
     command += [part for name, value in SETTINGS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     shards = [[*command, "--shard", f"{i}/{args.replicas}"] for i in range(1, args.replicas + 1)]
     processes = [psutil.Popen(shard, stderr=subprocess.PIPE) for shard in shards]
@@ -133,7 +136,29 @@ def generated(args: argparse.Namespace, name: str, served: Callable[[Any, Iterat
             for batch in served(generator, (jaxspec_table(batch) for batch in batches)):
                 yield (count := count + batch.num_rows)
 
+        counted = count_rounds()
         report(name, rows(), lambda: [psutil.Process()], args.rows)
+        print(f"{name}: {counted[0]:.0f} rounds, {counted[1] / counted[0]:.2f} of {SETTINGS['max_slots']} slots in use in each", flush=True)
+
+
+def count_rounds() -> list[float]:
+    """[rounds, slots in use in all of them], which grow from now on."""
+    from jaxspec.engine.runner import Runner
+
+    counted, read = [0.0, 0.0], Runner.read
+
+    def counting(self: Runner, calls: Any) -> Any:
+        known = [(call.num_draft_tokens, [(r, r.drafted) for r in call.requests if r is not None]) for call in calls]
+        result = read(self, calls)
+        for drafts, requests in known:
+            if drafts:  # a call that decodes
+                rounds = [(request.drafted - before) / drafts for request, before in requests]
+                counted[0] += max(rounds, default=0)
+                counted[1] += sum(rounds)
+        return result
+
+    Runner.read = counting
+    return counted
 
 
 def jaxspec_table(batch: Any) -> Any:
@@ -145,7 +170,8 @@ def jaxspec_table(batch: Any) -> Any:
 def arguments(args: argparse.Namespace) -> dict[str, Any]:
     import jaxspec
 
-    params = jaxspec.SamplingParams(max_tokens=args.max_tokens, temperature=0.8)
+    stop = () if args.stop is None else args.stop.encode().decode("unicode_escape")
+    params = jaxspec.SamplingParams(max_tokens=args.max_tokens, temperature=0.8, stop=stop)
     return {"sampling_params": params, "id_column": "id", **SETTINGS}
 
 
