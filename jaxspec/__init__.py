@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # what type checkers see of the two tables below
     from jaxspec.engine.params import SamplingParams
     from jaxspec.engine.stats import Stats
     from jaxspec.engine.stream import Stream
+    from jaxspec.generator import Generator
     from jaxspec.loading import load
     from jaxspec.model import config, gemma4
     from jaxspec.model import paged_kv as cache
@@ -25,6 +26,7 @@ __all__ = [
     "BatchResult",
     "Chunk",
     "Completion",
+    "Generator",
     "Logprob",
     "SamplingParams",
     "Stats",
@@ -59,6 +61,7 @@ _EXPORTS: dict[str, str] = {
     "plot_acceptance": "jaxspec.plots",
     "mesh": "jaxspec.sharding.meshes",
     "run_batch": "jaxspec.batch.job",
+    "Generator": "jaxspec.generator",
     "BatchResult": "jaxspec.batch.job",
 }
 # Public modules by the name that `from jaxspec import NAME` takes.

@@ -48,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+SHARD_HELP = (
+    "serve every N-th line from line I on, write OUT-I-of-N.jsonl; auto: as SLURM or Open MPI number processes; auto/N: I from them"
+)
+SHARD_HELP += " or from Kubernetes"
+
+
 class _UserError(Exception):
     pass
 
@@ -57,7 +63,7 @@ def _door() -> Iterator[None]:
     """Turns what loading and checking a request raise into a message without a traceback; what comes later is a bug."""
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         raise _UserError(error) from error
 
 
@@ -110,17 +116,27 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "Completes every request of a file. If a run is interrupted, the same command resumes it."
     batch = commands.add_parser("batch", parents=[model], help="complete a file of requests", description=text)
-    batch.add_argument("input", metavar="IN.jsonl", help='one request a line: {"prompt" or "messages": ..., "id": ..., "params": {...}}')
-    batch.add_argument("output", metavar="OUT.jsonl", help="file to append results to, one a line, as they come")
+    text = 'one request a line: {"prompt" or "messages": ..., "id": ..., "params": {...}} or OpenAI\'s form; or IN.parquet, or - for stdin'
+    batch.add_argument("input", metavar="IN.jsonl", help=text)
+    text = "file to append results to, one a line, as they come; or OUT.parquet, or - for stdout, where no run resumes"
+    batch.add_argument("output", metavar="OUT.jsonl", help=text)
     batch.add_argument("--errors", metavar="FILE", help="file for lines that cannot be served, with the reason (default: OUT.errors.jsonl)")
-    batch.add_argument("--shard", default="1/1", metavar="I/N", help="serve every N-th line from line I on; write OUT-I-of-N.jsonl")
+    batch.add_argument("--shard", default="1/1", metavar="I/N", help=SHARD_HELP)
     batch.add_argument("--process", metavar="I/N", help="this is process I of N that share a mesh; only I differs in their commands")
-    batch.add_argument("--coordinator", metavar="HOST:PORT", help="address at which process 1 listens for the others")
+    text = "address at which process 1 listens for the others; auto, without --process: SLURM, Open MPI or Kubernetes says all"
+    batch.add_argument("--coordinator", metavar="HOST:PORT", help=text)
     batch.add_argument("--max-slots", type=int, metavar="N", help="most sequences at a time (default: what memory holds, up to 64)")
     batch.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="share of JAX's memory to use (default: 0.9)")
     batch.add_argument("--token-ids", action="store_true", help="write token ids too")
+    batch.add_argument("--include-prompt", action="store_true", help="write the prompt, or the messages, too")
     batch.add_argument("--thinking", action="store_true", help="let the model think first when it answers messages, as in chat")
     batch.set_defaults(command=_batch)
+
+    text = "Puts the results of all shards of a batch together, in the order of the input, and says what is missing."
+    merge = commands.add_parser("merge", help="put shards' results together", description=text)
+    merge.add_argument("input", metavar="IN.jsonl", help="the input of the shards")
+    merge.add_argument("output", metavar="OUT.jsonl", help="the output as the shards were given it: OUT-1-of-N.jsonl and so on are read")
+    merge.set_defaults(command=_merge)
 
     info_command.add_parser(commands, hub).set_defaults(command=_info)
 
@@ -260,13 +276,17 @@ def _batch(args: argparse.Namespace) -> int:
                 raise ValueError(f"the processes have {found} devices; expected --mesh over all of them, or --shard without --process")
             job = stack.enter_context(BatchJob(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
             llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
-            job.begin(llm, params, seed=seed, token_ids=args.token_ids, enable_thinking=args.thinking)
+            shown = {"token_ids": args.token_ids, "include_prompt": args.include_prompt}
+            job.begin(llm, params, seed=seed, **shown, enable_thinking=args.thinking)
+            if job.out is None:
+                print("jaxspec: results go to standard output, so this run cannot be resumed", file=sys.stderr)
         try:
             result = job.run()
         except ChangedInput as error:
             raise _UserError(error) from error
         except KeyboardInterrupt:
-            print(f"\njaxspec: interrupted; the results so far are in {job.out}, and the same command resumes", end="", file=sys.stderr)
+            kept = "" if job.out is None else f"; the results so far are in {job.out}, and the same command resumes"
+            print(f"\njaxspec: interrupted{kept}", end="", file=sys.stderr)
             raise
         except Exception as error:
             if not together:
@@ -282,12 +302,23 @@ def _batch(args: argparse.Namespace) -> int:
     failed = f"; {result.failed} requests failed, their results say why" if result.failed else ""
     if together and jax.process_index():
         return 0  # the first process says it
-    print(f"{result.out}: {result.written} results written{kept}{failed}", file=sys.stderr)
+    print(f"{result.out or 'standard output'}: {result.written} results written{kept}{failed}", file=sys.stderr)
     if result.bad:
-        print(f"{result.errors}: {result.bad} lines cannot be served", file=sys.stderr)
+        print(f"{result.errors or 'above'}: {result.bad} lines cannot be served", file=sys.stderr)
     if args.stats:
-        print(f"\n{llm.stats}")
+        print(f"\n{llm.stats}", file=sys.stderr if result.out is None else sys.stdout)
     return int(bool(result.bad or result.failed))
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from jaxspec.batch.merging import merge
+
+    with _door():
+        merged = merge(args.input, args.output)
+    print(f"{merged.out}: {merged.results} results of {merged.shards} shards", file=sys.stderr)
+    for line in merged.missing:
+        print(line, file=sys.stderr)
+    return int(bool(merged.missing))
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -301,6 +332,8 @@ def _join(process: str | None, coordinator: str | None) -> bool:
     """Makes this process one of several that share a mesh, if it is to be. A process that is gone for half a minute ends the others."""
     if process is None and coordinator is None:
         return False
+    if process is None and coordinator == "auto":
+        return _join_cluster()
     found = re.fullmatch(r"(\d+)/(\d+)", process or "")
     index, count = map(int, found.groups()) if found else (0, 0)
     if not 1 <= index <= count or coordinator is None:
@@ -308,6 +341,18 @@ def _join(process: str | None, coordinator: str | None) -> bool:
     import jax
 
     jax.distributed.initialize(coordinator, count, index - 1, heartbeat_timeout_seconds=30)
+    return True
+
+
+def _join_cluster() -> bool:
+    """The same with what JAX finds out about SLURM, Open MPI or Kubernetes by itself."""
+    import jax
+
+    try:
+        jax.distributed.initialize(heartbeat_timeout_seconds=30)
+    except ValueError as error:  # nothing was found
+        known = "a step of SLURM, Open MPI, and an indexed Job of Kubernetes with the package kubernetes"
+        raise ValueError(f"coordinator is 'auto', but JAX finds no cluster ({error}); known are {known}; expected host:port") from error
     return True
 
 

@@ -53,7 +53,20 @@ hypothesis.settings.load_profile("jaxspec")
 
 
 # Of which each takes one process a quarter of a minute or more: begun last, one of them would leave the other processes idle.
-LONG = ["every_kind", "mesh_tokens", "pocket", "notebooks", "lossless", "decode_loop", "llm", "readme", "completions", "requests", "cli"]
+LONG = [
+    "every_kind",
+    "ray",
+    "mesh_tokens",
+    "pocket",
+    "notebooks",
+    "lossless",
+    "decode_loop",
+    "llm",
+    "readme",
+    "completions",
+    "requests",
+    "cli",
+]
 LONG += ["losses", "sharding", "distributed", "gemma4_parity", "tuning", "wheel", "draft_model", "mtp_modules", "paged_attention"]
 
 

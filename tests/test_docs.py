@@ -69,9 +69,11 @@ def test_every_module_is_listed_with_what_it_is_for(pages):
     assert [name for name in rows if not (ROOT / name).exists()] == []
 
 
-def test_the_figure_is_legible_on_light_and_dark_pages():
-    """It brings its own background, since a page's colours do not reach into an image."""
-    figure = (ROOT / "docs" / "step.svg").read_text(encoding="utf-8")
-    assert re.search(r'<rect width="1000" height="560"[^>]*fill="#ffffff"', figure) and "http" not in figure.replace(
+@pytest.mark.parametrize(("name", "height"), [("step.svg", 560), ("scaling.svg", 510)])
+def test_the_figures_are_legible_on_light_and_dark_pages(name, height):
+    """They bring their own background, since a page's colours do not reach into an image."""
+    figure = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert f'viewBox="0 0 1000 {height}"' in figure
+    assert re.search(rf'<rect width="1000" height="{height}"[^>]*fill="#ffffff"', figure) and "http" not in figure.replace(
         "http://www.w3.org/2000/svg", ""
     )

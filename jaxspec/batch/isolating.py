@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxspec.engine.completion import Completion
+from jaxspec.engine.params import SamplingParams
 
 T = TypeVar("T")
 
@@ -23,7 +24,8 @@ def serve_apart(
     """Yields each item with its completion, in any order.
 
     complete: like `LLM.as_completed`, it ends when a request raises. We then serve the requests that were under way again, in halves,
-    until the one that raises is alone. `blame` gets that one and its error. items: read as needed. request_of: makes an item into what
+    until the one that raises is alone. `blame` gets that one and its error. items: read as needed; as for
+    `as_completed`, they may stop for a while. request_of: makes an item into what
     `complete` takes. concerns_all: whether an error is the job's and no single request's.
 
     Raises what `items` and `blame` raise, and an error for which `concerns_all` is true.
@@ -32,7 +34,7 @@ def serve_apart(
     while groups:
         under_way = dict[int, T]()
         try:
-            with contextlib.closing(complete(_asked(groups[-1], request_of, under_way))) as completions:  # pyright: ignore[reportArgumentType]
+            with contextlib.closing(complete(_Asked(groups[-1], request_of, under_way))) as completions:  # pyright: ignore[reportArgumentType]
                 for done in completions:
                     yield under_way.pop(done.prompt_index), done
             groups.pop()
@@ -47,20 +49,31 @@ def serve_apart(
                 groups += [iter(left[half:]), iter(left[:half])]
 
 
-def _asked(items: Iterator[T], request_of: Callable[[T], Any], under_way: dict[int, T]) -> Iterator[Any]:
-    """Yields the requests of items, and notes each item in `under_way` by its index."""
-    index = 0
-    while True:
+class _Asked(Iterator[Any]):
+    """The requests of items. Each item is noted in `under_way` by its index."""
+
+    def __init__(self, items: Iterator[T], request_of: Callable[[T], Any], under_way: dict[int, T]):
+        self._items, self._request_of, self._under_way, self._index = items, request_of, under_way, 0
+
+    def __next__(self) -> Any:
         try:
-            item = next(items)
-        except StopIteration:
-            return
-        except Exception:
-            under_way.clear()  # the error is no request's
+            item = next(self._items)
+        except StopIteration:  # items may come later
             raise
-        under_way[index] = item
-        index += 1
-        yield request_of(item)
+        except Exception:
+            self._under_way.clear()  # the error is no request's
+            raise
+        self._under_way[self._index] = item
+        self._index += 1
+        return self._request_of(item)
+
+
+def serves_others(llm: Any, error: Exception) -> None:
+    """Tries a request of one token. Raises `error`, which another request raised, if that fails too: then no request is to blame."""
+    try:
+        list(llm.as_completed([([0], SamplingParams(max_tokens=1, seed=0))]))
+    except Exception:
+        raise error from None
 
 
 def concerns_all(error: Exception, several: bool) -> bool:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.batch import openai
+from jaxspec.engine.completion import Completion
 from jaxspec.engine.params import SamplingParams
 
 LINE_KEYS = ("id", "prompt", "messages", "params")
 PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
+RESULT_KEYS = ("line", "request", "index", "text", "token_ids", "finish_reason", "stop_reason", "seed", "model", "usage", "acceptance")
+RESULT_KEYS += ("logprobs", "prompt_logprobs", "error")
 
 
 @dataclasses.dataclass
@@ -24,6 +29,10 @@ class Line:
     params: SamplingParams
     seed: int  # of its first sample; sample i has seed + i
     digest: int  # of what it asks for: see `_digest`
+    asked: dict[str, Any]  # its prompt or messages
+    extra: dict[str, Any]  # columns that go to its results as they are
+    url: str | None = None  # the endpoint that a line in OpenAI's form names; None for plain lines
+    samples: dict[int, Completion] = dataclasses.field(default_factory=dict)  # those that are done, of a line in OpenAI's form
     left: int = 0  # samples that have no result yet
     failed: bool = False  # whether one of its samples raised
 
@@ -39,36 +48,66 @@ class LineReader:
 
     def read(self, number: int, values: Mapping[str, Any]) -> Line:
         """The request of line `number`. Raises ValueError or TypeError if it cannot be served, and what the chat template raises."""
-        unknown = [key for key in values if key not in LINE_KEYS]
-        if unknown:
-            within = " (it belongs into params)" if unknown[0] in PARAM_NAMES else ""
-            raise ValueError(f"found {unknown[0]!r}{within}; expected {', '.join(LINE_KEYS)}")
-        name, messages = values.get("id", number), values.get("messages")
-        prompt = values.get("prompt")
+        name, template, extra, url = name_of(number, values), dict[str, Any](enable_thinking=self.enable_thinking), {}, None
+        if openai.is_line(values):
+            found = openai.read(values)
+            name, url, given = found.name, found.url, found.params
+            asked = {openai.ASKS[url]: found.what}
+            options = dict(found.template)
+            template["enable_thinking"] = options.pop("enable_thinking", self.enable_thinking)
+            if options:
+                template["chat_template_kwargs"] = options
+            digest = _digest({"url": url, "body": values["body"]})
+        else:
+            given, extra = _plain(values)
+            asked = {key: values[key] for key in ("prompt", "messages") if values.get(key) is not None}
+            digest = _digest({key: values[key] for key in LINE_KEYS[1:] if key in values})
         if isinstance(name, bool) or not isinstance(name, str | int):
             raise TypeError(f"id is {name!r}, expected a text or an integer")
-        if (prompt is None) == (messages is None):
-            raise ValueError(f"found {'neither prompt nor' if prompt is None else 'both prompt and'} messages; expected one of them")
-        given = values.get("params") or {}
-        if not isinstance(given, dict):
-            raise TypeError(f"params is {given!r}, expected an object")
-        unknown = [key for key in given if key not in PARAM_NAMES]
-        if unknown:
-            raise ValueError(f"params has {unknown[0]!r}; expected some of {', '.join(sorted(PARAM_NAMES))}")
+        if len(asked) != 1:
+            raise ValueError(f"found {'both prompt and' if asked else 'neither prompt nor'} messages; expected one of them")
         params = dataclasses.replace(self.params, **given)
-        ids: Any = prompt
-        if messages is not None:
-            ids = self.llm.chat_prompt(messages, enable_thinking=self.enable_thinking)
-        elif isinstance(prompt, str) and prompt:
-            ids = self.llm.tokenizer.encode(prompt)
+        ids: Any = next(iter(asked.values()))
+        if "messages" in asked:
+            ids = self.llm.chat_prompt(ids, **template)
+        elif isinstance(ids, str):
+            ids = self.llm.tokenizer.encode(ids) if ids else []
         self.llm.check(ids, params)
-        seed = derived_seed(self.seed, number) if params.seed is None else params.seed
-        return Line(number, name, ids, params, seed, _digest({key: values[key] for key in values if key != "id"}))
+        seed = derived_seed(self.seed, name) if params.seed is None else params.seed
+        return Line(number, name, ids, params, seed, digest, asked, extra, url)
 
 
-def derived_seed(seed: int, number: int) -> int:
-    """The seed of a line that names none, from the run's seed and the line's number alone. It has 53 bits, which any JSON reader keeps."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 11
+def _plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(params, extra columns) of a line that is not in OpenAI's form. Raises ValueError or TypeError."""
+    extra = {key: value for key, value in values.items() if key not in LINE_KEYS}
+    for key in extra:
+        if key in PARAM_NAMES:
+            raise ValueError(f"found {key!r}, which belongs into params")
+        near = ["params"] if key == "sampling_params" else difflib.get_close_matches(key, ("params", "messages"), 1, 0.8)
+        if near:
+            raise ValueError(f"found {key!r}; expected {near[0]!r}, or a name less like it for a column that is passed on")
+        if key in RESULT_KEYS:
+            raise ValueError(f"found {key!r}, which results have themselves; name the column otherwise, and it is passed on")
+    given = values.get("params") or {}
+    if not isinstance(given, dict):
+        raise TypeError(f"params is {given!r}, expected an object")
+    unknown = [key for key in given if key not in PARAM_NAMES]
+    if unknown:
+        raise ValueError(f"params has {unknown[0]!r}; expected some of {', '.join(sorted(PARAM_NAMES))}")
+    return given, extra
+
+
+def name_of(number: int, values: Any) -> Any:
+    """The id of a line, by default its number. It is not checked."""
+    if not isinstance(values, Mapping):
+        return number
+    return values.get("custom_id") if openai.is_line(values) else values.get("id", number)
+
+
+def derived_seed(seed: int, name: str | int) -> int:
+    """The seed of a request that names none, from the seed of its job and its id alone. It has 53 bits, which any JSON reader keeps."""
+    text = f"{seed} {json.dumps(name)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 11
 
 
 def _digest(request: Mapping[str, Any]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import jsonl
+from jaxspec.batch import openai
 from jaxspec.batch.lines import Line
 from jaxspec.engine.completion import Completion
 
@@ -35,16 +36,16 @@ class Known:
         line = record["line"]
         if line >= len(self._names):
             self._names.extend(bytes(max(line + 1 - len(self._names), len(self._names))))
-        self._names[line] = _hash(record["id"])
+        self._names[line] = digest_of(record["id"])
         if "index" in record:
             self._samples[line] = self._samples.get(line, 0) | 1 << record["index"]
         self.count += 1
-        self.failed += "error" in record
+        self.failed += record.get("error") is not None
 
-    def check(self, line: int, name: str | int, out: Path) -> None:
+    def check(self, line: int, name: str | int, out: Path | None) -> None:
         """Raises ChangedInput if this line has a result under another id. out: the output, for the error."""
         known = self._names[line] if line < len(self._names) else 0
-        if known and known != _hash(name):
+        if known and known != digest_of(name):
             raise ChangedInput(
                 f"the result of line {line} in {out} has another id than {name!r}, so it is of another input; name another output"
             )
@@ -57,15 +58,25 @@ class Known:
         return [] if found is None else [i for i in range(n) if not found >> i & 1]
 
 
-def result_of(line: Line, sample: int, done: Completion, *, token_ids: bool) -> dict[str, Any]:
-    """The line of results for a completion. sample: its index among the samples of the input's line. token_ids: include them."""
-    record: dict[str, Any] = {"id": line.name, "line": line.number, "request": f"{line.digest:016x}"}
+def result_of(line: Line, sample: int, done: Completion, *, model: str, token_ids: bool, prompts: bool) -> dict[str, Any] | None:
+    """The line of results for a completion. None for a line in OpenAI's form that has other samples to come: its result has them all.
+
+    sample: its index among the samples of the input's line. model: the target's name. token_ids, prompts: include them.
+    """
+    asked = line.asked if prompts else {}
+    if line.url is not None:
+        line.samples[sample] = done
+        if len(line.samples) < line.params.n:
+            return None
+        samples = [line.samples[i] for i in range(line.params.n)]
+        return openai.record(line.number, line.digest, line.url, str(line.name), samples, model, line.params.logprobs or 0) | asked
+    record: dict[str, Any] = {"id": line.name, "line": line.number, "request": f"{line.digest:016x}", **line.extra, **asked}
     if line.params.n > 1:
         record["index"] = sample
     record["text"] = done.text
     if token_ids:
         record["token_ids"] = list(done.token_ids)
-    record |= {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason, "seed": done.seed}
+    record |= {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason, "seed": done.seed, "model": model}
     record["usage"] = {"prompt_tokens": len(done.prompt_token_ids), "completion_tokens": len(done.token_ids)}
     stats = done.stats
     record["acceptance"] = {
@@ -84,12 +95,16 @@ def result_of(line: Line, sample: int, done: Completion, *, token_ids: bool) -> 
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """The result in a line, or None if the line is damaged."""
+    """The result in a line, or None if the line is damaged. One in OpenAI's form has "line" and "request" too, and its id is custom_id."""
     try:
         record = jsonl.value(text) if text.endswith(b"\n") else None
     except ValueError:
         return None
-    intact = isinstance(record, dict) and isinstance(record.get("line"), int) and record["line"] > 0 and "id" in record
+    if not isinstance(record, dict):
+        return None
+    if "custom_id" in record and "line" not in record and (place := openai.place_of(record)):
+        record |= {"line": place[0], "request": place[1], "id": record["custom_id"]}
+    intact = isinstance(record.get("line"), int) and record["line"] > 0 and "id" in record
     return record if intact else None
 
 
@@ -108,7 +123,8 @@ def remove_errors(path: Path) -> None:
         path.unlink()
 
 
-def _hash(name: str | int) -> int:
+def digest_of(name: Any) -> int:
+    """64 bits of an id, never 0."""
     return int.from_bytes(hashlib.blake2b(json.dumps(name).encode(), digest_size=8).digest(), "little") | 1
 
 
@@ -146,5 +162,7 @@ def _explained(file: Any) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(file.name, int):  # standard output or error
+            raise
         hint = "what is written stays, and the same command goes on with it"
         raise OSError(error.errno, f"{file.name} cannot be written: {error.strerror}; {hint}") from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,19 @@ class Maker:
                 f"prompt {index} has {len(found)} bad words, with a space before and without; expected at most {MAX_BAD_WORDS}"
             )
         return tuple(found)
+
+
+class Requests(Iterator[Request]):
+    """The requests of items, made when they are asked for. Where the items stop for a while, so does this."""
+
+    def __init__(self, items: Iterable[Any], made: Callable[[int, Any], list[Request]]):
+        """made: the requests of an item, from its index and itself."""
+        self._items, self._made, self._ready = enumerate(items), made, collections.deque[Request]()
+
+    def __next__(self) -> Request:
+        while not self._ready:
+            self._ready.extend(self._made(*next(self._items)))
+        return self._ready.popleft()
 
 
 def prompts_of(given: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.draft_count import counts_up_to
 from jaxspec.engine.finish import completion_of, final_logprobs, look
 from jaxspec.engine.html import llm_html
-from jaxspec.engine.intake import Maker, either, params_of, params_or_default, prompts_of
+from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of
 from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request, needs_of
@@ -214,7 +214,8 @@ class LLM:
         """Completes prompts and yields each Completion as soon as it is ready, in any order: its prompt_index says which item it is for.
 
         prompts: any iterable, read as slots come free and never far ahead. An item is a prompt, or a tuple of a prompt and its own
-        SamplingParams. params: for the items that bring none.
+        SamplingParams. An iterator that has no more is asked again as long as sequences are under way, so it may have more by then.
+        params: for the items that bring none.
         When an item is read that is not valid, this raises what `generate` raises, with the item's number; `check` tells beforehand. Such
         an item, an exception in `prompts` or in the consumer, or closing the iterator ends all unfinished requests and frees the slots.
         While it computes, and while it waits for `prompts`, other threads' calls wait. Between two completions it computes nothing but
@@ -240,12 +241,17 @@ class LLM:
 
     def _read(self, items: Iterable[Any], params: SamplingParams) -> Iterator[Request]:
         """Checked requests for each item, when it is asked for."""
-        for i, item in enumerate(items):
+
+        def made(index: int, item: Any) -> list[Request]:
             own = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
             prompt, given = item if own else (item, params)
-            for request in self._maker.requests(i, prompt, given, self._draw_seed):
-                request.asked = self._clock()
-                yield request
+            return self._maker.requests(index, prompt, given, self._draw_seed)
+
+        def asked(request: Request) -> Request:
+            request.asked = self._clock()
+            return request
+
+        return map(asked, Requests(items, made))
 
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done, ended = dict[tuple[int, int], Completion](), list[Request]()

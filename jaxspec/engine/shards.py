@@ -135,6 +135,8 @@ class Turns:
     def _deal(self) -> None:
         """Deals requests to the shards that are not stepping, a few more than they have slots for."""
         runners, resting = self._shards.runners, self._resting
+        if self._next is None:  # the requests may have stopped for a while
+            self._next = next(self._requests, None)
         while self._next is not None:
             room = {i: runners[i].free_slots + AHEAD - self._load(i) + len(self._turns[i].active) for i in resting}
             usable = [i for i in resting if room[i] > 0 and (self._turns[i].active or runners[i].free_slots)]

@@ -4,16 +4,15 @@ import errno
 import io
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
 
 import jax
 import pytest
+from fake_llm import FakeLLM, read_lines, sorted_lines, write_lines
 
 import jaxspec
 from jaxspec import cli
@@ -21,73 +20,8 @@ from jaxspec.batch import job, results
 from jaxspec.batch.lines import derived_seed
 from jaxspec.engine import runner
 from jaxspec.engine.params import SamplingParams
-from jaxspec.engine.stats import RoundStats
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
-
-
-class FakeLLM:
-    """Answers with the prompt's ids, its temperature and its seed, a few requests at a time, in any order. dies: after how many.
-    raises: what the prompts in `poison` raise once they are under way, None there for any prompt."""
-
-    name, progress, max_len, target = "fake", False, 32, ()
-    text_settings = MappingProxyType({"model": "fake", "max_len": 32, "dtype": "float32"})
-    tokenizer = SimpleNamespace(encode=lambda text: [ord(c) % 100 for c in text])
-
-    def __init__(self, dies=None, fails=(), raises=None, poison=None):
-        self.raises, self.poison = raises, poison
-        self.dies, self.fails, self.served, self.most_ahead = dies, fails, [], 0
-
-    def check(self, prompt, params):
-        if not len(prompt):
-            raise ValueError("prompt 0 is empty; expected at least one token")
-
-    def chat_prompt(self, messages, *, enable_thinking=False):
-        return [len(messages), int(enable_thinking)]
-
-    def as_completed(self, prompts, params=None):
-        waiting, source, given, shuffle = [], iter(prompts), 0, random.Random(0)
-        while True:
-            while len(waiting) < 4 and (item := next(source, None)) is not None:
-                waiting.append((given, *item))
-                given += 1
-            if not waiting:
-                return
-            self.most_ahead = max(self.most_ahead, given - len(self.served))
-            if len(self.served) == self.dies:
-                raise KeyboardInterrupt
-            index, prompt, params = waiting.pop(shuffle.randrange(len(waiting)))
-            if self.raises is not None and (self.poison is None or prompt in self.poison):
-                raise self.raises
-            self.served.append(prompt)
-            error = "row 3 is NaN" if params.seed in self.fails else None
-            yield SimpleNamespace(
-                text=f"{prompt} {params.temperature} {params.seed}",
-                token_ids=[7, 8, 9],
-                prompt_token_ids=prompt,
-                prompt_index=index,
-                index=0,
-                finish_reason="error" if error else "length",
-                stop_reason=None,
-                seed=params.seed,
-                stats=RoundStats.of([False, True, False], 2, 2),
-                logprobs=None,
-                prompt_logprobs=None,
-                error=error,
-            )
-
-
-def write_lines(path, lines):
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
-    return path
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def sorted_lines(*paths):
-    return sorted(line for path in paths for line in path.read_text().splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +63,7 @@ def test_a_result_says_what_it_is_of_and_what_it_took(requests, tmp_path):
         "finish_reason": "length",
         "stop_reason": None,
         "seed": seed,
+        "model": "fake",
         "usage": {"prompt_tokens": 6, "completion_tokens": 3},
         "acceptance": {"steps": 1, "drafted": 2, "accepted": 1, "length": 2.0},
     }
@@ -187,15 +122,17 @@ BAD = {
     "{": "not JSON: Expecting property name",
     "[" * 100_000: "the JSON is nested too deeply",
     '"text"': "the line is a str, expected an object",
-    '{"prompt": "x", "parms": {}}': "found 'parms'; expected id, prompt, messages, params",
-    '{"prompt": "x", "max_tokens": 9}': "found 'max_tokens' (it belongs into params); expected id, prompt, messages, params",
+    '{"prompt": "x", "parms": {}}': "found 'parms'; expected 'params', or a name less like it for a column that is passed on",
+    '{"prompt": "x", "sampling_params": {}}': "found 'sampling_params'; expected 'params', or a name less like it",
+    '{"prompt": "x", "max_tokens": 9}': "found 'max_tokens', which belongs into params",
+    '{"prompt": "x", "text": "y"}': "found 'text', which results have themselves; name the column otherwise",
     '{"prompt": "x", "params": {"top_q": 1}}': "params has 'top_q'; expected some of allowed_token_ids, bad_words,",
     '{"prompt": "x", "params": [1]}': "params is [1], expected an object",
     '{"prompt": "x", "params": {"temperature": -1}}': "temperature is -1.0, expected a finite number",
     '{"prompt": "x", "params": {"max_tokens": "9"}}': "max_tokens is '9' of type str, expected an integer",
     '{"prompt": "x", "id": 1.5}': "id is 1.5, expected a text or an integer",
     '{"prompt": "x", "messages": []}': "found both prompt and messages; expected one of them",
-    '{"id": 7}': "found neither prompt nor messages; expected one of them",
+    '{"id": 70}': "found neither prompt nor messages; expected one of them",
     '{"prompt": ""}': "the prompt is empty; expected at least one token",
 }
 
@@ -342,7 +279,7 @@ def test_only_one_process_writes_an_output(requests, tmp_path):
 def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
     llm, out = FakeLLM(), tmp_path / "out.jsonl"
     for shard in ("0/2", "3/2", "1", "a/b"):
-        with pytest.raises(ValueError, match=f"shard is '{shard}', expected i/n with i from 1 to n, such as 2/4"):
+        with pytest.raises(ValueError, match=f"shard is '{shard}', expected i/n with i from 1 to n, such as 2/4, or auto"):
             job.run_batch(llm, requests, out, shard=shard)
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl is not a file; expected a file of JSON lines"):
         job.run_batch(llm, tmp_path / "no.jsonl", out)
@@ -410,7 +347,7 @@ def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
 
 
 def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served(requests, tmp_path, monkeypatch, capsys):
-    fails = (derived_seed(3, 1),)
+    fails = (derived_seed(3, "r1"),)
     monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(fails=fails), SamplingParams(seed=args.seed)))
     out = tmp_path / "out.jsonl"
     assert cli.main(["batch", str(requests), str(out)]) == 0

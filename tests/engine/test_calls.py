@@ -4,6 +4,7 @@ of prompts, few pages, several data shards. Every request gets what it gets alon
 The target is tiny and its programs are few: engines of all settings share them.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -188,6 +189,31 @@ def test_texts_are_scored_where_there_is_a_slot(monkeypatch):
     for completion in llm.as_completed(asked):
         same(completion, *asked[completion.prompt_index])
     assert scored[:TOTAL] == [0] * TOTAL
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_prompts_that_stop_for_a_while_go_on(shards):
+    """They are asked again after each step, so those that come while others are under way share the slots with them."""
+    llm, waiting = llm_of(0, shards), collections.deque[int]([0, 1])
+    begin(llm)
+    asked = [(ids(9, i), params(3 + 4 * (i % 2), i)) for i in range(8)]
+
+    class Prompts:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not waiting:
+                raise StopIteration
+            return asked[waiting.popleft()]
+
+    done = []
+    for completion in llm.as_completed(Prompts()):
+        same(completion, *asked[completion.prompt_index])
+        done.append(completion.prompt_index)
+        if len(done) + 1 < len(asked):
+            waiting.append(len(done) + 1)
+    assert sorted(done) == list(range(8))
 
 
 def test_what_requests_leave_behind_does_not_grow(work):

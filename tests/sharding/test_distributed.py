@@ -1,5 +1,6 @@
 """A mesh that spans processes, as it does hosts: here two, of two fake CPU devices each."""
 
+import contextlib
 import json
 import os
 import signal
@@ -20,13 +21,21 @@ from jaxspec.sharding import meshes as mesh_files
 LINES = 60
 
 
+def slurm_job() -> tuple[int, int]:
+    """The id of a job of SLURM whose port, which JAX computes from it, is free; and that port."""
+    first = 2**16 - 2**12
+    for job_id in range(os.getpid() % 2**12, 2**12):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", first + job_id))
+            return job_id, first + job_id
+    raise RuntimeError("no port is free")
+
+
 def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(folders, unoptimised, tmp_path):
     target, path, out = folders[0], tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"id": f"r{i}", "prompt": "def f():"[: i % 7 + 1], "params": {"max_tokens": 20 + i % 13}} for i in range(LINES)]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    job_id, port = slurm_job()
     command = [
         "batch",
         "--target",
@@ -50,13 +59,14 @@ def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(folder
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
 
-    def start(process: str) -> subprocess.Popen:
-        mesh = ["--mesh", "tensor=4", "--process", process, "--coordinator", address]
-        return subprocess.Popen(
-            [sys.executable, "-m", "jaxspec", *command, *mesh], env=os.environ | settings, stderr=subprocess.PIPE, text=True
-        )
+    def start(*options: str, **more: str) -> subprocess.Popen:
+        whole = [sys.executable, "-m", "jaxspec", *command, "--mesh", "tensor=4", *options]
+        return subprocess.Popen(whole, env=os.environ | settings | more, stderr=subprocess.PIPE, text=True)
 
-    first, second = start("1/2"), start("2/2")
+    # One is told who it is, and the other finds out as in a step of SLURM.
+    first = start("--process", "1/2", "--coordinator", f"localhost:{port}")
+    step = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    second = start("--coordinator", "auto", SLURM_JOB_ID=str(job_id), **step)
     deadline = time.monotonic() + 300
     while first.poll() is None and second.poll() is None and time.monotonic() < deadline and not (out.exists() and out.stat().st_size):
         time.sleep(0.002)
@@ -91,6 +101,14 @@ def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(folder
 def test_processes_that_make_no_sense_are_refused(options, message, tmp_path, capsys):
     assert cli.main(["batch", "in.jsonl", str(tmp_path / "out.jsonl"), *options]) == 2
     assert capsys.readouterr().err.startswith(f"jaxspec: {message}")
+
+
+def test_a_cluster_that_is_not_there(tmp_path):
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "KUBERNETES_"))}
+    command = [sys.executable, "-m", "jaxspec", "batch", "in.jsonl", str(tmp_path / "out.jsonl"), "--coordinator", "auto"]
+    ended = subprocess.run(command, env=alone, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("jaxspec: coordinator is 'auto', but JAX finds no cluster (")
+    assert ended.stderr.endswith("an indexed Job of Kubernetes with the package kubernetes; expected host:port\n")
 
 
 def test_processes_that_share_nothing_need_no_mesh(tmp_path, capsys, monkeypatch):

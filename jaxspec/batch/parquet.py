@@ -1,0 +1,115 @@
+"""Parquet files of requests and of results, read and written by pyarrow where it is installed."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxspec import jsonl
+
+SUFFIX = ".parquet"
+ROWS = 4096  # rows that are in memory at a time
+AS_JSON = ("prompt", "messages", "logprobs", "prompt_logprobs")  # columns of results whose form changes from row to row
+
+
+def library() -> Any:
+    """pyarrow, with pyarrow.parquet imported. Raises ImportError that names the package."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError("parquet files need the package pyarrow: pip install pyarrow, or use JSON lines") from error
+    return pyarrow
+
+
+def count(path: Path) -> int:
+    """How many rows a file has."""
+    return library().parquet.read_metadata(path).num_rows
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file as JSON would have them: without missing values, times as text."""
+    with library().parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(ROWS):
+            yield from (_plain(row) for row in batch.to_pylist())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return float(value) if isinstance(value, decimal.Decimal) else value
+
+
+def write(lines: Path, out: Path) -> None:
+    """Writes a file of results in JSON lines as a parquet file, which appears once it is whole. Raises ValueError for results in OpenAI's
+    form, and OSError."""
+    pa = library()
+    schema = None
+    for chunk in _chunks(lines):
+        found = pa.Table.from_pylist(_cells(chunk)).schema
+        # A column that chunks have with different types, such as ids that are numbers and texts, is a text.
+        known = {} if schema is None else {field.name: field.type for field in schema}
+        fields = [_either(pa, known.get(field.name), field) for field in found]
+        kept = [] if schema is None else [field for field in schema if field.name not in found.names]
+        schema = pa.schema([*fields, *kept])
+    part = out.with_name(out.name + ".part")
+    with pa.parquet.ParquetWriter(part, schema or pa.schema([("id", pa.string())])) as file:
+        for chunk in _chunks(lines):
+            cells = _cells(chunk)
+            for field in schema or ():
+                if field.type == pa.string():
+                    for row in cells:
+                        row[field.name] = _text(row.get(field.name))
+            file.write_table(pa.Table.from_pylist(cells, schema))
+    part.replace(out)
+
+
+def _either(pa: Any, known: Any, field: Any) -> Any:
+    """A field that holds both types, that of earlier rows and the field's own."""
+    if known is None or known == field.type or pa.types.is_null(known):
+        return field
+    if pa.types.is_null(field.type):
+        return field.with_type(known)
+    try:
+        return pa.unify_schemas([pa.schema([(field.name, known)]), pa.schema([field])], promote_options="permissive")[0]
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return field.with_type(pa.string())
+
+
+def _chunks(lines: Path) -> Iterator[list[dict[str, Any]]]:
+    with open(lines, "rb") as file:
+        while chunk := [jsonl.value(line) for line in itertools.islice(file, ROWS)]:
+            yield chunk
+
+
+def _cells(chunk: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose columns have one type each, as far as one can tell from the row alone."""
+    made = []
+    for record in chunk:
+        row = dict(record)
+        for key in AS_JSON:
+            if key in row and not isinstance(row[key], str):
+                row[key] = json.dumps(row[key], ensure_ascii=False)
+        if row.get("stop_reason") is not None:
+            row["stop_reason"] = str(row["stop_reason"])
+        made.append(row)
+    # Within a chunk, a column of several types becomes a text as well.
+    for name in dict.fromkeys(key for row in made for key in row):
+        kinds = {type(row[name]) for row in made if row.get(name) is not None}
+        if len(kinds) > 1 and kinds != {int, float}:
+            for row in made:
+                row[name] = _text(row.get(name))
+        made[0].setdefault(name, None)  # from the first row pyarrow takes the names
+    return made
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

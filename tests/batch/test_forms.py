@@ -1,0 +1,327 @@
+"""The forms that requests and results of a batch come in, and shards: which lines a process serves, and putting their results together."""
+
+import io
+import json
+import sys
+
+import pytest
+from fake_llm import FakeLLM, read_lines, sorted_lines, write_lines
+
+import jaxspec
+from jaxspec import cli
+from jaxspec.batch import job, merging, places
+from jaxspec.batch.lines import derived_seed
+from jaxspec.engine.params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def asked(name, body, url=CHAT, **more):
+    return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "gpt-4o-mini", **body}, **more}
+
+
+def said(text="Hi"):
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def llm(folders):
+    return jaxspec.load(folders[0], max_len=64, max_slots=2, progress=False)
+
+
+def test_lines_in_openais_form_are_answered_in_it(llm, tmp_path):
+    lines = [
+        asked("a", {"prompt": "def f():", "max_tokens": 3, "temperature": 0, "seed": 4}, COMPLETIONS),
+        asked("b", {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 1, "n": 3, "seed": 9, "logprobs": 2, "user": "u"}, COMPLETIONS),
+        {"id": "plain", "prompt": "def f():", "params": {"max_tokens": 3, "temperature": 0, "seed": 4}},
+    ]
+    out = tmp_path / "out.jsonl"
+    job.run_batch(llm, write_lines(tmp_path / "in.jsonl", lines), out, SamplingParams(ignore_eos=True))
+    found = {record.get("custom_id", record["id"]): record for record in read_lines(out)}
+    plain, a, b = found["plain"], found["a"], found["b"]
+    assert a["error"] is None and a["response"]["status_code"] == 200 and set(a) == {"id", "custom_id", "response", "error"}
+    body = a["response"]["body"]
+    assert body["choices"] == [{"index": 0, "text": plain["text"], "logprobs": None, "finish_reason": "length"}]
+    prompt = plain["usage"]["prompt_tokens"]
+    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": 3, "total_tokens": prompt + 3}
+    assert (body["object"], body["model"], plain["model"]) == ("text_completion", llm.name, llm.name)
+
+    params = SamplingParams(max_tokens=4, temperature=1, n=3, seed=9, logprobs=2, ignore_eos=True)
+    expected = llm.generate([[5, 6, 7]], params)
+    choices = b["response"]["body"]["choices"]
+    assert [choice["text"] for choice in choices] == [done.text for done in expected]
+    assert [choice["index"] for choice in choices] == [0, 1, 2] and b["response"]["body"]["usage"]["completion_tokens"] == 12
+    logprobs = choices[1]["logprobs"]
+    own = [row[token] for row, token in zip(expected[1].logprobs, expected[1].token_ids, strict=True)]
+    assert logprobs["token_logprobs"] == [one.logprob for one in own] and [len(most) for most in logprobs["top_logprobs"]] == [2] * 4
+    assert [max(most.values()) for most in logprobs["top_logprobs"]] == [max(o.logprob for o in r.values()) for r in expected[1].logprobs]
+    assert logprobs["text_offset"] == [sum(len(one.decoded_token) for one in own[:i]) for i in range(4)]
+
+
+def test_a_conversation_in_openais_form_and_a_run_that_resumes(tmp_path):
+    """A line's samples are one result, so of a line whose samples were not all done nothing is kept."""
+    lines = [asked(f"r{i}", {"messages": said(), "n": 3, "temperature": 1, "max_completion_tokens": i + 1}) for i in range(6)]
+    path, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        job.run_batch(FakeLLM(8), path, out)
+    kept = read_lines(out)
+    assert 0 < len(kept) < 3
+    result = job.run_batch(FakeLLM(), path, out, include_prompt=False)
+    assert (result.written, result.kept) == (6 - len(kept), len(kept))
+    found = {record["custom_id"]: record["response"]["body"] for record in read_lines(out)}
+    assert sorted(found) == [f"r{i}" for i in range(6)]
+    message = {"role": "assistant", "content": f"[1, 0] 1.0 {derived_seed(0, 'r2') + 1}", "refusal": None}
+    assert found["r2"]["choices"][1] == {"index": 1, "message": message, "logprobs": None, "finish_reason": "length"}
+    assert found["r2"]["usage"] == {"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11}
+    write_lines(path, [*lines[:2], asked("r2", {"messages": said("Changed")}), *lines[3:]])
+    with pytest.raises(ValueError, match="line 3 is not the request that its result in .* answers"):
+        job.run_batch(FakeLLM(), path, out)
+
+
+REFUSED = {
+    "body has 'top_q', which is not known; known are allowed_token_ids, bad_words,": asked("r", {"messages": said(), "top_q": 1}),
+    "body has stream True, which cannot be served: a batch has no streams": asked("r", {"messages": said(), "stream": True}),
+    "body has tools [{'type': 'function'}], which cannot be served": asked("r", {"messages": said(), "tools": [{"type": "function"}]}),
+    "body has top_logprobs 3 and logprobs None; expected True": asked("r", {"messages": said(), "top_logprobs": 3}),
+    "body has no messages, which /v1/chat/completions needs": asked("r", {"prompt": "x"}),
+    "prompt of body is a list of prompts; expected one": asked("r", {"prompt": ["x", "y"]}, COMPLETIONS),
+    "body has echo True, which cannot be served: --include-prompt": asked("r", {"prompt": "x", "echo": True}, COMPLETIONS),
+    "url is '/v1/embeddings', expected '/v1/chat/completions' or '/v1/completions'": asked("r", {"input": "x"}, "/v1/embeddings"),
+    "method is 'GET', expected 'POST'": asked("r", {"messages": said()}) | {"method": "GET"},
+    "found 'params' in a line with custom_id and body": asked("r", {"messages": said()}, params={}),
+    "temperature is -1.0, expected a finite number": asked("r", {"messages": said(), "temperature": -1}),
+    "custom_id is None, expected a text": {"method": "POST", "url": CHAT, "body": {"messages": said()}},
+    "body is [], expected an object": asked("r", {}) | {"body": []},
+}
+
+
+def test_fields_that_cannot_be_served_are_refused_by_name(tmp_path):
+    lines = [line | ({"custom_id": f"r{i}"} if "custom_id" in line else {}) for i, line in enumerate(REFUSED.values())]
+    quiet = {"stream": False, "n": 1, "tools": [], "response_format": {"type": "text"}, "top_p": None, "metadata": {"a": "b"}}
+    path = write_lines(tmp_path / "in.jsonl", [*lines, asked("good", {"messages": said(), **quiet})])
+    result = job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
+    assert (result.written, result.bad) == (1, len(REFUSED))
+    for record, line, reason in zip(read_lines(result.errors), lines, REFUSED, strict=True):
+        assert record["custom_id"] == line.get("custom_id") and record["response"] is None
+        assert record["error"]["message"].startswith(reason), record
+    assert job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").bad == len(REFUSED)  # an errors file of this form is known again
+
+
+def test_other_columns_and_the_prompt_go_to_the_result(tmp_path):
+    lines = [{"prompt": "x", "topic": "a", "nested": {"b": [1]}}, {"messages": said(), "id": "m", "topic": None}]
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl", include_prompt=True)
+    first, second = sorted(read_lines(tmp_path / "out.jsonl"), key=lambda record: record["line"])
+    assert (first["topic"], first["nested"], first["prompt"]) == ("a", {"b": [1]}, "x") and "messages" not in first
+    assert (second["topic"], second["messages"]) == (None, said()) and "prompt" not in second
+    # They are no part of what was asked for.
+    write_lines(path, [{**lines[0], "topic": "c"}, lines[1]])
+    assert job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl", include_prompt=True).written == 0
+    with pytest.raises(ValueError, match="was made with include_prompt True, not False"):
+        job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
+
+
+def test_ids_that_come_twice_are_said_before_anything_is_served(tmp_path):
+    lines = [{"id": "a", "prompt": "x"}, {"prompt": "x"}, "", "{", {"id": 2, "prompt": "y"}, {"id": "a", "prompt": "z"}, asked("a", {})]
+    path, llm = write_lines(tmp_path / "in.jsonl", lines), FakeLLM()
+    found = r"in\.jsonl has ids twice: 2 in lines 2 and 5, 'a' in lines 1 and 6, 'a' in lines 6 and 7; expected an id of its own"
+    with pytest.raises(ValueError, match=found):
+        job.run_batch(llm, path, tmp_path / "out.jsonl")
+    assert not llm.served and not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_row_has_the_seed_of_its_id_wherever_it_stands(tmp_path):
+    lines = [{"id": f"r{i}", "prompt": f"{i}"} for i in range(9)]
+    texts = []
+    for name, some in (("a", lines), ("b", lines[::-1]), ("c", lines[3:])):
+        out = tmp_path / f"{name}.jsonl"
+        job.run_batch(FakeLLM(), write_lines(tmp_path / f"{name}-in.jsonl", some), out, seed=5)
+        texts.append({record["id"]: record["text"] for record in read_lines(out)})
+    assert texts[0] == texts[1] and texts[2] == {name: text for name, text in texts[0].items() if name in texts[2]}
+    assert derived_seed(5, 3) != derived_seed(5, "3")
+
+
+def test_standard_input_and_output(tmp_path, monkeypatch, capfd):
+    lines = [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": "b", "prompt": "z"}]
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(), SamplingParams(seed=args.seed)))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        status = cli.main(["batch", *map(str, arguments)])
+        return status, capfd.readouterr()
+
+    status, (out, err) = run("-", "-")
+    assert status == 1 and sorted(json.loads(line)["id"] for line in out.splitlines()) == ["a", "b"]
+    assert "results go to standard output, so this run cannot be resumed" in err
+    assert '{"line": 2, "id": "a", "error": "line 2 has the id \'a\' of line 1; expected an id of its own for each line"}' in err
+    assert err.endswith("standard output: 2 results written\nabove: 1 lines cannot be served\n")
+    # With a file for the results, the same input once more resumes.
+    assert [run("-", tmp_path / "out.jsonl")[1].err.splitlines()[0] for _ in range(2)] == [
+        f"{tmp_path}/out.jsonl: 2 results written",
+        f"{tmp_path}/out.jsonl: 0 results written, 2 were already there",
+    ]
+    assert len(read_lines(tmp_path / "out.errors.jsonl")) == 1
+    write_lines(tmp_path / "in.jsonl", lines[1:])
+    status, (out, err) = run(tmp_path / "in.jsonl", "-", "--errors", tmp_path / "bad.jsonl")
+    assert status == 0 and len(out.splitlines()) == 2 and list(tmp_path.glob("-*")) == []
+
+
+def test_parquet_in_and_out(requests_of, tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    path, out = requests_of(20), tmp_path / "out.parquet"
+    with pytest.raises(KeyboardInterrupt):
+        job.run_batch(FakeLLM(8), path, out, SamplingParams(temperature=0.5))
+    assert not out.exists()
+    result = job.run_batch(FakeLLM(), path, out, SamplingParams(temperature=0.5))
+    assert (result.written, result.kept, result.out, result.errors.name) == (12, 8, out, "out.errors.jsonl")
+    rows = {row["id"]: row for row in pq.read_table(out).to_pylist()}
+    assert len(rows) == 20 and rows["r3"]["score"] == 1.5 and rows["r4"]["score"] is None
+    assert rows["r3"]["day"] == "2026-11-04" and rows["r3"]["usage"] == {"prompt_tokens": 1, "completion_tokens": 3}
+    assert rows["r3"]["text"] == f"{FakeLLM.tokenizer.encode('3')} 0.5 {derived_seed(0, 'r3')}"
+    assert rows["r5"]["text"].startswith("[1, 0] ")  # messages
+    # The same requests as JSON lines have the same texts.
+    lines = [{"id": f"r{i}", "prompt": str(i)} if i != 5 else {"id": "r5", "messages": said()} for i in range(20)]
+    job.run_batch(FakeLLM(), write_lines(tmp_path / "in.jsonl", lines), tmp_path / "lines.jsonl", SamplingParams(temperature=0.5))
+    assert {r["id"]: r["text"] for r in read_lines(tmp_path / "lines.jsonl")} == {name: row["text"] for name, row in rows.items()}
+
+
+def test_columns_of_several_types_become_texts(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    lines = [{"id": i if i % 3 else f"r{i}", "prompt": [1, i], "mark": i} for i in range(5000)]
+    lines += [{"id": f"s{i}", "prompt": "x", "mark": "text", "late": {"a": i}} for i in range(10)]
+    out = tmp_path / "out.parquet"
+    job.run_batch(FakeLLM(), write_lines(tmp_path / "in.jsonl", lines), out, include_prompt=True)
+    table = pq.read_table(out)
+    rows = {row["id"]: row for row in table.to_pylist()}
+    assert table.num_rows == 5010 and rows["7"]["mark"] == "7" and rows["s3"]["mark"] == "text" and rows["s3"]["late"] == {"a": 3}
+    assert rows["7"]["prompt"] == "[1, 7]" and rows["s3"]["prompt"] == "x"
+
+
+def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    assert cli.main(["batch", str(path), str(tmp_path / "out.parquet")]) == 2
+    expected = "jaxspec: parquet files need the package pyarrow: pip install pyarrow, or use JSON lines\n"
+    assert capsys.readouterr().err == expected
+    path.rename(tmp_path / "in.parquet")
+    with pytest.raises(ImportError, match="need the package pyarrow"):
+        job.run_batch(FakeLLM(), tmp_path / "in.parquet", tmp_path / "out.jsonl")
+
+
+@pytest.fixture
+def requests_of(tmp_path):
+    """Makes a parquet file of so many requests, with columns of other types and cells without a value."""
+
+    def make(count):
+        import datetime
+
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        rows = [{"id": f"r{i}", "prompt": str(i), "score": i / 2 if i % 2 else None} for i in range(count)]
+        rows = [row | {"day": datetime.date(2026, 11, i + 1), "messages": None} for i, row in enumerate(rows)]
+        rows[5] |= {"prompt": None, "messages": said()}
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet", row_group_size=7)
+        return tmp_path / "in.parquet"
+
+    return make
+
+
+SLURM = {"SLURM_STEP_NODELIST": "node[01-02]", "SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "4"}
+
+
+@pytest.mark.parametrize(
+    ("shard", "environment", "expected"),
+    [
+        ("2/4", SLURM, (2, 4)),
+        ("auto", SLURM, (4, 8)),
+        ("auto", OPEN_MPI, (1, 2)),
+        ("auto", SLURM | OPEN_MPI, (1, 2)),  # mpirun in a step
+        ("auto", OPEN_MPI | {"PMIX_RANK": "0"}, (1, 2)),  # Open MPI 5
+        ("auto/8", SLURM, (4, 8)),
+        ("auto/5", KUBERNETES, (5, 5)),
+        ("auto", {**SLURM, "SLURM_ARRAY_TASK_ID": "1"}, (4, 8)),
+        ("auto", KUBERNETES, "shard is 'auto', and Kubernetes says that this is process 5 but not of how many; expected auto/n"),
+        ("auto/4", KUBERNETES, "shard is 'auto/4', and Kubernetes says that this is process 5; expected more shards"),
+        ("auto/4", SLURM, "shard is 'auto/4', and SLURM says that this is process 4 of 8; expected auto"),
+        ("auto/x", KUBERNETES, "shard is 'auto/x', and Kubernetes says that this is process 5 of n; expected auto/n"),
+        ("auto", {}, r"shard is 'auto', but no launcher says which process this is; known are SLURM \(in a step"),
+        ("auto", {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "but no launcher says"),  # a script of sbatch without srun
+        (
+            "auto",
+            {"SLURM_ARRAY_TASK_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+            r"in a job array of SLURM.* expected i/n, such as",
+        ),
+    ],
+)
+def test_a_launcher_says_which_shard_a_process_serves(shard, environment, expected):
+    if isinstance(expected, tuple):
+        assert places.share_of(shard, environment) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            places.share_of(shard, environment)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """The input of three shards, of which the third has yet to run and the first was interrupted; and the results of one run."""
+    lines = [{"id": f"r{i}", "prompt": f"text {i}"} for i in range(30)]
+    lines[6] = {"id": "many", "prompt": "x", "params": {"n": 3, "temperature": 1}}
+    lines[7], lines[10], lines[11] = "  ", "nothing", asked("o", {"messages": said(), "n": 2, "temperature": 1})
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    job.run_batch(FakeLLM(), path, tmp_path / "whole.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        job.run_batch(FakeLLM(4), path, tmp_path / "out.jsonl", shard="1/3")
+    job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl", shard="2/3")
+    return path
+
+
+def test_shards_are_put_together_and_what_is_missing_is_said(shards, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["merge", str(shards), str(out)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(f"{out}: ") and said[0].endswith(" results of 3 shards")
+    assert said[1] == f"shard 3 of 3 has no results: {tmp_path}/out-3-of-3.jsonl does not exist"
+    assert said[2] == "1 lines could not be served: the errors say why"
+    there = [record["line"] for record in read_lines(tmp_path / "out-1-of-3.jsonl")]
+    gone = [i for i in range(1, 31) if i % 3 == 0 or i % 3 == 1 and there.count(i) < (3 if i == 7 else 1)]
+    assert said[3].startswith(f"{len(gone)} lines have no result, or not all of theirs: {gone[0]}")
+    # One run goes on with what was put together, and finds the same as one that was never split.
+    job.run_batch(FakeLLM(), shards, out)
+    timeless = [
+        [json.dumps({**json.loads(line), "response": None}) for line in sorted_lines(path)] for path in (out, tmp_path / "whole.jsonl")
+    ]
+    assert sorted(timeless[0]) == sorted(timeless[1])
+    with pytest.raises(ValueError, match=r"out\.jsonl exists; expected a name that only the shards' files begin with"):
+        merging.merge(shards, out)
+
+
+def test_results_of_all_shards_are_in_the_order_of_the_input(shards, tmp_path):
+    for shard in ("1/3", "3/3"):
+        job.run_batch(FakeLLM(), shards, tmp_path / "out.jsonl", shard=shard)
+    merged = merging.merge(shards, tmp_path / "out.jsonl")
+    records = read_lines(tmp_path / "out.jsonl")
+    places = [(record.get("line", 12), record.get("index", 0)) for record in records]
+    assert places == sorted(places) and len(places) == merged.results == 30
+    assert merged.missing == ["1 lines could not be served: the errors say why"]
+    assert [record["line"] for record in read_lines(tmp_path / "out.errors.jsonl")] == [11]
+
+
+def test_shards_that_do_not_belong_together(shards, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there are no results of shards, such as .*other-1-of-2\.jsonl"):
+        merging.merge(shards, tmp_path / "other.jsonl")
+    with job.BatchJob(shards, tmp_path / "out.jsonl", shard="2/3"):
+        with pytest.raises(ValueError, match=r"out-2-of-3\.jsonl is still being written; wait for its process"):
+            merging.merge(shards, tmp_path / "out.jsonl")
+    job.run_batch(FakeLLM(), shards, tmp_path / "out.jsonl", shard="3/3", seed=1)
+    with pytest.raises(
+        ValueError, match=r"out-1-of-3\.jsonl and .*out-3-of-3\.jsonl were made with run_seed 0 and 1; expected shards of one"
+    ):
+        merging.merge(shards, tmp_path / "out.jsonl")
+    job.run_batch(FakeLLM(), shards, tmp_path / "out.jsonl", shard="2/2")
+    with pytest.raises(ValueError, match="has results of 2 and of 3 shards; expected those of one number"):
+        merging.merge(shards, tmp_path / "out.jsonl")
