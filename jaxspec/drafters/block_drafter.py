@@ -9,13 +9,15 @@ The block's K and V are never stored, so there is nothing to undo when guesses a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec import checkpoint
 from jaxspec.checkpoint import layout
 from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Observed, Target
@@ -281,3 +283,16 @@ class Leaves:
             "config": config,
         }
 
+
+def keys_of(folder: Path | None) -> Collection[str]:
+    """The keys of a checkpoint's tensors, none without a folder. Raises ValueError for a mask embedding that cannot be read safely."""
+    if folder is None:
+        return ()
+    if (folder / "mask_embedding.pt").exists():
+        raise ValueError(
+            "mask_embedding.pt is a pickle, which can run code when it is read; expected a tensor mask_embedding in model.safetensors. "
+            'To add it, where you trust the file: python -c "import torch; from safetensors.torch import load_file, save_file; '
+            "t = load_file('model.safetensors'); t['mask_embedding'] = torch.load('mask_embedding.pt', weights_only=True).flatten(); "
+            "save_file(t, 'model.safetensors', {'format': 'pt'})\", and remove mask_embedding.pt"
+        )
+    return checkpoint.read_headers(folder, BlockDrafter.layouts)

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec import checkpoint
 from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Drafts, Target
-from jaxspec.drafters.block_drafter import BlockAttention, BlockDrafter, BlockState, Leaves
+from jaxspec.drafters.block_drafter import BlockAttention, BlockDrafter, BlockState, Leaves, keys_of
 from jaxspec.drafters.blocks import SiluMLP
 from jaxspec.drafters.dflash_config import RELEASED, DFlashConfig, default_config
 from jaxspec.drafters.kind import Kind
@@ -94,16 +93,7 @@ def abstract(config: DFlashConfig, dtype: Any = jnp.bfloat16) -> DFlash:
 def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> DFlash:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs. Raises ValueError if it cannot be used with the target."""
     refuse_quantised(config)
-    if folder is None:
-        return abstract(DFlashConfig.from_hf(config, target), dtype)
-    if (folder / "mask_embedding.pt").exists():
-        raise ValueError(
-            "mask_embedding.pt is a pickle, which can run code when it is read; expected a tensor mask_embedding in model.safetensors. "
-            'To add it, where you trust the file: python -c "import torch; from safetensors.torch import load_file, save_file; '
-            "t = load_file('model.safetensors'); t['mask_embedding'] = torch.load('mask_embedding.pt', weights_only=True).flatten(); "
-            "save_file(t, 'model.safetensors', {'format': 'pt'})\", and remove mask_embedding.pt"
-        )
-    return abstract(DFlashConfig.from_hf(config, target, checkpoint.read_headers(folder, DFlash.layouts)), dtype)
+    return abstract(DFlashConfig.from_hf(config, target, keys_of(folder)), dtype)
 
 
 KIND = Kind(

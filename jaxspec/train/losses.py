@@ -98,8 +98,13 @@ def _distance(guess: Guess, truth: jax.Array, best: jax.Array, objective: Object
     total = jax.nn.logsumexp(logits, axis=-1)
     goal = objective.soft * soft + objective.hard * jax.nn.one_hot(index, logits.shape[-1], dtype=jnp.float32)
     distance = (objective.soft + objective.hard) * total - jnp.sum(goal * logits, axis=-1)
-    if objective.tv:
-        distance += objective.tv * (1.0 - jnp.sum(jnp.minimum(shared, jnp.exp(logits - total[..., None])), axis=-1))
+    if objective.tv or guess.confidence is not None:
+        kept = jnp.sum(jnp.minimum(shared, jnp.exp(logits - total[..., None])), axis=-1)
+        distance += objective.tv * (1.0 - kept)
+        if guess.confidence is not None:
+            # Binary cross-entropy to what is kept, which it is not to change.
+            gain = jax.lax.stop_gradient(kept) * guess.confidence
+            distance += objective.confidence * (jax.nn.softplus(guess.confidence) - gain)
     if guess.centroids is not None:
         scores, ordering = guess.centroids.logits, guess.centroids.ordering
         count = scores.shape[-1]

@@ -10,7 +10,7 @@ import rounds
 import tiny
 
 from jaxspec.drafters import assistant as gemma4_mtp
-from jaxspec.drafters import dflash, draft_model, eagle3
+from jaxspec.drafters import dflash, draft_model, dspark, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.ngram import NGram
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
@@ -60,6 +60,57 @@ DFLASH = {
         "mask_token_id": 60,
         "aux_hidden_state_layer_ids": [1, 2, 3],
         "sliding_window_non_causal": True,
+    },
+}
+
+# As speculators and DeepSpec lay DSpark out, with each of its Markov heads.
+DSPARK = {
+    "speculators": {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {**BLOCK, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
+        "block_size": 7,
+        "draft_vocab_size": 40,
+        "mask_token_id": 60,
+        "aux_hidden_state_layer_ids": [1, 2, 3],
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": True,
+        "markov_rank": 6,
+        "markov_head_type": "gated",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "rnn": {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {**BLOCK, "rope_theta": 1e4},
+        "block_size": 8,
+        "mask_token_id": 4,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "sample_from_anchor": False,
+        "markov_rank": 6,
+        "markov_head_type": "rnn",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": False,
+    },
+    "gemma": {
+        **rounds.TEXT,
+        "architectures": ["Gemma4DSparkModel"],
+        "num_hidden_layers": 2,
+        "layer_types": [FULL] * 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 16,
+        "tie_word_embeddings": False,
+        "num_target_layers": 3,
+        "target_layer_ids": [0, 2],
+        "final_logit_softcapping": 2.0,
+        "block_size": 7,
+        "mask_token_id": 4,
+        "markov_rank": 6,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
     },
 }
 
@@ -146,6 +197,10 @@ def block(layout):
     return dflash.abstract(dataclasses.replace(config, own_mask=layout == "speculators"), jnp.float32)
 
 
+def spark(layout):
+    return dspark.abstract(dspark.DSparkConfig.from_hf(DSPARK[layout], CONFIG, (*HEAD, dspark.CONFIDENCE)), jnp.float32)
+
+
 def eagle(layout):
     return eagle3.abstract(eagle3.Eagle3Config.from_hf(EAGLE3[layout], CONFIG, EAGLE3_KEYS[layout]), jnp.float32)
 
@@ -162,6 +217,7 @@ def small_model(text):
 KINDS = {
     "assistant": assistant,
     "dflash": functools.partial(block, "z-lab"),
+    "dspark": functools.partial(spark, "speculators"),
     "eagle3": functools.partial(eagle, "eagle"),
     "modules": functools.partial(modules, 2),
     "draft model": functools.partial(small_model, SMALL),
@@ -170,6 +226,8 @@ KINDS = {
 LAYOUTS = {
     **KINDS,
     "dflash speculators": functools.partial(block, "speculators"),
+    "dspark rnn": functools.partial(spark, "rnn"),
+    "dspark gemma": functools.partial(spark, "gemma"),
     "eagle3 speculators": functools.partial(eagle, "speculators"),
     "eagle3 gemma": functools.partial(eagle, "gemma"),
     "draft model like E2B": functools.partial(small_model, LIKE_E2B),
