@@ -65,6 +65,16 @@ class Centroids:
 
 
 @struct.dataclass
+class Shortlist:
+    """Logits by which tokens become candidates, before those are scored."""
+
+    # [B, A, V] float32.
+    logits: jax.Array
+    # How many tokens become candidates.
+    top_k: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
 class Guess:
     """One draft step, from A places of each of B texts."""
 
@@ -74,6 +84,8 @@ class Guess:
     ids: jax.Array | None = None
     # Of a centroid head, whose logits then are of all tokens; else None.
     centroids: Centroids | None = None
+    # Of a drafter that scores a few candidates, whose logits here are the scores of all tokens; else None.
+    shortlist: Shortlist | None = None
     # [B, A] float32, the log-odds that the guess is accepted if those before it are; None of a drafter that does not say.
     confidence: jax.Array | None = None
 

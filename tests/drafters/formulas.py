@@ -164,9 +164,21 @@ def same(left, right) -> None:
         assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
 
 
+def convolved(w, name, side, x, by):
+    """DFlash2's convolution of a block's rows, one number at a time. x, by: [T, h], what is convolved and the rows that make the kernel."""
+    base, projection = w[f"{name}.base_kernel"], w[f"{name}.kernel_projection.weight"]
+    _, taps, hidden = base.shape
+    own = (by @ projection.T).reshape(len(by), 2, taps, -1)
+    group, out = hidden // own.shape[-1], np.zeros(x.shape)
+    for row, tap, channel in np.ndindex(len(x), taps, hidden):
+        if row >= tap:
+            out[row, channel] += (base[side, tap, channel] + own[row, side, tap, channel // group]) * x[row - tap, channel]
+    return out
+
+
 def block_rows(w, inner, causal, context, embedded):
     """The outputs of all rows of a block of Qwen3's layers, or of Gemma 4's where the tensors have its norms, behind a context, by the
-    formulas of DFlash and DSpark.
+    formulas of DFlash, DFlash2 (where the tensors have its convolutions) and DSpark.
 
     w: the checkpoint's tensors. inner: the decoder's config. causal: of each layer, whether a row sees the block up to itself alone.
     context: [n, taps, H], the target's hidden states. embedded: [T, h]."""
@@ -183,24 +195,31 @@ def block_rows(w, inner, causal, context, embedded):
         def heads(rows, name, own=own):
             return (rows @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(rows), -1, dim)
 
-        normed = rms(x, own["input_layernorm.weight"])
-        both = np.concatenate([context, normed])
-        q = rotate(rms(heads(normed, "q"), own["self_attn.q_norm.weight"]), at, theta, angles)
-        k = rotate(rms(heads(both, "k"), own["self_attn.k_norm.weight"]), key_at, theta, angles)
-        v = rms(heads(both, "k"), 1.0) if gemma else heads(both, "v")
-        visible = np.ones((t, n + t), bool)
-        if kind == SLIDING:
-            visible &= at[:, None] - key_at[None] < inner["sliding_window"]
-        if causal[layer]:
-            visible &= key_at[None] <= at[:, None]
-        attended = attend(q, k, v, visible, 1.0 if gemma else dim**-0.5) @ own["self_attn.o_proj.weight"].T
+        def around(name, part, x, own=own):
+            """A part of the layer, with its convolutions."""
+            if f"{name}.base_kernel" not in own:
+                return part(x)
+            return convolved(own, name, 1, part(convolved(own, name, 0, x, x)), x)
+
+        def attended(normed, layer=layer, kind=kind, own=own, heads=heads):
+            both = np.concatenate([context, normed])
+            q = rotate(rms(heads(normed, "q"), own["self_attn.q_norm.weight"]), at, theta, angles)
+            k = rotate(rms(heads(both, "k"), own["self_attn.k_norm.weight"]), key_at, theta, angles)
+            v = rms(heads(both, "k"), 1.0) if gemma else heads(both, "v")
+            visible = np.ones((t, n + t), bool)
+            if kind == SLIDING:
+                visible &= at[:, None] - key_at[None] < inner["sliding_window"]
+            if causal[layer]:
+                visible &= key_at[None] <= at[:, None]
+            return attend(q, k, v, visible, 1.0 if gemma else dim**-0.5) @ own["self_attn.o_proj.weight"].T
+
         if gemma:
-            x = x + rms(attended, own["post_attention_layernorm.weight"])
+            x = x + rms(attended(rms(x, own["input_layernorm.weight"])), own["post_attention_layernorm.weight"])
             fed = mlp(own, rms(x, own["pre_feedforward_layernorm.weight"]), gelu)
             x = (x + rms(fed, own["post_feedforward_layernorm.weight"])) * own["layer_scalar"]
         else:
-            x = x + attended
-            x = x + mlp(own, rms(x, own["post_attention_layernorm.weight"]), silu)
+            x = x + around("attention_conv", attended, rms(x, own["input_layernorm.weight"]))
+            x = x + around("mlp_conv", lambda rows, own=own: mlp(own, rows, silu), rms(x, own["post_attention_layernorm.weight"]))
     return rms(x, w["norm.weight"])
 
 
@@ -274,7 +293,7 @@ def check_round(model, target: Gemma4Config, k: int) -> None:
     how = jax.eval_shape(lambda: greedy(batch))
     view = Target(verifier, None, each, each, each)  # pyright: ignore[reportArgumentType]
     drafts, drafted = jax.eval_shape(lambda d, s, t, g: d.draft(s, t, g, k), model, state, view, how)
-    size = model.config.draft_vocab_size
+    size = getattr(model.config, "selector_top_k", model.config.draft_vocab_size)
     assert (drafts.tokens.shape, drafts.logits.shape, drafts.logits.dtype) == ((batch, k), (batch, k, size), jnp.float32)
     assert (drafts.ids is None) == (size == target.vocab_size)
     for after in (jax.eval_shape(type(model).observe, model, state, rows), drafted):

@@ -10,7 +10,7 @@ import rounds
 import tiny
 
 from jaxspec.drafters import assistant as gemma4_mtp
-from jaxspec.drafters import dflash, draft_model, dspark, eagle3
+from jaxspec.drafters import dflash, dflash2, draft_model, dspark, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.ngram import NGram
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
@@ -60,6 +60,44 @@ DFLASH = {
         "mask_token_id": 60,
         "aux_hidden_state_layer_ids": [1, 2, 3],
         "sliding_window_non_causal": True,
+    },
+}
+
+# As speculators lays DFlash2 out, and with its fields where z-lab has DFlash's.
+DFLASH2 = {
+    "speculators": {
+        "architectures": ["DFlash2DraftModel"],
+        "speculators_model_type": "dflash2",
+        "transformer_layer_config": {**BLOCK, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
+        "block_size": 8,
+        "draft_vocab_size": rounds.VOCAB,
+        "mask_token_id": 60,
+        "aux_hidden_state_layer_ids": [1, 2, 3],
+        "sample_from_anchor": False,
+        "conv_kernel_size": 3,
+        "conv_group_size": 4,
+        "selector_rank": 6,
+        "selector_top_k": 5,
+    },
+    "z-lab": {
+        **BLOCK,
+        "architectures": ["DFlash2DraftModel"],
+        "model_type": "qwen3",
+        "rope_theta": 1e4,
+        "block_size": 16,
+        "num_target_layers": 3,
+        "sliding_window_non_causal": False,
+        "dflash_config": {
+            "mask_token_id": 4,
+            "target_layer_ids": [0, 2],
+            "input_embedding_scale": 3.0,
+            "output_multiplier": 0.5,
+            "final_logit_softcapping": 2.0,
+            "conv_kernel_size": 2,
+            "conv_group_size": 32,
+            "selector_rank": 3,
+            "selector_top_k": rounds.VOCAB,
+        },
     },
 }
 
@@ -197,6 +235,10 @@ def block(layout):
     return dflash.abstract(dataclasses.replace(config, own_mask=layout == "speculators"), jnp.float32)
 
 
+def block2(layout):
+    return dflash2.abstract(dflash2.DFlash2Config.from_hf(DFLASH2[layout], CONFIG), jnp.float32)
+
+
 def spark(layout):
     return dspark.abstract(dspark.DSparkConfig.from_hf(DSPARK[layout], CONFIG, (*HEAD, dspark.CONFIDENCE)), jnp.float32)
 
@@ -217,6 +259,7 @@ def small_model(text):
 KINDS = {
     "assistant": assistant,
     "dflash": functools.partial(block, "z-lab"),
+    "dflash2": functools.partial(block2, "speculators"),
     "dspark": functools.partial(spark, "speculators"),
     "eagle3": functools.partial(eagle, "eagle"),
     "modules": functools.partial(modules, 2),
@@ -226,6 +269,7 @@ KINDS = {
 LAYOUTS = {
     **KINDS,
     "dflash speculators": functools.partial(block, "speculators"),
+    "dflash2 z-lab": functools.partial(block2, "z-lab"),
     "dspark rnn": functools.partial(spark, "rnn"),
     "dspark gemma": functools.partial(spark, "gemma"),
     "eagle3 speculators": functools.partial(eagle, "speculators"),
