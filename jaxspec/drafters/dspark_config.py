@@ -46,7 +46,7 @@ class DSparkConfig(BlockConfig):
         if head not in HEADS:
             raise ValueError(f"markov_head_type is {head!r}; implemented: {', '.join(map(repr, HEADS))}")
         confidence = bool(config.get("enable_confidence_head", True)) and CONFIDENCE in keys
-        fields = _gemma_fields(config) if gemma else plain_fields(config, keys) | {"first_row": _first_row(config)}
+        fields = _gemma_fields(config) if gemma else {**plain_fields(config, keys), "first_row": _first_row(config)}
         if not confidence:
             fields["unread"] = (*fields["unread"], "confidence_head.")
         return cls(
