@@ -264,7 +264,7 @@ KINDS = {
     "eagle3": functools.partial(eagle, "eagle"),
     "modules": functools.partial(modules, 2),
     "draft model": functools.partial(small_model, SMALL),
-    "ngram": NGram,
+    "ngram": functools.partial(NGram, windows=32),
 }
 LAYOUTS = {
     **KINDS,
