@@ -53,6 +53,9 @@ def plain_fields(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
     inner = {**config, **(config.get("transformer_layer_config") or {})}
     dflash = config.get("dflash_config") or {}
     speculators = "speculators_model_type" in config
+    rope = inner.get("rope_parameters") or {}
+    if speculators and isinstance(rope.get(SLIDING), Mapping):
+        inner["rope_parameters"] = rope[SLIDING]  # copied from the target, by kind of layer; vLLM's `algos.py` takes this one
     for field in ("attention_sink_bias", "attention_value_scale", "add_swa_attention_sink_bias"):
         if dflash.get(field) or config.get(field):
             raise ValueError(f"config.json has {field}={dflash.get(field) or config.get(field)!r}; implemented: none")

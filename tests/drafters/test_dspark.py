@@ -238,6 +238,15 @@ def test_a_block_holds_block_size_rows(layout: str, most: int, holds: str) -> No
     assert model.num_draft_tokens == most
 
 
+def test_rope_of_the_target() -> None:
+    """Of parameters by kind of layer, which speculators may copy from the target, those of sliding layers count, for all layers."""
+    decoder = DSPARK["speculators"]["transformer_layer_config"]
+    rope = {SLIDING: {"rope_type": "default", "rope_theta": 7e3}, "full_attention": {"rope_type": "proportional", "rope_theta": 1e6}}
+    config = changed("speculators", transformer_layer_config={**decoder, "rope_parameters": rope})
+    read = DSparkConfig.from_hf(config, rounds.target().config, KEYS)
+    assert {(spec.rope_theta, spec.rotary_angles) for spec in read.layers} == {(7e3, 4)}
+
+
 def test_a_draft_vocabulary_needs_a_head(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, DSPARK["speculators"], {"fc.weight": np.zeros(1, np.float32)})
     with pytest.raises(ValueError, match="draft_vocab_size is 40 of 64 tokens, and the checkpoint has no lm_head.weight"):
