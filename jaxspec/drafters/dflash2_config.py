@@ -79,6 +79,7 @@ def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, An
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,
         **_SIZES,
+        "dflash_config": {"final_logit_softcapping": target.final_logit_softcapping},  # which vLLM reads there
         "dtype": "bfloat16",
     }
 

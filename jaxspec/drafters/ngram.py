@@ -45,7 +45,8 @@ class NGramState:
 class NGram:
     """Looks up the last `longest` to `shortest` tokens (vLLM's prompt_lookup_max and prompt_lookup_min). Has no weights.
 
-    windows: how many of all sequences' texts the index holds, of 8 tokens each where K is less; 0 looks in the sequence alone.
+    windows: how many the index holds, for each of which a sequence grew by 8 tokens, or by K + 1 where that is more; 0 looks in the
+    sequence alone.
     Raises ValueError unless 1 <= shortest <= longest and windows >= 0.
     """
 
@@ -83,7 +84,7 @@ class NGram:
         end = jnp.minimum(before + rows.committed, size) // state.stride * state.stride
         grown = (rows.committed > 0) & (rows.slots < slots) & (end > before)
         at = end[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
-        found = jnp.take_along_axis(jnp.take(state.tokens, rows.slots, axis=0, mode="clip"), jnp.maximum(at, 0), axis=1)
+        found = state.tokens.at[rows.slots[:, None], jnp.maximum(at, 0)].get(mode="clip")
         place = jnp.cumsum(grown.astype(jnp.int32)) - 1
         into = jnp.where(grown, jnp.mod(state.oldest + place, count), count)
         windows = state.windows.at[0, into].set(jnp.where(at >= 0, found, -1), mode="drop")

@@ -140,7 +140,7 @@ BLOCK_CONFIG = {  # as speculators lays it out
     "mask_token_id": 4,
     "num_target_layers": 8,
     "sliding_window_non_causal": True,
-    "final_logit_softcapping": 30.0,
+    "dflash_config": {"final_logit_softcapping": 30.0},
     "dtype": "bfloat16",
 }
 DFLASH2_CONFIG = {
