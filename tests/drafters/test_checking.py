@@ -107,7 +107,7 @@ WRONG = {
     "axis of slots": (
         broken(init=lambda self, slots, max_len, k: {"rows": jnp.zeros((), jnp.int32)}),
         ValueError,
-        r"init of the drafter Broken gives a state of which rows is \[\]; expected a leading axis of slots, \[3, ...\] for 3 slots",
+        r"init of the drafter Broken gives a state of which rows is \[\]; expected a leading axis of slots, \[3, ...\] for 3 slots, or one of",
     ),
     "a failure": (
         broken(observe=lambda self, state, rows: {"rows": state["rows"] + rows.taps[1]}),
