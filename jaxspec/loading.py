@@ -62,12 +62,12 @@ def load(
 
     target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket").
 
-    drafter: the same ("pocket-mtp"; a target serves as a draft model), "ngram" to look guesses up in the sequence itself, a Drafter
+    drafter: the same ("pocket-mtp"; a target serves as a draft model), "ngram" to look guesses up in what sequences have said, a Drafter
     object, or None to decode one token a step.
 
     num_draft_tokens: tokens guessed in each round. By default what the drafter's generation_config.json says, else what its kind was
-    made for (a DFlash block less its anchor, the number in an EAGLE-3 speculator's config, one for each MTP module), else 4. By default,
-    calls after `LLM.warmup` also guess fewer where that is faster.
+    made for (the rows of a DFlash or DSpark block that guess, the number in an EAGLE-3 speculator's config, one for each MTP module),
+    else 4. By default, calls after `LLM.warmup` also guess fewer where that is faster.
 
     dtype: of weights and cache, "float32" or "bfloat16". "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for float16,
     whose range activations exceed.

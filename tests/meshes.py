@@ -13,7 +13,7 @@ import tiny
 from jaxspec import checkpoint, decode, loading, sharding
 from jaxspec.decode import accept
 from jaxspec.drafters import assistant as gemma4_mtp
-from jaxspec.drafters import dflash, draft_model, eagle3
+from jaxspec.drafters import dflash, draft_model, eagle3, registry
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
@@ -90,6 +90,20 @@ def drafter(member: str, kind: str):
         raw["use_ordered_embeddings"] = kind == "mtp centroids"
         bound = gemma4_mtp.bind(AssistantConfig.from_hf(raw), config)
         return weights(gemma4_mtp.abstract(bound, jnp.float32, suppress_tokens=(3,)), 1)
+    if kind == "dflash2" or kind.startswith("dspark"):
+        decoder = {**plain, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "sliding_window": 7}
+        raw = {**decoder, "block_size": 8, "mask_token_id": 5, "aux_hidden_state_layer_ids": [1, 3]}
+        raw |= {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
+        raw |= {"sample_from_anchor": kind != "dflash2", "markov_rank": 6, "markov_head_type": "rnn"}
+        raw |= {"draft_vocab_size": 32, "markov_head_type": "gated"} if kind == "dspark d2t" else {}
+        if kind == "dspark gemma":
+            raw = {**TEXT, **MEMBERS[member], "layer_types": [FULL] * 2, "num_hidden_layers": 2, "hidden_size_per_layer_input": 0}
+            raw |= {"enable_moe_block": False, "num_experts": 0, "num_kv_shared_layers": 0, "architectures": ["Gemma4DSparkModel"]}
+            raw |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_double_wide_mlp": False, "model_type": "gemma4_text"}
+            raw |= {"block_size": 7, "mask_token_id": 5, "target_layer_ids": [0, 2], "markov_rank": 6}
+        made = registry.KINDS[kind.split()[0]].from_checkpoint(None, raw, config, jnp.float32)
+        made = dataclasses.replace(weights(made, 6), page_size=PAGE)
+        return dataclasses.replace(made, d2t=np.arange(32, dtype=np.int32)) if made.d2t is not None else made
     if kind.startswith("dflash"):
         raw = {**plain, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "sliding_window": 7, "block_size": 8}
         raw |= {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}}

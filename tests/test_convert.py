@@ -21,7 +21,7 @@ import jaxspec
 from jaxspec import checkpoint, cli, converting, drafters, loading, sharding, targets
 from jaxspec.checkpoint import fused, onto_devices
 from jaxspec.checkpoint.quantisation import Scheme, with_packed
-from jaxspec.drafters import dflash, eagle3
+from jaxspec.drafters import dflash, dflash2, dspark, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
@@ -61,6 +61,57 @@ KINDS = {
         },
         ("lm_head.weight", "mask_embedding"),
     ),
+    "dflash2": (
+        {
+            "architectures": ["DFlash2DraftModel"],
+            "speculators_model_type": "dflash2",
+            "transformer_layer_config": INNER,
+            "block_size": 8,
+            "mask_token_id": 4,
+            "aux_hidden_state_layer_ids": [1, 2],
+            "conv_kernel_size": 2,
+            "conv_group_size": 4,
+            "selector_rank": 6,
+            "selector_top_k": 5,
+        },
+        (),
+    ),
+    "dspark": (
+        {
+            "architectures": ["DSparkSpeculator"],
+            "speculators_model_type": "dspark",
+            "transformer_layer_config": INNER,
+            "block_size": 7,
+            "draft_vocab_size": 40,
+            "mask_token_id": 4,
+            "aux_hidden_state_layer_ids": [1, 2],
+            "sample_from_anchor": True,
+            "markov_rank": 6,
+            "markov_head_type": "rnn",
+            "confidence_head_with_markov": True,
+        },
+        ("lm_head.weight", dspark.CONFIDENCE),
+    ),
+    "dspark gemma": (
+        {
+            **tiny.TEXT,
+            "architectures": ["Gemma4DSparkModel"],
+            "layer_types": ["full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+            "num_target_layers": 2,
+            "block_size": 7,
+            "mask_token_id": 4,
+            "target_layer_ids": [0, 1],
+            "markov_rank": 6,
+        },
+        (),
+    ),
+}
+READERS = {
+    "dflash": (dflash, dflash.DFlashConfig),
+    "dflash2": (dflash2, dflash2.DFlash2Config),
+    "dspark": (dspark, dspark.DSparkConfig),
+    "eagle3": (eagle3, eagle3.Eagle3Config),
 }
 
 
@@ -151,7 +202,7 @@ def test_every_kind_of_drafter(kind, folders, tmp_path):
         (source / "config.json").write_text(json.dumps(config))
         checkpoint.save_weights(source, tiny.random_weights(drafters.abstract_drafter(source, target, jnp.float32), 2), config)
     else:
-        module, read = {"eagle3": (eagle3, eagle3.Eagle3Config), "dflash": (dflash, dflash.DFlashConfig)}[kind]
+        module, read = READERS[kind.split()[0]]
         config, keys = KINDS[kind]
         checkpoint.save_weights(source, tiny.random_weights(module.abstract(read.from_hf(config, target, keys), jnp.float32), 2), config)
     converted = jaxspec.convert(folders[0], tmp_path / "converted", drafter=source, progress=False)

@@ -127,7 +127,7 @@ class Drafter(Protocol):
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> Any:
         """A state for this many slots of up to max_len positions and at most num_draft_tokens drafts a round: any pytree whose
-        arrays have a leading slot axis or are a PagedKV."""
+        arrays have a leading slot axis, or one of length 1 for what the slots of a data shard share, or are a PagedKV."""
         ...
 
     def observe(self, state: Any, rows: Observed) -> Any:

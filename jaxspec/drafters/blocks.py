@@ -1,5 +1,5 @@
-"""What DFlash and EAGLE-3 have in common: fields of their config.json, decoder layers of Llama's or Qwen3's kind, and heads over a draft
-vocabulary."""
+"""What drafters with decoder layers of their own have in common: fields of their config.json, layers of Llama's, Qwen3's or Gemma 4's kind,
+and heads over a draft vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
-from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, require
 from jaxspec.model.layers import Linear, Weight, head_logits
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -92,6 +92,22 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_the
     )
 
 
+def gemma_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
+    """Layers of Gemma 4's kind that see everything before them, of which DeepSpec writes the whole text config.
+
+    Raises ValueError for what such a layer here does not have."""
+    read = Gemma4Config.from_hf({**config, "tie_word_embeddings": True, "num_kv_shared_layers": 0})
+    for spec, field in ((spec, field) for spec in read.layers for field in ("num_experts", "per_layer_input", "window")):
+        if getattr(spec, field):
+            raise ValueError(f"the drafter's layers have {field} {getattr(spec, field)}; implemented: none")
+    return read.layers
+
+
+def stored(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The layers as a drafter's cache sees them: keys are stored whole."""
+    return tuple(dataclasses.replace(spec, k_eq_v=False) for spec in layers)
+
+
 @struct.dataclass
 class SiluMLP:
     """down(silu(gate x) * up x). gate_up_proj: [2, I, H], down_proj: [H, I]."""
@@ -122,7 +138,7 @@ def head(
 
 
 class PlainDrafter:
-    """The members of a drafter that DFlash and EAGLE-3 share: see `base.Drafter`."""
+    """The members that drafters with such layers share: see `base.Drafter`."""
 
     config: Any
     d2t: Weight | None

@@ -67,15 +67,15 @@ class _View:
             raise type(error)(f"{member} of the drafter {self.name} failed where its shapes were checked: {error}") from error
 
     def state(self) -> Any:
-        """The state of SLOTS slots. Raises ValueError as `Drafter.init` says, and for arrays that have no axis of slots."""
+        """The state of SLOTS slots. Raises ValueError as `Drafter.init` says, and for arrays without the axis that it asks for."""
         state = jax.eval_shape(lambda d: d.init(SLOTS, MAX_LEN, self.count), self.drafter)
         parts = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda part: isinstance(part, PagedKV))
         for path, part in parts:
-            if not isinstance(part, PagedKV) and (not part.shape or part.shape[0] != SLOTS):
+            if not isinstance(part, PagedKV) and (not part.shape or part.shape[0] not in (SLOTS, 1)):
                 where = jax.tree_util.keystr(path, simple=True, separator=".") or "the array"
                 raise ValueError(
                     f"init of the drafter {self.name} gives a state of which {where} is {list(part.shape)}; expected a leading axis of "
-                    f"slots, [{SLOTS}, ...] for {SLOTS} slots"
+                    f"slots, [{SLOTS}, ...] for {SLOTS} slots, or one of length 1 for what they share"
                 )
         return state
 

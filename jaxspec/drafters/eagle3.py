@@ -9,7 +9,6 @@ there is nothing to undo when guesses are rejected. Facts: SafeAILab/EAGLE `cnet
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -166,7 +165,7 @@ class Eagle3(PlainDrafter):
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> Eagle3State:
         dtype = self.fc.weight.dtype
         sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": 0, "page_size": self.page_size}
-        cache = paged.fixed(paged.init(_stored(self.config.layers), **sizes, dtype=dtype))
+        cache = paged.fixed(paged.init(blocks.stored(self.config.layers), **sizes, dtype=dtype))
         return Eagle3State(cache, jnp.zeros((slots, self.config.hidden_size), dtype))
 
     def observe(self, state: Eagle3State, rows: Observed) -> Eagle3State:
@@ -238,7 +237,7 @@ class Eagle3(PlainDrafter):
         head = 0 if self.lm_head is not None else nbytes(target.embed_tokens)
         once = nbytes((self.fc, self.input_norm, self.fc_norm))
         each = nbytes(self) - once - nbytes(self.embed_tokens) + head
-        kv = traffic.visible_kv(_stored(self.config.layers), self.fc.weight.dtype, context)
+        kv = traffic.visible_kv(blocks.stored(self.config.layers), self.fc.weight.dtype, context)
         return once + num_draft_tokens * each, num_draft_tokens * batch * kv
 
     def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
@@ -268,11 +267,6 @@ class Eagle3(PlainDrafter):
 
     def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> Eagle3:
         return blocks.with_the_targets_head(with_query_norms(self), table, norm, tokens)
-
-
-def _stored(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """The layers as the cache sees them: keys are stored whole."""
-    return tuple(dataclasses.replace(spec, k_eq_v=False) for spec in layers)
 
 
 @jax.jit(static_argnames="attention")

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxspec.drafters.blocks import named_taps, plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, Gemma4Config, LayerSpec, require
+from jaxspec.drafters.blocks import gemma_layers, named_taps, plain_config, plain_spec, unread_keys
+from jaxspec.model.config import FULL, LayerSpec, require
 from jaxspec.model.target import TargetConfig
 
 DRAFT_VOCABULARY = 32_000  # of a fresh drafter, where the target has more tokens
@@ -71,7 +71,7 @@ class Eagle3Config:
                 raise ValueError(f"the drafter has hidden_size {hidden} and no {name} of its own; this target's has {theirs}")
         if draft_vocab != vocab and not own_head:
             raise ValueError(f"draft_vocab_size is {draft_vocab} of {vocab} tokens, and the checkpoint has no lm_head.weight")
-        layers = _gemma_layers(config) if gemma else _plain_layers(inner)
+        layers = gemma_layers(config) if gemma else _plain_layers(inner)
         kept = unread_keys(speculators or gemma, own_head=own_head, own_embedding=own_embedding, own_d2t=draft_vocab != vocab)
         return cls(
             layers=layers,
@@ -119,15 +119,6 @@ def _plain_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
             f"implemented: {FULL!r} without"
         )
     return (plain_spec(config),) * count
-
-
-def _gemma_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
-    """Layers of Gemma 4's kind, of which DeepSpec writes the whole text config."""
-    read = Gemma4Config.from_hf({**config, "tie_word_embeddings": True, "num_kv_shared_layers": 0})
-    for field in ("num_experts", "per_layer_input", "window"):
-        if getattr(read.layers[0], field):
-            raise ValueError(f"the drafter's layers have {field} {getattr(read.layers[0], field)}; implemented: none")
-    return read.layers
 
 
 def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import checkpoint
-from jaxspec.drafters import assistant, base, dflash, draft_model, eagle3, mtp_modules, ngram
+from jaxspec.drafters import assistant, base, dflash, dflash2, draft_model, dspark, eagle3, mtp_modules, ngram
 from jaxspec.drafters.base import Drafter, fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.model.families import MODEL_TYPES
@@ -29,7 +29,7 @@ def register(kind: Kind) -> None:
     REGISTRY.update(dict.fromkeys(kind.config_names, kind))
 
 
-for _module in (base, ngram, assistant, dflash, eagle3, mtp_modules, draft_model):
+for _module in (base, ngram, assistant, dflash, dflash2, dspark, eagle3, mtp_modules, draft_model):
     register(_module.KIND)
 
 

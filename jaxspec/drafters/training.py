@@ -41,12 +41,14 @@ class Objective:
     # Weight of total variation, half of the L1 distance: 1 - tv is how often speculative sampling accepts (Leviathan et al. 2023,
     # section 3.2).
     tv: float = 0.0
+    # Weight of a confidence's cross-entropy to the share of guesses that speculative sampling accepts, where a drafter has confidences.
+    confidence: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "anchors"):
             if getattr(self, name) < 1:
                 raise ValueError(f"the objective's {name} is {getattr(self, name)}, expected at least 1")
-        if not (0 < self.decay <= 1 and min(self.soft, self.hard, self.tv) >= 0 < self.soft + self.hard + self.tv):
+        if not (0 < self.decay <= 1 and min(self.soft, self.hard, self.tv, self.confidence) >= 0 < self.soft + self.hard + self.tv):
             raise ValueError(f"the objective is {self}; expected a decay above 0 and at most 1, weights of at least 0, and one above")
 
 
@@ -63,6 +65,16 @@ class Centroids:
 
 
 @struct.dataclass
+class Shortlist:
+    """Logits by which tokens become candidates, before those are scored."""
+
+    # [B, A, V] float32.
+    logits: jax.Array
+    # How many tokens become candidates.
+    top_k: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
 class Guess:
     """One draft step, from A places of each of B texts."""
 
@@ -72,6 +84,10 @@ class Guess:
     ids: jax.Array | None = None
     # Of a centroid head, whose logits then are of all tokens; else None.
     centroids: Centroids | None = None
+    # Of a drafter that scores a few candidates, whose logits here are the scores of all tokens; else None.
+    shortlist: Shortlist | None = None
+    # [B, A] float32, the log-odds that the guess is accepted if those before it are; None of a drafter that does not say.
+    confidence: jax.Array | None = None
 
 
 def whole_rows(ids: jax.Array) -> Rows:

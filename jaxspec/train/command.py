@@ -43,6 +43,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "soft": "of cross-entropy to the target's distribution",
         "hard": "of cross-entropy to the target's best token",
         "tv": "of total variation, which bounds acceptance",
+        "confidence": "of the confidence in a guess, of drafters that have one",
     }
     for name, meaning in weights.items():
         option(name, f"weight {meaning} (default: the kind's)", type=float, metavar="W", dest=f"objective_{name}")

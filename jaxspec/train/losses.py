@@ -41,7 +41,7 @@ def distil_loss(
 
     With a draft vocabulary the target's distribution is compared on that, and places whose best token it lacks do not count.
     Metrics: acceptance length, greedy, had every place drafted along this text; the recall of the target's best token by the draft
-    vocabulary's or the centroids' choice.
+    vocabulary's, the centroids' or the shortlist's choice.
     """
     out, _ = target(whole_rows(batch.ids), None, taps=drafter.taps, attention=XLA)
     at, valid = places(batch, key, objective.anchors)
@@ -54,7 +54,7 @@ def distil_loss(
         best = jnp.argmax(truth, axis=-1).astype(jnp.int32)
         distance, chosen, offered = _distance(guess, truth, best, objective)
         counted = valid & (at + k < batch.length[:, None])
-        if guess.centroids is not None or guess.ids is not None:
+        if guess.centroids is not None or guess.shortlist is not None or guess.ids is not None:
             metrics[f"recall_{k}"] = mean(offered.astype(jnp.float32), counted)
         if guess.ids is not None:
             counted &= offered
@@ -98,8 +98,13 @@ def _distance(guess: Guess, truth: jax.Array, best: jax.Array, objective: Object
     total = jax.nn.logsumexp(logits, axis=-1)
     goal = objective.soft * soft + objective.hard * jax.nn.one_hot(index, logits.shape[-1], dtype=jnp.float32)
     distance = (objective.soft + objective.hard) * total - jnp.sum(goal * logits, axis=-1)
-    if objective.tv:
-        distance += objective.tv * (1.0 - jnp.sum(jnp.minimum(shared, jnp.exp(logits - total[..., None])), axis=-1))
+    if objective.tv or guess.confidence is not None:
+        kept = jnp.sum(jnp.minimum(shared, jnp.exp(logits - total[..., None])), axis=-1)
+        distance += objective.tv * (1.0 - kept)
+        if guess.confidence is not None:
+            # Binary cross-entropy to what is kept, which it is not to change.
+            gain = jax.lax.stop_gradient(kept) * guess.confidence
+            distance += objective.confidence * (jax.nn.softplus(guess.confidence) - gain)
     if guess.centroids is not None:
         scores, ordering = guess.centroids.logits, guess.centroids.ordering
         count = scores.shape[-1]
@@ -111,6 +116,13 @@ def _distance(guess: Guess, truth: jax.Array, best: jax.Array, objective: Object
         allowed = jnp.take(jnp.any(jax.nn.one_hot(among, count, dtype=bool), axis=-2), centroid_of, axis=-1)
         offered = jnp.take_along_axis(allowed, best[..., None], axis=-1)[..., 0]
         # What inference drafts: the best of the tokens that the centroids offer.
+        drawable = jnp.where(allowed, guess.logits, -jnp.inf)
+    if guess.shortlist is not None:
+        # What makes a token a candidate learns as what then scores it.
+        first = guess.shortlist.logits
+        distance += (objective.soft + objective.hard) * jax.nn.logsumexp(first, axis=-1) - jnp.sum(goal * first, axis=-1)
+        allowed = first >= jax.lax.top_k(first, guess.shortlist.top_k)[0][..., -1:]
+        offered = jnp.take_along_axis(allowed, best[..., None], axis=-1)[..., 0]
         drawable = jnp.where(allowed, guess.logits, -jnp.inf)
     chosen = jnp.argmax(drawable, axis=-1).astype(jnp.int32)
     return distance, chosen if guess.ids is None else jnp.take(guess.ids, chosen), offered

@@ -38,7 +38,8 @@ METHODS = {
     "mtp": ("mtp", "mtp-modules"),
     "gemma4_mtp": ("mtp",),
     "eagle3": ("eagle3",),
-    "dflash": ("dflash",),
+    "dflash": ("dflash", "dflash2"),
+    "dspark": ("dspark",),
     "draft_model": ("draft-model",),
 }
 NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")

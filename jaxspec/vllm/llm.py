@@ -57,7 +57,7 @@ class LLM:
     download_dir, hf_token: `revision`, `cache_dir` and `token` of `load`. tokenizer_revision: None or the revision.
 
     speculative_config: a dict with "model", a drafter's checkpoint, or "method" "ngram" (with "prompt_lookup_max", "prompt_lookup_min"),
-    and "num_speculative_tokens". "method" may say what the checkpoint is: "mtp", "eagle3", "dflash" or "draft_model".
+    and "num_speculative_tokens". "method" may say what the checkpoint is: "mtp", "eagle3", "dflash", "dspark" or "draft_model".
 
     generation_config: "auto", by which the checkpoint's generation_config.json has a say where no sampling params are given, or "vllm",
     by which it has none; override_generation_config: a dict that goes before it. chat_template: a template, or a file of one, in place

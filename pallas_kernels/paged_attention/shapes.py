@@ -44,6 +44,10 @@ SHAPES = {
     # DFlash blocks of the 31B's drafter.
     "dflash-full": Shape(16, 8, 8, 128, causal=False),
     "dflash-sliding": Shape(16, 8, 8, 128, window=2048),
+    # Blocks that see both ways: DFlash2's for the 31B, DSpark's for the 31B and, with Gemma's heads, for the 12B.
+    "dflash2-sliding": Shape(16, 8, 8, 128, window=2048, causal=False),
+    "31b-dspark": Shape(8, 16, 2, 256, causal=False),
+    "12b-dspark": Shape(7, 1, 16, 512, causal=False),
     # Prefill chunks.
     "e2b-full-prefill": Shape(512, 1, 8, 512),
     "e2b-sliding-prefill": Shape(512, 1, 8, 256, window=512),

@@ -92,6 +92,14 @@ def test_bytes_of_other_drafters():
     # A sliding layer of the target's, [H, 2 H], norms and a head for each draft.
     module = 2 * (3 * 5376 * 21_504 + 4 * 8192 * 5376 - 2 * 4096 * 5376 + 4 * 5376 + 2 * 256 + 1 + 2 * 5376 * 5376 + 3 * 5376) + head
     assert read("modules", 6) == (6 * module, 2 * 6 * 16_384 * 1024)
+    # One pass over five layers that see all, with a head of 32,000 tokens, and of the Markov head what gives logits once a draft.
+    layer = 2 * 32 * 256 * 5376 + 2 * 16 * 256 * 5376 + 3 * 5376 * 21_504 + 2 * 5376 + 2 * 256
+    once = 2 * (5 * 5376 * 5376 + 5 * layer + 2 * 5376 + 32_000 * 5376) + 4 * 32_000
+    assert read("dspark", 7) == (once + 7 * 2 * 32_000 * 256, 2 * 2 * 5 * 2 * 16 * 256 * 3000)
+    # DFlash's with five taps, ten convolutions and the selector's projection, and 17 rows of its codebooks for each of 30 drafts.
+    layer = 2 * 64 * 128 * 5376 + 2 * 8 * 128 * 5376 + 3 * 5376 * 10_752 + 2 * 5376 + 2 * 128 + 2 * (4 * 5376 + 1344 * 5376)
+    weights = 2 * (5 * 5376 * 5376 + 5 * layer + 2 * 5376 + 256 * 5376) + head
+    assert read("dflash2", 15) == (weights + 2 * 15 * 17 * 256 * 2, 2 * 4 * 8 * 128 * (4 * 2048 + 3000))
     assert read("ngram", 4) == read("none", 0) == (0, 0)
 
 
@@ -105,7 +113,8 @@ def test_every_named_drafter_fits_the_targets_that_it_is_there_for(shape):
             assert f"drafter {name!r} is there for config" in str(error)
         else:
             made.add(name)
-    assert made == set(released.drafter_names()) - ({"dflash"} if shape not in ("26b", "31b") else set())
+    published = {"12b": {"dspark"}, "26b": {"dflash"}, "31b": {"dflash", "dflash2", "dspark"}}
+    assert made == set(released.drafter_names()) - ({"dflash", "dflash2", "dspark"} - published.get(shape, set()))
 
 
 def test_operations_of_a_prompt():
@@ -215,7 +224,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
     ("options", "message"),
     [
         (["--config", "70b"], "config '70b' is neither a folder"),
-        (["--config", "e2b", "--drafter", "dspark"], "drafter 'dspark' is neither a folder"),
+        (["--config", "e2b", "--drafter", "medusa"], "drafter 'medusa' is neither a folder"),
         (
             ["--config", "pocket", "--drafter", "mtp"],
             "drafter 'mtp' is there for config e2b, e4b, 12b, 26b, 31b; for 'pocket' name a folder",

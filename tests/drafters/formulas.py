@@ -16,7 +16,7 @@ from jaxspec.checkpoint import layout
 from jaxspec.decode import Round
 from jaxspec.drafters.base import Observed, Target
 from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, Gemma4Config
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.model.layers import Embedding
 from jaxspec.model.rows import Rows
 from jaxspec.sampling.choice import Sampling
@@ -86,7 +86,8 @@ def golden(name: str):
     """Stored vectors, their config, the weights under the checkpoint's keys, and a target of which only the table is there."""
     tensors, meta = load_file(GOLDEN / f"{name}.safetensors"), json.loads((GOLDEN / f"{name}.json").read_text())
     weights = {key.removeprefix("checkpoint."): value for key, value in tensors.items() if key.startswith("checkpoint.")}
-    table, layers = tensors["target.embed_tokens.weight"], 8
+    table, states = tensors["target.embed_tokens.weight"], tensors.get("input.round1.target_hidden_states")
+    layers = 8 if states is None else len(states) - 1
     text = {
         **tiny.TEXT,
         "vocab_size": len(table),
@@ -122,6 +123,27 @@ def observed(target, slots, start: int, ids, taps, anchor: int, width: int) -> O
     return Observed(target, slots, each(ids), positions, jnp.zeros((batch, taps.shape[2])), rows, each(count), each(anchor))
 
 
+def golden_rounds(tensors, model, target, drafts: int):
+    """The two stored rounds of a drafter that guesses a block: of each its number, its state when the context is observed, in chunks with
+    rejected rows of NaN behind them, the view of the target, and the block's ids. The second row of all is nobody's. model: of which a
+    page holds 5 positions. At the end the pages are looked at, as far as they are stored."""
+    observe, slots, at, chunk = rounds.compiled(type(model).observe), jnp.asarray([1, 3], jnp.int32), 0, 4
+    state = nan_state(model, 3, 40, drafts)
+    for number in (1, 2):
+        hidden = tensors[f"input.round{number}.target_hidden_states"][list(model.taps)]
+        for first in range(0, hidden.shape[1], chunk):
+            taps = hidden[:, first : first + chunk]
+            count = taps.shape[1]
+            state = observe(model, state, observed(target, slots, at, np.ones(count, int), taps, 1, chunk))
+            at += count
+        ids = jnp.asarray(np.repeat(tensors[f"input.round{number}.block_token_ids"], 2, axis=0), jnp.int32)
+        yield number, state, Target(target, None, slots, ids[:, 0], jnp.asarray([at, 0], jnp.int32)), ids
+    for layer, spec in enumerate(model.config.layers):
+        names = [f"debug.cache.layers.{layer}.{kind}" for kind in ("key", "value")]
+        key, value = (tensors[name][0].transpose(1, 0, 2) if name in tensors else None for name in names)
+        check_pages(state.cache, 1, layer, spec, at, key, value)
+
+
 def check_pages(cache, slot: int, layer: int, spec, length: int, key, value) -> None:
     """A layer's pages hold K and V of positions 0 .. length - 1 of one slot, as far as its ring keeps them, and NaN everywhere else."""
     table, pool = np.asarray(cache.tables[spec.kind])[slot], cache.layers[layer]
@@ -140,6 +162,69 @@ def same(left, right) -> None:
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for old, new in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
+
+
+def convolved(w, name, side, x, by):
+    """DFlash2's convolution of a block's rows, one number at a time. x, by: [T, h], what is convolved and the rows that make the kernel."""
+    base, projection = w[f"{name}.base_kernel"], w[f"{name}.kernel_projection.weight"]
+    _, taps, hidden = base.shape
+    own = (by @ projection.T).reshape(len(by), 2, taps, -1)
+    group, out = hidden // own.shape[-1], np.zeros(x.shape)
+    for row, tap, channel in np.ndindex(len(x), taps, hidden):
+        if row >= tap:
+            out[row, channel] += (base[side, tap, channel] + own[row, side, tap, channel // group]) * x[row - tap, channel]
+    return out
+
+
+def block_rows(w, inner, causal, context, embedded):
+    """The outputs of all rows of a block of Qwen3's layers, or of Gemma 4's where the tensors have its norms, behind a context, by the
+    formulas of DFlash, DFlash2 (where the tensors have its convolutions) and DSpark.
+
+    w: the checkpoint's tensors. inner: the decoder's config. causal: of each layer, whether a row sees the block up to itself alone.
+    context: [n, taps, H], the target's hidden states. embedded: [T, h]."""
+    gemma, n, t = "layers.0.layer_scalar" in w, len(context), len(embedded)
+    context = rms(context.reshape(n, -1) @ w["fc.weight"].T, w["hidden_norm.weight"])
+    x, at, key_at = embedded.astype(np.float64), n + np.arange(t), np.arange(n + t)
+    if gemma:
+        dim, angles, theta = inner["global_head_dim"], inner["global_head_dim"] // 8, 1e6  # a quarter of each head rotates
+    else:
+        dim, angles, theta = inner["head_dim"], None, inner.get("rope_theta") or inner["rope_parameters"]["rope_theta"]
+    for layer, kind in enumerate(inner["layer_types"]):
+        own = layer_tensors(w, layer)
+
+        def heads(rows, name, own=own):
+            return (rows @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(rows), -1, dim)
+
+        def around(name, part, x, own=own):
+            """A part of the layer, with its convolutions."""
+            if f"{name}.base_kernel" not in own:
+                return part(x)
+            return convolved(own, name, 1, part(convolved(own, name, 0, x, x)), x)
+
+        def attended(normed, layer=layer, kind=kind, own=own, heads=heads):
+            both = np.concatenate([context, normed])
+            q = rotate(rms(heads(normed, "q"), own["self_attn.q_norm.weight"]), at, theta, angles)
+            k = rotate(rms(heads(both, "k"), own["self_attn.k_norm.weight"]), key_at, theta, angles)
+            v = rms(heads(both, "k"), 1.0) if gemma else heads(both, "v")
+            visible = np.ones((t, n + t), bool)
+            if kind == SLIDING:
+                visible &= at[:, None] - key_at[None] < inner["sliding_window"]
+            if causal[layer]:
+                visible &= key_at[None] <= at[:, None]
+            return attend(q, k, v, visible, 1.0 if gemma else dim**-0.5) @ own["self_attn.o_proj.weight"].T
+
+        if gemma:
+            x = x + rms(attended(rms(x, own["input_layernorm.weight"])), own["post_attention_layernorm.weight"])
+            fed = mlp(own, rms(x, own["pre_feedforward_layernorm.weight"]), gelu)
+            x = (x + rms(fed, own["post_feedforward_layernorm.weight"])) * own["layer_scalar"]
+        else:
+            x = x + around("attention_conv", attended, rms(x, own["input_layernorm.weight"]))
+            x = x + around("mlp_conv", lambda rows, own=own: mlp(own, rows, silu), rms(x, own["post_attention_layernorm.weight"]))
+    return rms(x, w["norm.weight"])
+
+
+def softcap(logits, cap):
+    return cap * np.tanh(logits / cap) if cap else logits
 
 
 @functools.partial(rounds.compiled, static_argnames="k")
@@ -208,7 +293,7 @@ def check_round(model, target: Gemma4Config, k: int) -> None:
     how = jax.eval_shape(lambda: greedy(batch))
     view = Target(verifier, None, each, each, each)  # pyright: ignore[reportArgumentType]
     drafts, drafted = jax.eval_shape(lambda d, s, t, g: d.draft(s, t, g, k), model, state, view, how)
-    size = model.config.draft_vocab_size
+    size = getattr(model.config, "selector_top_k", model.config.draft_vocab_size)
     assert (drafts.tokens.shape, drafts.logits.shape, drafts.logits.dtype) == ((batch, k), (batch, k, size), jnp.float32)
     assert (drafts.ids is None) == (size == target.vocab_size)
     for after in (jax.eval_shape(type(model).observe, model, state, rows), drafted):

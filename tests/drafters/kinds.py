@@ -10,7 +10,7 @@ import rounds
 import tiny
 
 from jaxspec.drafters import assistant as gemma4_mtp
-from jaxspec.drafters import dflash, draft_model, eagle3
+from jaxspec.drafters import dflash, dflash2, draft_model, dspark, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.ngram import NGram
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
@@ -60,6 +60,95 @@ DFLASH = {
         "mask_token_id": 60,
         "aux_hidden_state_layer_ids": [1, 2, 3],
         "sliding_window_non_causal": True,
+    },
+}
+
+# As speculators lays DFlash2 out, and with its fields where z-lab has DFlash's.
+DFLASH2 = {
+    "speculators": {
+        "architectures": ["DFlash2DraftModel"],
+        "speculators_model_type": "dflash2",
+        "transformer_layer_config": {**BLOCK, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
+        "block_size": 8,
+        "draft_vocab_size": rounds.VOCAB,
+        "mask_token_id": 60,
+        "aux_hidden_state_layer_ids": [1, 2, 3],
+        "sample_from_anchor": False,
+        "conv_kernel_size": 3,
+        "conv_group_size": 4,
+        "selector_rank": 6,
+        "selector_top_k": 5,
+    },
+    "z-lab": {
+        **BLOCK,
+        "architectures": ["DFlash2DraftModel"],
+        "model_type": "qwen3",
+        "rope_theta": 1e4,
+        "block_size": 16,
+        "num_target_layers": 3,
+        "sliding_window_non_causal": False,
+        "dflash_config": {
+            "mask_token_id": 4,
+            "target_layer_ids": [0, 2],
+            "input_embedding_scale": 3.0,
+            "output_multiplier": 0.5,
+            "final_logit_softcapping": 2.0,
+            "conv_kernel_size": 2,
+            "conv_group_size": 32,
+            "selector_rank": 3,
+            "selector_top_k": rounds.VOCAB,
+        },
+    },
+}
+
+# As speculators and DeepSpec lay DSpark out, with each of its Markov heads.
+DSPARK = {
+    "speculators": {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {**BLOCK, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
+        "block_size": 7,
+        "draft_vocab_size": 40,
+        "mask_token_id": 60,
+        "aux_hidden_state_layer_ids": [1, 2, 3],
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": True,
+        "markov_rank": 6,
+        "markov_head_type": "gated",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "rnn": {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {**BLOCK, "rope_theta": 1e4},
+        "block_size": 8,
+        "mask_token_id": 4,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "sample_from_anchor": False,
+        "markov_rank": 6,
+        "markov_head_type": "rnn",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": False,
+    },
+    "gemma": {
+        **rounds.TEXT,
+        "architectures": ["Gemma4DSparkModel"],
+        "num_hidden_layers": 2,
+        "layer_types": [FULL] * 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 16,
+        "tie_word_embeddings": False,
+        "num_target_layers": 3,
+        "target_layer_ids": [0, 2],
+        "final_logit_softcapping": 2.0,
+        "block_size": 7,
+        "mask_token_id": 4,
+        "markov_rank": 6,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
     },
 }
 
@@ -146,6 +235,14 @@ def block(layout):
     return dflash.abstract(dataclasses.replace(config, own_mask=layout == "speculators"), jnp.float32)
 
 
+def block2(layout):
+    return dflash2.abstract(dflash2.DFlash2Config.from_hf(DFLASH2[layout], CONFIG), jnp.float32)
+
+
+def spark(layout):
+    return dspark.abstract(dspark.DSparkConfig.from_hf(DSPARK[layout], CONFIG, (*HEAD, dspark.CONFIDENCE)), jnp.float32)
+
+
 def eagle(layout):
     return eagle3.abstract(eagle3.Eagle3Config.from_hf(EAGLE3[layout], CONFIG, EAGLE3_KEYS[layout]), jnp.float32)
 
@@ -162,14 +259,19 @@ def small_model(text):
 KINDS = {
     "assistant": assistant,
     "dflash": functools.partial(block, "z-lab"),
+    "dflash2": functools.partial(block2, "speculators"),
+    "dspark": functools.partial(spark, "speculators"),
     "eagle3": functools.partial(eagle, "eagle"),
     "modules": functools.partial(modules, 2),
     "draft model": functools.partial(small_model, SMALL),
-    "ngram": NGram,
+    "ngram": functools.partial(NGram, windows=32),
 }
 LAYOUTS = {
     **KINDS,
     "dflash speculators": functools.partial(block, "speculators"),
+    "dflash2 z-lab": functools.partial(block2, "z-lab"),
+    "dspark rnn": functools.partial(spark, "rnn"),
+    "dspark gemma": functools.partial(spark, "gemma"),
     "eagle3 speculators": functools.partial(eagle, "speculators"),
     "eagle3 gemma": functools.partial(eagle, "gemma"),
     "draft model like E2B": functools.partial(small_model, LIKE_E2B),

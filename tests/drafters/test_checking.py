@@ -20,6 +20,7 @@ from jaxspec.model.config import Gemma4Config
 
 TARGET = gemma4.abstract(Gemma4Config.from_hf(tiny.TARGET), jnp.float32)
 KINDS = {"none": "31b", "ngram": "31b", "mtp": "e2b", "eagle3": "31b", "dflash": "31b", "modules": "12b", "e2b": "26b"}
+KINDS |= {"dflash2": "31b", "dspark": "12b"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +108,7 @@ WRONG = {
     "axis of slots": (
         broken(init=lambda self, slots, max_len, k: {"rows": jnp.zeros((), jnp.int32)}),
         ValueError,
-        r"init of the drafter Broken gives a state of which rows is \[\]; expected a leading axis of slots, \[3, ...\] for 3 slots",
+        r"init of the drafter Broken gives a state of which rows is \[\]; expected a leading axis of slots, \[3, ...\] for 3 slots, or",
     ),
     "a failure": (
         broken(observe=lambda self, state, rows: {"rows": state["rows"] + rows.taps[1]}),

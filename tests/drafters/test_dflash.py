@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import real_configs
 import rounds
-from formulas import attend, check_round, close, greedy, guesses, rms, rotate, silu, write_checkpoint
+from formulas import check_round, close, greedy, guesses, write_checkpoint
 from kinds import DFLASH
 from real_configs import FULL, SLIDING
 from safetensors.numpy import load_file
@@ -25,7 +25,6 @@ from jaxspec import checkpoint, drafters
 from jaxspec import released as shapes
 from jaxspec.decode import Round
 from jaxspec.drafters import dflash
-from jaxspec.drafters.base import Target
 from jaxspec.drafters.dflash import DFlash, DFlashConfig
 from jaxspec.model.config import Gemma4Config
 
@@ -40,27 +39,13 @@ def test_golden_rounds(name: str, tmp_path: Path) -> None:
     model = drafters.load_drafter(write_checkpoint(tmp_path, config, weights), target.config, jnp.float32, progress=False)
     assert isinstance(model, DFlash) and model.taps == (2, 5, 7)
     model = dataclasses.replace(model, page_size=5)
-    state = formulas.nan_state(model, 3, 40, 7)
-    observe, block = rounds.compiled(DFlash.observe), rounds.compiled(DFlash.block)
-    draft = rounds.compiled(DFlash.draft, static_argnums=4)
-    slots, at, chunk = jnp.asarray([1, 3], jnp.int32), 0, 4  # the second row is nobody's
-    for number in (1, 2):
-        hidden = tensors[f"input.round{number}.target_hidden_states"][list(model.taps)]
-        for first in range(0, hidden.shape[1], chunk):
-            taps = hidden[:, first : first + chunk]
-            count = taps.shape[1]
-            state = observe(model, state, formulas.observed(target, slots, at, np.ones(count, int), taps, 1, chunk))
-            at += count
-        ids = jnp.asarray(np.repeat(tensors[f"input.round{number}.block_token_ids"], 2, axis=0), jnp.int32)
-        view = Target(target, None, slots, ids[:, 0], jnp.asarray([at, 0], jnp.int32))
+    block, draft = rounds.compiled(DFlash.block), rounds.compiled(DFlash.draft, static_argnums=4)
+    for number, state, view, ids in formulas.golden_rounds(tensors, model, target, 7):
         close(block(model, state, view, ids)[:1], tensors[f"expected.round{number}.hidden"])
         drafts, after = draft(model, state, view, greedy(2), 7)
         np.testing.assert_array_equal(drafts.tokens[:1], tensors[f"expected.round{number}.draft_ids"])
         assert drafts.logits.shape == (2, 7, 128) and drafts.ids is None
         formulas.same(state, after)
-    for layer, spec in enumerate(model.config.layers):
-        key, value = (tensors[f"debug.cache.layers.{layer}.{kind}"][0].transpose(1, 0, 2) for kind in ("key", "value"))
-        formulas.check_pages(state.cache, 1, layer, spec, at, key, value)
 
 
 NAMES = {"z-lab": "dflash", "speculators": "dflash speculators"}
@@ -85,34 +70,11 @@ def reference(layout: str, w: dict[str, np.ndarray], table: np.ndarray, taps: np
 
     table: [V, H], unscaled; taps: [n, taps, H]; ids: [T]."""
     config = DFLASH[layout]
-    inner = {**config, **config.get("transformer_layer_config", {})}
-    theta, dim = inner.get("rope_theta") or inner["rope_parameters"]["rope_theta"], inner["head_dim"]
-    n, t = len(taps), len(ids)
-    context = rms(taps.reshape(n, -1) @ w["fc.weight"].T, w["hidden_norm.weight"])
     x = table[ids].astype(np.float64)
     if "mask_embedding" in w:
         x[ids == config["mask_token_id"]] = w["mask_embedding"]
-    at, key_at = n + np.arange(t), np.arange(n + t)
-    for layer, kind in enumerate(inner["layer_types"]):
-        own = formulas.layer_tensors(w, layer)
-
-        def heads(rows, name, own=own):
-            return (rows @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(rows), -1, dim)
-
-        normed = rms(x, own["input_layernorm.weight"])
-        both = np.concatenate([context, normed])
-        q = rotate(rms(heads(normed, "q"), own["self_attn.q_norm.weight"]), at, theta)
-        k = rotate(rms(heads(both, "k"), own["self_attn.k_norm.weight"]), key_at, theta)
-        visible = np.ones((t, n + t), bool)
-        if kind == SLIDING:
-            visible &= at[:, None] - key_at[None] < inner["sliding_window"]
-        if CAUSAL[layout][layer]:
-            visible &= key_at[None] <= at[:, None]
-        x = x + attend(q, k, heads(both, "v"), visible, dim**-0.5) @ own["self_attn.o_proj.weight"].T
-        x = x + formulas.mlp(own, rms(x, own["post_attention_layernorm.weight"]), silu)
-    logits = rms(x, w["norm.weight"]) @ w.get("lm_head.weight", table).T
-    cap = config.get("final_logit_softcapping")
-    return cap * np.tanh(logits / cap) if cap else logits
+    rows = formulas.block_rows(w, {**config, **config.get("transformer_layer_config", {})}, CAUSAL[layout], taps, x)
+    return formulas.softcap(rows @ w.get("lm_head.weight", table).T, config.get("final_logit_softcapping"))
 
 
 ACCEPTED = [(0, 3, 7, 1, 5), (7, 0, 2, 4, 0), (6, 5, 0, 7, 2)]

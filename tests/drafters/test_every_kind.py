@@ -181,7 +181,15 @@ def check_texts(kind, *ks, float8=False):
 
 # K of each round in turn, once a kind none and one among them, and a whole block. The assistant has its in
 # tests/decode/test_decode_loop.py, and the draft model those of the layout that is least like the target.
-TURNS = {"dflash": (7, 1, 0), "eagle3": (3, 1, 0), "modules": (3, 1, 0), "draft model like E2B": (3, 1, 0), "ngram": (3, 0)}
+TURNS = {
+    "dflash": (7, 1, 0),
+    "dspark": (7, 1, 0),
+    "dflash2 z-lab": (7, 0),
+    "eagle3": (3, 1, 0),
+    "modules": (3, 1, 0),
+    "draft model like E2B": (3, 1, 0),
+    "ngram": (3, 0),
+}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind not in ("draft model", "modules 3")])

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import rounds
 import tiny
-from kinds import DFLASH, EAGLE3, modules_config
+from kinds import DFLASH, DFLASH2, DSPARK, EAGLE3, modules_config
 from real_configs import FULL, SLIDING
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import checkpoint, drafters, loading
 from jaxspec.drafters import assistant as gemma4_mtp
-from jaxspec.drafters import dflash, draft_model, eagle3
+from jaxspec.drafters import dflash, dflash2, draft_model, dspark, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import NoDraft, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
@@ -40,6 +40,8 @@ ASSISTANT = {
 OBJECTS = {
     "assistant": gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANT), CONFIG)),
     "dflash": dflash.abstract(dflash.DFlashConfig.from_hf(DFLASH["z-lab"], CONFIG)),
+    "dflash2": dflash2.abstract(dflash2.DFlash2Config.from_hf(DFLASH2["z-lab"], CONFIG)),
+    "dspark": dspark.abstract(dspark.DSparkConfig.from_hf(DSPARK["gemma"], CONFIG)),
     "eagle3": eagle3.abstract(eagle3.Eagle3Config.from_hf({**EAGLE3["eagle"], "eagle_aux_hidden_state_layer_ids": [1, 3]}, CONFIG, HEAD)),
     "modules": mtp.abstract(mtp.ModulesConfig.from_hf(modules_config(2, TEXT))),
     "draft model": draft_model.abstract(CONFIG),
@@ -81,6 +83,10 @@ def refusal(tmp_path, drafter, changes, **settings):
         ("dflash", WIDER, "DFlash cannot be used with this target: .* hidden_size 32, for a target of 32; this target has 48"),
         ("dflash", LONGER, "vocab_size 64, this target has 65"),
         ("dflash", DEEPER, r"made for a target of 3 layers \(num_target_layers\), this target has 4"),
+        ("dflash2", WIDER, "DFlash2 cannot be used with this target: .* hidden_size 32, for a target of 32; this target has 48"),
+        ("dflash2", LONGER, "vocab_size 64, this target has 65"),
+        ("dspark", WIDER, "DSpark cannot be used with this target: .* hidden_size 32, for a target of 32; this target has 48"),
+        ("dspark", DEEPER, r"made for a target of 3 layers \(num_target_layers\), this target has 4"),
         ("eagle3", WIDER, "Eagle3 cannot be used with this target: .* a target of hidden_size 32, this target has 48"),
         ("eagle3", LONGER, "vocab_size 64, this target has 65"),
         ("eagle3", SHALLOWER, r"reads hidden states \[.*3\]; this target has 0 .. 2"),
@@ -150,6 +156,8 @@ def proposing(number):
         (NGram(), 4),
         (OBJECTS["assistant"], 4),
         (OBJECTS["dflash"], 15),
+        (OBJECTS["dflash2"], 15),
+        (OBJECTS["dspark"], 7),
         (OBJECTS["eagle3"], 4),
         (proposing(3), 3),
         (proposing(None), 4),

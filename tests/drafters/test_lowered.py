@@ -10,7 +10,7 @@ import pytest
 from flax import struct
 from lowering import for_cuda
 
-from jaxspec import decode
+from jaxspec import decode, drafters
 from jaxspec import released as shapes
 from jaxspec.drafters import dflash, mtp_modules
 from jaxspec.drafters.base import fitted
@@ -28,6 +28,10 @@ def drafter(name, target):
         text = {**TEXT, "layer_types": [*TEXT["layer_types"], SLIDING, SLIDING]}
         config = {"model_type": mtp_modules.MODEL_TYPE, "num_nextn_predict_layers": 2, "text_config": text}
         return mtp_modules.abstract(mtp_modules.ModulesConfig.from_hf(config))
+    if name in ("dflash2", "dspark"):
+        kind = drafters.KINDS[name]
+        config = {**shapes.drafter_config(name, "31b"), "aux_hidden_state_layer_ids": range(1, LAYERS)}
+        return fitted(kind.from_checkpoint(None, config, target, jnp.bfloat16), target)
     if name != "dflash":
         return shapes.abstract_drafter(name, "31b", target, jnp.bfloat16)
     taps = {"mask_token_id": 4, "target_layer_ids": range(LAYERS)}
@@ -49,10 +53,10 @@ def kernels(name, k, draft_attention):
     return len(re.findall(r'name = "paged_attention"', text)), in_place
 
 
-@pytest.mark.parametrize(("name", "k", "own"), [("dflash", 15, 2), ("eagle3", 5, 5)])
+@pytest.mark.parametrize(("name", "k", "own"), [("dflash", 15, 2), ("dflash2", 15, 2), ("eagle3", 5, 5)])
 def test_attention_over_an_own_cache_is_the_kernels(name, k, own):
-    """A block's sliding layers, causal within it, and its full layer, which sees both ways; EAGLE-3's passes of 1 row, each with one more
-    row that is not stored, and its pass over the rows of a round. The target has two kinds of layers."""
+    """A block's sliding layers, causal within it or not, and its full layers, which see both ways; EAGLE-3's passes of 1 row, each with
+    one more row that is not stored, and its pass over the rows of a round. The target has two kinds of layers."""
     assert kernels(name, k, "xla") == (2, True)
     assert kernels(name, k, "triton") == (2 + own, True)
 
@@ -91,7 +95,7 @@ class Model:
         return self.inner(*args, **settings)
 
 
-@pytest.mark.parametrize("name", ["mtp", "dflash", "eagle3", "modules"])
+@pytest.mark.parametrize("name", ["mtp", "dflash", "dflash2", "dspark", "eagle3", "modules"])
 def test_nothing_but_what_a_target_is_asked_for_is_used(name):
     """A round, a prompt and scores with a target that has no other members than the protocols; another family may lack the rest."""
     config, each = Gemma4Config.from_hf(TEXT), jax.ShapeDtypeStruct((1,), jnp.int32)

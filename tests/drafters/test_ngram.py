@@ -1,20 +1,32 @@
 """N-gram lookup against a search in plain Python, in rounds too."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import rounds
+import tiny
 from quick import few_programs
 
 import jaxspec
+from jaxspec import decode
 from jaxspec.decode import Round
 from jaxspec.drafters import ngram
-from jaxspec.drafters.base import Observed
+from jaxspec.drafters.base import Observed, Target
 from jaxspec.drafters.ngram import NGram
+from jaxspec.sampling.choice import Sampling
+from jaxspec.text import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
-lookup = jax.jit(ngram.lookup, static_argnums=(2, 3, 4))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def lookup(texts, length, count, longest, shortest):
+    found, matched = ngram.lookup(texts, length, count, longest)
+    return jnp.where(matched >= shortest, found, -1)
 
 
 def searched(text, count, longest, shortest):
@@ -74,7 +86,7 @@ def test_only_what_is_committed_is_remembered():
 
 def test_the_loop_looks_up_what_a_search_finds():
     """After prompts in chunks of 5 and after each of three rounds; every guess that is found comes from the known tokens alone."""
-    drafter = NGram()
+    drafter = NGram(windows=0)
     state = rounds.started(drafter)
     for accepted in ([3, 0, 1, 2, 0], [0, 3, 2, 0, 1], [2, 1, 0, 3, 3]):
         state = rounds.spec_step(rounds.target(), rounds.told(drafter, state, accepted, 3), state, rounds.SLOT_IDS, round=Round(3))
@@ -90,6 +102,152 @@ def test_a_repetitive_prompt_is_guessed(monkeypatch):
     assert llm.drafter == NGram()
     out = llm.generate(["| 1 | 2 |\n" * 5], jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))[0]
     assert out.stats.acceptance_length > 1.3
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draft(drafter, state, slots, length):
+    """What it guesses for sequences of which so many tokens are known: [B, K]."""
+    view = Target(rounds.target(), None, slots, jnp.zeros_like(slots), length - 1)
+    return drafter.draft(state, view, Sampling(jnp.zeros((len(slots), 2), jnp.uint32), jnp.zeros(len(slots))), K)[0].tokens
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def observe(drafter, state, slots, ids, start, committed, anchor):
+    positions = start[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    rows = {"taps": (), "hidden": jnp.zeros((len(slots), 1)), "model": rounds.target()}
+    return drafter.observe(state, Observed(slots=slots, ids=ids, positions=positions, committed=committed, anchor=anchor, **rows))
+
+
+K, SLOTS = 4, 4
+TEMPLATE = """# Return {} of {}
+
+Dear {}, thank you for your message about the {} that you bought from us on {}. We are sorry to hear that it {}. You can send it back
+within thirty days, and we pay the postage. Please put the {} and this letter into the box. As soon as it has reached us, we return {} to
+your account. If you would rather have another {}, tell us before {}.
+
+With kind regards, {}
+"""
+WORDS = """amber anchor basket bottle bronze candle canvas carpet copper cotton desk drawer engine fabric garden glass hammer handle jacket
+kettle ladder lamp leather marble mirror needle oven paper pencil pillow radio ribbon rope saddle silver spoon stove table timber towel
+umbrella velvet violin wagon wheel window yarn zipper""".split()
+
+
+@functools.cache
+def answers(seed):
+    """Texts of one form, and the share of their tokens that are in all of them."""
+    rng, tokenizer, texts = np.random.default_rng(seed), load_tokenizer(tiny.POCKET), []
+    same = [tokenizer.encode(part) for part in TEMPLATE.split("{}")]
+    for _ in range(24):
+        own = [tokenizer.encode(" ".join([*rng.choice(WORDS, 2), str(rng.integers(100, 999))])) for _ in same[1:]]
+        texts.append([token for pair in zip(same, [*own, []], strict=True) for part in pair for token in part])
+    return texts, 24 * sum(map(len, same)) / sum(map(len, texts))
+
+
+def served(drafter, texts):
+    """Accepted drafts a round, while four slots write these texts one after the other, as a job does. A text's first 4 tokens are its
+    prompt."""
+    longest = max(map(len, texts))
+    state, waiting, running, known = drafter.init(SLOTS + 1, longest, K), list(texts), [None] * SLOTS, np.zeros(SLOTS, np.int32)
+    slots, accepted, rounds_run = np.array([3, 0, 2, 4], np.int32), 0, 0
+    while waiting or any(running):
+        for i in range(SLOTS):
+            if running[i] is None and waiting:
+                text, known[i] = waiting.pop(0), 5
+                running[i], zero = text, np.zeros(1, np.int32)
+                state = observe(drafter, state, slots[i : i + 1], np.asarray([text[:4]]), zero, zero + 4, zero + text[4])
+        found, start = np.asarray(draft(drafter, state, slots, known)), known - 1
+        ids, committed, anchor = np.zeros((SLOTS, K + 1), np.int32), np.zeros(SLOTS, np.int32), np.zeros(SLOTS, np.int32)
+        for i, text in enumerate(running):
+            if text is None:
+                continue
+            right = text[known[i] : known[i] + K]
+            kept = int(np.cumprod(found[i, : len(right)] == right).sum())
+            accepted, rounds_run = accepted + kept, rounds_run + 1
+            ids[i] = [text[start[i]], *found[i]]
+            known[i] = min(known[i] + kept + 1, len(text))
+            committed[i], anchor[i] = known[i] - 1 - start[i], text[known[i] - 1]
+            if known[i] == len(text):
+                running[i] = None
+        state = observe(drafter, state, slots, ids, start, committed, anchor)
+    return accepted / rounds_run
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_answers_of_one_form_are_guessed_from_each_other(seed):
+    """Most of every answer is in all of them. Lookup in the sequence alone finds what recurs within an answer."""
+    texts, share = answers(seed)
+    assert 0.5 < share < 0.6
+    alone, shared = (1 + served(NGram(windows=windows), texts) for windows in (0, 8192))
+    assert shared > 1.5 * alone and alone > 1.05, (alone, shared)
+
+
+def test_an_index_finds_what_a_search_finds():
+    """In rings that begin anywhere, whose windows begin before their texts; texts over few tokens, so that most matches have rivals."""
+    rng, (number, longest, stride, count) = np.random.default_rng(0), (7, 4, 8, 3)
+    search = jax.jit(ngram.lookup_windows, static_argnums=(4, 5, 6))
+    for oldest in (0, 3, 6):
+        windows = rng.integers(0, 3, (number, longest + stride + count)).astype(np.int32)
+        windows[2, :5], windows[4] = -1, -1
+        texts, length = rng.integers(0, 3, (20, 12)).astype(np.int32), np.resize(np.arange(1, 13, dtype=np.int32), 20)
+        found, matched = search(windows, np.array([oldest], np.int32), texts, length, count, longest, stride)
+        order = [(oldest + i) % number for i in range(number)]  # from the oldest to the newest
+        for row, (text, n) in enumerate(zip(texts, length, strict=True)):
+            best, wanted = 0, None
+            for window in (windows[i] for i in order):
+                for at in range(longest, longest + stride):
+                    same = next((i for i in range(longest) if i >= n or window[at - 1 - i] != text[n - 1 - i]), longest)
+                    if same >= best:
+                        best, wanted = same, window[at : at + count]
+            assert matched[row, 0] == best
+            if best:
+                np.testing.assert_array_equal(found[row], wanted)
+
+
+@pytest.mark.parametrize("k", [4, 9])
+def test_every_place_of_a_text_is_in_one_window(k):
+    """A text that one slot has written in steps of 1 to K + 1 tokens is guessed by another from any place, but for its end; a ring of two
+    windows holds the newest two; slots that hold nothing add none."""
+    text, drafter, rng = np.arange(100, 160, dtype=np.int32), NGram(windows=9), np.random.default_rng(0)
+    state, short = drafter.init(3, 80, k), NGram(windows=2).init(3, 80, k)
+    at = 0
+    while at < len(text) - 1:
+        step = min(int(rng.integers(1, k + 2)), len(text) - 1 - at)
+        ids = np.resize(text[at : at + step], (1, k + 1))
+        one = [np.array([x], np.int32) for x in (at, step, text[at + step])]
+        state = observe(drafter, state, np.array([1], np.int32), ids, *one)
+        state = observe(drafter, state, np.array([3], np.int32), ids, *one)  # nobody's
+        short = observe(NGram(windows=2), short, np.array([1], np.int32), ids, *one)
+        at += step
+    stride = state.stride
+    assert stride == max(8, k + 1) and state.oldest.tolist() == [(60 // stride) % 9]
+    ends = [window[window >= 0][-1] for window in np.asarray(state.windows[0]) if window.max() >= 0]
+    assert ends == [100 + stride * i - 1 for i in range(1, 60 // stride + 1)]
+    assert sorted(np.asarray(short.windows[0])[:, -1]) == ends[-2:]
+    for place in range(1, 60 - stride - k):
+        known = np.zeros((3, 80), np.int32)
+        known[0, :3] = [7, 8, text[place - 1]]
+        other = dataclasses.replace(state, tokens=jnp.asarray(known))
+        found = draft(drafter, other, np.array([0], np.int32), np.array([3], np.int32))[0]
+        assert found.tolist() == text[place : place + K].tolist()
+
+
+def test_an_index_belongs_to_no_slot():
+    """A slot that takes over another's rows takes its tokens; the index stays."""
+    sizes = {"slots": 7, "max_len": 43, "num_draft_tokens": 3}
+    state = rounds.init_state(rounds.target(), NGram(windows=9), **sizes, page_size=3, max_stop_ids=1)
+    rng = np.random.default_rng(0)
+    before = jax.tree.map(lambda x: rng.integers(0, 9, x.shape).astype(np.int32), state.drafter)
+    state = dataclasses.replace(state, drafter=before)
+    slots, source = np.array([0], np.int32), np.array([5], np.int32)
+    after = jax.jit(decode.fork)(decode.release(state, slots), source, slots, np.array([1], np.int32))
+    np.testing.assert_array_equal(after.drafter.windows, before.windows)
+    np.testing.assert_array_equal(after.drafter.oldest, before.oldest)
+    np.testing.assert_array_equal(after.drafter.tokens[0], before.tokens[5])
+
+
+def test_an_index_of_no_size():
+    with pytest.raises(ValueError, match="an index of -1 windows was asked for; expected at least 0"):
+        NGram(windows=-1)
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (2, 0), (0, 0)])

@@ -37,8 +37,25 @@ FEW = [
     (2, 4, "31B", "ngram"),
     (8, 1, "12B", "eagle3"),
     (1, 4, "odd", "modules"),
+    (1, 2, "31B", "dspark d2t"),
+    (2, 2, "31B", "dspark gemma"),
+    (1, 2, "12B", "dflash2"),
 ]
-DRAFTERS = ("none", "ngram", "mtp", "mtp centroids", "dflash", "dflash d2t", "eagle3", "modules", "draft model")
+DRAFTERS = (
+    "none",
+    "ngram",
+    "mtp",
+    "mtp centroids",
+    "dflash",
+    "dflash d2t",
+    "dflash2",
+    "dspark",
+    "dspark d2t",
+    "dspark gemma",
+    "eagle3",
+    "modules",
+    "draft model",
+)
 POCKET = ("pocket-mtp", "pocket-dflash", "pocket-eagle3", "pocket-modules", "pocket-draft")
 ALL = [(*mesh, member, kind) for mesh in MESHES for member in meshes.MEMBERS for kind in DRAFTERS]
 ALL += [(*mesh, "pocket", kind) for mesh in MESHES for kind in ("ngram", *POCKET)]
@@ -92,6 +109,12 @@ def test_guesses_are_those_of_one_device():
         (2, "31B", "mtp"),
         (4, "E2B", "mtp centroids"),
         (2, "31B", "dflash"),
+        (2, "31B", "dflash2"),
+        (4, "odd", "dflash2"),
+        (2, "31B", "dspark"),
+        (4, "26B", "dspark d2t"),
+        (4, "31B", "dspark gemma"),
+        (4, "odd", "dspark gemma"),
         (2, "12B", "eagle3"),
         (4, "odd", "eagle3"),
         (4, "odd", "modules"),
@@ -286,15 +309,16 @@ def test_what_lies_on_every_device(tensor):
     for name in shapes.TARGETS:
         config = shapes.target_config(name)
         trees = [gemma4.abstract(config)]
-        for kind in ("mtp", "eagle3", "modules", "e4b", *(["dflash"] if name in ("26b", "31b") else [])):
+        there = {"12b": ["dspark"], "26b": ["dflash"], "31b": ["dflash", "dflash2", "dspark"]}.get(name, [])
+        for kind in ("mtp", "eagle3", "modules", "e4b", *there):
             trees.append(shapes.abstract_drafter(kind, name, config, jnp.bfloat16))
         for tree in trees:
             placed = sharding.spread(sharding.shard_tree(tree, mesh), mesh)
             kind = type(tree).__name__
             for path, leaf in jax.tree_util.tree_leaves_with_path(placed):
                 if "tensor" not in leaf.sharding.spec and leaf.size > 2**19:
-                    replicated.add(f"{kind} {re.sub(r'[.]?[0-9]+[.]?', '.', specs.dotted(path))}")
-            if kind != "Gemma4MTP":
+                    replicated.add(f"{kind} {re.sub(r'[.][0-9]+[.]', '.', specs.dotted(path))}")
+            if kind not in ("Gemma4MTP", "DSpark", "DFlash2"):
                 share = sharding.bytes_per_device(tree) / sharding.bytes_per_device(placed)
                 assert share > 0.9 * tensor, (kind, name)
     assistant = ("layers.mlp.gate_up_proj", "layers.mlp.down_proj", "embed_tokens")
@@ -306,4 +330,8 @@ def test_what_lies_on_every_device(tensor):
         "Gemma4 per_layer_model_projection.weight",
         *(f"Gemma4 {part}.weight" for part in ple),
         *(f"DraftModel model.{part}.weight" for part in ple),
+        "DSpark markov_head.markov_w1.weight",
+        *(f"DFlash2 layers.{part}_conv.kernel_projection.weight" for part in ("attention", "mlp")),
+        *(f"DFlash2 candidate_selector.{part}_codebook" for part in ("predecessor", "successor")),
+        "DFlash2 candidate_selector.hidden_projection.weight",
     }

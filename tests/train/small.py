@@ -47,6 +47,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_size": 5,
         "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1], "final_logit_softcapping": 30.0},
     },
+    "dflash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "speculators_model_type": "dflash2",
+        "transformer_layer_config": {**PLAIN, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "sliding_window": 6},
+        "block_size": 5,
+        "mask_token_id": 4,
+        "aux_hidden_state_layer_ids": [1, 2],
+        "sample_from_anchor": False,
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+        "selector_rank": 6,
+        "selector_top_k": 5,
+    },
+    "dspark": {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {**PLAIN, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "sliding_window": 6},
+        "block_size": 4,
+        "draft_vocab_size": 24,
+        "mask_token_id": 4,
+        "aux_hidden_state_layer_ids": [1, 2],
+        "sample_from_anchor": True,
+        "markov_rank": 6,
+        "markov_head_type": "gated",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
     "eagle3": {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -75,7 +102,7 @@ def drafter(kind: str) -> Any:
     """Random weights, but for a draft vocabulary of ids that are sorted."""
     abstract = fitted(KINDS[kind].from_checkpoint(None, CONFIGS[kind], CONFIG, jnp.float32), CONFIG)
     weights = jax.tree.map(jnp.asarray, tiny.random_weights(abstract, 1))
-    if kind == "eagle3":
+    if kind in ("dspark", "eagle3"):
         chosen = np.sort(np.random.default_rng(2).permutation(VOCAB)[:24])
         weights = weights.replace(d2t=jnp.asarray(chosen - np.arange(24), jnp.int32))
     return weights

@@ -24,7 +24,9 @@ COUNTED = np.repeat(np.arange(small.VOCAB), np.arange(small.VOCAB) % 5 + 1)
 
 
 def test_another_word_lists_every_kind():
-    with pytest.raises(ValueError, match="drafter_kind is 'ngram'; available: 'mtp', 'dflash', 'eagle3', 'mtp-modules', 'draft-model'"):
+    with pytest.raises(
+        ValueError, match="drafter_kind is 'ngram'; available: 'mtp', 'dflash', 'dflash2', 'dspark', 'eagle3', 'mtp-modules', 'draft-model'"
+    ):
         kinds.kind_of("ngram")
 
 
@@ -56,9 +58,9 @@ def test_a_fresh_drafter_begins_with_the_targets_heads(kind):
     table, norm = np.asarray(model.embed_tokens.weight), np.asarray(model.norm.weight)
     if kind == "mtp":
         assert sorted(found.masked_embedding.token_ordering.tolist()) == list(range(small.VOCAB))
-    if kind in ("dflash", "eagle3"):
+    if kind in ("dflash", "dflash2", "dspark", "eagle3"):
         np.testing.assert_array_equal(found.norm.weight, norm)
-    if kind == "eagle3":
+    if kind in ("dspark", "eagle3"):
         chosen = np.asarray(found.d2t) + np.arange(24)
         assert set(range(small.VOCAB)) - set(chosen) == {0, 5, 10, 15, 20, 25, 30, 31}  # counted once, or twice and last
         np.testing.assert_array_equal(found.lm_head.weight, table[chosen])
@@ -66,6 +68,12 @@ def test_a_fresh_drafter_begins_with_the_targets_heads(kind):
         for module in found.modules:
             np.testing.assert_array_equal(module.shared_head.output.weight, table)
             np.testing.assert_array_equal(module.shared_head.norm.weight, norm)
+    if kind == "dspark":
+        assert not np.any(found.markov_head.markov_w2.weight)
+    if kind == "dflash2":
+        assert not np.any(found.candidate_selector.successor_codebook)
+        kernels = [conv.base_kernel for layer in found.layers for conv in (layer.attention_conv, layer.mlp_conv)]
+        assert all(np.all(kernel[:, 0] == 1) and not np.any(kernel[:, 1:]) for kernel in kernels)
     again = kinds.fresh(KINDS[kind], small.CONFIGS[kind], model, COUNTED, 0)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True))
     for path, leaf in jax.tree_util.tree_leaves_with_path(found):
@@ -88,10 +96,12 @@ def test_default_configs_fit_every_release(kind):
         config = KINDS[kind].default_config(raw, target)
         made = fitted(KINDS[kind].from_checkpoint(None, config, target, jnp.float32), target)
         assert isinstance(made, KINDS[kind].made)
-        assert drafters.REGISTRY.keys() & {*config.get("architectures", ()), config["model_type"]}, config
+        assert drafters.REGISTRY.keys() & set(drafters.names_of(config)), config
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mtp-modules"])  # which transformers does not know
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in ("dflash2", "dspark", "mtp-modules")]
+)  # which transformers does not know
 def test_a_drafters_config_that_was_saved_again_says_what_it_said(kind):
     for raw in real_configs.TARGETS.values():
         target = Gemma4Config.from_hf(raw)

@@ -53,9 +53,9 @@ def test_target_loss_is_the_cross_entropy_of_the_tokens_that_were_written():
     assert np.mean(right) == 1  # its own greedy text
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("kind", ["mtp", "dflash2", "dspark", "eagle3"])
 def test_distil_loss_is_the_mean_of_its_steps(kind):
-    """The sum in NumPy, from the guesses of every place: a centroid head's and a draft vocabulary's."""
+    """The sum in NumPy, from the guesses of every place: a centroid head's, a shortlist's, a draft vocabulary's, and a confidence's."""
     drafter, texts = small.drafter(kind), batch()
     (loss, metrics), _ = graded(*_split(drafter), texts, MIXED)
     truth, found = np.asarray(small.logits(texts.ids)), steps_of(drafter, texts.ids)
@@ -70,7 +70,7 @@ def test_distil_loss_is_the_mean_of_its_steps(kind):
                 p, q = np.exp(log_softmax(truth[b, at + k])), np.asarray(guess.logits)[b, at]
                 best, distance, offered, drawn = p.argmax(), *one(drafter, guess, p, truth[b, at + k], q, b, at)
                 recalls[k - 1].append(offered)
-                if kind == "mtp" or offered:
+                if guess.ids is None or offered:
                     totals[k - 1].append(distance)
                 agree.append(drawn == best)
             if len(agree) == STEPS:
@@ -90,6 +90,14 @@ def one(drafter, guess, p, truth, q, b, at):
     at_best = np.flatnonzero(ids == best)
     tv = 1 - np.minimum(p[ids], np.exp(log_q)).sum()
     distance = -0.8 * (soft * log_q).sum() + 0.6 * tv - 0.5 * (log_q[at_best[0]] if len(at_best) else 0)
+    if guess.confidence is not None:
+        sure = 1 / (1 + np.exp(-np.asarray(guess.confidence, np.float64)[b, at]))
+        distance -= (1 - tv) * np.log(sure) + tv * np.log(1 - sure)
+    if guess.shortlist is not None:
+        first = np.asarray(guess.shortlist.logits)[b, at]
+        distance -= 0.8 * (soft * log_softmax(first)).sum() + 0.5 * log_softmax(first)[best]
+        offered = np.argsort(-first)[:5]
+        return distance, best in offered, offered[q[offered].argmax()]
     if guess.centroids is None:
         return distance, len(at_best) > 0, ids[q.argmax()]
     scores, members = np.asarray(guess.centroids.logits)[b, at], np.asarray(drafter.masked_embedding.token_ordering).reshape(8, -1)
@@ -100,10 +108,14 @@ def one(drafter, guess, p, truth, q, b, at):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_equal_finite_differences(kind):
-    """Along each leaf's gradient, which is nowhere zero."""
+    """Along each leaf's gradient, which is nowhere zero. What a confidence is compared with changes with every weight, but makes no
+    gradient: the confidence's own weights are looked at with its loss, all others without."""
     trained, kept = _split(small.drafter(kind))
     leaves, tree = jax.tree.flatten(trained)
-    _, gradient = graded(trained, kept, batch(), MIXED)
+    of_all = dataclasses.replace(MIXED, confidence=0.0) if hasattr(trained, "confidence_head") else MIXED
+    _, gradient = graded(trained, kept, batch(), of_all)
+    if of_all != MIXED:
+        gradient = dataclasses.replace(gradient, confidence_head=graded(trained, kept, batch(), MIXED)[1].confidence_head)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)]
     assert len(names) > 10
     for i, (name, leaf) in enumerate(zip(names, map(np.asarray, tree.flatten_up_to(gradient)), strict=True)):
@@ -111,7 +123,8 @@ def test_gradients_equal_finite_differences(kind):
         assert norm > 1e-6, name  # a module's layer_scalar hardly matters: a norm follows it
         step = 2e-3 * leaf / norm
         ends = (tree.unflatten([*leaves[:i], leaves[i] + sign * step, *leaves[i + 1 :]]) for sign in (1, -1))
-        up, down = (float(graded(end, kept, batch(), MIXED)[0][0]) for end in ends)
+        objective = MIXED if "confidence" in name else of_all
+        up, down = (float(graded(end, kept, batch(), objective)[0][0]) for end in ends)
         np.testing.assert_allclose((up - down) / 4e-3, norm, rtol=0.03, atol=2e-3, err_msg=name)
 
 
@@ -119,7 +132,7 @@ def test_gradients_equal_finite_differences(kind):
 def test_a_drafter_learns_a_batch_by_heart(kind):
     """Almost every draft along it is accepted in the end, and hardly any before."""
     (trained, kept), texts = _split(small.drafter(kind)), batch()
-    if kind == "eagle3":  # a whole vocabulary's worth of drafts can be right only where the best tokens are in it
+    if kind in ("dspark", "eagle3"):  # a whole vocabulary's worth of drafts can be right only where the best tokens are in it
         ids = np.asarray(small.drafter(kind).d2t) + np.arange(24)
         texts = Batch(texts.ids, texts.first, np.where(np.isin(texts.ids, ids).all(axis=1), texts.length, 0).astype(np.int32))
         assert (texts.length > 0).sum() >= 1

@@ -1,7 +1,7 @@
 """The bundled pocket models: their configs and recipes. One command trains a model:
 
     python -m jaxspec.train.pocket target --data DIR --out DIR
-    python -m jaxspec.train.pocket mtp --data DIR --out DIR    # or dflash, eagle3, modules, draft
+    python -m jaxspec.train.pocket mtp --data DIR --out DIR    # or dflash, dflash2, dspark, eagle3, modules, draft
 
 Another prints the figures of the model card, which are measured on the held-out modules:
 
@@ -125,6 +125,44 @@ DFLASH_CONFIG = {
     "block_size": 8,
     "dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 3, 5, 7], "final_logit_softcapping": 30.0},
 }
+BLOCK_CONFIG = {  # as speculators lays it out
+    "transformer_layer_config": {
+        "model_type": "qwen3",
+        **DECODER_CONFIG,
+        "num_hidden_layers": 4,
+        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        "sliding_window": 128,
+        "use_sliding_window": True,
+    },
+    "aux_hidden_state_layer_ids": [2, 4, 6, 8],
+    "block_size": 8,
+    "draft_vocab_size": 4096,
+    "mask_token_id": 4,
+    "num_target_layers": 8,
+    "sliding_window_non_causal": True,
+    "dflash_config": {"final_logit_softcapping": 30.0},
+    "dtype": "bfloat16",
+}
+DFLASH2_CONFIG = {
+    "architectures": ["DFlash2DraftModel"],
+    "speculators_model_type": "dflash2",
+    **BLOCK_CONFIG,
+    "sample_from_anchor": False,
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 64,
+    "selector_top_k": 16,
+}
+DSPARK_CONFIG = {
+    "architectures": ["DSparkSpeculator"],
+    "speculators_model_type": "dspark",
+    **BLOCK_CONFIG,
+    "sample_from_anchor": True,
+    "markov_rank": 64,
+    "markov_head_type": "gated",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
 EAGLE3_CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -185,6 +223,15 @@ RECIPES = {
     "mtp": Recipe("mtp", MTP_CONFIG, 6000, batch=96, length=384, self_generate=16384, objective={"anchors": 128}),
     # Blocks of 4 drafts, which is the default K. A later place is reached less often, and its weight falls by the same rate.
     "dflash": Recipe("dflash", DFLASH_CONFIG, 6000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
+    "dflash2": Recipe("dflash2", DFLASH2_CONFIG, 6000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
+    # Cross-entropy teaches more in so few steps than the distance that the kind is made for.
+    "dspark": Recipe(
+        "dspark",
+        DSPARK_CONFIG,
+        6000,
+        self_generate=16384,
+        objective={"steps": 4, "decay": 0.65, "soft": 1.0, "hard": 1.0, "tv": 0.0, "confidence": 0.3},
+    ),
     "eagle3": Recipe("eagle3", EAGLE3_CONFIG, 3500),
     "modules": Recipe("mtp-modules", MODULES_CONFIG, 5500),
     "draft": Recipe("draft-model", DRAFT_CONFIG, 3000),

@@ -1,0 +1,121 @@
+"""The config.json of drafters that guess a block in one pass: what is read of it for every such kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxspec.drafters.blocks import plain_spec, unread_keys
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """What such a drafter is made of, and the target that it was made for."""
+
+    # Of each layer its spec, and whether a row of the block sees only the block's rows up to its own.
+    layers: tuple[LayerSpec, ...]
+    causal: tuple[bool, ...]
+    # Indices of the target's hidden states, in the order in which fc takes them.
+    taps: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+    # Rows of the head. A head of fewer rows than the target has tokens comes with d2t.
+    draft_vocab_size: int
+    # Rows of the longest block, the anchor's among them.
+    block_size: int
+    mask_token_id: int
+    eps: float
+    # Of the target that the drafter was made for; None where the config does not say.
+    target_hidden_size: int
+    num_target_layers: int | None = None
+    # Whether the checkpoint has a head and a mask embedding; else they are the target's.
+    own_head: bool = False
+    own_mask: bool = False
+    # Beginnings of the checkpoint's keys that nothing reads.
+    unread: tuple[str, ...] = ()
+    final_logit_softcapping: float | None = None
+    # Of the block's embeddings: 1 takes the rows of the target's table as they are, hidden_size ** 0.5 is what some ports use.
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    # The first row of a block that guesses. 1: a row guesses the token at its own position, and the anchor's, which is known, none. 0:
+    # every row guesses the token after its own.
+    first_row: int = 1
+
+
+def plain_fields(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The fields of `BlockConfig`, but for taps, of a drafter with Qwen3's layers, as z-lab or speculators write it. keys: of the
+    checkpoint's tensors.
+
+    Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
+    """
+    inner = {**config, **(config.get("transformer_layer_config") or {})}
+    dflash = config.get("dflash_config") or {}
+    speculators = "speculators_model_type" in config
+    rope = inner.get("rope_parameters") or {}
+    if speculators and isinstance(rope.get(SLIDING), Mapping):
+        inner["rope_parameters"] = rope[SLIDING]  # copied from the target, by kind of layer; vLLM's `algos.py` takes this one
+    for field in ("attention_sink_bias", "attention_value_scale", "add_swa_attention_sink_bias"):
+        if dflash.get(field) or config.get(field):
+            raise ValueError(f"config.json has {field}={dflash.get(field) or config.get(field)!r}; implemented: none")
+    expect(config, "is_neox_style", (True,))
+    expect(config, "shift_label", (False, None))
+    hidden, vocab = int(require(inner, "hidden_size")), int(require(inner, "vocab_size"))
+    layers, causal = _layers(inner, config, dflash)
+    draft_vocab = int(config.get("draft_vocab_size") or vocab)
+    # A head that covers the whole vocabulary is a frozen copy of the target's in speculators' checkpoints.
+    own_head = "lm_head.weight" in keys and not (speculators and draft_vocab == vocab)
+    if draft_vocab != vocab and not own_head:
+        raise ValueError(f"draft_vocab_size is {draft_vocab} of {vocab} tokens, and the checkpoint has no lm_head.weight")
+    return {
+        "layers": layers,
+        "causal": causal,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab,
+        "block_size": int(dflash.get("block_size") or require(config, "block_size")),
+        "mask_token_id": mask_token(config, vocab),
+        "eps": float(inner.get("rms_norm_eps", 1e-6)),
+        "target_hidden_size": int(config.get("target_hidden_size") or hidden),
+        "num_target_layers": config.get("num_target_layers"),
+        "own_head": own_head,
+        "own_mask": "mask_embedding" in keys,
+        "unread": unread_keys(speculators, own_head=own_head, own_embedding=False, own_d2t=draft_vocab != vocab),
+        "final_logit_softcapping": dflash.get("final_logit_softcapping", inner.get("final_logit_softcapping")),
+        "input_embedding_scale": float(dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0))),
+        "output_multiplier": float(dflash.get("output_multiplier", config.get("output_multiplier", 1.0))),
+    }
+
+
+def mask_token(config: Mapping[str, Any], vocab_size: int) -> int:
+    """The mask token's id, from the first place that has one. Raises ValueError for none, or for one that is no token."""
+    dflash = config.get("dflash_config") or {}
+    places = [("mask_token_id", dflash), *((f, config) for f in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"))]
+    mask = next((place[name] for name, place in places if place.get(name) is not None), None)
+    if mask is None or not 0 <= mask < vocab_size:
+        raise ValueError(f"mask_token_id is {mask}; expected an id below vocab_size {vocab_size}")
+    return int(mask)
+
+
+def _layers(
+    inner: Mapping[str, Any], config: Mapping[str, Any], dflash: Mapping[str, Any]
+) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
+    """The spec of every layer, and whether it is causal inside the block."""
+    count = int(require(inner, "num_hidden_layers"))
+    kinds = inner.get("layer_types")
+    if kinds is None:
+        first = int(inner.get("max_window_layers") or 0) if inner.get("use_sliding_window") else count
+        kinds = [FULL if i < first else SLIDING for i in range(count)]
+    if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
+        raise ValueError(f"layer_types has {len(kinds)} entries of {sorted(set(kinds))}; expected {count} of {SLIDING!r} and {FULL!r}")
+    places = config.get("is_causal"), dflash.get("is_causal"), dflash.get("causal")
+    explicit = next((place for place in places if place is not None), None)
+    both_ways = config.get("sliding_window_non_causal", False)
+    causal = tuple(bool(explicit) if explicit is not None else kind == SLIDING and not both_ways for kind in kinds)
+    if dflash.get("use_swa") and SLIDING not in kinds:
+        kinds = [SLIDING] * count
+    window = dflash.get("swa_window_size") or inner.get("sliding_window")
+    if SLIDING in kinds and not window:
+        raise ValueError(f"layer_types has {list(kinds).count(SLIDING)} sliding layers, and sliding_window is {window!r}")
+    return tuple(plain_spec(inner, window if kind == SLIDING else None, rope_theta=1e6) for kind in kinds), causal

@@ -1,0 +1,186 @@
+"""The config.json of a DSpark drafter: what is read of it, that of a fresh drafter, and those of the released ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxspec.drafters.block_config import BlockConfig, mask_token, plain_fields
+from jaxspec.drafters.blocks import gemma_layers, named_taps, plain_config, unread_keys
+from jaxspec.model.config import FULL, expect, require
+from jaxspec.model.families import family_of
+from jaxspec.model.target import TargetConfig
+
+GEMMA = "Gemma4DSparkModel"
+HEADS = ("vanilla", "gated", "rnn")
+CONFIDENCE = "confidence_head.proj.weight"
+DRAFT_VOCABULARY = 32_000  # of a fresh drafter, where the target has more tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkConfig(BlockConfig):
+    """What a DSpark drafter is made of, and the target that it was made for."""
+
+    # Layers of Gemma 4's kind, with sandwich norms and layer_scalar (DeepSpec's); else Qwen3's (speculators').
+    gemma: bool = False
+    # Numbers that stand for a token in the Markov head; 0 for a drafter without that head.
+    markov_rank: int = 0
+    # How the Markov head makes a bias of them: one of `HEADS`.
+    markov_head: str = "vanilla"
+    # Whether the checkpoint has a confidence head, and whether that sees the token before a guess.
+    confidence: bool = False
+    confidence_with_markov: bool = False
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], target: TargetConfig, keys: Collection[str] = ()) -> DSparkConfig:
+        """Reads config.json, as DeepSpec or speculators write it. keys: of the checkpoint's tensors.
+
+        Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
+        """
+        gemma = GEMMA in (config.get("architectures") or ())
+        taps = named_taps(config.get("dflash_config") or {}, config)
+        if taps is None:
+            raise ValueError("config.json names no layers of the target; expected aux_hidden_state_layer_ids or target_layer_ids")
+        rank, head = int(config.get("markov_rank") or 0), config.get("markov_head_type", HEADS[0])
+        if head not in HEADS:
+            raise ValueError(f"markov_head_type is {head!r}; implemented: {', '.join(map(repr, HEADS))}")
+        confidence = bool(config.get("enable_confidence_head", True)) and CONFIDENCE in keys
+        fields = _gemma_fields(config) if gemma else {**plain_fields(config, keys), "first_row": _first_row(config)}
+        if not confidence:
+            fields["unread"] = (*fields["unread"], "confidence_head.")
+        return cls(
+            **fields,
+            taps=taps,
+            gemma=gemma,
+            markov_rank=rank,
+            markov_head=head,
+            confidence=confidence,
+            confidence_with_markov=rank > 0 and bool(config.get("confidence_head_with_markov")),
+        )
+
+
+def _first_row(config: Mapping[str, Any]) -> int:
+    """The first row of a block that guesses. Raises ValueError for a config that does not say which."""
+    anchor = config.get("sample_from_anchor")
+    if not isinstance(anchor, bool):
+        raise ValueError(
+            f"config.json has sample_from_anchor={anchor!r}, and readers disagree about what that means: speculators takes true (each of "
+            "block_size rows guesses the token after its own), vLLM false (the anchor's row guesses nothing, each other row the token at "
+            "its own position). Expected true or false: add the one that the drafter was trained with"
+        )
+    return 0 if anchor else 1
+
+
+def _gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `BlockConfig`, but for taps, of a drafter with Gemma 4's layers. Its embedding and head are copies of the target's."""
+    expect(config, "sample_from_anchor", (True, None))
+    layers, hidden, vocab = gemma_layers(config), int(require(config, "hidden_size")), int(require(config, "vocab_size"))
+    if len({spec.k_eq_v for spec in layers}) > 1:
+        raise ValueError("the drafter has layers with and without k_eq_v; expected one of both")
+    return {
+        "layers": layers,
+        "causal": (False,) * len(layers),
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "draft_vocab_size": vocab,
+        "block_size": int(require(config, "block_size")),
+        "mask_token_id": mask_token(config, vocab),
+        "eps": layers[0].eps,
+        "target_hidden_size": int(config.get("target_hidden_size") or hidden),
+        "num_target_layers": config.get("num_target_layers"),
+        "unread": unread_keys(True, own_head=False, own_embedding=False, own_d2t=False),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "input_embedding_scale": hidden**0.5,
+        "first_row": 0,
+    }
+
+
+_HEADS = {
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+
+
+def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, Any]:
+    """The config.json of a fresh drafter, in speculators' layout. raw: the target's."""
+    layers, depth = 5, target.num_hidden_layers
+    taps = min(layers, depth)
+    return {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            **plain_config(target),
+            "intermediate_size": 2 * target.hidden_size,
+            "num_hidden_layers": layers,
+            "layer_types": [FULL] * layers,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+        "aux_hidden_state_layer_ids": sorted({round(1 + i * (depth - 1) / max(taps - 1, 1)) for i in range(taps)}),
+        "block_size": 8,
+        "draft_vocab_size": min(DRAFT_VOCABULARY, target.vocab_size),
+        "mask_token_id": family_of(target).mask_token,
+        "num_target_layers": depth,
+        "sample_from_anchor": True,
+        **_HEADS,
+        "dtype": "bfloat16",
+    }
+
+
+# By the name of the target.
+RELEASED: dict[str, dict[str, Any]] = {
+    # deepseek-ai/dspark_gemma4_12b_block7.
+    "12b": {
+        "architectures": [GEMMA],
+        "model_type": "gemma4_text",
+        "vocab_size": 262_144,
+        "hidden_size": 3840,
+        "intermediate_size": 15_360,
+        "num_hidden_layers": 5,
+        "layer_types": [FULL] * 5,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": 30.0,
+        "num_target_layers": 48,
+        "block_size": 7,
+        "mask_token_id": 4,
+        "target_layer_ids": [5, 17, 29, 41, 46],
+        **_HEADS,
+    },
+    # RedHatAI/gemma-4-31B-it-speculator.dspark: layers, as far as they are known, are those of the DFlash drafter that it began as; the
+    # number of rows and which of them guesses are speculators' defaults.
+    "31b": {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            "vocab_size": 262_144,
+            "hidden_size": 5376,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 5,
+            "layer_types": [FULL] * 5,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+        },
+        "aux_hidden_state_layer_ids": [1, 17, 29, 47, 58],
+        "block_size": 8,
+        "draft_vocab_size": 32_000,
+        "mask_token_id": 4,
+        "sample_from_anchor": True,
+        **_HEADS,
+    },
+}
