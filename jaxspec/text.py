@@ -65,6 +65,12 @@ class Tokenizer:
         # Not through transformers: its clean-up may change text far back, so text could not be streamed.
         return self._hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
+    @property
+    def thought_ids(self) -> tuple[int, int]:
+        """The tokens around thoughts, -1 for one that there is not."""
+        opening, closing = (self._hf.backend_tokenizer.token_to_id(token) for token in THOUGHTS)
+        return -1 if opening is None else opening, -1 if closing is None else closing
+
     def thoughts(self, ids: Sequence[int]) -> str:
         """The decoded thoughts at the beginning of an output; "" if there are none.
 

@@ -35,7 +35,7 @@ from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden
 from jaxspec.model.split import KVHeads
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.trees import nbytes
 from pallas_kernels.paged_attention import paged_attention
 
@@ -154,7 +154,8 @@ class DFlash(PlainDrafter):
         out = self.block(state, target, jnp.concatenate([target.anchor[:, None], masks], axis=1))
         logits, ids = self.candidates(target.model, out[:, 1:], target.draft_attention)
         positions = target.length[:, None] + jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None, :]
-        return Drafts(choose(logits, positions, sampling, ids), logits, ids), state
+        tokens, logits, _ = draw(logits, positions, sampling, ids)
+        return Drafts(tokens, logits, ids), state
 
     def block(self, state: DFlashState, target: Target, ids: jax.Array) -> jax.Array:
         """A block's outputs after the final norm. ids: [B, T] int32, at positions length .. length + T - 1 -> [B, T, h]."""
