@@ -59,9 +59,7 @@ class SlotRows:
         return self.sampling.tables.verified(full_logits(logits, self.sampling.shard), none if drafts is None else drafts.tokens)
 
 
-def gather_slots(
-    state: DecodeState, slots: jax.Array, needs: Needs, target: TargetModel, automata: Automata | None = None
-) -> SlotRows:
+def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: TargetModel, automata: Automata | None = None) -> SlotRows:
     """The fields of a list of slots. slots: [B] int32, an id >= slots stands for no sequence and is not live. automata: those that the
     slots' states are of, needed if `needs.structured`."""
 

@@ -25,16 +25,15 @@ EMPTY, RUNNING, STOPPED, FULL_LENGTH, FAILED = 0, 1, 2, 3, 4
 class DecodeState:
     """All slots' sequences. Donate it to every call.
 
-    tokens: [S, max_len] int32. from_draft: [S, max_len] bool, tokens that were accepted drafts. length: [S] int32, known tokens.
-    computed: [S] int32, rows whose K and V are in the cache. prompt: [S] int32, prompt tokens. limit: [S] int32, length at which to
-    stop, at most max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id), FULL_LENGTH or FAILED (the logits of the next
-    token are no numbers). stop_ids: [S, N] int32, padded with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits:
-    how each slot chooses, see `Sampling` and `Edits`. automaton, automaton_start: [S] int32, the state of what a structured text must be and
-    the one that it begins in, see `Constraint`; 0 for other texts. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted
-    so far. logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool,
-    the last call needed more full-attention pages than were free and left every sequence as it was. drafter: the drafter's state.
-    mail: of a state on a mesh, what kernels that sum over its devices have to know, or None; see `sharding`.
-    """
+    tokens: [S, max_len] int32. from_draft: [S, max_len] bool, tokens that were accepted drafts. length: [S] int32, known tokens. computed:
+    [S] int32, rows whose K and V are in the cache. prompt: [S] int32, prompt tokens. limit: [S] int32, length at which to stop, at most
+    max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id), FULL_LENGTH or FAILED (the logits of the next token are no numbers).
+    stop_ids: [S, N] int32, padded with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits: how each slot chooses, see
+    `Sampling` and `Edits`. automaton, automaton_start: [S] int32, the state of what a structured text must be and the one that it begins
+    in, see `Constraint`; 0 for other texts. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted so far.
+    logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool, the last
+    call needed more full-attention pages than were free and left every sequence as it was. drafter: the drafter's state. mail: of a state
+    on a mesh, what kernels that sum over its devices have to know, or None; see `sharding`."""
 
     cache: PagedKV
     drafter: Any

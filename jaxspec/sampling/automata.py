@@ -48,7 +48,9 @@ class Automata:
         order = np.argsort(length, kind="stable").astype(np.int32)
         ends = np.searchsorted(length[order], (0, *EDGES), side="right")
         runs = zip(ends[:-1].tolist(), ends[1:].tolist(), EDGES, strict=True)
-        following = jnp.zeros((states, SAME + 1), jnp.uint16).at[THINKING].set(THINKING).at[:, SAME].set(jnp.arange(states, dtype=jnp.uint16))
+        following = (
+            jnp.zeros((states, SAME + 1), jnp.uint16).at[THINKING].set(THINKING).at[:, SAME].set(jnp.arange(states, dtype=jnp.uint16))
+        )
         return cls(
             next=following,
             row=jnp.zeros((states,), jnp.int32),
@@ -63,7 +65,8 @@ class Automata:
 
 
 def place(automata: Automata, block: jax.Array, following: jax.Array, row: jax.Array, accepting: jax.Array) -> Automata:
-    """Puts a block of states into the pool. block: [] int32. following: [BLOCK, 257] uint16; row: [BLOCK] int32; accepting: [BLOCK] bool."""
+    """Puts a block of states into the pool. block: [] int32. following: [BLOCK, 257] uint16; row: [BLOCK] int32; accepting: [BLOCK]
+    bool."""
     at = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     return dataclasses.replace(
         automata,

@@ -101,16 +101,17 @@ def draw(
 
     Arguments as for `choose`. Returns the drafts [B, T] int32, the logits that they were chosen by, and how the drafts after them are to be
     chosen."""
-    if sampling.constraint is None:
+    constraint = sampling.constraint
+    if constraint is None:
         return choose(logits, positions, sampling, ids), logits, sampling
     drafts, rows = [], []
     for t in range(positions.shape[1]):
         one, candidates = logits[:, t : t + 1], None if ids is None else ids[:, t : t + 1]
-        constraint = sampling.constraint
         rows.append(constraint.masked(one, constraint.state[:, None], sampling.shard, candidates))
         drafts.append(choose(rows[-1], positions[:, t : t + 1], sampling, candidates))
-        sampling = dataclasses.replace(sampling, constraint=constraint.after(drafts[-1][:, 0]))
-    return jnp.concatenate(drafts, axis=1), jnp.concatenate(rows, axis=1), sampling
+        constraint = constraint.after(drafts[-1][:, 0])
+    after = dataclasses.replace(sampling, constraint=constraint)
+    return jnp.concatenate(drafts, axis=1), jnp.concatenate(rows, axis=1), after
 
 
 def choose_by_head(

@@ -1,9 +1,8 @@
 """From a regular expression to an automaton over bytes.
 
-`outlines_core` builds it: the index of a vocabulary of 256 tokens, each a byte, is a table of bytes. Its automata look for a match anywhere,
-prefer one match over others, and may end before a longer one. We put a character around the expression that no text has: then a match
-begins where it must, ends where it must, and all matches count.
-"""
+`outlines_core` builds it: the index of a vocabulary of 256 tokens, each a byte, is a table of bytes. Its automata look for a match
+anywhere, prefer one match over others, and may end before a longer one. We put a character around the expression that no text has: then a
+match begins where it must, ends where it must, and all matches count."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ class Automaton:
         return Automaton(np.concatenate([self.next, row[None]]), np.append(self.accepting, self.accepting[self.start]), len(self.next))
 
     def alike(self, length: int) -> np.ndarray:
-        """For each state a number, [S] int32, 0 for DEAD: states with equal numbers survive the same bytes, of `length` at most. So the same
-        tokens may follow them."""
+        """For each state a number, [S] int32, 0 for DEAD: states with equal numbers survive the same bytes, of `length` at most. So the
+        same tokens may follow them."""
         # Bytes that lead to the same states everywhere count once.
         random = np.random.default_rng(0)
         _, columns = np.unique(_odd(random, len(self.next)) @ self.next.astype(np.uint64), return_index=True)

@@ -12,12 +12,12 @@ EXACT = 15  # decimal digits that a double tells apart
 def integers(low: int | None, high: int | None) -> str | None:
     """Matches the decimal forms of low .. high, None for no bound; None if there are none."""
     most = 10 ** max(DIGITS, *(len(str(abs(x))) for x in (low, high) if x is not None), 1) - 1
-    low, high = -most if low is None else low, most if high is None else high
+    first, last = -most if low is None else low, most if high is None else high
     parts = []
-    if low < 0 and low <= high:
-        parts += [f"-(?:{'|'.join(_naturals(max(-high, 1), -low))})"]
-    if high >= 0 and low <= high:
-        parts += _naturals(max(low, 0), high)
+    if first < 0 and first <= last:
+        parts += [f"-(?:{'|'.join(_naturals(max(-last, 1), -first))})"]
+    if last >= 0 and first <= last:
+        parts += _naturals(max(first, 0), last)
     return "|".join(parts) or None
 
 
@@ -27,17 +27,19 @@ def numbers(low: int | None, high: int | None, above: bool, below: bool) -> str 
     places = max(1, EXACT - max((len(str(abs(x))) for x in (low, high) if x is not None), default=0))
     parts = []
     if low is None or low < 0:
-        mirrored = _positive(None if high is None else max(-high, 0), None if low is None else -low, high is not None and high <= 0 and below, above, places)
-        parts += [f"-(?:{mirrored})"] if mirrored and (high is None or low is None or low <= high) else []
+        ends = (0, False) if high is None or high > 0 else (-high, below)
+        negative = _positive(ends[0], None if low is None else -low, ends[1], above, places)
+        parts += [f"-(?:{negative})"] if negative else []
     if high is None or high >= 0:
-        plain = _positive(None if low is None else max(low, 0), high, low is not None and low >= 0 and above, below, places)
+        ends = (0, False) if low is None or low < 0 else (low, above)
+        plain = _positive(ends[0], high, ends[1], below, places)
         parts += [plain] if plain else []
     return "|".join(parts) or None
 
 
-def _positive(low: int | None, high: int | None, above: bool, below: bool, places: int) -> str | None:
+def _positive(low: int, high: int | None, above: bool, below: bool, places: int) -> str | None:
     """Matches decimals low .. high, low 0 at least."""
-    low, parts = low or 0, list[str]()
+    parts = list[str]()
     if high is not None and (high < low or (high == low and (above or below))):
         return None
     first = low

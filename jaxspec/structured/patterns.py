@@ -34,7 +34,8 @@ def in_string(pattern: str, refuse: Refuse) -> str:
     themselves or a short escape."""
     free = rf'(?:{PLAIN}|\\["\\/bfnrt])*'
     parts = [
-        f"{'' if start else free}(?:{body}){'' if end else free}" for body, start, end in _alternatives(pattern, refuse, lambda x: _encoded(x, refuse))
+        f"{'' if start else free}(?:{body}){'' if end else free}"
+        for body, start, end in _alternatives(pattern, refuse, lambda x: _encoded(x, refuse))
     ]
     return "|".join(parts)
 
@@ -120,7 +121,11 @@ def _class_end(pattern: str, at: int, refuse: Refuse) -> int:
     end = at + 1 + pattern.startswith("[^", at)
     end += pattern[end : end + 1] == "]"
     while end < len(pattern) and pattern[end] != "]":
-        end = _escape_end(pattern, end, refuse) if pattern[end] == "\\" and pattern[end + 1 : end + 2] != "b" else end + 1 + (pattern[end] == "\\")
+        end = (
+            _escape_end(pattern, end, refuse)
+            if pattern[end] == "\\" and pattern[end + 1 : end + 2] != "b"
+            else end + 1 + (pattern[end] == "\\")
+        )
     if end >= len(pattern):
         refuse(f"a class that does not end, {pattern[at:]!r}")
     return end + 1

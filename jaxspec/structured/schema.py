@@ -34,7 +34,7 @@ ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprec
 ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions", "$vocabulary", "contentMediaType", "contentEncoding", "contentSchema"}
 CHARACTER = rf'(?:{PLAIN}|\\["\\/bfnrt])'
 STRING = f'"{CHARACTER}*"'
-SCALARS = ("true", "false", "null", STRING, numbers.NUMBER)
+SCALARS: tuple[str, ...] = ("true", "false", "null", STRING, numbers.NUMBER)
 
 
 def regex_of(schema: Any, whitespace: str = WHITESPACE) -> str:
@@ -134,8 +134,10 @@ class Writer:
         if not branches:
             refuse(f"{name!r} without a schema that something satisfies", below(at, name))
         if name == "oneOf" and not apart([branch for branch, _, _ in branches], types_of):
-            refuse("'oneOf' of schemas that one value may satisfy at once; expected other types, or objects told apart by a required property,",
-                below(at, name))
+            refuse(
+                "'oneOf' of schemas that one value may satisfy at once; expected different types, or a required property that tells,",
+                below(at, name),
+            )
         return _group(self.value(*branch) for branch in branches)
 
     def _members(self, schema: Mapping[str, Any], at: str) -> list[Any]:
@@ -212,7 +214,9 @@ class Writer:
             inner = self.value(others, below(at, "additionalProperties"), seen) if others is not True else self.anything(DEPTH - 1)
             return self._map(inner, least, most)
         if least > len(required):
-            refuse(f"'minProperties' {least} beside {len(required)} required properties; expected at most as many", below(at, "minProperties"))
+            refuse(
+                f"'minProperties' {least} beside {len(required)} required properties; expected at most as many", below(at, "minProperties")
+            )
         if most is not None and most < len(members):
             refuse(f"'maxProperties' {most} beside {len(members)} properties; expected at least as many", below(at, "maxProperties"))
         parts = []

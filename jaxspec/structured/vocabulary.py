@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +23,19 @@ class Vocabulary:
     strips_space: bool  # whether the decoder leaves out a space at a text's beginning
     opening: int  # the token that opens a thought, -1 if there is none
     closing: int  # the one that closes it
+    think: int  # the one that asks for thoughts, in a prompt
 
     def bytes_of(self, token: int) -> bytes:
         return self.data[token, : self.length[token]].tobytes()
+
+    def begins_in_thought(self, prompt: Sequence[int]) -> bool | None:
+        """Whether a text begins within a thought; None if it may begin with one."""
+        marks = [token for token in prompt if token in (self.opening, self.closing)]
+        if self.opening < 0 or self.closing < 0:
+            return False
+        if marks and marks[-1] == self.opening:
+            return True
+        return None if self.think in prompt and prompt[-1] != self.closing else False
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
