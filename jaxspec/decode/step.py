@@ -30,9 +30,13 @@ def spec_step(
 
     slots: [B] int32, ids >= slots stand for no sequence. round: static. automata: of the structured texts, needed if
     `round.needs.structured`. Where full pages run out the state is `starved` and no slot changes. Raises ValueError where the acceptance
-    rule has no rate for a draft. """ rows, k = gather_slots(state, slots, round.needs, target, automata), round.num_draft_tokens start,
-    room = rows.computed, state.tokens.shape[1] - rows.computed count = jnp.where(rows.ready, jnp.minimum(room, k + 1), 0) state, count =
-    reserve_rows(state, slots, start, count, k + 1) live = count > 0
+    rule has no rate for a draft.
+    """
+    rows, k = gather_slots(state, slots, round.needs, target, automata), round.num_draft_tokens
+    start, room = rows.computed, state.tokens.shape[1] - rows.computed
+    count = jnp.where(rows.ready, jnp.minimum(room, k + 1), 0)
+    state, count = reserve_rows(state, slots, start, count, k + 1)
+    live = count > 0
 
     with jax.named_scope("draft"):
         anchor = state.tokens.at[slots, start].get(mode="clip")

@@ -132,7 +132,9 @@ class Gemma4MTP:
         """Float32 logits of an output, and the token ids that they belong to.
 
         out: [B, T, h]. open_centroids: [B * T, C] bool, of a centroid head those to choose from; None for all. With a centroid head: the
-        tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None. """ if self.masked_embedding is None:
+        tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
+        """
+        if self.masked_embedding is None:
             logits = softcap(Linear(self.model.embed_tokens.weight)(out, dtype=jnp.float32), self.config.text.final_logit_softcapping)
             if self.suppress_tokens:
                 logits = suppress(logits, self.suppress_tokens, self.model.embed_tokens.shard)
