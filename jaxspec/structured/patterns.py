@@ -6,16 +6,17 @@ The dialect is that of Rust's `regex` crate, which is close to Python's and Java
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 # What a JSON string holds as it is. U+10FFFF, which is no character, marks the ends of a text: see `automaton`.
 PLAIN = r'[^"\\\x00-\x1f\x{10ffff}]'
 ESCAPES = {'"': r"\\\"", "\\": r"\\\\", "\n": r"\\n", "\r": r"\\r", "\t": r"\\t", "\f": r"\\f", "\b": r"\\b"}
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
-# Classes, such that a character is in them by Python's meaning and by JavaScript's.
-CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": "[ ]", "D": r"\D", "W": r"\W", "S": r"\S"}
-IN_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0b\x0c", "D": r"\D", "W": r"\W", "S": r"\S"}
+# Classes as members of others, such that a character is in them by Python's meaning and by JavaScript's; and in classes that are negated,
+# by either's.
+INSIDE = {"d": "0-9", "w": "0-9A-Za-z_", "s": " ", "D": r"\D", "W": r"[^\w\p{N}]", "S": r"[^\s\x{feff}]"}
+OUTSIDE = {"d": r"\d", "w": r"\w\p{N}", "s": r"\s\x{feff}", "D": "[^0-9]", "W": "[^0-9A-Za-z_]", "S": "[^ ]"}
 Refuse = Callable[[str], NoReturn]
 
 
@@ -137,13 +138,13 @@ def _encoded(piece: str, refuse: Refuse) -> str:
         return PLAIN
     if piece[0] == "[":
         negated, inner = piece.startswith("[^"), piece[2:-1] if piece.startswith("[^") else piece[1:-1]
-        members = "".join(_class_members(inner, refuse))
+        members = "".join(_class_members(inner, OUTSIDE if negated else INSIDE, refuse))
         own = f"[{'^' if negated else ''}{members}]"
         return f"[{own}&&{PLAIN}]"
     if piece[0] == "\\" and len(piece) > 1:
         c = piece[1]
-        if c in CLASSES:
-            return CLASSES[c] if c.islower() else f"[{CLASSES[c]}&&{PLAIN}]"
+        if c in INSIDE:
+            return f"[{INSIDE[c]}]" if c.islower() else f"[{INSIDE[c]}&&{PLAIN}]"
         if c in "pP":
             return f"[{piece}&&{PLAIN}]"
         return _character(_escaped(piece), refuse)
@@ -152,16 +153,16 @@ def _encoded(piece: str, refuse: Refuse) -> str:
     return piece
 
 
-def _class_members(inner: str, refuse: Refuse) -> Iterator[str]:
-    """The members of a class, in Rust's syntax, where more characters have a meaning."""
+def _class_members(inner: str, classes: Mapping[str, str], refuse: Refuse) -> Iterator[str]:
+    """The members of a class, in Rust's syntax, where more characters have a meaning. classes: what those like \\d are written as."""
     at = 0
     while at < len(inner):
         end = at + 1
         if inner[at] == "\\":
             c = inner[at + 1]
             end = at + 2 if c == "b" else _escape_end(inner, at, refuse)
-            if c in IN_CLASSES:
-                yield IN_CLASSES[c]
+            if c in classes:
+                yield classes[c]
             elif c in "pP":
                 yield inner[at:end]
             else:

@@ -57,7 +57,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     data = np.zeros((vocab_size, width), np.uint8)
     for row, piece in zip(data, found, strict=True):
         row[: len(piece)] = np.frombuffer(piece, np.uint8)
-    spaced = next((i for i in ids if found[i].startswith(b" ") and len(found[i]) > 1 and i not in tokenizer.byte_ids), None)
+    spaced = next((i for i in ids if found[i].startswith(b" ") and i not in tokenizer.byte_ids), None)
     strips = spaced is not None and not tokenizer.decode([spaced]).startswith(" ")
     return Vocabulary(data, length, strips, *tokenizer.thought_ids)
 
