@@ -408,5 +408,5 @@ def test_calls_refuse_what_they_cannot_serve(llm):
     for name, reason in llm_file.MISSING.items():
         with pytest.raises(AttributeError, match=f"has no '{name}', which cannot be served: {reason[:20]}"):
             getattr(llm, name)
-    with pytest.raises(ImportError, match="jaxspec.vllm has no StructuredOutputsParams: structured outputs are not available"):
-        from jaxspec.vllm import StructuredOutputsParams  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match="jaxspec.vllm has no GuidedDecodingParams: its name is StructuredOutputsParams"):
+        from jaxspec.vllm import GuidedDecodingParams  # noqa: F401  # pyright: ignore

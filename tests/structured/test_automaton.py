@@ -1,4 +1,4 @@
-"""Automata accept what an expression matches as a whole, every state of theirs leads to an end, and tokens have the bytes of their texts."""
+"""Automata accept what an expression matches as a whole, all of their states lead to an end, and tokens have the bytes of their texts."""
 
 import itertools
 import re
