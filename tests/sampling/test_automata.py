@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
+from scipy import stats
 
 from jaxspec.collectives import TENSOR, Shard
+from jaxspec.decode.accept import Rule
+from jaxspec.drafters.base import Drafts
 from jaxspec.sampling import Sampling, draw
 from jaxspec.sampling.automata import BLOCK, FILLED, FREE, MAY_THINK, SAME, THINKING, Automata, Constraint, fill, place
 from jaxspec.structured.automaton import automaton_of
@@ -141,3 +144,70 @@ def test_drafts_follow_each_other():
             state = own.after(WORDS[token], state)
         else:
             assert end == ids[state]
+
+
+SEEDS = 40_000
+
+
+@functools.cache
+def rows():
+    """Logits of three rows, and the probabilities of the tokens in a state behind each: softmax over what is allowed."""
+    logits = np.random.default_rng(3).normal(0, 1.5, (3, VOCAB)).astype(np.float32)
+
+    def after(row, state):
+        kept = np.array([allowed(state, token) for token in range(VOCAB)])
+        weights = np.where(kept, np.exp(logits[row]), 0)
+        return weights / weights.sum()
+
+    return logits, after
+
+
+def chi_square(found, expected):
+    """The p-value of counts [...] against probabilities [...]; cells of few counts are one."""
+    counts, wanted = found.reshape(-1), expected.reshape(-1) * found.sum()
+    assert counts[wanted == 0].sum() == 0
+    rare = wanted < 10
+    counts, wanted = (np.append(x[~rare], x[rare].sum()) for x in (counts, wanted))
+    return stats.chisquare(counts[wanted > 0], wanted[wanted > 0]).pvalue
+
+
+def every_seed(count):
+    seed = jnp.stack([jnp.arange(SEEDS, dtype=jnp.uint32), jnp.zeros(SEEDS, jnp.uint32)], axis=1)
+    positions = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None], (SEEDS, count))
+    _, own, ids = pool()
+    return Sampling(seed, jnp.ones(SEEDS), constraint=constraint([ids[own.start]] * SEEDS)), positions
+
+
+def test_two_tokens_have_the_enumerated_distribution():
+    logits, after = rows()
+    _, own, ids = pool()
+    sampling, positions = every_seed(2)
+    tokens = np.asarray(jax.jit(draw)(jnp.broadcast_to(logits[:2], (SEEDS, 2, VOCAB)), positions, sampling)[0])
+    first, joint = after(0, ids[own.start]), np.zeros((VOCAB, VOCAB))
+    for token in np.flatnonzero(first):
+        joint[token] = first[token] * after(1, ids[own.start if token == STOP else own.after(WORDS[token])])
+    found = np.zeros_like(joint)
+    np.add.at(found, (tokens[:, 0], tokens[:, 1]), 1)
+    assert chi_square(found, joint) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["coupled", "standard", "block"])
+def test_no_rule_changes_the_distribution(rule):
+    """The first token of a round of two drafts, whose drafter's logits are others."""
+    logits, after = rows()
+    _, own, ids = pool()
+    sampling, positions = every_seed(3)
+    none = jnp.zeros(SEEDS, jnp.int32)
+    keep = Rule(rule)
+
+    @jax.jit
+    def first():
+        theirs = jnp.broadcast_to(jnp.asarray(logits[:2]) * 0.5 + jnp.asarray(logits[1:]), (SEEDS, 2, VOCAB))
+        tokens, masked, _ = draw(theirs, positions[:, :2], keep.drafting(sampling, none))
+        target = sampling.constraint.masked(jnp.broadcast_to(logits, (SEEDS, 3, VOCAB)), sampling.constraint.along(tokens), None)
+        chosen, accepted = keep(Drafts(tokens, masked), target, positions, sampling, none)
+        return chosen[:, 0], accepted
+
+    tokens, accepted = first()
+    assert 0.2 < np.mean(np.asarray(accepted) > 0) < 0.99
+    assert chi_square(np.bincount(tokens, minlength=VOCAB), after(0, ids[own.start])) > 1e-3
