@@ -24,6 +24,7 @@ BESIDE, SHARE = 4, 8
 # The next call that computes prompts is queued behind a step's rounds before the host reads their results, so that the device does not
 # pause. But that call cannot include prompts that get a slot afterwards, so it is queued only if this share of its rows is of use.
 ENOUGH = 0.5
+POLL = 0.05  # seconds that a step waits at most where there is nothing to do but to build automata
 SOON = 8  # rounds of a step at most while a request waits for its automaton
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
 
@@ -66,9 +67,10 @@ class Turn:
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
             self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
         self._admit()
-        while not self.active and (building := [r.structure.future for r in self.waiting if r.structure and not r.structure.future.done()]):
-            concurrent.futures.wait(building, return_when=concurrent.futures.FIRST_COMPLETED)
-            self._admit()
+        if not self.active and (building := [r.structure.future for r in self.waiting if r.structure and not r.structure.future.done()]):
+            meanwhile()
+            concurrent.futures.wait(building, POLL, concurrent.futures.FIRST_COMPLETED)
+            return True
         if not self.active:
             what = f"all {runner.settings.max_slots} slots are" if not runner.free_slots else "the memory of structured outputs is"
             raise RuntimeError(f"{what} held by open streams; close some, or load with more max_slots")
