@@ -160,12 +160,12 @@ def test_thoughts_are_free(llm):
     """A text that begins within a thought is free until that ends, and has no end before; one that may begin with a thought may not."""
     opening, closing, think = llm.tokenizer.thought_ids
     free = {"temperature": 1.0, "max_tokens": 100, "structured_outputs": {"choice": ["yes", "no"]}, **EVERYTHING}
-    inside = SamplingParams(**free, seed=2, logit_bias={closing: 15.0})
+    inside = SamplingParams(**free, seed=2, logit_bias={closing: 60.0})
     found = llm.generate([[5, opening, 6]], inside)[0]
     at = found.token_ids.index(closing)
     assert llm.tokenizer.decode(found.token_ids[at + 1 :]) in ("yes", "no")
     some = llm.generate(
-        [[think, 5, 6]] * 2, [SamplingParams(**free, seed=2, logit_bias={opening: bias, closing: 15.0}) for bias in (40.0, -40.0)]
+        [[think, 5, 6]] * 2, [SamplingParams(**free, seed=2, logit_bias={opening: bias, closing: 60.0}) for bias in (40.0, -40.0)]
     )
     assert some[0].token_ids[0] == opening and some[1].text in ("yes", "no")
     at = some[0].token_ids.index(closing)
@@ -199,7 +199,8 @@ def test_a_full_pool_makes_requests_wait(small):
     assert sorted(pool._rows + sum((h.rows for h in pool._held.values()), [])) == list(range(1, 60))
 
 
-def test_a_structure_larger_than_the_pool_is_refused(small):
+def test_a_structure_larger_than_the_pool_is_refused(small, monkeypatch):
+    monkeypatch.setattr(structures, "WAIT", 60)
     with pytest.raises(ValueError, match=r"prompt 0: structured_outputs: regex .* takes 501 states with .* expected at most 384 and 59"):
         small.generate([PROMPT], params(0, regex="[ab]{500}"))
 
