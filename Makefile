@@ -1,4 +1,4 @@
-# make demo | test | smoke | test-all | test-gpu | docs | address. Needs git, make, Python 3.11 or newer and a package index; nothing else.
+# make demo | test | smoke | test-all | test-gpu | docs | notebooks | address. Needs git, make, Python 3.11 or newer and a package index; nothing else.
 # Settings: VENV (the virtual environment's folder), PYTHON (the interpreter that makes it), CUDA (cuda12 or cuda13), PROMPT,
 # JOBS (processes that run tests).
 
@@ -23,7 +23,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Keeps pyright from asking the network whether a newer pyright exists.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: demo test smoke test-all test-gpu lint docs address
+.PHONY: demo test smoke test-all test-gpu lint docs notebooks address
 .DELETE_ON_ERROR:  # half a virtual environment is no virtual environment
 
 demo: $(VENV)/.installed
@@ -44,6 +44,9 @@ test-gpu: $(VENV)/.installed-gpu
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo 'Open build/docs/index.html'
+
+notebooks: $(VENV)/.installed-test
+	$(BIN)/python notebooks/run.py
 
 address:
 	sed -i.old -E 's#(colab\.research\.google\.com/github/|git\+https://github\.com/)[^/]+/[^/"\]+#\1$(REPOSITORY)#' notebooks/*.ipynb

@@ -16,12 +16,12 @@ PACKAGES = [*(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("ja
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """{page: html}, of one build."""
+    """{page: html} of one build, and its folder."""
     folder = tmp_path_factory.mktemp("docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
     assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
-    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.html")}
+    return {"folder": str(folder)} | {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.html")}
 
 
 def test_nothing_is_fetched_to_read_them(pages):
@@ -33,6 +33,28 @@ def test_every_public_name_is_described(pages):
     described = {name for page in pages.values() for name in re.findall(r'id="((?:jaxspec|pallas_kernels)[\w.]*)"', page)}
     names = {f"{module}.{name}" for name, module in jaxspec._EXPORTS.items()}
     assert names - described == set()
+
+
+def test_arguments_are_a_list_and_long_signatures_have_lines(pages):
+    entry = pages["api/engine.html"].partition('id="jaxspec.loading.load"')[2]
+    signature, _, text = entry.partition("doc-contents")
+    assert 5 < signature.count("\n") and "num_draft_tokens" in signature
+    assert re.search(r"<li>\s*<p>?<strong>num_draft_tokens</strong>:|<li><strong>num_draft_tokens</strong>:", text)
+
+
+def test_the_search_works_in_pages_that_are_opened_from_the_disk(pages):
+    """It has its index as a script, and a frame in the place of a worker, before the script that starts the worker."""
+    folder = Path(pages["folder"])
+    assert "jaxspec.loading.load" in (folder / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert re.search(r'src="(\.\./)?javascripts/frame_worker\.js".*assets/javascripts/bundle', pages["index.html"], re.DOTALL)
+    assert "IFrameWorker" in (folder / "javascripts" / "frame_worker.js").read_text(encoding="utf-8")
+
+
+def test_a_notebook_is_a_page_with_what_it_showed(pages):
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        page = pages[f"notebooks/{path.stem}.html"]
+        assert page.count("data:image/png;base64,") == path.read_text(encoding="utf-8").count('"image/png": ')
+    assert "</mark>" in pages["notebooks/01_generate_and_stream.html"]
 
 
 def test_every_module_is_listed_with_what_it_is_for(pages):

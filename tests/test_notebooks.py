@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom without a warning, and are kept without outputs.
+"""The notebooks run from top to bottom without a warning, and are stored with the outputs of the code that they hold.
 
 They run on the bundled models, one after another in one kernel, which forgets its variables in between, and share compiled programs with
 the other tests. JAXSPEC_SHORT leaves out what a first look needs but a test does not: most of the points of a curve, most of the steps of
@@ -6,6 +6,7 @@ a training run. Engines have fewer programs than a user's, which pick the one ne
 """
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -22,6 +23,10 @@ from jaxspec.checkpoint import hub
 from jaxspec.engine import html
 
 ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("run_notebooks", ROOT / "notebooks" / "run.py")
+assert spec is not None and spec.loader is not None
+runner = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runner)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIGURES = {"01": 1, "02": 3, "03": 3, "04": 1, "05": 1, "06": 1}  # how many pictures each draws
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -93,12 +98,21 @@ def test_notebook_runs_without_a_warning_and_draws(number, kernel):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name[:2])
-def test_notebook_is_kept_clean(path):
+def test_notebook_is_stored_with_the_outputs_of_its_code(path):
+    """After a change of its code, `make notebooks` runs it again."""
     notebook = nbformat.read(path, 4)
     nbformat.validate(notebook)
-    for cell in notebook.cells:
-        assert cell.cell_type == "markdown" or (cell.outputs == [] and cell.execution_count is None)
-        assert set(cell.metadata) <= {"tags"}
+    stored = notebook.metadata["jaxspec"]
+    assert stored["code"] == runner.fingerprint(notebook) and stored["device"]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"] == []
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == FIGURES[path.name[:2]]
+    assert not any("widget" in kind for output in outputs for kind in output.get("data", {}))
+    assert path.stat().st_size < 1_000_000
+    assert not any(set(cell.metadata) - {"tags"} for cell in notebook.cells)
     title, *rest = notebook.cells[0].source.splitlines()
     assert title.startswith(f"# {int(path.name[:2])}. ")
     address = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks/{path.name}"
@@ -134,7 +148,7 @@ def test_one_place_says_where_the_repository_is_published(tmp_path):
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns(".*"))
     shutil.copy(ROOT / "Makefile", tmp_path)
     subprocess.run(["make", "address", "REPOSITORY=some-one/spec.x"], cwd=tmp_path, check=True, capture_output=True)
-    assert [path.name for path in sorted((tmp_path / "notebooks").iterdir())] == [path.name for path in NOTEBOOKS]
+    assert [path.name for path in sorted((tmp_path / "notebooks").iterdir())] == [*(path.name for path in NOTEBOOKS), "run.py"]
     for path in NOTEBOOKS:
         before, after = (folder.read_text(encoding="utf-8") for folder in (path, tmp_path / "notebooks" / path.name))
         assert after.count("some-one/spec.x") == 2 and after.replace("some-one/spec.x", REPOSITORY) == before

@@ -109,7 +109,7 @@ def completion_html(completion: Shown, tokenizer: Tokenizer | None) -> str:
     if stats.drafted:
         facts.append(f"{stats.accepted} of {stats.drafted} drafts accepted, {stats.acceptance_length:.2f} tokens a step")
     if tokenizer is None:
-        body = html.escape(completion.text)
+        body = f"<span>{html.escape(completion.text)}</span>"  # a line break right behind <pre> would be dropped
     else:
         prompt = completion.prompt_token_ids[-MAX_PROMPT_TOKENS:]
         body = "…" if len(prompt) < len(completion.prompt_token_ids) else ""
@@ -117,8 +117,9 @@ def completion_html(completion: Shown, tokenizer: Tokenizer | None) -> str:
         body += "".join(_span(span) for span in spans(tokenizer, completion.token_ids[:MAX_TOKENS], stats.from_draft))
         body += f"… {new - MAX_TOKENS} more tokens" if new > MAX_TOKENS else ""
         facts += [f'<span style="background:{TINTS[kind]}">{TITLES[kind]}</span>' for kind in ("draft", "target") if stats.drafted]
-    style = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;line-height:1.5"
-    return f'<div style="{style}">{body}</div><div style="font-size:85%;opacity:.8;margin-top:.4em">{" · ".join(facts)}</div>'
+    style = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.5;margin:0"
+    # A page that takes styles away keeps the line breaks of <pre> and shows <mark>.
+    return f'<pre style="{style}">{body}</pre><div style="font-size:85%;opacity:.8;margin-top:.4em">{" · ".join(facts)}</div>'
 
 
 def llm_html(llm: Loaded, name: str) -> str:
@@ -140,15 +141,17 @@ def llm_html(llm: Loaded, name: str) -> str:
 
 def _span(span: Span) -> str:
     ids = f"token{'s' if len(span.token_ids) > 1 else ''} {', '.join(map(str, span.token_ids))}"
-    style = f"background:{TINTS[span.kind]}"
+    tag, style = "span", f"background:{TINTS[span.kind]}"
     if span.kind == "prompt":
         style += ";opacity:.65"
+    elif span.kind == "draft":
+        tag, style = "mark", f"{style};color:inherit"
     text = html.escape(_visible(span.text))
     if span.special:
         text = f'<span style="{LABEL}">{text}</span>'
     # A line break has no width of its own to shade. The mark is left out when the text is copied.
     text = text.replace("\n", '<span style="user-select:none;opacity:.45">⏎</span>\n') if span.kind != "prompt" else text
-    return f'<span title="{ids}: {TITLES[span.kind]}" style="{style}">{text}</span>'
+    return f'<{tag} title="{ids}: {TITLES[span.kind]}" style="{style}">{text}</{tag}>'
 
 
 def _visible(text: str) -> str:

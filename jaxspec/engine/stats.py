@@ -230,7 +230,7 @@ class Stats:
                 f"{self.tokens_per_second_with_compiling:.1f} with compiling",
                 f"device             busy {self.busy_seconds / self.seconds if self.seconds else 0.0:.1%} of the time; between two calls "
                 f"the host took {1000 * self.host_seconds():.2f} ms (median)",
-                f"first token        {1000 * self.time_to_first_token:.1f} ms after the call",
+                f"first token        {1000 * self.time_to_first_token:.1f} ms after the call, waiting for a slot included",
                 f"acceptance length  {self.acceptance_length:.2f} tokens a step ({self.steps} steps)",
                 f"drafts             {self.accepted} of {self.drafted} accepted",
                 f"by position        {rates or 'nothing drafted'}",

@@ -17,12 +17,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import checkpoint
-from jaxspec.checkpoint import hub, safetensors
+from jaxspec.checkpoint import safetensors
+from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
+from jaxspec.progress import watched
 from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.sharding.specs import WHOLE
 from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, read_quantisation, read_target
@@ -58,7 +60,7 @@ def distil(
     num_draft_tokens: int = 4,
     resume: bool = False,
     mesh: Mesh | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     **run: Any,
 ) -> Path:
     """Trains a drafter to guess what a target writes, and returns the folder that holds it, which `load` takes as a drafter.
@@ -75,7 +77,7 @@ def distil(
 
     Raises FileNotFoundError or ValueError for what cannot be used, and FloatingPointError as `loop.fit` does.
     """
-    kind, how, out = kinds.kind_of(drafter_kind), Run(**run), Path(out)
+    kind, how, out, progress = kinds.kind_of(drafter_kind), Run(**run), Path(out), watched(progress)
     assert kind.objective is not None  # as of every kind that can be trained
     goal = dataclasses.replace(kind.objective, **objective or {})
     folder = checkpoint.resolve(target)
@@ -132,7 +134,7 @@ def finetune(
     held_out: Files | None = None,
     resume: bool = False,
     mesh: Mesh | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     **run: Any,
 ) -> Path:
     """Trains all weights of a target's text model on other text, and returns the folder that holds it, which `load` takes as a target.
@@ -161,7 +163,7 @@ def finetune(
     draw = drawn(texts, how.batch, how.seed)
     settings = {"target": os.fspath(target), "data": _fingerprint(texts)}
     fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings,
-        placement=placement_of(mesh), progress=progress)  # fmt: skip
+        placement=placement_of(mesh), progress=watched(progress))  # fmt: skip
     return out
 
 
@@ -196,7 +198,7 @@ def _drafter(
     if isinstance(init, str | os.PathLike):
         folder = checkpoint.resolve(init)
         config, generation = checkpoint.read_config(folder), checkpoint.read_generation_config(folder)
-        if (folder / hub.WEIGHTS_FILE).exists() or (folder / hub.INDEX_FILE).exists():
+        if (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists():
             found = abstract_drafter(folder, model.config, jnp.float32)
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")

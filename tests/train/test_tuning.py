@@ -69,7 +69,9 @@ def test_the_command_writes_a_drafter_that_load_takes(target, trained, capsys):
     assert cli.main([*command, "--resume"]) == 0
     again = np.load(out / "self_generated.npz")
     assert all(np.array_equal(again[name], own[name]) for name in own)
-    assert capsys.readouterr().out == f"{out}\n"
+    printed = capsys.readouterr()
+    lengths = [row["measured_acceptance_length"] for row in rows]
+    assert printed.out == f"{out}\n" and printed.err.endswith(f"tokens a step {lengths[0]:.2f} -> {lengths[-1]:.2f}, on held-out texts\n")
     assert (out / "model.safetensors").read_bytes() == changed and read_metrics(out) == rows
 
 
