@@ -161,8 +161,18 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
     from jaxspec.engine.params import SamplingParams
     from jaxspec.loading import load
 
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed", "ignore_eos")
-    names += ("structured_outputs",)
+    names = (
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "stop",
+        "seed",
+        "ignore_eos",
+        "structured_outputs",
+    )
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     progress = sys.stderr.isatty()
     llm = load(
