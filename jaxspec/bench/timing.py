@@ -140,11 +140,11 @@ def _decode(
     if work.structured:
         pool = jax.device_put(automata.made(plan.target_tree.config.vocab_size, work.structured, work.seed), plan.placement.sharding(WHOLE))
 
-    def function(target: Any, drafter: Any, pool: Any, *args: Any) -> Any:
+    def decode_loop(target: Any, drafter: Any, pool: Any, *args: Any) -> Any:
         return decode.decode_loop(target, drafter, *args, round=work.round, automata=pool)
 
     arguments = target, drafter, pool, state, slots, np.int32(0), np.bool_(False)
-    loop, loop_cost = _compiled(on(function), *arguments, state_at=3)
+    loop, loop_cost = _compiled(on(decode_loop), *arguments, state_at=3)
 
     def call(steps: int) -> float:
         nonlocal state
@@ -177,7 +177,7 @@ def _decode(
     if work.profile is not None:
         if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
             arguments = target, drafter, pool, state, slots, np.int32(0), np.bool_(False)
-            loop, _ = _compiled(on(function), *arguments, state_at=3, compiler=cuda_graphs.without)
+            loop, _ = _compiled(on(decode_loop), *arguments, state_at=3, compiler=cuda_graphs.without)
             call(1)  # loads the kernels
         folder, (_, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", counts()
         with jax.profiler.trace(str(folder)):
