@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what type checkers see of the two tables below
     from jaxspec.model import paged_kv as cache
     from jaxspec.plots import plot_acceptance
     from jaxspec.sharding.meshes import mesh
+    from jaxspec.structured.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "Stream",
+    "StructuredOutputsParams",
     "accept",
     "cache",
     "checkpoint",
@@ -53,6 +55,7 @@ _EXPORTS: dict[str, str] = {
     "convert": "jaxspec.converting",
     "LLM": "jaxspec.engine.llm",
     "SamplingParams": "jaxspec.engine.params",
+    "StructuredOutputsParams": "jaxspec.structured.params",
     "Completion": "jaxspec.engine.completion",
     "Chunk": "jaxspec.engine.completion",
     "Logprob": "jaxspec.engine.completion",

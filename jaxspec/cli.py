@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import json
 import logging
 import os
 import re
@@ -102,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--accept", default="coupled", help="rule that accepts drafts: coupled, standard or block (default: coupled)")
     model.add_argument("--mesh", metavar="AXIS=N,...", help="devices to spread the model over, such as tensor=4 (default: one device)")
     model.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    text = """what a text must look like, such as '{"regex": "[0-9]+"}' or '{"json": {"type": "object", ...}}'"""
+    model.add_argument("--structured-outputs", type=_object, metavar="JSON", help=text)
     model.add_argument("--ignore-eos", action="store_true", help="do not stop at the checkpoint's end tokens")
     model.add_argument("--stats", action="store_true", help="print speed and acceptance at the end")
 
@@ -158,12 +161,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _object(text: str) -> Any:
+    """A JSON object of the command line."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a JSON object")
+    return found
+
+
 def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
     """(llm, sampling params). settings: of `load`, beside those that every command has."""
     from jaxspec.engine.params import SamplingParams
     from jaxspec.loading import load
 
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed", "ignore_eos")
+    names = (
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "stop",
+        "seed",
+        "ignore_eos",
+        "structured_outputs",
+    )
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     progress = sys.stderr.isatty()
     llm = load(

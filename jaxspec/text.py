@@ -13,6 +13,7 @@ from jaxspec.checks import unknown
 CONTEXT_TOKENS = 8
 TOOL_KEYS = ("tool_calls", "tool_responses")  # a message may have one of these instead of content
 THOUGHTS = ("<|channel>", "<channel|>")  # the tokens around thoughts
+THINK = "<|think|>"  # the token of a prompt that asks for them
 INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character, or not yet
 
 
@@ -64,6 +65,12 @@ class Tokenizer:
         character become U+FFFD."""
         # Not through transformers: its clean-up may change text far back, so text could not be streamed.
         return self._hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    @property
+    def thought_ids(self) -> tuple[int, int, int]:
+        """The tokens that open and close a thought, and the one that asks for it in a prompt; -1 for one that there is not."""
+        opening, closing, think = (self._hf.backend_tokenizer.token_to_id(token) for token in (*THOUGHTS, THINK))
+        return -1 if opening is None else opening, -1 if closing is None else closing, -1 if think is None else think
 
     def thoughts(self, ids: Sequence[int]) -> str:
         """The decoded thoughts at the beginning of an output; "" if there are none.

@@ -408,5 +408,16 @@ def test_calls_refuse_what_they_cannot_serve(llm):
     for name, reason in llm_file.MISSING.items():
         with pytest.raises(AttributeError, match=f"has no '{name}', which cannot be served: {reason[:20]}"):
             getattr(llm, name)
-    with pytest.raises(ImportError, match="jaxspec.vllm has no StructuredOutputsParams: structured outputs are not available"):
-        from jaxspec.vllm import StructuredOutputsParams  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match="jaxspec.vllm has no GuidedDecodingParams: its name is StructuredOutputsParams"):
+        from jaxspec.vllm import GuidedDecodingParams  # noqa: F401  # pyright: ignore
+
+
+def test_structured_outputs_have_vllm_s_names():
+    from jaxspec.vllm import StructuredOutputsParams
+
+    served = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"])).served().structured_outputs
+    assert served == StructuredOutputsParams(choice=("a", "b"))
+    with pytest.raises(ValueError, match="guided_decoding .* cannot be served: its name is structured_outputs"):
+        SamplingParams(guided_decoding={"choice": ["a"]})
+    with pytest.raises(ValueError, match="grammars \\(EBNF, Lark\\) have no automaton"):
+        SamplingParams(structured_outputs={"grammar": "root ::= x"})

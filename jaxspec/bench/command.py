@@ -28,6 +28,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     option("top-k", "with a temperature: sample among the N most likely tokens; 0 means all (default: 0)", type=int, metavar="N")
     top_p = "with a temperature: sample among the most likely tokens whose probabilities add up to P (default: 1)"
     option("top-p", top_p, type=float, metavar="P")
+    structured = "let texts follow an automaton of N states, as structured outputs do; 0 means none (default: 0)"
+    option("structured", structured, type=int, metavar="N")
     option("prefill", "also time prompts of these lengths", type=_integers, metavar="N,...")
     option("prefill-chunk", "most rows of a prefill call (default: 512)", type=int, metavar="N")
     option("dtype", "bfloat16 (the default) or float32")

@@ -25,14 +25,15 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec import decode
-from jaxspec.bench import kernel_times, roofline
+from jaxspec.bench import automata, kernel_times, roofline
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, ProgramCost, Spread
 from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.engine import cuda_graphs
 from jaxspec.model.target import TargetConfig
-from jaxspec.sampling.choice import PLAIN, seed_words
+from jaxspec.sampling.choice import PLAIN, Needs, seed_words
 from jaxspec.sampling.filters import Filters
+from jaxspec.sharding.specs import WHOLE
 from jaxspec.trees import nbytes
 
 
@@ -135,13 +136,20 @@ def _decode(
     work, slots = plan.work, _each(plan, batch)
     name = f"batch {batch} at temperature {work.temperature}"
     stage(f"{name}: compile")
-    function = functools.partial(decode.decode_loop, round=work.round)
-    loop, loop_cost = _compiled(on(function), target, drafter, state, slots, np.int32(0), np.bool_(False))
+    pool: Any = None  # of automata, where texts follow one
+    if work.structured:
+        pool = jax.device_put(automata.made(plan.target_tree.config.vocab_size, work.structured, work.seed), plan.placement.sharding(WHOLE))
+
+    def decode_loop(target: Any, drafter: Any, pool: Any, *args: Any) -> Any:
+        return decode.decode_loop(target, drafter, *args, round=work.round, automata=pool)
+
+    arguments = target, drafter, pool, state, slots, np.int32(0), np.bool_(False)
+    loop, loop_cost = _compiled(on(decode_loop), *arguments, state_at=3)
 
     def call(steps: int) -> float:
         nonlocal state
         begun = time.perf_counter()
-        state = jax.block_until_ready(loop(target, drafter, state, slots, np.int32(steps), np.bool_(False)))
+        state = jax.block_until_ready(loop(target, drafter, pool, state, slots, np.int32(steps), np.bool_(False)))
         return time.perf_counter() - begun
 
     def counts() -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +176,8 @@ def _decode(
     found: tuple[kernel_times.KernelTime, ...] = ()
     if work.profile is not None:
         if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
-            loop, _ = _compiled(on(function), target, drafter, state, slots, np.int32(0), np.bool_(False), compiler=cuda_graphs.without)
+            arguments = target, drafter, pool, state, slots, np.int32(0), np.bool_(False)
+            loop, _ = _compiled(on(decode_loop), *arguments, state_at=3, compiler=cuda_graphs.without)
             call(1)  # loads the kernels
         folder, (_, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", counts()
         with jax.profiler.trace(str(folder)):
@@ -214,7 +223,7 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
         chunk = min(work.prefill_chunk, length)
         stage(f"prompt of {length}: compile")
         if chunk not in programs:
-            prefill = functools.partial(decode.prefill, chunk=chunk, round=work.round)
+            prefill = functools.partial(decode.prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=_free(work.round.needs)))
             programs[chunk] = _compiled(on(prefill), target, drafter, state, slots)
         program, cost = programs[chunk]
         requests, calls = _requests(work, target.config, 1, length, length + 2), math.ceil(length / chunk)
@@ -254,19 +263,27 @@ def _requests(work: Workload, config: TargetConfig, batch: int, length: int, lim
         "seed": np.asarray([seed_words(work.seed + i) for i in range(batch)], np.uint32),
         "temperature": np.full(batch, work.temperature, np.float32),
     }
+    if work.structured:
+        fields["automaton"] = fields["automaton_start"] = np.full(batch, automata.START, np.int32)
     filters: Any = (np.full(batch, work.top_k, np.int32), np.full(batch, work.top_p, np.float32), np.zeros(batch, np.float32))
     return decode.Requests(**fields, filters=Filters(*filters))
 
 
-def _compiled(function: Callable[..., Any], *args: Any, compiler: Any = cuda_graphs.compiled) -> tuple[Any, ProgramCost]:
-    """A compiled program, and what it took to make. The third argument, the state, is donated. compiler: a function of `cuda_graphs`."""
+def _compiled(function: Callable[..., Any], *args: Any, state_at: int = 2, compiler: Any = cuda_graphs.compiled) -> tuple[Any, ProgramCost]:
+    """A compiled program, and what it took to make. state_at: which argument is the state, which is donated. compiler: a function of
+    `cuda_graphs`."""
     begun = time.perf_counter()
-    lowered = jax.jit(function, donate_argnums=2).lower(*args)
+    lowered = jax.jit(function, donate_argnums=state_at).lower(*args)
     traced = time.perf_counter()
     program = compiler(lowered, jax.tree.leaves(args[0])[0].devices())
     memory = program.memory_analysis()
     temporary = 0 if memory is None else memory.temp_size_in_bytes
     return program, ProgramCost(traced - begun, time.perf_counter() - traced, temporary)
+
+
+def _free(needs: Needs) -> Needs:
+    """Of free texts."""
+    return dataclasses.replace(needs, structured=False)
 
 
 def _driver() -> str | None:

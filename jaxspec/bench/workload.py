@@ -42,6 +42,7 @@ class Workload:
     temperature: float = 0.0  # of every sequence, as top_k and top_p are
     top_k: int = 0  # 0 for all tokens
     top_p: float = 1.0  # 1 for all tokens
+    structured: int = 0  # states of the automaton that texts follow; 0 for free texts
     attention: str = "auto"
     draft_attention: str = "auto"
     repeats: int = 3  # timed calls
@@ -66,6 +67,7 @@ class Workload:
         """What a timed round is compiled for."""
         plain = not self.temperature or (not self.top_k and self.top_p == 1)
         needs = PLAIN if plain else Needs("top" if 0 < self.top_k <= CANDIDATES else "search")
+        needs = dataclasses.replace(needs, structured=self.structured > 0)
         return decode.Round(self.num_draft_tokens, self.accept, needs, self.attention, self.draft_attention)
 
     def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
@@ -166,6 +168,7 @@ def _check(work: Workload, config: TargetConfig, batches: Sequence[int], tempera
     for temperature in temperatures:
         number("temperature", temperature, 0)
     integer("top_k", work.top_k, 0)
+    integer("structured", work.structured, 0, 60_000)
     if not 0 < work.top_p <= 1:
         raise ValueError(f"top_p is {work.top_p}, expected more than 0 and at most 1")
     for name in ("attention", "draft_attention"):

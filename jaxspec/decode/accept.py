@@ -72,7 +72,8 @@ class Rule:
         one. choices: [B, K + 1] int32, what the target chooses, where that is known: a rule that shares noise needs no logits then.
         """
         self.check(drafts.tokens.shape[1])
-        drafting, sampling = self.drafting(sampling, rounds), dataclasses.replace(sampling, tables=None)  # logits are edited already
+        sampling = dataclasses.replace(sampling, constraint=None)  # all logits are masked already
+        drafting, sampling = self.drafting(sampling, rounds), dataclasses.replace(sampling, tables=None)  # the target's are edited too
         if not self.shares_noise:
             assert logits is not None
             keep = keep_block if self.name == "block" else keep_prefix

@@ -14,6 +14,7 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, Observed
 from jaxspec.model.rows import Rows
 from jaxspec.model.target import TargetModel
+from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.choice import PLAIN
 from jaxspec.sampling.logprobs import Logprobs, token_logprobs
 
@@ -27,15 +28,16 @@ def prefill(
     *,
     chunk: int,
     round: Round = NO_DRAFTS,
+    automata: Automata | None = None,
 ) -> DecodeState:
     """Computes up to `chunk` (static) more rows of each slot's known tokens; a slot whose prompt is done chooses its first token.
 
     slots: [B] int32, ids >= slots stand for no sequence. until: [B] int32, how many rows a slot may have computed afterwards; None for
     all. A slot is ready to decode once computed == length - 1. A resumed sequence, which knows more than its prompt, has its anchor
     already and chooses nothing. round: static, of the rounds that follow; how many tokens they draft, and how they accept them, makes no
-    difference here.
+    difference here. automata: as for `spec_step`.
     """
-    rows = gather_slots(state, slots, round.needs, target)
+    rows = gather_slots(state, slots, round.needs, target, automata)
     resumed = rows.length > rows.prompt
     todo = rows.length - resumed.astype(jnp.int32)
     todo = (todo if until is None else jnp.minimum(todo, until)) - rows.computed

@@ -20,8 +20,10 @@ from jaxspec.decode.state import (
 )
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import paged_kv as paged
+from jaxspec.model.rows import take_row
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling import logit_edits as edits
+from jaxspec.sampling.automata import Automata, Constraint
 from jaxspec.sampling.choice import Needs, Sampling, choose, choose_by_head
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, token_logprobs
 
@@ -44,8 +46,11 @@ class SlotRows:
         """Whether the slot can decode: all of its known tokens but the last have K and V. [B] bool."""
         return self.live & (self.computed == self.length - 1)
 
-    def edited(self, logits: jax.Array, needs: Needs, drafts: Drafts | None = None) -> jax.Array:
-        """The logits that tokens are chosen by. logits: [B, K + 1, V], the target's after the known tokens and after each draft."""
+    def edited(self, logits: jax.Array, needs: Needs, drafts: Drafts | None = None, states: jax.Array | None = None) -> jax.Array:
+        """The logits that tokens are chosen by. logits: [B, K + 1, V], the target's after the known tokens and after each draft. states:
+        [B, K + 1] int32, of the automata at each, None without a constraint."""
+        if self.sampling.constraint is not None and states is not None:
+            logits = self.sampling.constraint.masked(logits, states, self.sampling.shard)
         if needs.suppress_tokens:
             logits = suppress(logits, needs.suppress_tokens, self.sampling.shard)
         if self.sampling.tables is None:
@@ -54,8 +59,9 @@ class SlotRows:
         return self.sampling.tables.verified(full_logits(logits, self.sampling.shard), none if drafts is None else drafts.tokens)
 
 
-def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: TargetModel) -> SlotRows:
-    """The fields of a list of slots. slots: [B] int32, an id >= slots stands for no sequence and is not live."""
+def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: TargetModel, automata: Automata | None = None) -> SlotRows:
+    """The fields of a list of slots. slots: [B] int32, an id >= slots stands for no sequence and is not live. automata: those that the
+    slots' states are of, needed if `needs.structured`."""
 
     def of(field: jax.Array) -> jax.Array:
         return field.at[slots].get(mode="clip")
@@ -71,6 +77,9 @@ def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: Tar
         asked = jax.tree.map(of, state.edits)
         tables = edits.tables(asked, of(state.tokens), prompt, length, stop_ids, target.config.vocab_size)
         sampling = dataclasses.replace(sampling, tables=tables)
+    if needs.structured:
+        assert automata is not None, "structured texts need their automata"
+        sampling = dataclasses.replace(sampling, constraint=Constraint(automata, of(state.automaton), of(state.automaton_start), stop_ids))
     return SlotRows(live, computed, prompt, limit, length, stop_ids, rounds, sampling)
 
 
@@ -92,6 +101,7 @@ class Choices:
     sound: jax.Array  # [B, T] bool, whether one can be chosen: see `sound_choices`
     logits: jax.Array | None  # [B, T, V] float32, what it is chosen by, edits included; None where the head alone chose
     raw: jax.Array | None  # the same without edits, of which log-probabilities are reported
+    states: jax.Array | None = None  # [B, T] int32, of the automata before each token; None without a constraint
 
 
 def target_choices(
@@ -115,11 +125,13 @@ def target_choices(
             implementation=round.attention,
         )
         return Choices(tokens, sound_choices(most, None, hidden), None, None)
-    raw = target.unembed(hidden, round.attention)
-    logits = rows.edited(raw, round.needs, drafts)
+    raw, constraint, states = target.unembed(hidden, round.attention), rows.sampling.constraint, None
+    if constraint is not None:
+        states = constraint.state[:, None] if drafts is None else constraint.along(drafts.tokens)
+    logits = rows.edited(raw, round.needs, drafts, states)
     sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, shard))
     tokens = choose(logits, positions, dataclasses.replace(rows.sampling, tables=None)) if chosen else None
-    return Choices(tokens, sound, logits, raw)
+    return Choices(tokens, sound, logits, raw, states)
 
 
 def sound_choices(most: jax.Array, shard: Shard | None, hidden: jax.Array | None = None) -> jax.Array:
@@ -170,6 +182,13 @@ def append_tokens(
             token_logprobs(full_logits(choices.raw, rows.sampling.shard), tokens, MAX_LOGPROBS),
         )
         state = dataclasses.replace(state, logprobs=ring)
+    if choices.states is not None:
+        assert rows.sampling.constraint is not None
+        last = jnp.maximum(count - 1, 0)
+        before, newest = take_row(choices.states, last)[:, 0], take_row(tokens, last)[:, 0]
+        after = dataclasses.replace(rows.sampling.constraint, state=before).after(newest)
+        kept = state.automaton.at[jnp.where(count > 0, slots, state.slots)].set(after.state, mode="drop")
+        state = dataclasses.replace(state, automaton=kept)
     return dataclasses.replace(
         state,
         tokens=state.tokens.at[slots[:, None], at].set(tokens, mode="drop"),

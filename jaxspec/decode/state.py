@@ -25,15 +25,15 @@ EMPTY, RUNNING, STOPPED, FULL_LENGTH, FAILED = 0, 1, 2, 3, 4
 class DecodeState:
     """All slots' sequences. Donate it to every call.
 
-    tokens: [S, max_len] int32. from_draft: [S, max_len] bool, tokens that were accepted drafts. length: [S] int32, known tokens.
-    computed: [S] int32, rows whose K and V are in the cache. prompt: [S] int32, prompt tokens. limit: [S] int32, length at which to
-    stop, at most max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id), FULL_LENGTH or FAILED (the logits of the next
-    token are no numbers). stop_ids: [S, N] int32, padded with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits:
-    how each slot chooses, see `Sampling` and `Edits`. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted
-    so far. logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool,
-    the last call needed more full-attention pages than were free and left every sequence as it was. drafter: the drafter's state.
-    mail: of a state on a mesh, what kernels that sum over its devices have to know, or None; see `sharding`.
-    """
+    tokens: [S, max_len] int32. from_draft: [S, max_len] bool, tokens that were accepted drafts. length: [S] int32, known tokens. computed:
+    [S] int32, rows whose K and V are in the cache. prompt: [S] int32, prompt tokens. limit: [S] int32, length at which to stop, at most
+    max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id), FULL_LENGTH or FAILED (the logits of the next token are no numbers).
+    stop_ids: [S, N] int32, padded with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits: how each slot chooses, see
+    `Sampling` and `Edits`. automaton, automaton_start: [S] int32, the state of what a structured text must be and the one that it begins
+    in, see `Constraint`; 0 for other texts. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted so far.
+    logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool, the last
+    call needed more full-attention pages than were free and left every sequence as it was. drafter: the drafter's state. mail: of a state
+    on a mesh, what kernels that sum over its devices have to know, or None; see `sharding`."""
 
     cache: PagedKV
     drafter: Any
@@ -49,6 +49,8 @@ class DecodeState:
     temperature: jax.Array
     filters: Filters
     edits: Edits
+    automaton: jax.Array
+    automaton_start: jax.Array
     rounds: jax.Array
     drafted: jax.Array
     logprobs: Logprobs
@@ -66,7 +68,8 @@ class Requests:
     of those the prompt (more only for a sequence that is resumed). limit, stop_ids, seed, temperature: as in DecodeState, and so are
     filters and edits, None where nobody has any. rounds, drafted: [B] int32, of a resumed sequence what it had, so that no noise is
     drawn again; None for all 0. computed: [B] int32, rows of the slot's last sequence that serve this one
-    too: they and the drafter's view of them stay, if the slot was not released and its rings still hold them; None for all 0."""
+    too: they and the drafter's view of them stay, if the slot was not released and its rings still hold them; None for all 0.
+    automaton, automaton_start: as in DecodeState, after the known tokens; None where no text is structured."""
 
     tokens: jax.Array
     length: jax.Array
@@ -80,6 +83,8 @@ class Requests:
     filters: Filters | None = None
     edits: Edits | None = None
     computed: jax.Array | None = None
+    automaton: jax.Array | None = None
+    automaton_start: jax.Array | None = None
 
 
 def init_state(
@@ -124,6 +129,8 @@ def init_state(
         temperature=per_slot(dtype=jnp.float32),
         filters=_no_filters(slots),
         edits=edits.defaults(slots),
+        automaton=per_slot(),
+        automaton_start=per_slot(),
         rounds=per_slot(),
         drafted=per_slot(),
         logprobs=Logprobs(
@@ -162,6 +169,8 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         temperature=put(state.temperature, requests.temperature),
         filters=jax.tree.map(put, state.filters, dataclasses.replace(filters, scope=state.filters.scope)),
         edits=jax.tree.map(put, state.edits, edited),
+        automaton=put(state.automaton, zero if requests.automaton is None else requests.automaton),
+        automaton_start=put(state.automaton_start, zero if requests.automaton_start is None else requests.automaton_start),
         rounds=put(state.rounds, zero if requests.rounds is None else requests.rounds),
         drafted=put(state.drafted, zero if requests.drafted is None else requests.drafted),
     )

@@ -19,16 +19,20 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, Observed, Target
 from jaxspec.model.rows import Rows, take_row
 from jaxspec.model.target import TargetModel
+from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.choice import PLAIN
 
 
-def spec_step(target: TargetModel, drafter: Drafter, state: DecodeState, slots: jax.Array, *, round: Round) -> DecodeState:
+def spec_step(
+    target: TargetModel, drafter: Drafter, state: DecodeState, slots: jax.Array, *, round: Round, automata: Automata | None = None
+) -> DecodeState:
     """One round for each slot of the list that is ready to decode: draft, verify, accept, append, observe. The others stay as they are.
 
-    slots: [B] int32, ids >= slots stand for no sequence. round: static. Where full pages run out the state is `starved` and no slot
-    changes. Raises ValueError where the acceptance rule has no rate for a draft.
+    slots: [B] int32, ids >= slots stand for no sequence. round: static. automata: of the structured texts, needed if
+    `round.needs.structured`. Where full pages run out the state is `starved` and no slot changes. Raises ValueError where the acceptance
+    rule has no rate for a draft.
     """
-    rows, k = gather_slots(state, slots, round.needs, target), round.num_draft_tokens
+    rows, k = gather_slots(state, slots, round.needs, target, automata), round.num_draft_tokens
     start, room = rows.computed, state.tokens.shape[1] - rows.computed
     count = jnp.where(rows.ready, jnp.minimum(room, k + 1), 0)
     state, count = reserve_rows(state, slots, start, count, k + 1)
@@ -72,6 +76,7 @@ def decode_loop(
     until_any: jax.Array | bool = False,
     *,
     round: Round,
+    automata: Automata | None = None,
 ) -> DecodeState:
     """Repeats `spec_step` on the device until the host is needed.
 
@@ -91,7 +96,7 @@ def decode_loop(
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry
-        return step + 1, spec_step(target, drafter, state, slots, round=round)
+        return step + 1, spec_step(target, drafter, state, slots, round=round, automata=automata)
 
     state = dataclasses.replace(state, starved=jnp.zeros_like(state.starved))
     return jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))[1]

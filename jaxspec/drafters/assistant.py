@@ -32,7 +32,7 @@ from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.model.rows import Hidden, Keys
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose, choose_by_head
+from jaxspec.sampling.choice import Sampling, choose, choose_by_head, draw
 from jaxspec.trees import nbytes
 from pallas_kernels import centroid_head
 from pallas_kernels.noise import row_keys
@@ -103,9 +103,12 @@ class Gemma4MTP:
         token, steps = target.anchor[:, None], []
         for k in range(1, num_draft_tokens + 1):
             out, hidden = self.step(target.model.embed(token), hidden, position, keys, attention)
-            candidates = self.candidates(out, attention)
-            token = self.choose(out, candidates, target.length[:, None] + k, sampling, attention)
-            steps.append((token, *candidates))
+            logits, ids = self.candidates(out, attention, self._open_centroids(sampling))
+            if sampling.constraint is None:
+                token = self.choose(out, (logits, ids), target.length[:, None] + k, sampling, attention)
+            else:
+                token, logits, sampling = draw(logits, target.length[:, None] + k, sampling, ids)
+            steps.append((token, logits, ids))
         return Drafts.joined(steps, target.slots.shape[0]), state
 
     def step(
@@ -123,10 +126,13 @@ class Gemma4MTP:
             x, out, _ = decoder_layer(layer, x, out, positions, keys[layer.self_attn.spec.kind], None, next_weight, attention)
         return out, self.post_projection(out)
 
-    def candidates(self, out: jax.Array, implementation: str = "auto") -> tuple[jax.Array, jax.Array | None]:
+    def candidates(
+        self, out: jax.Array, implementation: str = "auto", open_centroids: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of an output, and the token ids that they belong to.
 
-        out: [B, T, h]. With a centroid head: the tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
+        out: [B, T, h]. open_centroids: [B * T, C] bool, of a centroid head those to choose from; None for all. With a centroid head: the
+        tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
         """
         if self.masked_embedding is None:
             logits = softcap(Linear(self.model.embed_tokens.weight)(out, dtype=jnp.float32), self.config.text.final_logit_softcapping)
@@ -134,8 +140,18 @@ class Gemma4MTP:
                 logits = suppress(logits, self.suppress_tokens, self.model.embed_tokens.shard)
             return logits, None
         rows = out.reshape(-1, out.shape[-1])
-        logits, ids = centroid_head.candidates(rows, *self._centroid_head, **self._centroid_settings, implementation=implementation)
+        settings = {**self._centroid_settings, "open_centroids": open_centroids, "implementation": implementation}
+        logits, ids = centroid_head.candidates(rows, *self._centroid_head, **settings)
         return logits.reshape(*out.shape[:2], -1), ids.reshape(*out.shape[:2], -1)
+
+    def _open_centroids(self, sampling: Sampling) -> jax.Array | None:
+        """The centroids with a token that may come next, [B, C] bool; None where all tokens may come, or without a centroid head."""
+        constraint, head = sampling.constraint, self.masked_embedding
+        if constraint is None or head is None:
+            return None
+        none = jnp.zeros((constraint.state.shape[0], 1, head.token_ordering.shape[0]), jnp.float32)
+        allowed = jnp.isfinite(constraint.masked(none, constraint.state[:, None], None)[:, 0])
+        return jnp.any(jnp.take(allowed, head.token_ordering, axis=1).reshape(none.shape[0], self.config.num_centroids, -1), axis=-1)
 
     def choose(
         self,

@@ -27,7 +27,7 @@ from jaxspec.model.config import refuse_quantised
 from jaxspec.model.layers import Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.choice import Sampling, draw
 
 
 @struct.dataclass
@@ -67,7 +67,8 @@ class DFlash(BlockDrafter):
         out = self.rows(state, target, num_draft_tokens)[:, 1:]
         logits, ids = self.candidates(target.model, out, target.draft_attention)
         positions = target.length[:, None] + jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None, :]
-        return Drafts(choose(logits, positions, sampling, ids), logits, ids), state
+        tokens, logits, _ = draw(logits, positions, sampling, ids)
+        return Drafts(tokens, logits, ids), state
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """One pass, however many drafts it makes."""

@@ -31,7 +31,7 @@ from jaxspec.model.config import refuse_quantised
 from jaxspec.model.layers import Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.sampling.filters import best_candidates
 from jaxspec.trees import nbytes
 
@@ -125,7 +125,7 @@ class DFlash2(BlockDrafter):
         for k in range(num_draft_tokens):
             edges = jnp.sum(selector.following(previous, projected[:, k])[:, None] * successors[:, k], axis=-1)
             scores, among = (unary[:, k] + edges)[:, None], ids[:, k : k + 1]
-            token = choose(scores, target.length[:, None] + k + 1, sampling, among)
+            token, scores, sampling = draw(scores, target.length[:, None] + k + 1, sampling, among)
             steps.append((token, scores, among))
             previous = token[:, 0]
         return Drafts.joined(steps, target.slots.shape[0]), state

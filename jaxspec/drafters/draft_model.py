@@ -29,7 +29,7 @@ from jaxspec.model.families import MODEL_TYPES, family_named, family_of
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Rows
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.trees import nbytes
 
 # A draft model whose layers take less, in bytes, is read by every device sooner than two sums a layer are made.
@@ -106,8 +106,7 @@ class DraftModel:
         steps = []
         for k in range(1, num_draft_tokens + 1):
             at = target.length + k
-            logits = self.model.unembed(hidden)
-            token = choose(logits, at[:, None], sampling)
+            token, logits, sampling = draw(self.model.unembed(hidden), at[:, None], sampling)
             steps.append((token, logits, None))
             if k < num_draft_tokens:
                 count = ((target.slots < state.hidden.shape[0]) & (at < end)).astype(jnp.int32)

@@ -34,7 +34,7 @@ from jaxspec.model.gemma4_fresh import with_query_norms
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.trees import nbytes
 
 
@@ -152,7 +152,7 @@ class DSpark(BlockDrafter):
         for k in range(num_draft_tokens):
             logits, memory = self.follow(base[:, k], previous, rows[:, self.config.first_row + k], memory)
             logits, among = logits[:, None], None if ids is None else ids[:, k : k + 1]
-            token = choose(logits, target.length[:, None] + k + 1, sampling, among)
+            token, logits, sampling = draw(logits, target.length[:, None] + k + 1, sampling, among)
             steps.append((token, logits, among))
             previous = token[:, 0]
         return Drafts.joined(steps, target.slots.shape[0]), state

@@ -36,7 +36,7 @@ from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, take_row
 from jaxspec.model.split import KVHeads
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.trees import nbytes
 from pallas_kernels.paged_attention import paged_attention
 
@@ -187,7 +187,7 @@ class Eagle3(PlainDrafter):
         fresh, steps = None, []
         for k in range(1, num_draft_tokens + 1):
             logits, ids = self.candidates(target.model, x, target.draft_attention)
-            token = choose(logits, target.length[:, None] + k, sampling, ids)
+            token, logits, sampling = draw(logits, target.length[:, None] + k, sampling, ids)
             steps.append((token, logits, ids))
             if k < num_draft_tokens:
                 feature = self.norm(x) if self.config.norm_output else x

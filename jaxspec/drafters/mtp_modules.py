@@ -48,7 +48,7 @@ from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, take_row
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.trees import nbytes
 
 
@@ -228,7 +228,7 @@ class MTPModules:
                 cache = _store(cache, s, keys, base, done)
             if s < num_draft_tokens:
                 logits = self.logits(s, take_row(x, jnp.maximum(count - 1, 0)))
-                token = choose(logits, target.length[:, None] + s + 1, sampling)
+                token, logits, sampling = draw(logits, target.length[:, None] + s + 1, sampling)
                 steps.append((token, logits, None))
                 column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
                 ids = jnp.where(column == count[:, None] + s, token, ids)

@@ -49,6 +49,8 @@ def arrays_of(requests: Sequence[Request], size: int, max_len: int) -> decode.Re
         stop_ids=array([r.stop_ids for r in requests], np.int32, MAX_STOP_IDS, fill=-1),
         seed=array([seed_words(r.seed) for r in requests], np.uint32, 2),
         temperature=column([r.temperature for r in requests], np.float32),
+        automaton=column([r.automaton[0] for r in requests], np.int32),
+        automaton_start=column([r.automaton[1] for r in requests], np.int32),
         rounds=column([r.rounds for r in requests], np.int32),
         drafted=column([r.drafted for r in requests], np.int32),
         computed=column([r.computed for r in requests], np.int32),

@@ -89,6 +89,12 @@ def completion_of(
 
 def _failure(request: Request) -> str:
     """What failed and where, for `Completion.error`."""
+    if request.refusal is not None:
+        return request.refusal
     where = f"step {request.rounds}" if request.output else "the pass over the prompt"
     what = f"the target's logits at position {request.length}, of new token {len(request.output) + 1}, are not finite"
-    return f"{what}; it failed in {where}" if not request.edited else f"{what}, or the request allows none; it failed in {where}"
+    return (
+        f"{what}; it failed in {where}"
+        if not (request.edited or request.structure)
+        else f"{what}, or the request allows none; it failed in {where}"
+    )

@@ -11,7 +11,9 @@ import numpy as np
 
 from jaxspec.engine.params import MAX_SEED, Defaults, SamplingParams
 from jaxspec.engine.request import Request
+from jaxspec.engine.structures import Structure, Structures
 from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS
+from jaxspec.structured.params import StructuredOutputsParams
 from jaxspec.text import OutputText, Tokenizer
 
 MAX_STOP_IDS = 16
@@ -35,6 +37,7 @@ class Maker:
     max_len: int  # tokens of the longest sequence
     eos_token_ids: tuple[int, ...]  # these end a sequence by default
     defaults: Defaults  # of params that say nothing
+    structures: Structures  # makes automata of what texts must look like
 
     def requests(self, index: int, prompt: Any, params: Any, draw_seed: Any) -> list[Request]:
         """The n samples of prompt `index` of a call. draw_seed: gives a seed where params names none.
@@ -56,6 +59,7 @@ class Maker:
         if params.n > 1 and not chosen["temperature"]:
             raise ValueError(f"n of prompt {index} is {params.n} with temperature 0, where all samples are the same; expected 1")
         tokens, room, bad_words = np.asarray(ids, np.int32), self.max_len - len(ids), self._bad_words(index, params)
+        structure = self._structure(index, params)
         seed = draw_seed() if params.seed is None else params.seed
         return [
             Request(
@@ -69,11 +73,20 @@ class Maker:
                 params=params,
                 text=OutputText(self.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens),
                 prompt_text=prompt_text,
+                structure=structure,
                 index=i,
                 prompt_index=index,
             )
             for i in range(params.n)
         ]
+
+    def _structure(self, index: int, params: SamplingParams) -> Structure | None:
+        if params.structured_outputs is None:
+            return None
+        try:
+            return self.structures.of(StructuredOutputsParams.of(params.structured_outputs))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
 
     def _chosen(self, params: SamplingParams, name: str) -> Any:
         value = getattr(params, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -33,6 +34,7 @@ from jaxspec.engine.settings import Settings
 from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.engine.stream import Stream
+from jaxspec.engine.structures import Structures
 from jaxspec.engine.turn import Turn
 from jaxspec.engine.warmup import warm_up
 from jaxspec.model.target import TargetModel
@@ -78,9 +80,11 @@ class LLM:
         self._totals = Stats()  # of requests that have ended
         self._begun: float | None = None  # since when a call has been computing, by `_clock`
         self._lock = DeviceLock(placement.summing_devices)
+        vocab_size = self.config.vocab_size
+        self._structures = Structures(tokenizer, vocab_size, settings.structured_blocks, settings.structured_rows)
         with self._lock():
-            own = settings.of_shard(placement.shards)
-            self._shards = Shards([Runner(*weights, own, part, clock=self._worked) for weights, part in placement.split((target, drafter))])
+            own, more = settings.of_shard(placement.shards), {"structures": self._structures, "clock": self._worked}
+            self._shards = Shards([Runner(*weights, own, part, **more) for weights, part in placement.split((target, drafter))])
         self._lock.settle = functools.partial(self._shards.take, None)
         self._runner = self._shards.runners[0]
         # Processes that compute together must choose alike, and each measures other times.
@@ -104,6 +108,7 @@ class LLM:
             if not self._closed:
                 self._closed = True
                 self._shards.close()
+                self._structures.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -160,6 +165,7 @@ class LLM:
             state_bytes=sum(runner.state_bytes for runner in runners),
             weight_bytes=self._runner.weight_bytes,
             peak_bytes=self._runner.peak_bytes,
+            structured_bytes=dict(sum((collections.Counter(runner.pool.bytes_by_label) for runner in runners), collections.Counter())),
         )
 
     def __repr__(self) -> str:
@@ -340,7 +346,7 @@ class LLM:
 
     @property
     def _maker(self) -> Maker:
-        return Maker(self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults)
+        return Maker(self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults, self._structures)
 
     def _draw_seed(self) -> int:
         return self._seeds.getrandbits(53)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checks import integer, number
+from jaxspec.structured.params import StructuredOutputsParams
 
 MAX_SEED = 2**63  # seeds are two 32-bit words on the device; the top bit is left out so that they fit every int64
 MAX_N = 16_384
@@ -61,6 +62,8 @@ class SamplingParams:
     """No other token is chosen. None for all."""
     bad_words: tuple[str, ...] = ()
     """Words whose last token is not chosen where it would complete them."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """What the text must look like: a JSON schema, a regular expression, or a choice of texts. A dict of its fields will do."""
     logprobs: int | None = None
     """Report each new token's log-probability and those of so many most likely tokens; -1 for the whole vocabulary. They are the model's
     own, before temperature, filters, penalties and biases. More than 20 take another pass over the text at its end."""
@@ -87,6 +90,7 @@ class SamplingParams:
             "logit_bias": _biases,
             "allowed_token_ids": _ids,
             "bad_words": _strings,
+            "structured_outputs": lambda name, x: StructuredOutputsParams.of(x),
             "logprobs": lambda name, x: integer(name, x, -1),
             "prompt_logprobs": lambda name, x: integer(name, x, -1),
         }

@@ -25,10 +25,12 @@ from jaxspec.engine.buckets import padded
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.settings import Settings
 from jaxspec.model.target import TargetModel
-from jaxspec.sampling.choice import Needs
+from jaxspec.sampling.automata import BLOCK, FILLED, SAME, Automata, fill, place
+from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import ring_rows
 from jaxspec.sharding.placement import Placement
 from jaxspec.sharding.specs import WHOLE
+from jaxspec.structured.vocabulary import Vocabulary
 
 STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt waits
 
@@ -49,22 +51,22 @@ def admit(state: DecodeState, ended: jax.Array, slots: jax.Array, requests: Any)
     return state, state.cache.free_count + 0  # a new array: the next call takes the state's own
 
 
-def fork(target: Any, drafter: Any, state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Array) -> Any:
+def fork(target: Any, drafter: Any, automata: None, state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Array) -> Any:
     state = decode.fork(state, sources, slots, rows)
     return state, state.cache.free_count + 0
 
 
-def prefill(target, drafter, state, slots, until, known, *, chunk, round) -> Any:
-    state = decode.prefill(target, drafter, state, slots, until, chunk=chunk, round=round)
+def prefill(target, drafter, automata, state, slots, until, known, *, chunk, round) -> Any:
+    state = decode.prefill(target, drafter, state, slots, until, chunk=chunk, round=round, automata=automata)
     return state, decode.report(state, slots, known, 1, round.needs.logprobs is not None)
 
 
-def decode_rounds(target, drafter, state, slots, known, steps, until_any, *, width, round) -> Any:
-    state = decode.decode_loop(target, drafter, state, slots, steps, until_any, round=round)
+def decode_rounds(target, drafter, automata, state, slots, known, steps, until_any, *, width, round) -> Any:
+    state = decode.decode_loop(target, drafter, state, slots, steps, until_any, round=round, automata=automata)
     return state, decode.report(state, slots, known, width, round.needs.logprobs is not None)
 
 
-def score(target, drafter, state, slots, **static) -> Any:
+def score(target, drafter, automata, state, slots, **static) -> Any:
     state, found = decode.score(target, state, slots, **static)
     return state, (found, state.starved | False)
 
@@ -82,6 +84,11 @@ class Program(abc.ABC):
 
     takes_bare_state: ClassVar[bool] = False  # and no weights
     loops: ClassVar[bool] = False  # whether it is a loop, which a GPU should record whole
+
+    @property
+    def structured(self) -> bool:
+        """Whether it reads the automata of structured texts."""
+        return getattr(self, "needs", PLAIN).structured
 
     @abc.abstractmethod
     def lower(self, programs: Programs) -> Any:
@@ -127,7 +134,7 @@ class Prefill(Program):
 
     def lower(self, programs: Programs) -> Any:
         function = functools.partial(prefill, chunk=self.chunk, round=programs.settings.round(self.needs))
-        return programs.lower(function, *[programs.no_slots(self.size)] * 3)
+        return programs.lower(function, *[programs.no_slots(self.size)] * 3, structured=self.structured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +153,7 @@ class DecodeRounds(Program):
         settings, needs = programs.settings, self.needs
         width = programs.steps_for(needs, STEPS) * (settings.num_draft_tokens + 1)
         function = functools.partial(decode_rounds, width=width, round=settings.round(needs, self.num_draft_tokens))
-        return programs.lower(function, *[programs.no_slots(self.size)] * 2, np.int32(0), np.bool_(False))
+        return programs.lower(function, *[programs.no_slots(self.size)] * 2, np.int32(0), np.bool_(False), structured=self.structured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +172,29 @@ class Score(Program):
         return programs.lower(function, programs.no_slots(self.size))
 
 
+@dataclasses.dataclass(frozen=True)
+class PlaceStates(Program):
+    """Puts a block of states of an automaton into the pool. It works on the pool alone."""
+
+    def __str__(self) -> str:
+        return "place states"
+
+    def lower(self, programs: Programs) -> Any:
+        one, zero = np.zeros(BLOCK, np.int32), np.int32(0)
+        return programs.lower_automata(place, zero, np.zeros((BLOCK, SAME + 1), np.uint16), one, np.zeros(BLOCK, bool))
+
+
+@dataclasses.dataclass(frozen=True)
+class FillMasks(Program):
+    """Computes the tokens that states allow. It works on the pool alone."""
+
+    def __str__(self) -> str:
+        return "fill masks"
+
+    def lower(self, programs: Programs) -> Any:
+        return programs.lower_automata(fill, *[np.zeros(FILLED, np.int32)] * 2)
+
+
 class Programs:
     """Weights, one state of all slots, and the compiled programs that work on them.
 
@@ -181,7 +211,8 @@ class Programs:
         self.compiled: dict[Program, Callable[..., Any]] = {}
         self.compile_seconds = 0.0  # spent on making programs ready
         self.state: Any = None  # None once a call that failed has taken it along, until `begin`
-        self._times = times
+        self.automata: Any = None  # those of structured texts; None until there are any
+        self._times, self._whole = times, placement.sharding(WHOLE)
         self._layout: Any = placement.layout(drafter, functools.partial(init_state, target, drafter, slots=slots, **settings.state_sizes))
         self._last: Any = None  # what the newest call returns
         self.begin()
@@ -193,11 +224,25 @@ class Programs:
         with self._explained():
             self.state = jax.block_until_ready(self._layout.empty())
 
+    def begin_automata(self, vocabulary: Vocabulary, blocks: int, rows: int) -> None:
+        """Makes an empty pool of automata."""
+        thought = vocabulary.opening, vocabulary.closing
+        with self._explained():
+            made = Automata.empty(vocabulary.data, vocabulary.length, thought, blocks=blocks, rows=rows)
+            self.automata = jax.block_until_ready(made if self._whole is None else jax.device_put(made, self._whole))
+
+    def change_automata(self, program: Program, *args: Any) -> None:
+        """Replaces the pool of automata by what a program makes of it."""
+        compiled = self.ready(program)
+        automata, self.automata = self.automata, None
+        with self._explained():
+            self.automata = compiled(automata, *args)
+
     def close(self) -> None:
         """Gives up the weights, the state and all programs, which stay in the count of those that were compiled."""
-        for array in jax.tree.leaves(self.state):
+        for array in jax.tree.leaves((self.state, self.automata)):
             array.delete()
-        self.state = self._last = self._layout = self.target = self.drafter = None
+        self.automata = self.state = self._last = self._layout = self.target = self.drafter = None
         self.compiled = dict.fromkeys(self.compiled, refuse)
 
     def steps_for(self, needs: Needs, steps: int) -> int:
@@ -246,7 +291,7 @@ class Programs:
                 changed, found = compiled(bare(state), *args)
                 self.state = with_arrays(changed, state)
             else:
-                self.state, found = compiled(self.target, self.drafter, state, *args)
+                self.state, found = compiled(self.target, self.drafter, self.automata if program.structured else None, state, *args)
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._last = found
@@ -263,9 +308,15 @@ class Programs:
         finally:
             self._times.waited()
 
-    def lower(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Lowers a function (target, drafter, state, *args) -> (state, more). The state is given away."""
-        return jax.jit(self._layout.on(function, WHOLE), donate_argnums=2).lower(self.target, self.drafter, self.state, *args)
+    def lower(self, function: Callable[..., Any], *args: Any, structured: bool = False) -> Any:
+        """Lowers a function (target, drafter, automata, state, *args) -> (state, more). The state is given away. structured: whether the
+        function reads the automata; else it gets None for them."""
+        taken = self.target, self.drafter, self.automata if structured else None, self.state
+        return jax.jit(self._layout.on(function, WHOLE), donate_argnums=3).lower(*taken, *args)
+
+    def lower_automata(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Lowers a function (automata, *args) -> automata. The automata are given away."""
+        return jax.jit(function, donate_argnums=0, out_shardings=self._whole).lower(self.automata, *args)
 
     def lower_bare(self, function: Callable[..., Any], *args: Any) -> Any:
         """Lowers a function (bare state, *args) -> (bare state, more). The state is given away."""

@@ -12,6 +12,7 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.engine.completion import Logprob
 from jaxspec.engine.params import SamplingParams
+from jaxspec.engine.structures import Structure
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.filters import CANDIDATES
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs
@@ -37,12 +38,15 @@ class Request:
     params: SamplingParams
     text: OutputText  # of the new tokens, with the stop string if one was found
     prompt_text: str | None = None  # the prompt's text; None where token ids were given
+    structure: Structure | None = None  # what its text must look like
     index: int = 0  # which of the prompt's n samples it is
     prompt_index: int = 0  # which of the call's prompts it belongs to
     keep: bool = False  # whether its sequence is kept at its end, for a conversation that goes on
 
     # Where it is. The host gives it a slot, and calls on the device report what became of it.
     slot: int = -1  # -1 while it has none
+    automaton: tuple[int, int] = (0, 0)  # of a structured text: its state when it got its slot, and the one in which it begins
+    refusal: str | None = None  # why it failed before it got a slot
     order: int = -1  # its number in the order in which requests got their first slot; -1 before
     status: int = decode.EMPTY  # this and the next three: as in DecodeState, after the last call
     computed: int = 0
@@ -111,7 +115,7 @@ class Request:
     def profile(self) -> tuple[Any, ...]:
         """Requests with equal profiles need the same from a call."""
         top_k = 0 if not self.top_k else 1 if self.top_k <= CANDIDATES else 2
-        return self.temperature > 0, top_k, self.top_p < 1, self.min_p > 0, self.edited, self.in_loop
+        return self.temperature > 0, top_k, self.top_p < 1, self.min_p > 0, self.edited, self.in_loop, self.structure is not None
 
     def lose(self) -> None:
         """Takes note that its slot is gone, and with it what was computed. Its tokens stay."""
@@ -154,4 +158,4 @@ def needs_of(requests: Iterable[Request], suppress_tokens: tuple[int, ...] = ())
     if any(r.top_k or r.top_p < 1 or r.min_p for r in sampled):
         scope = "top" if not unbounded else "search" if any(r.top_k or r.top_p < 1 for r in unbounded) else "whole"
     logprobs = MAX_LOGPROBS if any(r.in_loop for r in listed) else None
-    return Needs(scope, any(r.edited for r in listed), logprobs, suppress_tokens)
+    return Needs(scope, any(r.edited for r in listed), logprobs, suppress_tokens, any(r.structure is not None for r in listed))

@@ -17,14 +17,16 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import arrays_of, init_state
+from jaxspec.engine.automata_pool import Pool
 from jaxspec.engine.buckets import Buckets, padded, smallest, useful_rows
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.draft_count import Adaptive
-from jaxspec.engine.programs import Admit, DecodeRounds, Fork, Prefill, Program, Programs, Score
+from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import Request
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stats import accepted_by_call, histogram_of
+from jaxspec.engine.structures import Structures
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
@@ -44,7 +46,7 @@ class Runner:
     """Puts requests into slots, computes their prompts and decodes them. One call at a time: the caller holds a lock.
 
     target, drafter: the weights of one data shard, as its placement spreads them. settings: those of one data shard, see
-    `Settings.of_shard`. clock: in seconds, what `times` go by.
+    `Settings.of_shard`. structures: makes the automata of structured texts. clock: in seconds, what `times` go by.
 
     Idle slots beside those that run hold snapshots of prompts. These share pages, which they give up when running sequences need them.
     """
@@ -56,6 +58,7 @@ class Runner:
         settings: Settings,
         placement: Placement,
         *,
+        structures: Structures,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.settings = settings
@@ -73,6 +76,7 @@ class Runner:
         self.held = Slots(self.total_slots)  # what each slot holds
         self._free: Any = settings.kv_pages  # free pages: a number, or the result of a call that is under way
         self.programs = Programs(target, drafter, settings, slots=self.total_slots, placement=placement, times=self.times)
+        self.pool = Pool(self.programs, structures, lambda: self.held.running)
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self.programs.state)  # on all devices of the shard
 
     @property
@@ -99,11 +103,14 @@ class Runner:
             *(Prefill(size, chunk, needs) for size, chunk in self.buckets.prefill),
             *(Admit(size) for size in self.buckets.admit),
             Fork(),
+            *((PlaceStates(), FillMasks()) if needs.structured else ()),
         ]
 
     def warmup(self, needs: Needs, draft_counts: Sequence[int] = ()) -> Iterator[str]:
         """Compiles every program that requests with these needs use, and gives a line about each that is ready."""
         self.ready()
+        if needs.structured:
+            self.pool.begin()
         return self.programs.compile(self.programs_for(needs, draft_counts))
 
     def admit(self, requests: Sequence[Request]) -> None:
@@ -129,6 +136,8 @@ class Runner:
                 if request.order < 0:
                     request.order, request.shared = next(self._orders), rows
                 self.held.put(slot, request)
+                if request.structure is not None:
+                    request.automaton = self.pool.states_of(request.structure, request.prompt, request.output)
                 request.computed, request.status = rows, decode.RUNNING
             self._release(ended, group)
             for source, slot, rows in forks:
@@ -253,6 +262,7 @@ class Runner:
     def close(self) -> None:
         """Gives up the weights, the state and all programs. What was counted stays."""
         self.held.clear()
+        self.pool.clear()
         self._free = 0
         self.target = self.drafter = None
         self.programs.close()

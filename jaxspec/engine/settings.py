@@ -31,6 +31,9 @@ class Settings:
     kv_pages: int | None = None  # full-attention pages that all sequences of a data shard share; None for as many as they can fill
     page_size: int = PAGE  # positions in a page
     prefix_bytes: int = PREFIX_BYTES  # bytes of a data shard for snapshots of prompts, in slots beside those that run
+    # Blocks of 128 states, and different sets of allowed tokens, of all structured outputs that a data shard holds at a time.
+    structured_blocks: int = 256
+    structured_rows: int = 8192
     # Whether warm-up measures what rounds cost, so that calls then choose how many tokens a round guesses, up to num_draft_tokens. It
     # takes effect with the rule "coupled" and in one process only.
     adaptive: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -153,6 +153,8 @@ class Stats:
     """Memory of the target's and the drafter's weights."""
     state_bytes: int = 0
     """Memory of the cache and of all slots."""
+    structured_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Memory that the structured outputs take on the device, by a short form of each."""
     peak_bytes: int | None = None
     """The most memory that a device has had in use; None where it does not say."""
 
@@ -175,7 +177,7 @@ class Stats:
 
     def __sub__(self, earlier: Stats) -> Stats:
         """What happened since. Memory is what it is now."""
-        memory, lists = ("weight_bytes", "state_bytes", "peak_bytes"), ("histogram", "rounds_by_draft", "host_times")
+        memory, lists = ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes"), ("histogram", "rounds_by_draft", "host_times")
         names = [field.name for field in dataclasses.fields(self) if field.name not in memory + lists]
         less = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         less |= {name: _added(getattr(self, name), tuple(-n for n in getattr(earlier, name))) for name in lists}

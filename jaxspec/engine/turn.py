@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jaxspec import decode
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Call, Runner
@@ -22,6 +24,8 @@ BESIDE, SHARE = 4, 8
 # The next call that computes prompts is queued behind a step's rounds before the host reads their results, so that the device does not
 # pause. But that call cannot include prompts that get a slot afterwards, so it is queued only if this share of its rows is of use.
 ENOUGH = 0.5
+POLL = 0.05  # seconds that a step waits at most where there is nothing to do but to build automata
+SOON = 8  # rounds of a step at most while a request waits for its automaton
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
 
 
@@ -45,6 +49,7 @@ class Turn:
         self._kinds = dict(kinds or {})
         self.waiting = collections.deque[Request]()  # requests that were read and have no slot
         self.active = list[Request]()  # requests with a slot, oldest first
+        self._expecting = False  # whether a waiting request's automaton is on its way
         self._ahead: Call | None = None  # the call that computes prompts for the next step, if it is under way
 
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
@@ -62,10 +67,17 @@ class Turn:
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
             self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
         self._admit()
+        if not self.active and (building := [r.structure.future for r in self.waiting if r.structure and not r.structure.future.done()]):
+            meanwhile()
+            concurrent.futures.wait(building, POLL, concurrent.futures.FIRST_COMPLETED)
+            return True
         if not self.active:
-            raise RuntimeError(f"all {runner.settings.max_slots} slots are held by open streams; close some, or load with more max_slots")
+            what = f"all {runner.settings.max_slots} slots are" if not runner.free_slots else "the memory of structured outputs is"
+            raise RuntimeError(f"{what} held by open streams; close some, or load with more max_slots")
         needs = self._needs_of(list(self._kinds.values()))
-        computing, decoding = [r for r in self.active if not r.ready], [r for r in self.active if r.ready]
+        if needs.structured:
+            runner.pool.begin()
+        computing, decoding = [r for r in self.active if not (r.ready or r.ended)], [r for r in self.active if r.ready]
         call = self._ahead or (runner.prefill(computing, needs) if computing else None)
         prompts, self._ahead = [] if call is None else [call], None
         meanwhile()
@@ -73,6 +85,8 @@ class Turn:
         if decoding:
             if computing:
                 steps = min(steps, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
+            if self._expecting:
+                steps = min(steps, SOON)
             rounds = [runner.decode(decoding, steps, until_any=bool(computing or self.waiting), needs=needs)]
         starved, kept = runner.read(prompts), [r for r in computing if r.computed in r.goals]
         left = [r for r in computing if not (r.ready or r.ended)]
@@ -142,7 +156,13 @@ class Turn:
         runner, fresh, free = self._runner, list[Request](), self._runner.free_slots
         settings = runner.settings
         promised = sum(self._to_come(r) for r in self.active if not r.ready)
+        full = self._expecting = False
         for request in list(self.waiting) if free else ():
+            if request.structure is not None:
+                offered = self._offered(request, fresh, full)
+                full |= offered is None
+                if not offered:
+                    continue
             source, rows = runner.held.find(request.tokens)
             beside = len(self.active) + len(fresh)
             # One page is left over for each sequence beside it, which may soon need one. A sequence alone always finds room.
@@ -161,6 +181,22 @@ class Turn:
             runner.admit(fresh)
             self._kinds |= {r.profile: r for r in fresh}
             self.active.sort(key=lambda r: r.order)
+
+    def _offered(self, request: Request, fresh: list[Request], full: bool) -> bool | None:
+        """Whether the automaton of a structured text is there; None if it waits for room. full: whether an older request waits for room,
+        and should not be overtaken. A request whose automaton cannot be built has failed."""
+        assert request.structure is not None
+        if not request.structure.future.done():
+            self._expecting = True
+            return False
+        if request.structure.failure is not None:
+            request.refusal, request.status = request.structure.failure, decode.FAILED
+            self.waiting.remove(request)
+            self.active.append(request)
+            return False
+        offered = None if full else self._runner.pool.offers(request.structure, fresh, any(r.ready for r in self.active))
+        self._expecting |= offered is False
+        return offered
 
     def _to_come(self, request: Request) -> int:
         """Pages that the rest of its prompt will take."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.collectives import Shard, full_logits, shard_of
+from jaxspec.sampling.automata import Constraint
 from jaxspec.sampling.filters import Filters, filtered
 from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
@@ -36,11 +37,13 @@ class Needs:
     """How many likely tokens to report with each token; None for no log-probabilities at all."""
     suppress_tokens: tuple[int, ...] = ()
     """Ids that are never chosen."""
+    structured: bool = False
+    """Whether some request's text is structured, so that an automaton says which tokens may come."""
 
     @property
     def choice_alone(self) -> bool:
         """Whether the chosen tokens are all that is needed of the logits."""
-        return self.scope == "plain" and not self.edits and self.logprobs is None
+        return self.scope == "plain" and not (self.edits or self.structured) and self.logprobs is None
 
 
 PLAIN = Needs()
@@ -58,6 +61,8 @@ class Sampling:
     """top_k, top_p and min_p, or None."""
     tables: Tables | None = None
     """Edits of the logits, or None."""
+    constraint: Constraint | None = None
+    """What the next tokens must be, or None. `draw` applies it to drafts, and whoever has the target's logits to those."""
     shard: Shard | None = None
     """The device's share of a vocabulary that is spread over several devices, or None."""
     weighed: bool = struct.field(pytree_node=False, default=False)
@@ -87,6 +92,26 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     if shard is not None:
         return shard.best(jnp.max(values, axis=-1), first + best)[0]
     return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
+
+
+def draw(
+    logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, Sampling]:
+    """Chooses drafts that follow each other, as `choose` does, each among those that may come after the ones before it.
+
+    Arguments as for `choose`. Returns the drafts [B, T] int32, the logits that they were chosen by, and how the drafts after them are to be
+    chosen."""
+    constraint = sampling.constraint
+    if constraint is None:
+        return choose(logits, positions, sampling, ids), logits, sampling
+    drafts, rows = [], []
+    for t in range(positions.shape[1]):
+        one, candidates = logits[:, t : t + 1], None if ids is None else ids[:, t : t + 1]
+        rows.append(constraint.masked(one, constraint.state[:, None], sampling.shard, candidates))
+        drafts.append(choose(rows[-1], positions[:, t : t + 1], sampling, candidates))
+        constraint = constraint.after(drafts[-1][:, 0])
+    after = dataclasses.replace(sampling, constraint=constraint)
+    return jnp.concatenate(drafts, axis=1), jnp.concatenate(rows, axis=1), after
 
 
 def choose_by_head(

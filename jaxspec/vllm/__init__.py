@@ -4,6 +4,7 @@ it may import all that `loading` may, and `loading`."""
 from typing import Any
 
 from jaxspec.engine.completion import Logprob
+from jaxspec.structured import StructuredOutputsParams
 from jaxspec.vllm.llm import LLM
 from jaxspec.vllm.params import SamplingParams, TextPrompt, TokensPrompt
 from jaxspec.vllm.results import CompletionOutput, Counter, RequestMetrics, RequestOutput, Vector
@@ -16,13 +17,13 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "Vector",
 ]
 _SERVER = "there is no server; jaxspec.LLM has stream, also for `async for`"
 _POOLING = "a Gemma 4 target generates text"
-_STRUCTURED = "structured outputs are not available"
 # Names of vLLM that are not here, and why.
 _MISSING = {
     "AsyncEngineArgs": _SERVER,
@@ -33,8 +34,7 @@ _MISSING = {
     "ClassificationRequestOutput": _POOLING,
     "EmbeddingRequestOutput": _POOLING,
     "PoolingParams": _POOLING,
-    "GuidedDecodingParams": _STRUCTURED,
-    "StructuredOutputsParams": _STRUCTURED,
+    "GuidedDecodingParams": "its name is StructuredOutputsParams",
 }
 
 

@@ -38,7 +38,7 @@ MISSING = {
 CALLS_REFUSED = {
     "lora_request": arguments.MERGED,
     "prompt_adapter_request": "adapters are not available",
-    "guided_options_request": "structured outputs are not available",
+    "guided_options_request": "SamplingParams(structured_outputs=...) takes their place",
     "prompt_token_ids": "they belong into prompts, as {'prompt_token_ids': [...]}",
     "tokenization_kwargs": "a prompt is read whole; cut its ids before",
     "mm_processor_kwargs": "only text can be read",

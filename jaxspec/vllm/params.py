@@ -9,6 +9,7 @@ from typing import Any, NotRequired, TypedDict
 
 from jaxspec.checks import unknown
 from jaxspec.engine import params as engine_params
+from jaxspec.structured import StructuredOutputsParams
 
 
 class TextPrompt(TypedDict):
@@ -24,11 +25,9 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-_STRUCTURED = "structured outputs are not available"
 # Fields that are refused, by what they may be all the same, and why.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "structured_outputs": ((None,), _STRUCTURED),
-    "guided_decoding": ((None,), _STRUCTURED),
+    "guided_decoding": ((None,), "its name is structured_outputs, with StructuredOutputsParams"),
     "logits_processors": ((None,), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
     "extra_args": ((None, {}), "nothing here reads them"),
     "skip_special_tokens": ((True,), "texts leave out special tokens; get_tokenizer().decode(token_ids) shows them"),
@@ -78,7 +77,7 @@ class SamplingParams:
     best_of: int | None = None
     """n, where it is given."""
     skip_reading_prefix_cache: bool | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     guided_decoding: Any = None
     logits_processors: Any = None
     extra_args: Mapping[str, Any] | None = None

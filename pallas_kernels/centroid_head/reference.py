@@ -15,10 +15,19 @@ def centroid_scores(hidden: jax.Array, centroids: jax.Array) -> jax.Array:
 
 
 def candidates(
-    hidden: jax.Array, centroids: jax.Array, token_ordering: jax.Array, table: jax.Array, top_k: int, suppressed: tuple[int, ...]
+    hidden: jax.Array,
+    centroids: jax.Array,
+    token_ordering: jax.Array,
+    table: jax.Array,
+    top_k: int,
+    suppressed: tuple[int, ...],
+    open_centroids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.centroid_head.candidates`."""
-    _, selected = jax.lax.top_k(centroid_scores(hidden, centroids), top_k)
+    scores = centroid_scores(hidden, centroids)
+    if open_centroids is not None:
+        scores = jnp.where(open_centroids, scores, -jnp.inf)
+    _, selected = jax.lax.top_k(scores, top_k)
     ordering = token_ordering.reshape(centroids.shape[0], -1)
     ids = jnp.take(ordering, jnp.sort(selected, axis=-1), axis=0).reshape(hidden.shape[0], -1)
     logits = jnp.einsum("nch,nh->nc", jnp.take(table, ids, axis=0), hidden, preferred_element_type=jnp.float32)

@@ -179,7 +179,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "without", lambda *args: traced.append(args) or without(*args))
     model = ["--config", str(folders / "target"), "--drafter", str(folders / "assistant"), "--dtype", "float32", "--k", "2"]
     work = ["--batch", "4", "--context", "20", "--tokens", "40", "--acceptance", "0.9,0.5", "--prefill", "24", "--prefill-chunk", "16"]
-    work += ["--temperature", "0,0.8", "--top-k", "9", "--top-p", "0.9"]
+    work += ["--temperature", "0,0.8", "--top-k", "9", "--top-p", "0.9", "--structured", "5"]
     out = ["--repeats", "2", "--json", str(folders / "out.json"), "--profile", str(folders / "trace")]
     compiled = []  # seconds that XLA took for each loop
 

@@ -20,7 +20,7 @@ from jaxspec.model.config import Gemma4Config
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.model.layers import Embedding, Linear
 from jaxspec.model.rows import Hidden
-from jaxspec.sampling.choice import Sampling, choose
+from jaxspec.sampling.choice import Sampling, draw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Toy:
         steps = []
         for k in range(1, num_draft_tokens + 1):
             x, logits = self.step(x, token)
-            token = choose(logits, target.length[:, None] + k, sampling)
+            token, logits, sampling = draw(logits, target.length[:, None] + k, sampling)
             steps.append((token, logits, None))
         return Drafts.joined(steps, target.slots.shape[0]), state
 

@@ -75,7 +75,7 @@ def llm_of(snapshots, shards=1):
     sizes |= {"kv_pages": PAGES, "prefix_bytes": snapshots * (size(2) - size(1)), "progress": False}
     settings = Settings(max_slots=TOTAL - snapshots, **sizes)
     llm = LLM(model, drafter, tiny.Letters(), settings)
-    more = [Runner(model, drafter, settings, ONE_DEVICE) for _ in range(shards - 1)]
+    more = [Runner(model, drafter, settings, ONE_DEVICE, structures=llm._structures) for _ in range(shards - 1)]
     llm._shards = Shards([llm._runner, *more])
     for runner in llm._shards.runners:
         assert runner.total_slots == TOTAL

@@ -96,7 +96,7 @@ def test_the_largest_values_that_are_taken_fit_the_device():
     integers = {"max_tokens": most, "min_tokens": most, "top_k": most, "seed": 2**63 - 1}
     numbers = {"temperature": 1e30, "top_p": 5e-324, "min_p": 5e-324, "repetition_penalty": 1e4, "logit_bias": {9: 10**400}}
     ids = {"stop_token_ids": [9], "allowed_token_ids": [9], "logprobs": 10, "prompt_logprobs": -1, "n": 2}
-    maker = Maker(None, 10, 64, (1,), Defaults())  # pyright: ignore[reportArgumentType]
+    maker = Maker(None, 10, 64, (1,), Defaults(), None)  # pyright: ignore[reportArgumentType]
     found = arrays_of(maker.requests(0, [3], SamplingParams(**integers, **numbers, **ids), int), 2, 64)
     assert (found.filters.top_k.tolist(), found.edits.min_tokens.tolist(), found.limit.tolist()) == ([most] * 2, [most] * 2, [64] * 2)
     assert found.seed.tolist() == [[2**32 - 1, 2**31 - 1], [0, 0]] and (found.temperature == np.float32(1e30)).all()
@@ -104,7 +104,7 @@ def test_the_largest_values_that_are_taken_fit_the_device():
 
 
 def test_the_samples_of_a_prompt_share_its_memory():
-    maker = Maker(None, 10, 64, (1,), Defaults(temperature=1.0))  # pyright: ignore[reportArgumentType]
+    maker = Maker(None, 10, 64, (1,), Defaults(temperature=1.0), None)  # pyright: ignore[reportArgumentType]
     samples = maker.requests(0, [3, 4], SamplingParams(n=MAX_N), lambda: 0)
     assert len(samples) == MAX_N and all(np.shares_memory(r.prompt, samples[0].prompt) for r in samples[::1000])
 

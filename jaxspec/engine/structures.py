@@ -1,0 +1,99 @@
+"""What texts must look like, as the host knows it: automata, which are built beside the device's work."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+
+import jax
+import numpy as np
+
+from jaxspec.sampling.automata import BLOCK
+from jaxspec.structured.automaton import Automaton, automaton_of
+from jaxspec.structured.params import StructuredOutputsParams
+from jaxspec.structured.vocabulary import Vocabulary, vocabulary_of
+from jaxspec.text import Tokenizer
+
+WAIT = 0.2  # seconds that a call waits for an automaton, to refuse what cannot be built, before it goes on without
+KNOWN = 256  # automata that are kept on the host
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """An automaton, and what the device is to hold of it."""
+
+    automaton: Automaton
+    alike: np.ndarray  # [S] int32: states with equal numbers, from 1 on, allow the same tokens
+    vocabulary: Vocabulary
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.automaton.states // BLOCK)
+
+    @property
+    def rows(self) -> int:
+        return int(self.alike.max())
+
+
+@dataclasses.dataclass(eq=False)
+class Structure:
+    """What texts must look like, and its automaton as soon as that is built."""
+
+    label: str
+    future: concurrent.futures.Future[Built]
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no automaton; None if there is one, or if it is not known yet."""
+        error = self.future.exception() if self.future.done() else None
+        return None if error is None else str(error)
+
+
+class Structures:
+    """Builds automata for one tokenizer, on a thread of its own. blocks, rows: of a pool, in which each must fit."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, blocks: int, rows: int):
+        self._tokenizer, self._vocab_size, self.blocks, self.rows = tokenizer, vocab_size, blocks, rows
+        self._known = collections.OrderedDict[str, Structure]()
+        self._lock = threading.Lock()
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        return vocabulary_of(self._tokenizer, self._vocab_size)
+
+    def of(self, params: StructuredOutputsParams) -> Structure:
+        """The structure that params ask for. Raises ValueError if it cannot be served and that is soon known."""
+        with self._lock:
+            known = self._known.pop(params.expression, None)
+            if known is None:
+                self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxspec-automata")
+                known = Structure(params.label, self._pool.submit(self._build, params.label, params.expression))
+            self._known[params.expression] = known
+            while len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        # Processes that compute together must admit the same requests at the same time.
+        concurrent.futures.wait([known.future], WAIT if jax.process_count() == 1 else None)
+        if known.failure is not None:
+            raise ValueError(f"structured_outputs: {known.failure}")
+        return known
+
+    def _build(self, label: str, expression: str) -> Built:
+        vocabulary = self.vocabulary
+        automaton = automaton_of(expression)
+        if vocabulary.strips_space:
+            automaton = automaton.behind_space()
+        built = Built(automaton, automaton.alike(vocabulary.data.shape[1]), vocabulary)
+        if built.blocks >= self.blocks or built.rows >= self.rows:
+            raise ValueError(
+                f"{label} takes {automaton.states} states with {built.rows} different sets of allowed tokens; expected at most "
+                f"{(self.blocks - 1) * BLOCK} and {self.rows - 1}: bound its strings and lists lower, or split it"
+            )
+        return built
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,155 @@
+"""From a regular expression to an automaton over bytes.
+
+`outlines_core` builds it: the index of a vocabulary of 256 tokens, each a byte, is a table of bytes. Its automata look for a match
+anywhere, prefer one match over others, and may end before a longer one. We put a character around the expression that no text has: then a
+match begins where it must, ends where it must, and all matches count."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+MARK = "\U0010ffff"  # no character, and in no text
+DEAD = 0  # the state that leads to no match
+MOST_STATES = 60_000  # of an automaton that is taken apart at all; a pool holds fewer
+
+
+@dataclasses.dataclass(frozen=True)
+class Automaton:
+    """A deterministic automaton of S states. Every state but DEAD leads to a match."""
+
+    next: np.ndarray  # [S, 256] int32: the state after a byte
+    accepting: np.ndarray  # [S] bool: whether a text may end here
+    start: int
+
+    @property
+    def states(self) -> int:
+        """States but DEAD."""
+        return len(self.next) - 1
+
+    def after(self, data: bytes, state: int | None = None) -> int:
+        """The state after bytes, by default from the start."""
+        state = self.start if state is None else state
+        for byte in data:
+            state = int(self.next[state, byte])
+        return state
+
+    def behind_space(self) -> Automaton:
+        """The automaton of texts before whose first character a space may stand, which does not count. A decoder that strips a text's first
+        space makes of them the texts of this one."""
+        row = self.next[self.start].copy()
+        row[ord(" ")] = self.start
+        return Automaton(np.concatenate([self.next, row[None]]), np.append(self.accepting, self.accepting[self.start]), len(self.next))
+
+    def alike(self, length: int) -> np.ndarray:
+        """For each state a number, [S] int32, 0 for DEAD: states with equal numbers survive the same bytes, of `length` at most. So the
+        same tokens may follow them."""
+        # Bytes that lead to the same states everywhere count once.
+        random = np.random.default_rng(0)
+        _, columns = np.unique(_odd(random, len(self.next)) @ self.next.astype(np.uint64), return_index=True)
+        table, weights = self.next[:, columns], _odd(random, len(columns))
+        classes, count = (np.arange(len(table)) != DEAD).astype(np.int64), 2
+        for _ in range(length):
+            hashes = _mixed(classes)
+            _, classes = np.unique(hashes * np.uint64(3) + _mixed(hashes[table] @ weights), return_inverse=True)
+            found = int(classes.max()) + 1
+            if found == count:
+                break
+            count = found
+        dead = classes[DEAD]
+        return np.where(classes == dead, 0, np.where(classes < dead, classes + 1, classes)).astype(np.int32)
+
+
+def _odd(random: np.random.Generator, size: int) -> np.ndarray:
+    """Odd numbers of 64 bits."""
+    return random.integers(1 << 63, size=size, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Numbers as hashes of 64 bits (splitmix64)."""
+    x = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def automaton_of(expression: str) -> Automaton:
+    """The automaton of the texts that an expression matches as a whole, in UTF-8. Raises ValueError for an expression that is none, that
+    matches nothing, or that is too large."""
+    try:
+        from outlines_core import Index
+    except ImportError as error:
+        raise ImportError("structured outputs need the package outlines-core: pip install outlines-core") from error
+    mark = f"\\x{{{ord(MARK):x}}}"
+    try:
+        index = Index(f"{mark}(?:{expression}){mark}", _bytes())
+    except ValueError as error:
+        raise ValueError(f"the expression {_short(expression)!r} cannot be made an automaton: {_reason(str(error))}") from error
+    found, finals = index.get_transitions(), set(index.get_final_states())
+    if len(found) > MOST_STATES:
+        raise ValueError(f"the automaton of the expression {_short(expression)!r} has {len(found)} states; expected at most {MOST_STATES}")
+    number = {state: i for i, state in enumerate(found, start=1)}
+    table = np.zeros((len(found) + 1, 256), np.int32)
+    for state, row in found.items():
+        if row and state not in finals:
+            pairs = np.fromiter((x for byte, to in row.items() if byte < 256 for x in (byte, number.get(to, 0))), np.int32).reshape(-1, 2)
+            table[number[state], pairs[:, 0]] = pairs[:, 1]
+    ended = np.zeros(len(table), bool)
+    ended[[number[state] for state in finals if state in number]] = True
+    at = np.arange(len(table))
+    for byte in MARK.encode():
+        at = table[at, byte]
+    accepting = ended[at]
+    table[ended[table]] = DEAD
+    start = number[index.get_initial_state()]
+    for byte in MARK.encode():
+        start = int(table[start, byte])
+    return _trimmed(table, accepting, start, expression)
+
+
+def _trimmed(table: np.ndarray, accepting: np.ndarray, start: int, expression: str) -> Automaton:
+    """Without states that the start does not reach or that lead to no match."""
+    reached = np.zeros(len(table), bool)
+    new = np.asarray([start])
+    while new.size:
+        reached[new] = True
+        after = np.unique(table[new])
+        new = after[~reached[after] & (after != DEAD)]
+    alive = accepting & reached
+    sources, to = np.nonzero(table)[0], table[table != DEAD]
+    order = np.argsort(to, kind="stable")
+    sources, to = sources[order], to[order]
+    new = np.nonzero(alive)[0]
+    while new.size:
+        low, high = np.searchsorted(to, new), np.searchsorted(to, new, side="right")
+        before = np.unique(np.concatenate([sources[a:b] for a, b in zip(low, high, strict=True)]))
+        new = before[~alive[before] & reached[before]]
+        alive[new] = True
+    alive[DEAD] = False
+    if not alive[start]:
+        raise ValueError(f"the expression {_short(expression)!r} matches no text")
+    kept = np.concatenate([[DEAD], np.nonzero(alive)[0]])
+    number = np.zeros(len(table), np.int32)
+    number[kept] = np.arange(len(kept), dtype=np.int32)
+    return Automaton(number[table[kept]], accepting[kept] & alive[kept], int(number[start]))
+
+
+@functools.cache
+def _bytes() -> Any:
+    from outlines_core import Vocabulary
+
+    return Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _reason(message: str) -> str:
+    """What `outlines_core` says, in a line."""
+    if "Found no transitions" in message:
+        return "a part of it matches no text"
+    return message.removeprefix("Failed to build DFA ").splitlines()[0][:200]

@@ -1,0 +1,97 @@
+"""Structured texts with every kind of drafter, acceptance rule and number of drafts: they match, and those of the rule "coupled" are what
+they are without drafts."""
+
+import functools
+import re
+
+import kinds
+import numpy as np
+import pytest
+import rounds
+import tiny
+from engines import EOS, few_programs
+from kinds import KINDS, LAYOUTS
+
+from jaxspec import SamplingParams
+from jaxspec.decode.accept import COUPLED, Rule
+from jaxspec.drafters.base import NoDraft
+from jaxspec.engine.llm import LLM
+from jaxspec.engine.settings import Settings
+from jaxspec.sampling.choice import Needs
+from jaxspec.structured.vocabulary import Vocabulary
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
+LETTERS = [chr(0x4E00 + i) for i in range(rounds.VOCAB)]  # as tiny.Letters decodes them
+EXPRESSIONS = [
+    f"(?:[{LETTERS[20]}-{LETTERS[30]}]{{2}}{LETTERS[3]}){{1,4}}{LETTERS[5]}",
+    None,
+    f"{LETTERS[40]}{{0,9}}|[^{LETTERS[2]}-{LETTERS[50]}]{{12}}",
+    "",
+    f"(?:{LETTERS[8]}|{LETTERS[9]}{LETTERS[10]})+{LETTERS[12]}?",
+]
+FEW = ["assistant", "ngram"]
+
+
+def vocabulary():
+    pieces = [letter.encode() for letter in LETTERS]
+    length = np.asarray([0 if i in EOS else len(piece) for i, piece in enumerate(pieces)], np.int32)
+    data = np.zeros((len(pieces), 8), np.uint8)
+    for row, piece in zip(data, pieces, strict=True):
+        row[: len(piece)] = np.frombuffer(piece, np.uint8)
+    return Vocabulary(data, length, strips_space=False, opening=-1, closing=-1, think=-1)
+
+
+def texts(kind, count=0, rule=COUPLED):
+    """The completions of all expressions. kind: of the drafter, which guesses so many tokens."""
+    drafter = NoDraft() if kind is None else kinds.weights(LAYOUTS[kind](), 3)
+    with few_programs():
+        settings = Settings(num_draft_tokens=count, max_slots=3, max_len=64, page_size=8, accept=rule, progress=False)
+        with LLM(rounds.target(), drafter, tiny.Letters(), settings, eos_token_ids=EOS) as llm:
+            llm._structures.__dict__["vocabulary"] = vocabulary()
+            llm._needs = lambda requests: Needs(structured=True)
+            asked = [
+                SamplingParams(temperature=1.0, seed=i, max_tokens=40, structured_outputs=None if e is None else {"regex": e})
+                for i, e in enumerate(EXPRESSIONS)
+            ]
+            found = llm.generate([[2 + i, 3, 4] for i in range(len(asked))], asked)
+    for completion, expression in zip(found, EXPRESSIONS, strict=True):
+        if expression is not None:
+            assert completion.finish_reason == "stop" and re.fullmatch(expression, completion.text), completion
+    return [c.token_ids for c in found], found
+
+
+@functools.cache
+def without_drafts():
+    return texts(None)[0]
+
+
+@pytest.mark.parametrize("kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.slow) for k in LAYOUTS])
+def test_texts_match_and_are_those_without_drafts(kind):
+    assert texts(kind, 3)[0] == without_drafts()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_any_number_of_drafts_gives_the_same(count):
+    assert texts("assistant", count)[0] == without_drafts()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("kind", ["assistant", "ngram"])
+def test_texts_of_rejection_sampling_match(kind, rule):
+    texts(kind, 3, Rule(rule))
+
+
+def test_drafts_are_masked():
+    """Where one token alone may come, every draft is it, so that all are accepted: also behind a centroid head, whose best centroids do
+    not have it."""
+    expression = f"{LETTERS[33]}{{30}}"
+    drafter = kinds.weights(KINDS["assistant"](), 3)
+    with few_programs():
+        settings = Settings(num_draft_tokens=3, max_slots=3, max_len=64, page_size=8, progress=False)
+        with LLM(rounds.target(), drafter, tiny.Letters(), settings, eos_token_ids=EOS) as llm:
+            llm._structures.__dict__["vocabulary"] = vocabulary()
+            llm._needs = lambda requests: Needs(structured=True)
+            found = llm.generate([[2, 3]], SamplingParams(temperature=1.0, seed=1, structured_outputs={"regex": expression}))[0]
+    assert found.text == LETTERS[33] * 30 and found.stats.acceptance_length > 3.5
