@@ -91,7 +91,7 @@ def load_target(folder: Path, abstract: Target, quantisation: Quantisation | Non
     """A target's weights in the shapes, dtypes and shardings of `abstract_target`, which was given the same quantisation. Raises
     ValueError for weights that do not fit them."""
     family = family_of(abstract.config)
-    settings = {"prefixes": family.prefixes, "skip": family.unread, "quantisation": quantisation, "progress": progress}
+    settings = {"prefixes": family.prefixes, "skip": family.unread(abstract.config), "quantisation": quantisation, "progress": progress}
     return checkpoint.load_weights(folder, abstract, **settings)
 
 

@@ -103,9 +103,9 @@ def drafter(member: str, kind: str):
         return dataclasses.replace(made, d2t=np.arange(32, dtype=np.int32), page_size=PAGE)
     if kind == "modules":
         text = {**TEXT, **MEMBERS[member]}
-        raw = {"model_type": mtp.MODEL_TYPE, "num_nextn_predict_layers": 2, "text_config": text}
+        raw = {"model_type": "gemma4_mtp_modules", "num_nextn_predict_layers": 2, "text_config": text}
         text["layer_types"] = [*text["layer_types"], SLIDING, FULL]
-        bound = mtp.bind(mtp.ModulesConfig.from_hf(raw), config)
+        bound = mtp.bind(mtp.read_config(raw), config)
         return dataclasses.replace(weights(mtp.abstract(bound, jnp.float32), 4), page_size=PAGE)
     assert kind == "draft model"
     text = {**TEXT, "vocab_size": vocab, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}

@@ -16,6 +16,7 @@ from jaxspec.model.target import TargetConfig
 
 # By name, in the order in which they were registered.
 KINDS: dict[str, Kind] = {}
+SAME = "same"  # what stands for the drafter in a target's own checkpoint
 # By what config.json calls them.
 REGISTRY: dict[str, Kind] = {}
 
@@ -49,8 +50,18 @@ def names_of(config: Mapping[str, Any]) -> list[Any]:
 
 
 def kind_of(config: Mapping[str, Any]) -> Kind | None:
-    """The kind of a config.json, or None of one that is no drafter's."""
-    return next((REGISTRY[name] for name in names_of(config) if name in REGISTRY), None)
+    """The kind of a config.json, or None of one that is no drafter's. A target's that tells of a drafter in the same checkpoint is that
+    drafter's, and no draft model's."""
+    within = next((kind for kind in KINDS.values() if kind.within(config)), None)
+    return within or next((REGISTRY[name] for name in names_of(config) if name in REGISTRY), None)
+
+
+def drafter_within(folder: Path) -> Path:
+    """The folder of a target whose checkpoint holds a drafter too: what `drafter="same"` means. Raises ValueError if it holds none."""
+    config = checkpoint.read_config(folder)
+    if not any(kind.within(config) for kind in KINDS.values()):
+        raise ValueError(f"drafter is {SAME!r}, but the config.json in {folder} tells of no drafter in the target's checkpoint")
+    return folder
 
 
 def is_drafter(config: Mapping[str, Any]) -> bool:

@@ -44,8 +44,8 @@ def qkv(
     R < D; the latter are its dims 0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1.
 
     Returns q [B, T, KV, group, D], k and v, in `dtype`, by default q_weight's. Without pages k and v are those of the rows,
-    [B, T, KV, key_dims] and [B, T, KV, D]. With pages they are the pools, which then hold the rows, and every count must be at most W * page. Without k_weight
-    they are None.
+    [B, T, KV, key_dims] and [B, T, KV, D]. With pages they are the pools, which then hold the rows, and every count must be at most
+    W * page. Without k_weight they are None.
 
     implementation: see `dialect.select`. Raises ValueError for an unknown one.
     """

@@ -41,7 +41,7 @@ OBJECTS = {
     "assistant": gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANT), CONFIG)),
     "dflash": dflash.abstract(dflash.DFlashConfig.from_hf(DFLASH["z-lab"], CONFIG)),
     "eagle3": eagle3.abstract(eagle3.Eagle3Config.from_hf({**EAGLE3["eagle"], "eagle_aux_hidden_state_layer_ids": [1, 3]}, CONFIG, HEAD)),
-    "modules": mtp.abstract(mtp.ModulesConfig.from_hf(modules_config(2, TEXT))),
+    "modules": mtp.abstract(mtp.read_config(modules_config(2, TEXT))),
     "draft model": draft_model.abstract(CONFIG),
     "taps": dataclasses.replace(NGram(), taps=(1, 3)),
 }
