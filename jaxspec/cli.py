@@ -61,13 +61,13 @@ def _door() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding for Gemma 4 in JAX.")
+    parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding in JAX, for Gemma 4 and Step-3.5.")
     parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--target", default="pocket", help="hub id, folder or bundled name (default: pocket)")
-    model.add_argument("--drafter", help="hub id, folder or bundled name, such as pocket-mtp (default: none)")
+    model.add_argument("--drafter", help="hub id, folder or bundled name; same for the one in the target's checkpoint (default: none)")
     model.add_argument("--k", type=int, metavar="K", help="number of tokens to draft in each round")
     model.add_argument("--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)")
     model.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
@@ -294,7 +294,7 @@ def _info(args: argparse.Namespace) -> None:
         folder = checkpoint.resolve(args.target, weights=False)
         if args.drafter in drafters.without_checkpoints():
             raise ValueError(f"the drafter {args.drafter!r} is not a checkpoint: it has no weights and fits every target")
-        drafter = None if args.drafter is None else checkpoint.resolve(args.drafter)
+        drafter = None if args.drafter is None else drafters.resolve(args.drafter, folder)
         quantised = {"quantize": args.quantize, "quantize_embedding": args.quantize_embedding}
         lines = list(describe(folder, drafter, **quantised))
         if args.mesh is not None:

@@ -47,11 +47,11 @@ def convert(
     """Writes a target, and a drafter for it, as a converted checkpoint, and returns its folder.
 
     source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a checkpoint
-    under any name that `load` takes; it goes to the folder `drafter` in the destination. dtype: of the float weights, "float32" or
-    "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the target's
-    float weights as `load` does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the token
-    embedding, as `load` does. mesh: the devices that hold the weights during the conversion; None is the default device alone. The result
-    can be loaded onto any mesh.
+    under any name that `load` takes, "same" too; it goes to the folder `drafter` in the destination. dtype: of the float weights,
+    "float32" or "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the
+    target's float weights as `load` does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the
+    token embedding, as `load` does. mesh: the devices that hold the weights during the conversion; None is the default device alone. The
+    result can be loaded onto any mesh.
 
     Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
     if several processes convert. A conversion that fails or is killed leaves no folder under the destination's name.
@@ -67,7 +67,7 @@ def convert(
     weights_dtype = jnp.dtype(asked)
     quantisation = targets.quantisation_of(folder, config, weights_dtype, quantize, quantize_embedding)
     tree = targets.abstract_target(config, weights_dtype, quantisation)
-    draft_folder = None if drafter is None else checkpoint.resolve(drafter)
+    draft_folder = None if drafter is None else drafters.resolve(drafter, folder)
     if draft_folder is not None:
         drafters.abstract_drafter(draft_folder, config, weights_dtype)
 

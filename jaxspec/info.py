@@ -51,7 +51,8 @@ def describe(
             equal = ", K = V" if spec.k_eq_v else ""
             yield f"{name:<11} {spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{equal}"
     yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {generation or 'unset'}"
-    yield f"parameters  {weight_count(tree):,}, of which {_embeddings(tree):,} are per-layer embeddings"
+    inputs = _embeddings(tree)
+    yield f"parameters  {weight_count(tree):,}" + (f", of which {inputs:,} are per-layer embeddings" if inputs else "")
     yield f"weights     {size(nbytes(tree))} in {' and '.join([*packed_kinds(tree), jnp.dtype(dtype).name])}"
     if quantisation is not None and quantize is None:
         yield f"quantised   {quantisation.name}"

@@ -64,8 +64,8 @@ def load(
 
     target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket").
 
-    drafter: the same ("pocket-mtp"; a target serves as a draft model), "ngram" to look guesses up in the sequence itself, a Drafter
-    object, or None to decode one token a step.
+    drafter: the same ("pocket-mtp"; a target serves as a draft model), "same" for the MTP layers in the target's own checkpoint, "ngram"
+    to look guesses up in the sequence itself, a Drafter object, or None to decode one token a step.
 
     num_draft_tokens: tokens guessed in each round. By default what the drafter's generation_config.json says, else what its kind was
     made for (a DFlash block less its anchor, the number in an EAGLE-3 speculator's config, one for each MTP module), else 4. By default,
@@ -130,7 +130,7 @@ def load(
     if isinstance(drafter, str) and drafter in made:
         drafter = made[drafter].made()
     if isinstance(drafter, str | os.PathLike):
-        draft_folder = checkpoint.resolve(drafter)
+        draft_folder = drafters.resolve(drafter, folder)
         planned = placement.place(drafters.abstract_drafter(draft_folder, config, chosen_dtype))
     else:
         draft_folder, planned = None, _object(drafter, config)

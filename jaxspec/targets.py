@@ -83,6 +83,8 @@ def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation
     tree = family.abstract(config, dtype)
     if quantisation is None:
         return tree
+    if quantisation.embedding is not None and tree.head[0] is not tree.embed_tokens.weight:
+        raise ValueError("quantize_embedding quantises a token embedding that is the head too; this target's head is another matrix")
     packed = with_packed(tree, quantisation.scheme_of, family.prefixes[0], embedding=quantisation.embedding is not None)
     return packed.with_kv_scales(quantisation.kv_scales)
 

@@ -160,14 +160,16 @@ def _experts(moe: Any, shape: Any, x: Any, gate_up: Any, down: Any, scores: Any,
 
 
 def step_case(name: str, dtype: str) -> Case:
-    """`decode_loop` of a model and its assistant, with one sequence and K = 4.
+    """`decode_loop` of a model and its MTP drafter, with one sequence and K = 4.
 
     name: "pocket", or a key of `released.TARGETS`. dtype: of the weights; "auto" is the current device's default.
     """
     config = released.target_config(name)
     numbers = jnp.dtype(device.float_dtype(config.dtype) if dtype == "auto" else dtype)
     target: Any = abstract_target(config, numbers)
-    drafter = released.abstract_drafter("pocket-mtp" if name == "pocket" else "mtp", name, config, numbers)
+    # The assistant where one was released, else modules.
+    made = "pocket-mtp" if name == "pocket" else next(n for n in ("mtp", "modules") if released.has_drafter(n, name))
+    drafter = released.abstract_drafter(made, name, config, numbers)
     settings = {"slots": 1, "max_len": 4096, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
     slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)

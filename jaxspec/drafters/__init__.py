@@ -13,6 +13,7 @@ from jaxspec.drafters.registry import (
     load_drafter,
     names_of,
     register,
+    resolve,
     save_drafter,
     without_checkpoints,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "load_drafter",
     "names_of",
     "register",
+    "resolve",
     "save_drafter",
     "without_checkpoints",
 ]

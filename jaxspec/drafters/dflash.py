@@ -185,7 +185,7 @@ class DFlash(PlainDrafter):
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """One pass over the block; the head is the target's where the drafter has none."""
-        head = 0 if self.lm_head is not None else nbytes(target.embed_tokens)
+        head = 0 if self.lm_head is not None else nbytes(target.head[0])
         return nbytes(self) + head, batch * traffic.visible_kv(self.config.layers, self.fc.weight.dtype, context)
 
     def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:

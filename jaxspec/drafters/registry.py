@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,15 @@ def kind_of(config: Mapping[str, Any]) -> Kind | None:
     return within or next((REGISTRY[name] for name in names_of(config) if name in REGISTRY), None)
 
 
-def drafter_within(folder: Path) -> Path:
-    """The folder of a target whose checkpoint holds a drafter too: what `drafter="same"` means. Raises ValueError if it holds none."""
-    config = checkpoint.read_config(folder)
+def resolve(drafter: str | os.PathLike[str], target: Path) -> Path:
+    """The folder of a drafter's checkpoint: of a name as `checkpoint.resolve` takes it, or for "same" the target's, which then holds both.
+    Raises what that raises, and ValueError for a target without a drafter in its checkpoint."""
+    if drafter != SAME:
+        return checkpoint.resolve(drafter)
+    config = checkpoint.read_config(target)
     if not any(kind.within(config) for kind in KINDS.values()):
-        raise ValueError(f"drafter is {SAME!r}, but the config.json in {folder} tells of no drafter in the target's checkpoint")
-    return folder
+        raise ValueError(f"drafter is {SAME!r}, but the config.json in {target} tells of no drafter in the target's checkpoint")
+    return target
 
 
 def is_drafter(config: Mapping[str, Any]) -> bool:

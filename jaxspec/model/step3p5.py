@@ -284,10 +284,10 @@ class Step3p5:
 
 def abstract(config: Step3p5Config, dtype: Any = jnp.bfloat16) -> Step3p5:
     """The model as a tree of ShapeDtypeStructs: what loading, random init and sharding are maps over."""
-    table = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), dtype)
+    table, head = (jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), dtype) for _ in range(2))
     layers = tuple(abstract_layer(spec, dtype) for spec in config.layers)
     decoder = Decoder(Embedding(table), layers, abstract_norm(config.hidden_size, config.rms_norm_eps, dtype))
-    return Step3p5(decoder, Linear(table), config)
+    return Step3p5(decoder, Linear(head), config)
 
 
 def abstract_norm(width: int, eps: float, dtype: Any) -> RMSNorm:

@@ -37,10 +37,12 @@ FEW = [
     (2, 4, "31B", "ngram"),
     (8, 1, "12B", "eagle3"),
     (1, 4, "odd", "modules"),
+    (2, 2, "step", "modules"),
 ]
 DRAFTERS = ("none", "ngram", "mtp", "mtp centroids", "dflash", "dflash d2t", "eagle3", "modules", "draft model")
 POCKET = ("pocket-mtp", "pocket-dflash", "pocket-eagle3", "pocket-modules", "pocket-draft")
 ALL = [(*mesh, member, kind) for mesh in MESHES for member in meshes.MEMBERS for kind in DRAFTERS]
+ALL += [(*mesh, "step", kind) for mesh in MESHES for kind in ("none", "ngram", "modules")]
 ALL += [(*mesh, "pocket", kind) for mesh in MESHES for kind in ("ngram", *POCKET)]
 
 
@@ -95,6 +97,8 @@ def test_guesses_are_those_of_one_device():
         (2, "12B", "eagle3"),
         (4, "odd", "eagle3"),
         (4, "odd", "modules"),
+        (2, "step", "modules"),
+        (4, "step", "modules"),
     ],
 )
 def test_guesses_are_those_of_one_device_everywhere(tensor, member, kind):
