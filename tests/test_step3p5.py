@@ -13,12 +13,14 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import checkpoint, cli, info, released
+from jaxspec import checkpoint, cli, drafters, info, released
 from jaxspec.drafters.mtp_modules import MTPModules
 from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.step3p5 import Step3p5
 from jaxspec.sharding.placement import abstract_placement_of
-from jaxspec.targets import abstract_target, asked_quantisation, read_target
+from jaxspec.targets import abstract_target, asked_quantisation, load_target, read_target
+from jaxspec.train import distil
+from jaxspec.train.loop import read_metrics
 from jaxspec.trees import bytes_per_device, is_packed, leaves_by_path, nbytes, weight_count
 from pallas_kernels.packed import Packed
 
@@ -224,3 +226,49 @@ def test_the_plan_for_four_devices(tmp_path, capsys):
     assert f"parameters  {PARAMETERS:,}" in out and "weights     91.79 GiB target, 1.13 GiB drafter" in out
     slots = [int(line.split()[1]) for line in out.splitlines() if line.split()[:1] == ["32768"] or line.startswith("plan ")]
     assert slots and slots[0] > 30  # sequences of 32 Ki positions, beside weights of 400 GB
+
+
+def test_a_checkpoint_of_the_released_depth(tmp_path):
+    """All 45 layers and the three modules, at a tiny width, with the file's norms one less than in memory."""
+    heads = {"num_attention_heads": 8, "num_attention_groups": 4, "head_dim": 8}
+    other = {**heads, "attention_type": SLIDING, "num_attention_heads": 12, "true_head_dim": 8}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 61, "moe_num_experts": 12, "moe_intermediate_size": 8}
+    config = {**REAL, **heads, **sizes, "attention_other_setting": other, "share_expert_dim": 8, "sliding_window": 8}
+    held = files.random_tensors(config, 3)
+    read, _ = read_target(files.write(tmp_path, config, held))
+    target = load_target(tmp_path, abstract_target(read, jnp.float32), progress=False)
+    modules = drafters.load_drafter(tmp_path, read, jnp.float32, progress=False)
+    assert weight_count(target) + weight_count(modules) == sum(x.size for x in held.values())
+    np.testing.assert_allclose(target.layers[44].input_layernorm.weight - 1, held["model.layers.44.input_layernorm.weight"], atol=1e-6)
+    np.testing.assert_array_equal(target.layers[9].moe.experts.gate_up_proj[:, 1], held["model.layers.9.moe.up_proj.weight"])
+    head = modules.modules[2].shared_head
+    np.testing.assert_array_equal(head.output.weight, held["model.layers.47.transformer.shared_head.output.weight"])
+
+
+def test_modules_are_trained(folder, tmp_path):
+    """Fresh modules begin with the target's own head and norm, learn, and are loaded again from what was written."""
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "texts.npy", rng.integers(5, 40, 600).astype(np.int32))
+    run = {"steps": 4, "batch": 4, "length": 20, "every": 4, "dtype": "float32", "peak": 1e-3}
+    made = distil(folder, "mtp-modules", data=tmp_path / "texts.npy", out=tmp_path / "out", progress=False, num_draft_tokens=2, **run)
+    told = json.loads((made / "config.json").read_text())
+    assert told["model_type"] == "step3p5_mtp" and told["num_nextn_predict_layers"] == 3
+    losses = [row["loss"] for row in read_metrics(made) if "loss" in row]
+    assert losses and np.isfinite(losses).all()
+    config, _ = read_target(folder)
+    drafter = drafters.load_drafter(made, config, jnp.float32, progress=False)
+    head, norm = drafter.modules[0].shared_head.output.weight, drafter.modules[0].shared_head.norm.weight
+    np.testing.assert_allclose(head, tensors()["lm_head.weight"], atol=0.03)  # the learning rate, and bfloat16
+    np.testing.assert_allclose(norm, 1 + tensors()["model.norm.weight"], atol=0.03)
+
+
+def test_fresh_draft_models(folder):
+    """What training begins with for a target of this family: a smaller one, without experts."""
+    config, _ = read_target(folder)
+    kind = drafters.KINDS["draft-model"]
+    raw = kind.default_config(CONFIG, config)
+    made = kind.from_checkpoint(None, raw, config, jnp.float32).bind(config)
+    assert made.model.config.num_hidden_layers == 4 and {spec.num_experts for spec in made.model.config.layers} == {0}
+    for name in ("dflash", "eagle3"):
+        kind = drafters.KINDS[name]
+        kind.from_checkpoint(None, kind.default_config(CONFIG, config), config, jnp.float32).bind(config)

@@ -105,7 +105,12 @@ OF_ANY = {"none", "ngram", "eagle3", "modules"}
 def test_every_named_drafter_fits_the_targets_that_it_is_there_for(shape):
     """The others say so: there is none for this target, its vocabulary is another, or it was made for layers of another kind or number."""
     made, config = set(), released.target_config(shape)
-    refusals = ("is there for config", "the draft model has vocab_size", "modules for this target have", "for a target of num_hidden_layers")
+    refusals = (
+        "is there for config",
+        "the draft model has vocab_size",
+        "modules for this target have",
+        "for a target of num_hidden_layers",
+    )
     for name in released.drafter_names():
         try:
             released.abstract_drafter(name, shape, config, jnp.bfloat16)
