@@ -326,9 +326,9 @@ def read_config(config: Mapping[str, Any]) -> ModulesConfig:
 
 def bind(config: ModulesConfig, target: TargetConfig) -> ModulesConfig:
     """The config, if the modules were made for this target. Raises ValueError, naming both numbers, if they were not."""
-    family = family_of_modules(config.model_type)
-    if family is not family_of(target):
-        expected = ", ".join(map(repr, family_of(target).modules.model_types))
+    other = next((family for family in FAMILIES if isinstance(target, family.config)), None)
+    if other is not None and other is not family_of_modules(config.model_type):
+        expected = ", ".join(map(repr, other.modules.model_types))
         raise ValueError(f"the modules have model_type {config.model_type!r}; modules for this target have {expected}")
     for field in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if getattr(config, field) != getattr(target, field):
