@@ -60,7 +60,8 @@ def _write(folder: Path, name: str, layers: int | None) -> None:
     from safetensors.numpy import save_file
 
     from jaxspec import released
-    from jaxspec.checkpoint import hub, layout
+    from jaxspec.checkpoint import layout
+    from jaxspec.checkpoint.files import INDEX_FILE
     from jaxspec.model import gemma4
     from jaxspec.model.config import Gemma4Config
     from jaxspec.trees import leaves_by_path
@@ -82,7 +83,7 @@ def _write(folder: Path, name: str, layers: int | None) -> None:
     for file, tensors in files.items():
         save_file({key: np.resize(noise, shape) for key, shape in tensors.items()}, folder / file)
     index = {key: file for file, tensors in files.items() for key in tensors}
-    (folder / hub.INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import itertools
 import logging
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxspec import __version__
+from jaxspec import __version__, info_command
 from jaxspec.bench import command as bench_command
 from jaxspec.train import command as train_command
 
@@ -65,9 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    model = argparse.ArgumentParser(add_help=False)
+    hub = argparse.ArgumentParser(add_help=False)
+    hub.add_argument("--revision", metavar="R", help="branch, tag or commit of a hub's model; id@R says the same, also of a drafter")
+    hub.add_argument("--token", metavar="T", help="token of a Hugging Face account (default: HF_TOKEN, or the one that is logged in)")
+    hub.add_argument("--cache-dir", metavar="DIR", help="where the hub's models are kept (default: where HF_HOME says)")
+    hub.add_argument("--local-files-only", action="store_true", help="take what has been downloaded, and ask no hub")
+
+    model = argparse.ArgumentParser(add_help=False, parents=[hub])
     model.add_argument("--target", default="pocket", help="hub id, folder or bundled name (default: pocket)")
     model.add_argument("--drafter", help="hub id, folder or bundled name; same for the one in the target's checkpoint (default: none)")
+    model.add_argument("--adapter", help="LoRA adapter of PEFT to merge into the target: folder or hub id (default: none)")
     model.add_argument("--k", type=int, metavar="K", help="number of tokens to draft in each round")
     model.add_argument("--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)")
     model.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
@@ -114,27 +122,14 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("--thinking", action="store_true", help="let the model think first when it answers messages, as in chat")
     batch.set_defaults(command=_batch)
 
-    text = "Prints what a checkpoint contains and how much memory it needs."
-    info = commands.add_parser("info", help="describe a checkpoint", description=text)
-    info.add_argument("target", metavar="MODEL", help="hub id, folder or bundled name")
-    info.add_argument("--drafter", help="also say whether this drafter fits")
-    info.add_argument("--quantize", metavar="KIND", help="as if the target's float weights were quantised: int8, int4 or fp8")
-    info.add_argument("--quantize-embedding", metavar="KIND", help="as if its float token embedding were quantised: int8")
-    info.add_argument("--mesh", metavar="AXIS=N,...", help="print what each device of a mesh holds, such as tensor=4 or data=2,tensor=4")
-    text = "print how load would use a device's memory; --memory, --max-len, --max-slots and --k imply it"
-    info.add_argument("--plan", action="store_true", help=text)
-    info.add_argument("--memory", metavar="M", help="for --plan: memory of a device, such as 80GB (default: that of this device)")
-    info.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="for --plan: share of JAX's memory (default: 0.9)")
-    info.add_argument("--max-len", type=int, metavar="N", help="for --plan: most tokens of a sequence, including its prompt")
-    info.add_argument("--max-slots", type=int, metavar="N", help="for --plan: most sequences at a time")
-    info.add_argument("--k", type=int, metavar="K", help="for --plan: number of tokens to draft in each round")
-    info.set_defaults(command=_info)
+    info_command.add_parser(commands, hub).set_defaults(command=_info)
 
     text = "Writes fused weights in one dtype, which load reads without converting them. Load DST, and DST/drafter as its drafter."
-    convert = commands.add_parser("convert", help="write a checkpoint that loads faster", description=text)
+    convert = commands.add_parser("convert", parents=[hub], help="write a checkpoint that loads faster", description=text)
     convert.add_argument("source", metavar="SRC", help="hub id, folder or bundled name of a target")
     convert.add_argument("destination", metavar="DST", help="folder to write, which must be empty or not exist")
     convert.add_argument("--drafter", help="hub id, folder or bundled name of a drafter to convert with it")
+    convert.add_argument("--adapter", help="LoRA adapter of PEFT to merge into the target: folder or hub id (default: none)")
     convert.add_argument("--dtype", default="auto", help="auto (the target's own), float32 or bfloat16")
     convert.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
     text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
@@ -166,10 +161,19 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
         max_len=args.max_len,
         accept=args.accept,
         mesh=_mesh(args),
+        adapter=args.adapter,
         progress=progress,
+        **dataclasses.asdict(_hub(args)),
         **settings,
     )
     return llm, params
+
+
+def _hub(args: argparse.Namespace) -> Any:
+    """How models are fetched."""
+    from jaxspec.checkpoint.hub import Hub
+
+    return Hub(args.revision, args.token, args.cache_dir, args.local_files_only)
 
 
 def _mesh(args: argparse.Namespace) -> Any:
@@ -288,20 +292,8 @@ def _batch(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace) -> None:
     with _door():
-        from jaxspec import checkpoint, drafters
-        from jaxspec.info import describe, describe_mesh, describe_plan
-
-        folder = checkpoint.resolve(args.target, weights=False)
-        if args.drafter in drafters.without_checkpoints():
-            raise ValueError(f"the drafter {args.drafter!r} is not a checkpoint: it has no weights and fits every target")
-        drafter = None if args.drafter is None else drafters.resolve(args.drafter, folder)
-        quantised = {"quantize": args.quantize, "quantize_embedding": args.quantize_embedding}
-        lines = list(describe(folder, drafter, **quantised))
-        if args.mesh is not None:
-            lines += describe_mesh(folder, drafter, args.mesh, **quantised)
-        asked = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots}
-        if args.plan or args.memory is not None or any(value is not None for value in asked.values()):
-            lines += describe_plan(folder, drafter, **_memory(args), **asked, **quantised, mesh=args.mesh)
+        share = float(next(os.environ[name] for name in MEMORY_VARIABLES if name in os.environ))
+        lines = info_command.lines(args, _hub(args), share)
     print("\n".join(lines))
 
 
@@ -325,21 +317,8 @@ def _convert(args: argparse.Namespace) -> None:
 
         quantised = {"quantize": args.quantize, "quantize_embedding": args.quantize_embedding}
         settings = {"dtype": args.dtype, **quantised, "mesh": _mesh(args), "progress": sys.stderr.isatty()}
-        print(convert(args.source, args.destination, drafter=args.drafter, **settings))
-
-
-def _memory(args: argparse.Namespace) -> dict[str, Any]:
-    """The memory that a plan is made for."""
-    if args.memory is not None:
-        from jaxspec.info import bytes_of
-
-        share = float(next(os.environ[name] for name in MEMORY_VARIABLES if name in os.environ))
-        return {"memory": bytes_of(args.memory), "jax_fraction": share, "memory_fraction": args.memory_fraction}
-    import jax
-
-    from jaxspec.engine.memory import memory_limit
-
-    return {"memory": memory_limit(jax.devices()[0]), "memory_fraction": args.memory_fraction}
+        models = {"drafter": args.drafter, "adapter": args.adapter, **dataclasses.asdict(_hub(args))}
+        print(convert(args.source, args.destination, **models, **settings))
 
 
 def _train(args: argparse.Namespace) -> None:

@@ -21,10 +21,12 @@ import numpy as np
 
 from jaxspec import checkpoint, drafters, targets
 from jaxspec.checkpoint import fused
+from jaxspec.checkpoint.files import CONVERTED, INDEX_FILE
 from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
-from jaxspec.checkpoint.hub import CONVERTED, INDEX_FILE
+from jaxspec.checkpoint.hub import Hub
 from jaxspec.model.families import family_of
+from jaxspec.planning import pair_of
 from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
 from jaxspec.trees import leaves_by_path
@@ -42,6 +44,11 @@ def convert(
     quantize: str | None = None,
     quantize_embedding: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
     progress: bool = True,
 ) -> Path:
     """Writes a target, and a drafter for it, as a converted checkpoint, and returns its folder.
@@ -51,7 +58,8 @@ def convert(
     "float32" or "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the
     target's float weights as `load` does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the
     token embedding, as `load` does. mesh: the devices that hold the weights during the conversion; None is the default device alone. The
-    result can be loaded onto any mesh.
+    result can be loaded onto any mesh. adapter: is merged into the target's weights, as `load` does, which are then written without it.
+    revision, token, cache_dir, local_files_only: as for `load`.
 
     Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
     if several processes convert. A conversion that fails or is killed leaves no folder under the destination's name.
@@ -61,24 +69,28 @@ def convert(
     if jax.process_count() > 1:
         raise ValueError(f"a conversion runs in one process; found {jax.process_count()}")
     place = placement_of(mesh).place
-    folder = checkpoint.resolve(source)
-    config, _ = targets.read_target(folder)
-    asked = targets.DTYPES.get(config.dtype, jnp.float32) if dtype == "auto" else targets.weights_dtype(dtype, config.dtype)
-    weights_dtype = jnp.dtype(asked)
-    quantisation = targets.quantisation_of(folder, config, weights_dtype, quantize, quantize_embedding)
+    hub = Hub(revision, token, cache_dir, local_files_only)
+    asked = {"quantize": quantize, "quantize_embedding": quantize_embedding}
+
+    def dtype_of(name: str) -> Any:
+        return targets.DTYPES.get(name, jnp.float32) if dtype == "auto" else targets.weights_dtype(dtype, name)
+
+    pair = pair_of(source, drafter, hub, dtype=dtype_of, adapter=adapter, **asked)
+    config, weights_dtype, draft_folder = pair.config, jnp.dtype(pair.dtype), pair.drafter_folder
+    if drafter is not None and draft_folder is None:
+        raise ValueError(f"the drafter {drafter!r} is not a checkpoint: it has no weights to convert, and fits every target")
+    folder = checkpoint.resolve(source, hub)  # only now, since a target's weights are a long download
+    quantisation = targets.quantisation_of(folder, config, weights_dtype, **asked)  # again: the weights' headers may say more
     tree = targets.abstract_target(config, weights_dtype, quantisation)
-    draft_folder = None if drafter is None else drafters.resolve(drafter, folder)
-    if draft_folder is not None:
-        drafters.abstract_drafter(draft_folder, config, weights_dtype)
 
     final.parent.mkdir(parents=True, exist_ok=True)
     unfinished = final.with_name(f".{final.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # a killed conversion may have left it
     try:
-        weights = targets.load_target(folder, place(tree), quantisation, progress=progress)
-        changes = {} if quantize is None else {"quantization_config": config_of(quantize)}
+        weights = targets.load_target(folder, place(tree), quantisation, pair.changes, progress=progress)
+        more = {} if quantize is None else {"quantization_config": config_of(quantize)}
         about = None if quantisation is None else describe(quantisation, tree, family_of(config).prefixes[0])
-        _write(unfinished, folder, weights, weights_dtype, changes, {} if about is None else {KEY: about})
+        _write(unfinished, folder, weights, weights_dtype, more, {} if about is None else {KEY: about})
         del weights
         if draft_folder is not None:
             guesser = drafters.load_drafter(draft_folder, config, weights_dtype, place=place, progress=progress)

@@ -47,12 +47,21 @@ HERE = {
     "gpu_memory_utilization": "memory_fraction",
     "mem_fraction_static": "memory_fraction",
     "random_seed": "seed",
+    "enable_lora": "adapter, which is merged",
+    "lora_path": "adapter",
+    "lora_paths": "adapter",
+    "adapter_name_or_path": "adapter",
+    "peft_model_id": "adapter",
+    "download_dir": "cache_dir",
+    "hf_token": "token",
+    "use_auth_token": "token",
     "use_tqdm": "progress",
     "use_tqdm_on_load": "progress",
 }
 # What there is none of, and why none is needed.
 NEEDLESS = {
     "tokenizer": "the tokenizer is the target's own",
+    "tokenizer_revision": "the tokenizer is the target's own",
     "trust_remote_code": "no code of a checkpoint is run",
     "enforce_eager": "every round is compiled",
     "enable_prefix_caching": "prompts that begin alike are always computed once",

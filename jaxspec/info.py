@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec import checkpoint, drafters
+from jaxspec import checkpoint, released
+from jaxspec.cards import Card, gigabytes
+from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine.memory import Sizes, check_limits, fit, most_slots, size, sizes_of
 from jaxspec.engine.settings import PAGE
-from jaxspec.loading import MAX_SLOTS, num_draft_tokens_for
+from jaxspec.loading import MAX_SLOTS, check_names
 from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
+from jaxspec.planning import KV_DTYPES, Pair, pair_of, plan, released_pair
 from jaxspec.sharding.placement import abstract_placement_of
-from jaxspec.targets import DTYPES, abstract_target, max_len_of, quantisation_of, read_target
+from jaxspec.targets import max_len_of
 from jaxspec.trees import bytes_per_device, leaves_by_path, nbytes, packed_kinds, weight_count
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
-UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# Of the table of what fits a card: released targets, and how their weights are quantised.
+OFFERED = (
+    ("e2b", None),
+    ("e4b", None),
+    ("e4b", "int4"),
+    ("12b", None),
+    ("12b", "int4"),
+    ("26b", None),
+    ("26b", "int8"),
+    ("31b", None),
+    ("31b", "int4"),
+)
+OFFERED_LEN = 4096
 
 
-def describe(
-    folder: Path, drafter: Path | None = None, *, quantize: str | None = None, quantize_embedding: str | None = None
-) -> Iterator[str]:
-    """Yields lines about the target in a checkpoint folder, and about a drafter for it. quantize, quantize_embedding: as in `jaxspec.load`.
+def read(target: str, drafter: str | None = None, hub: Hub = HUB, *, adapter: str | None = None, **asked: Any) -> Pair:
+    """What the lines are about: a target under any name that `load` takes, or a released one such as "e4b", and a drafter for it.
 
-    Sizes are of the text model in the checkpoint's dtype. Raises as `jaxspec.load` does for a checkpoint that cannot be used and for a
-    drafter that does not fit.
+    asked: quantize and quantize_embedding. Raises as `load` does for what cannot be used and for a drafter that does not fit.
     """
-    config, generation = read_target(folder)
-    dtype = DTYPES.get(config.dtype, jnp.float32)
-    quantisation = quantisation_of(folder, config, dtype, quantize, quantize_embedding)
-    tree = abstract_target(config, dtype, quantisation)
+    if target in released.TARGETS:
+        if adapter is not None:
+            raise ValueError(f"{target!r} is a released shape without weights, which no adapter can be merged into; expected a checkpoint")
+        return released_pair(target, drafter, hub, **asked)
+    return pair_of(target, drafter, hub, adapter=adapter, **asked)
+
+
+def describe(pair: Pair, target: str, drafter: str | None = None, show: Callable[[int], str] = size) -> Iterator[str]:
+    """Yields lines about a target and a drafter. target, drafter: what the user called them. Sizes are of the text model. show: how bytes
+    are told."""
+    config, tree, dtype = pair.config, pair.target, pair.dtype
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
     window = max(layer.window or 0 for layer in config.layers)
     shared = config.num_hidden_layers - len(config.kv_owners)
     experts = max(layer.num_experts for layer in config.layers)
-    yield f"target      {folder}"
+    yield f"target      {pair.folder or target}"
     yield f"layers      {sliding} sliding (window {window}), {full} full" + (f"; {shared} share K and V" if shared else "")
     yield f"width       hidden {config.hidden_size}, feed-forward {config.intermediate_size}" + (f", {experts} experts" if experts else "")
     for kind in (SLIDING, FULL):
@@ -50,92 +69,108 @@ def describe(
             name = kind.removesuffix("_attention")
             equal = ", K = V" if spec.k_eq_v else ""
             yield f"{name:<11} {spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{equal}"
-    yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {generation or 'unset'}"
+    yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {pair.generation or 'unset'}"
     inputs = _embeddings(tree)
     yield f"parameters  {weight_count(tree):,}" + (f", of which {inputs:,} are per-layer embeddings" if inputs else "")
-    yield f"weights     {size(nbytes(tree))} in {' and '.join([*packed_kinds(tree), jnp.dtype(dtype).name])}"
-    if quantisation is not None and quantize is None:
-        yield f"quantised   {quantisation.name}"
+    yield f"weights     {show(nbytes(tree))} in {' and '.join([*packed_kinds(tree), jnp.dtype(dtype).name])}"
+    if pair.quantisation is not None:
+        yield f"quantised   {pair.quantisation.name}"
+    if pair.changes:
+        yield f"adapter     changes {len(pair.changes)} weights"
     per_token = {kind: kv_bytes_per_token(config, kind, jnp.dtype(dtype).itemsize) for kind in (SLIDING, FULL)}
     yield f"KV cache    sliding {per_token[SLIDING]:,} bytes a token, for the window; full {per_token[FULL]:,} bytes a token"
     if drafter is not None:
-        draft: Any = drafters.abstract_drafter(drafter, config, dtype)
-        count = checkpoint.read_generation_config(drafter).get("num_assistant_tokens", "unset")
-        yield f"drafter     {drafter}"
+        draft, folder = pair.drafter, pair.drafter_folder
+        count = "unset" if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens", "unset")
+        yield f"drafter     {folder or drafter}"
         kind = type(draft).__name__
-        yield f"            {kind}, fits; {weight_count(draft):,} parameters, {size(nbytes(draft))}; num_assistant_tokens {count}"
+        yield f"            {kind}, fits; {weight_count(draft):,} parameters, {show(nbytes(draft))}; num_assistant_tokens {count}"
 
 
 def describe_plan(
-    folder: Path,
-    drafter: Path | None = None,
+    pair: Pair,
+    card: Card | None = None,
     *,
-    memory: int | None = None,
     jax_fraction: float = 1.0,
     memory_fraction: float = 0.9,
     num_draft_tokens: int | None = None,
     max_len: int | None = None,
     max_slots: int | None = None,
-    quantize: str | None = None,
-    quantize_embedding: str | None = None,
+    kv_dtype: str = "auto",
     mesh: str | None = None,
 ) -> Iterator[str]:
-    """Yields lines about how `jaxspec.load` would use a device's memory, in the checkpoint's dtype, with kernels.
+    """Yields lines about how `jaxspec.load` would use a device's memory, in the checkpoint's dtype.
 
-    memory: bytes of a device, of which JAX takes jax_fraction; None shows only what each part takes. mesh: such as "data=2,tensor=4";
-    the lines are about one of its devices. All else is as in `jaxspec.load`, errors too.
+    card: the device, of whose memory JAX takes jax_fraction; None shows only what each part takes, with kernels. mesh: such as
+    "data=2,tensor=4"; the lines are about one of its devices. All else is as in `jaxspec.load`, errors too.
     """
     check_limits(memory_fraction, max_slots)
-    config, _ = read_target(folder)
-    dtype = DTYPES.get(config.dtype, jnp.float32)
-    draft: Any = NoDraft() if drafter is None else drafters.abstract_drafter(drafter, config, dtype)
-    max_len = max_len_of(config, max_len)
-    count = num_draft_tokens_for(draft, drafter, num_draft_tokens, max_len)
-    target = abstract_target(config, dtype, quantisation_of(folder, config, dtype, quantize, quantize_embedding))
-    placement = abstract_placement_of(mesh)
-
-    def sizes_at(length: int) -> Sizes:
-        return sizes_of(target, draft, max_len=length, num_draft_tokens=count, placement=placement)
-
-    sizes = sizes_at(max_len)
-    room = None if memory is None else int(memory_fraction * jax_fraction * memory)
-    chosen = fit(sizes, room, max_slots, default_slots=MAX_SLOTS)
+    check_names(kv_dtype=kv_dtype)
+    config, max_len, placement = pair.config, max_len_of(pair.config, max_len), abstract_placement_of(mesh)
+    count, show = pair.num_draft_tokens(num_draft_tokens, max_len), size if card is None else card.show
+    kernels, wanted = card is None or card.kernels, None if max_slots is None else -(-max_slots // placement.shards)
+    room = None if card is None else int(memory_fraction * jax_fraction * card.memory)
+    settings: dict[str, Any] = {"num_draft_tokens": count, "kernels": kernels, "placement": placement}
+    sizes, chosen = plan(pair, room, max_len=max_len, kv_dtype=kv_dtype, slots=wanted, default_slots=MAX_SLOTS, show=show, **settings)
     slots, pages = chosen.slots, chosen.pages
     snapshots = min(chosen.prefix_bytes // sizes.slot, slots)  # as Runner takes them
     kept = sizes.kept(slots, pages) + snapshots * sizes.slot
-    if memory is not None and room is not None:
+    if card is not None and room is not None:
         taken = f", of which JAX takes {jax_fraction} (XLA_CLIENT_MEM_FRACTION)" if jax_fraction < 1 else ""
-        yield f"memory      {size(memory)}{taken}; memory_fraction {memory_fraction} of it is {size(room)}"
-    yield f"weights     {size(sizes.target)} target, {size(sizes.drafter)} drafter"
-    yield f"slot        {size(sizes.slot)}: sliding rings {size(sizes.rings)}; all else {size(sizes.slot - sizes.rings)}"
-    yield f"page        {size(sizes.page)}: {PAGE} positions of full layers; {sizes.width} pages for max_len {max_len}"
-    yield f"calls       about {size(sizes.work(slots))} for activations and logits, K = {count}"
+        yield f"memory      {show(card.memory)}{taken}; memory_fraction {memory_fraction} of it is {show(room)}"
+        if not kernels:
+            yield f"            no kernels: the {card.name} runs XLA, whose attention takes more memory"
+    yield f"weights     {show(sizes.target)} target, {show(sizes.drafter)} drafter"
+    yield f"slot        {show(sizes.slot)}: sliding rings {show(sizes.rings)}; all else {show(sizes.slot - sizes.rings)}"
+    yield f"page        {show(sizes.page)}: {PAGE} positions of full layers; {sizes.width} pages for max_len {max_len}"
+    yield f"calls       about {show(sizes.work(slots))} for activations and logits, K = {count}"
     each = "" if placement.shards == 1 else f" for each of {placement.shards} data shards"
     yield f"plan        {slots} slots, {pages} pages, snapshots of {snapshots} prompts{each}"
-    yield f"            {size(kept)} kept, {size(kept + sizes.work(slots))} with calls"
+    yield f"            {show(kept)} kept, {show(kept + sizes.work(slots))} with calls"
     if room is None:
         return
     yield "lengths     slots that can all grow to a max_len"
     for length in LENGTHS:
         if length <= config.max_position_embeddings:
-            yield f"            {length:>7} {most_slots(sizes_at(length), room, 10**6):>6}"
+            at = sizes_of(pair.target, pair.drafter, max_len=length, kv_dtype=KV_DTYPES[kv_dtype], **settings)
+            yield f"            {length:>7} {most_slots(at, room, 10**6):>6}"
 
 
-def describe_mesh(
-    folder: Path, drafter: Path | None, text: str, *, quantize: str | None = None, quantize_embedding: str | None = None
-) -> Iterator[str]:
-    """Yields lines about how the weights of a target and a drafter lie on a mesh such as "data=2,tensor=4", in the checkpoint's dtype or
-    quantised as in `jaxspec.load`.
+def describe_card(card: Card, *, jax_fraction: float = 1.0, memory_fraction: float = 0.9) -> Iterator[str]:
+    """Yields lines about which released targets fit a card, each with its assistant: bytes of the weights of both, and how many sequences
+    of up to OFFERED_LEN tokens `load` runs at a time by default. Settings as for `describe_plan`."""
+    check_limits(memory_fraction, None)
+    room = int(memory_fraction * jax_fraction * card.memory)
+    taken = f", of which JAX takes {jax_fraction} (XLA_CLIENT_MEM_FRACTION)" if jax_fraction < 1 else ""
+    yield f"memory      {card.show(card.memory)}{taken}; memory_fraction {memory_fraction} of it is {card.show(room)}"
+    yield f"target         weights   sequences of up to {OFFERED_LEN} tokens, with the assistant"
+    for name, quantize in OFFERED:
+        sizes, label = _offered(name, quantize, card.kernels), name.upper() + (f", {quantize}" if quantize else "")
+        try:
+            slots: int | str = fit(sizes, room).slots
+        except ValueError:
+            slots = "does not fit"
+        yield f"{label:<12} {gigabytes(sizes.weights):>9}   {slots}"
+
+
+@functools.cache
+def _offered(name: str, quantize: str | None, kernels: bool) -> Sizes:
+    """What a released target needs with its assistant."""
+    pair = released_pair(name, "mtp", quantize=quantize)
+    count = pair.num_draft_tokens(None, OFFERED_LEN)
+    return sizes_of(pair.target, pair.drafter, max_len=OFFERED_LEN, num_draft_tokens=count, kernels=kernels)
+
+
+def describe_mesh(pair: Pair, text: str, show: Callable[[int], str] = size) -> Iterator[str]:
+    """Yields lines about how the weights of a target and a drafter lie on a mesh such as "data=2,tensor=4".
 
     Weights that differ only in their layer share a line: how many they are, their PartitionSpec, and what a device holds of them. Raises
     as `meshes.mesh_of` does.
     """
     placement = abstract_placement_of(text)
-    config, _ = read_target(folder)
-    dtype = DTYPES.get(config.dtype, jnp.float32)
-    trees: dict[str, Any] = {"target": abstract_target(config, dtype, quantisation_of(folder, config, dtype, quantize, quantize_embedding))}
-    if drafter is not None:
-        trees["drafter"] = drafters.abstract_drafter(drafter, config, dtype)
+    trees: dict[str, Any] = {"target": pair.target}
+    if not isinstance(pair.drafter, NoDraft):
+        trees["drafter"] = pair.drafter
     axes = ", ".join(f"{axis}={count}" for axis, count in placement.axes.items())
     yield f"mesh        {axes}: {placement.size} devices"
     for name, tree in trees.items():
@@ -146,20 +181,12 @@ def describe_mesh(
             groups.setdefault((group, leaf.sharding.spec), []).append(leaf)
         whole = [group for group in groups if all(axis is None for axis in group[1])]
         replicated, repeated = (nbytes([groups[group] for group in whole]), nbytes(placed) - nbytes(tree))
-        more = f"; {size(repeated)} more than on one device, for repeated KV heads" if repeated else ""
-        yield f"{name:<11} {size(bytes_per_device(placed))} a device, {size(replicated)} of it replicated{more}"
+        more = f"; {show(repeated)} more than on one device, for repeated KV heads" if repeated else ""
+        yield f"{name:<11} {show(bytes_per_device(placed))} a device, {show(replicated)} of it replicated{more}"
         for group in [*(group for group in groups if group not in whole), *whole]:
             leaves = groups[group]
             spec = "replicated" if group in whole else f"P({', '.join(map(repr, group[1]))})"
-            yield f"            {size(bytes_per_device(leaves)):>12}  {len(leaves):>3} x {group[0]}  {spec}"
-
-
-def bytes_of(text: str) -> int:
-    """The bytes in a number with a unit, such as 80GB or 24GiB. Raises ValueError for any other text."""
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text, re.IGNORECASE)
-    if not found:
-        raise ValueError(f"{text!r} is not an amount of memory; expected a number and one of {', '.join(UNITS)}, such as 80GB")
-    return int(float(found[1]) * next(count for unit, count in UNITS.items() if unit.lower() == found[2].lower()))
+            yield f"            {show(bytes_per_device(leaves)):>12}  {len(leaves):>3} x {group[0]}  {spec}"
 
 
 def kv_bytes_per_token(config: TargetConfig, kind: str, itemsize: int) -> int:

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters, sharding
+from jaxspec.checkpoint.hub import Hub
 from jaxspec.checks import integer
 from jaxspec.decode.accept import Rule, rule_of
-from jaxspec.drafters.base import Drafter, NoDraft, fitted, num_draft_tokens_of
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.llm import LLM
-from jaxspec.engine.memory import check_limits, fit, memory_limit, sizes_of
-from jaxspec.engine.params import MAX_SEED, Defaults
+from jaxspec.engine.memory import check_limits, memory_limit
+from jaxspec.engine.params import MAX_SEED
 from jaxspec.engine.settings import Settings, check_pages
 from jaxspec.foreign_names import answers_foreign_names
-from jaxspec.model.target import TargetConfig
+from jaxspec.planning import KV_DTYPES, pair_of, plan
 from jaxspec.sharding.placement import Placement, placement_of
-from jaxspec.targets import (
-    DTYPES,
-    abstract_target,
-    eos_token_ids,
-    load_target,
-    max_len_of,
-    quantisation_of,
-    read_target,
-    weights_dtype,
-)
+from jaxspec.targets import abstract_target, eos_token_ids, load_target, max_len_of, quantisation_of, weights_dtype
+from jaxspec.targets import read_target as read_target  # for those who write their own loop
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
 
 MAX_SLOTS = 8  # where a device does not say how much memory it has
-KV_DTYPES = {"auto": None, **DTYPES, "fp8": jnp.float8_e4m3fn}
 
 
 @answers_foreign_names
@@ -58,6 +50,11 @@ def load(
     kv_pages: int | None = None,
     memory_fraction: float = 0.9,
     seed: int = 0,
+    adapter: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
     progress: bool = True,
 ) -> LLM:
     """Loads a target, and a drafter that guesses for it, and returns an LLM.
@@ -107,9 +104,16 @@ def load(
     memory_fraction: the share of a device's memory that weights and cache may take. seed: from which seeds are drawn for requests that
     name none. progress: whether to show progress bars.
 
-    Raises FileNotFoundError, ValueError or TypeError that says what was found and what was expected: for a checkpoint that is missing,
-    damaged or of another kind, weights that are to be quantised and are already, a drafter that does not fit, a setting out of range. An
-    argument that vLLM or transformers has is answered with its name here.
+    adapter: a LoRA adapter of PEFT for the target, a folder or a hub id. It is merged into the float weights as they are read, in float32,
+    rounded to the dtype of the checkpoint's weights, and before `quantize`: see `checkpoint.peft`.
+
+    revision: a branch, tag or commit of the target, if it is a hub's; of any hub id, owner/name@revision says the same. token: of the
+    account that may read the models, by default the one that is logged in. cache_dir: where the hub's models are kept, by default where
+    HF_HOME says. local_files_only: take what is there, and ask no hub. The last three hold for the drafter and the adapter too.
+
+    Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for
+    a checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, a drafter or an adapter
+    that does not fit, a setting out of range. An argument that vLLM or transformers has is answered with its name here.
     """
     rule = rule_of(accept)
     check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
@@ -117,38 +121,21 @@ def load(
     seed = integer("seed", seed, 0, MAX_SEED - 1)
     placement = _placement(mesh, tensor)
 
-    folder = checkpoint.resolve(target, weights=False)
-    config, generation = read_target(folder)
-    try:
-        defaults = Defaults.of(generation)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
-    max_len = max_len_of(config, max_len)
-    chosen_dtype = weights_dtype(dtype, config.dtype)
-
-    made = drafters.without_checkpoints()
-    if isinstance(drafter, str) and drafter in made:
-        drafter = made[drafter].made()
-    if isinstance(drafter, str | os.PathLike):
-        draft_folder = drafters.resolve(drafter, folder)
-        planned = placement.place(drafters.abstract_drafter(draft_folder, config, chosen_dtype))
-    else:
-        draft_folder, planned = None, _object(drafter, config)
-        drafter = placement.put(planned)
-    count = num_draft_tokens_for(planned, draft_folder, num_draft_tokens, max_len)
+    hub = Hub(revision, token, cache_dir, local_files_only)
+    asked = {"quantize": quantize, "quantize_embedding": quantize_embedding}
+    pair = pair_of(target, drafter, hub, dtype=functools.partial(weights_dtype, dtype), adapter=adapter, **asked)
+    config, max_len = pair.config, max_len_of(pair.config, max_len)
+    count = pair.num_draft_tokens(num_draft_tokens, max_len)
     rule.check(count)
-
-    asked = (config, chosen_dtype, quantize, quantize_embedding)
-    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation_of(folder, *asked)))
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
-    shards, cache_dtype = placement.shards, KV_DTYPES[kv_dtype]
+    shards = placement.shards
+    wanted = None if max_slots is None else -(-max_slots // shards)
+    sizes = {"max_len": max_len, "num_draft_tokens": count, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
         kernels = attention != "xla" and dialect.obstacle() is None
-        sizes = {"max_len": max_len, "num_draft_tokens": count, "kv_dtype": cache_dtype, "kernels": kernels}
-        needed = sizes_of(abstract, planned, placement=placement, **sizes)
-    wanted = None if max_slots is None else -(-max_slots // shards)
-    chosen = fit(needed, _room(memory_fraction), wanted, kv_pages, default_slots=MAX_SLOTS)
+        room = _room(memory_fraction)
+        _, chosen = plan(pair, room, placement=placement, kernels=kernels, default_slots=MAX_SLOTS, **sizes)
     settings = Settings(
         num_draft_tokens=count,
         max_slots=chosen.slots * shards,
@@ -156,7 +143,7 @@ def load(
         accept=rule,
         attention=attention,
         draft_attention=draft_attention,
-        kv_dtype=cache_dtype,
+        kv_dtype=KV_DTYPES[kv_dtype],
         kv_pages=chosen.pages,
         prefix_bytes=chosen.prefix_bytes,
         adaptive=num_draft_tokens is None,
@@ -164,36 +151,26 @@ def load(
         progress=progress,
     )
 
-    folder = checkpoint.resolve(target)  # only now, since a target's weights are a long download
+    folder = checkpoint.resolve(target, hub)  # only now, since a target's weights are a long download
     tokenizer = load_tokenizer(folder)
     enable_compilation_cache()
-    quantisation = quantisation_of(folder, *asked)  # again: the weights' headers may say more than the config
-    abstract = placement.place(abstract_target(config, chosen_dtype, quantisation))
-    weights = load_target(folder, abstract, quantisation, progress=progress)
-    if draft_folder is not None:
-        drafter = drafters.load_drafter(draft_folder, config, chosen_dtype, place=placement.place, progress=progress)
+    quantisation = quantisation_of(folder, config, pair.dtype, **asked)  # again: the weights' headers may say more than the config
+    abstract = placement.place(abstract_target(config, pair.dtype, quantisation))
+    weights = load_target(folder, abstract, quantisation, pair.changes, progress=progress)
+    if pair.drafter_folder is not None:
+        loaded = drafters.load_drafter(pair.drafter_folder, config, pair.dtype, place=placement.place, progress=progress)
+    else:
+        loaded = placement.put(pair.drafter)
     return LLM(
         placement.spread(weights),
-        placement.spread(drafter),
+        placement.spread(loaded),
         tokenizer,
         settings,
-        eos_token_ids=eos_token_ids(config, generation),
-        defaults=defaults,
+        eos_token_ids=eos_token_ids(config, pair.generation),
+        defaults=pair.defaults,
         placement=placement,
-        name=os.fspath(target),
+        name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
     )
-
-
-def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, max_len: int) -> int:
-    """Drafts a round: what was asked for, by default what the drafter's generation config or its kind says. folder: None for a drafter
-    that is no checkpoint."""
-    if asked is None:
-        named = None if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens")
-        return min(named or num_draft_tokens_of(drafter), max_len - 1)
-    count = integer("num_draft_tokens", asked, 0, max_len - 1)
-    if count and num_draft_tokens_of(drafter) == 0:
-        raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
-    return count
 
 
 def check_names(**chosen: str) -> None:
@@ -205,21 +182,6 @@ def check_names(**chosen: str) -> None:
             raise ValueError(f"{name} is {value!r}; available: {', '.join(map(repr, offered[name]))}")
         if value == "triton" and (obstacle := dialect.obstacle()):
             raise ValueError(f"{name} is 'triton', but {obstacle}")
-
-
-def _object(drafter: Any, config: TargetConfig) -> Drafter:
-    """A drafter that is no checkpoint, bound to the target."""
-    if drafter is None:
-        return NoDraft()
-    missing = [name for name in ("taps", "init", "observe", "draft") if not hasattr(drafter, name)]
-    if missing:
-        raise TypeError(
-            f"drafter is of type {type(drafter).__name__} without {', '.join(missing)}; expected a checkpoint's name, a Drafter or None"
-        )
-    try:
-        return fitted(drafter, config)
-    except ValueError as error:
-        raise ValueError(f"the drafter {type(drafter).__name__} cannot be used with this target: {error}") from error
 
 
 def _placement(mesh: jax.sharding.Mesh | None, tensor: int | None) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +11,10 @@ import jax.numpy as jnp
 
 from jaxspec import checkpoint, drafters
 from jaxspec.checkpoint import from_floats
-from jaxspec.checkpoint.hub import CONVERTED
+from jaxspec.checkpoint.changes import Change
+from jaxspec.checkpoint.files import CONVERTED
+from jaxspec.checkpoint.hub import Hub
+from jaxspec.checkpoint.peft import read_adapter
 from jaxspec.checkpoint.quantisation import Quantisation, with_packed
 from jaxspec.checks import integer
 from jaxspec.model.families import family_named, family_of
@@ -89,11 +93,39 @@ def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation
     return packed.with_kv_scales(quantisation.kv_scales)
 
 
-def load_target(folder: Path, abstract: Target, quantisation: Quantisation | None = None, *, progress: bool = True) -> Target:
-    """A target's weights in the shapes, dtypes and shardings of `abstract_target`, which was given the same quantisation. Raises
-    ValueError for weights that do not fit them."""
+def adapter_changes(
+    name: str | os.PathLike[str], hub: Hub, folder: Path, config: TargetConfig, quantisation: Quantisation | None
+) -> dict[str, Change]:
+    """What the adapter of a name makes of the weights in a target's folder, to be given to `load_target`. quantisation: of the weights
+    there. Raises as `peft.read_adapter` does, and ValueError for an adapter that does not fit the target and for weights that are
+    quantised already."""
+    if quantisation is not None:
+        raise ValueError(
+            f"the adapter {os.fspath(name)!r} cannot be merged into {folder}, whose weights are quantised ({quantisation.name}); expected "
+            "the float weights, which quantize= can quantise once it is merged"
+        )
+    family = family_of(config)
+    return read_adapter(name, hub).changes(family.abstract(config, jnp.float32), family.prefixes, family.unread(config))
+
+
+def load_target(
+    folder: Path,
+    abstract: Target,
+    quantisation: Quantisation | None = None,
+    changes: Mapping[str, Change] | None = None,
+    *,
+    progress: bool = True,
+) -> Target:
+    """A target's weights in the shapes, dtypes and shardings of `abstract_target`, which was given the same quantisation. changes: those
+    of an adapter. Raises ValueError for weights that do not fit them."""
     family = family_of(abstract.config)
-    settings = {"prefixes": family.prefixes, "skip": family.unread(abstract.config), "quantisation": quantisation, "progress": progress}
+    settings = {
+        "prefixes": family.prefixes,
+        "skip": family.unread(abstract.config),
+        "quantisation": quantisation,
+        "changes": changes or {},
+        "progress": progress,
+    }
     return checkpoint.load_weights(folder, abstract, **settings)
 
 

@@ -287,6 +287,8 @@ def test_what_load_refuses(folders, tmp_path, monkeypatch):
         jaxspec.convert(target, tmp_path / "out", drafter=tiny.tiny_assistant(tmp_path / "misfit", backbone_hidden_size=40))
     with pytest.raises(ValueError, match="dtype is 'float16'; available: "):
         jaxspec.convert(target, tmp_path / "out", dtype="float16")
+    with pytest.raises(ValueError, match="the drafter 'ngram' is not a checkpoint: it has no weights to convert, and fits every target"):
+        jaxspec.convert(target, tmp_path / "out", drafter="ngram")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="a conversion runs in one process; found 2"):
         jaxspec.convert(target, tmp_path / "out")

@@ -83,6 +83,8 @@ def test_a_drafter_may_be_an_object(folders, llm):
         ({"device_map": "auto"}, TypeError, "'device_map'; here it is called mesh, made by jaxspec.mesh$"),
         ({"trust_remote_code": True}, TypeError, "no argument 'trust_remote_code', and needs none: no code of a checkpoint is run$"),
         ({"num_draft_token": 2}, TypeError, "load has no argument 'num_draft_token'; the nearest is 'num_draft_tokens'$"),
+        ({"download_dir": "x"}, TypeError, "load has no argument 'download_dir'; here it is called cache_dir$"),
+        ({"enable_lora": True}, TypeError, "'enable_lora'; here it is called adapter, which is merged$"),
         ({"zzz": 2}, TypeError, "load has no argument 'zzz'$"),
         ({"accept": "fly"}, ValueError, "accept is 'fly'; available: 'coupled'"),
         ({"accept": accept.synthetic([0.5])}, ValueError, "synthetic acceptance has 1 rates for 3 drafts"),

@@ -15,7 +15,7 @@ import jaxspec
 from jaxspec import cli, sharding
 from jaxspec.checkpoint import from_floats
 from jaxspec.checkpoint.quantisation import Scheme
-from jaxspec.info import describe_mesh
+from jaxspec.info import describe_mesh, read
 from jaxspec.trees import is_packed, leaves_by_path
 from pallas_kernels.packed import Packed, pack, unpack
 
@@ -113,10 +113,11 @@ def test_what_is_refused(folders, tmp_path):
     config = {**tiny.TARGET, "text_config": {**tiny.TEXT, "vocab_size": 96, "hidden_size_per_layer_input": 0}}
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text(json.dumps(config))
-    assert list(describe_mesh(tmp_path / "small", None, "tensor=2"))
+    assert list(describe_mesh(read(str(tmp_path / "small")), "tensor=2"))
+    packed = read(str(tmp_path / "small"), quantize_embedding="int8")
     with pytest.raises(ValueError, match="embedding of 96 tokens is quantised, and its blocks of 64 cannot be spread over 2 devices"):
-        list(describe_mesh(tmp_path / "small", None, "tensor=2", quantize_embedding="int8"))
-    assert list(describe_mesh(tmp_path / "small", None, "tensor=5", quantize_embedding="int8"))
+        list(describe_mesh(packed, "tensor=2"))
+    assert list(describe_mesh(packed, "tensor=5"))
 
 
 def test_info_and_bench_count_its_bytes(folders, tmp_path, capsys):

@@ -379,21 +379,21 @@ def test_the_format_of_a_quantised_checkpoint_is_checked(asked, tmp_path):
         LLM(folder, quantization="gptq")
 
 
-def test_a_revision_is_downloaded(asked, monkeypatch, tmp_path):
+def test_what_a_hub_is_asked_for_reaches_load(asked, monkeypatch, tmp_path):
+    found = asked("some/model", revision="v1", tokenizer_revision="v1", download_dir=tmp_path, hf_token="secret")
+    assert [found[name] for name in ("target", "revision", "cache_dir", "token")] == ["some/model", "v1", tmp_path, "secret"]
     calls = []
 
     def downloaded(name, **settings):
-        calls.append((name, settings["revision"], settings["cache_dir"], settings["token"]))
-        if name == "some/missing":
-            raise OSError("not found")
-        return str(hub.bundled()["pocket"])
+        calls.append((name, settings.get("revision"), settings["cache_dir"], settings["token"]))
+        return str(hub.bundled()["pocket-draft"])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", downloaded)
-    found = asked("some/model", revision="v1", download_dir=tmp_path, hf_token="secret")
-    assert found["target"] == str(hub.bundled()["pocket"]) and calls == [("some/model", "v1", tmp_path, "secret")]
-    assert asked("pocket", download_dir=tmp_path)["target"] == "pocket"
-    with pytest.raises(FileNotFoundError, match="the hub did not provide 'some/missing': not found"):
-        LLM("some/missing", revision="v1")
+    config = {"model": "some/drafter", "revision": "v2", "method": "draft_model"}
+    found = asked("some/model", revision="v1", download_dir=tmp_path, hf_token="secret", speculative_config=config)
+    assert found["drafter"] == "some/drafter@v2" and calls[0] == ("some/drafter", "v2", tmp_path, "secret")
+    with pytest.raises(ValueError, match="tokenizer_revision is 'v2', but a model's tokenizer is its own; expected 'v1' or None"):
+        LLM("some/model", revision="v1", tokenizer_revision="v2")
 
 
 def test_calls_refuse_what_they_cannot_serve(llm):

@@ -1,8 +1,9 @@
 """Checkpoints: files to arrays and back. The package knows no model class. It may import `collectives`, `trees`, `checks` and
 `pallas_kernels.packed`."""
 
+from jaxspec.checkpoint.files import read_config, read_generation_config
 from jaxspec.checkpoint.formats import read_quantisation
-from jaxspec.checkpoint.hub import read_config, read_generation_config, resolve
+from jaxspec.checkpoint.hub import resolve
 from jaxspec.checkpoint.load import load_weights, read_headers
 from jaxspec.checkpoint.save import save_weights
 

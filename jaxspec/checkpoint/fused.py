@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.hub import CONVERTED, read_json
-from jaxspec.checkpoint.layout import raise_misfits
+from jaxspec.checkpoint.changes import Change
+from jaxspec.checkpoint.files import CONVERTED, read_json
+from jaxspec.checkpoint.layout import Part, layouts_of, raise_misfits
 from jaxspec.checkpoint.onto_devices import Pieces
 from jaxspec.trees import leaves_by_path
 
@@ -40,8 +41,9 @@ def save_converted(folder: Path, leaves: Mapping[str, jax.Array], cut_axes: Mapp
         checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(leaves), save_args=settings))
 
 
-def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
-    """Reads a converted folder into the shapes, dtypes and shardings of a tree of ShapeDtypeStructs. progress: show a bar, by bytes.
+def restore(folder: Path, abstract: Any, changes: Mapping[str, Change], *, progress: bool = True) -> Any:
+    """Reads a converted folder into the shapes, dtypes and shardings of a tree of ShapeDtypeStructs. changes: as for `load_weights`; the
+    host holds a leaf that has any whole. progress: show a bar, by bytes.
 
     Raises ValueError for another version, a missing or truncated file, an array that cannot be read, and weights that do not fit the
     tree; the error lists all of those.
@@ -62,15 +64,41 @@ def restore(folder: Path, abstract: Any, *, progress: bool = True) -> Any:
     problems += [f"{path}: unknown, found {found.dtype} {list(found.shape)}" for path, found in stored.items() if path not in leaves]
     raise_misfits(folder, problems)
 
-    filled = {path: Pieces(leaf) for path, leaf in leaves.items()}
-    pieces = [(path, box) for path, leaf in filled.items() for box in leaf.needed()]
+    filled, parts = {path: Pieces(leaf) for path, leaf in leaves.items()}, _changed_parts(abstract, changes)
+    pieces = [(path, box) for path, leaf in filled.items() if path not in parts for box in leaf.needed()]
     sources = [arrays[path].astype(leaves[path].dtype)[tuple(slice(*cut) for cut in box)].translate_to[0] for path, box in pieces]
+    # Changed as they are stored, and cast then, as a checkpoint's own tensors are.
+    pieces += [(path, tuple((0, size) for size in leaves[path].shape)) for path in parts]
+    sources += [arrays[path] for path in parts]
     total = sum(map(_nbytes, sources))
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
         for (path, box), value in zip(pieces, read_arrays(folder / ARRAYS_FOLDER, sources), strict=True):
-            filled[path].put(box, value)
             bar.update(value.nbytes)
+            if path not in parts:
+                filled[path].put(box, value)
+                continue
+            value = _as_changed(value, parts[path], changes).astype(leaves[path].dtype, copy=False)
+            for box in filled[path].needed():
+                filled[path].put(box, value[tuple(slice(*cut) for cut in box)])
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaf.array() for leaf in filled.values()])
+
+
+def _changed_parts(abstract: Any, changes: Mapping[str, Change]) -> dict[str, list[Part]]:
+    """The parts of each leaf of which an adapter changes any, by path."""
+    shapes, layouts = {path: tuple(leaf.shape) for path, leaf in leaves_by_path(abstract).items()}, layouts_of(abstract)
+    parts = {path: layouts(path, shapes)[0] for path in shapes} if changes else {}
+    return {path: found for path, found in parts.items() if any(part.key in changes for part in found)}
+
+
+def _as_changed(value: np.ndarray, parts: Sequence[Part], changes: Mapping[str, Change]) -> np.ndarray:
+    """A leaf as an adapter makes it."""
+    value = value.copy()
+    for part in parts:
+        if part.key in changes:
+            change, held = changes[part.key], value[part.index]
+            base = held if change.whole is None else change.whole.read().astype(value.dtype)
+            value[part.index] = change.applied(base.reshape(-1, part.shape[-1])).reshape(held.shape)
+    return value
 
 
 def read_arrays(folder: Path, sources: Sequence[Any]) -> Iterator[np.ndarray]:

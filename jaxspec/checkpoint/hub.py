@@ -1,50 +1,152 @@
-"""Names to folders: bundled models, local folders and the Hugging Face hub; and the JSON files in them."""
+"""Names to folders: bundled models, local folders and the Hugging Face hub."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODELOPT_CONFIG, PICKLES, refuse_pickle
+from jaxspec.checkpoint.foreign import refuse_file, refuse_foreign, refuse_listed
+
 # mask_embedding.pt is a pickle: we download it so that loading refuses it, where it would otherwise be missed silently.
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]
-MODELOPT_CONFIG = "hf_quant_config.json"  # where ModelOpt writes how it quantised a checkpoint
-CONFIGS = ["config.json", "generation_config.json", MODELOPT_CONFIG]
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
-PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+CONFIGS = ["config.json", "generation_config.json", MODELOPT_CONFIG, ADAPTER_CONFIG]
+ADAPTER = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@]+))?")
 
 
-def resolve(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
+@dataclasses.dataclass(frozen=True)
+class Hub:
+    """How models are fetched from the Hugging Face hub."""
+
+    revision: str | None = None
+    """A branch, a tag or a commit; None for the main branch."""
+    token: str | bool | None = dataclasses.field(default=None, repr=False)
+    """Of an account; None for the one that is logged in (`hf auth login`, or HF_TOKEN), False for none."""
+    cache_dir: str | os.PathLike[str] | None = None
+    """Where downloads are kept; by default where HF_HOME says."""
+    local_files_only: bool = False
+    """Whether to take what has been downloaded and ask no hub."""
+
+    @property
+    def of_others(self) -> Hub:
+        """The same for another model, which has revisions of its own."""
+        return dataclasses.replace(self, revision=None)
+
+
+HUB = Hub()  # as nobody asks for anything
+
+
+def resolve(name: str | os.PathLike[str], hub: Hub = HUB, *, weights: bool = True) -> Path:
     """The folder of a checkpoint.
 
-    name: a bundled name such as "pocket", a local folder, or a hub id (owner/name), which is downloaded. weights: False downloads the
-    configs alone. Raises FileNotFoundError if the name is none of these or cannot be downloaded, ValueError for a single file.
+    name: a bundled name such as "pocket", a local folder, a folder `models--owner--name` of a hub's cache, or a hub id, owner/name or
+    owner/name@revision, which is downloaded. weights: False downloads the configs alone.
+
+    Raises FileNotFoundError if the name is none of these or cannot be downloaded, PermissionError for a model whose conditions have not
+    been accepted, ValueError for a revision of what has none and for what is known to be no such checkpoint: see `foreign`.
     """
+    folder = located(name, hub, DOWNLOADED if weights else CONFIGS)
+    refuse_foreign(folder, os.fspath(name))
+    return folder
+
+
+def located(name: str | os.PathLike[str], hub: Hub, patterns: Sequence[str]) -> Path:
+    """The folder of that name, whatever is in it. patterns: of the files to download. Raises as `resolve` does."""
     text = os.fspath(name)
     found = bundled()
-    if text in found:
-        return found[text]
-    path = Path(text).expanduser()
+    path = found.get(text) or Path(text).expanduser()
     if text and path.is_dir():
+        if path.name.startswith("models--") and (path / "snapshots").is_dir():
+            return _snapshot(path, hub.revision)
+        if hub.revision is not None:
+            raise ValueError(f"revision is {hub.revision!r}, but {text!r} is no model of a hub, and has no revisions")
         return path
     if path.suffix in PICKLES:
         raise ValueError(refuse_pickle(path.name))
     if path.is_file():
-        raise ValueError(f"{text!r} is a file; expected the folder that holds it and its config.json")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text):
+        refuse_file(path)
+    match = HUB_ID.fullmatch(text)
+    if not match:
         raise FileNotFoundError(
             f"{text!r} is neither a folder, nor a hub id (owner/name), nor bundled ({', '.join(sorted(found))}), nor the drafter 'ngram'"
         )
+    if match["revision"]:
+        if hub.revision not in (None, match["revision"]):
+            raise ValueError(f"revision is {hub.revision!r}, but {text!r} names another; expected one of them")
+        hub = dataclasses.replace(hub, revision=match["revision"])
+    return _downloaded(match["id"], hub, patterns)
+
+
+def _snapshot(folder: Path, revision: str | None) -> Path:
+    """The snapshot in a model's folder of a hub's cache. revision: None for main, or the only one that is there."""
+    snapshots, wanted = folder / "snapshots", revision or "main"
+    ref = folder / "refs" / wanted
+    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else wanted
+    there = sorted(path.name for path in snapshots.iterdir())
+    if commit in there:
+        return snapshots / commit
+    if revision is None and len(there) == 1:
+        return snapshots / there[0]
+    raise FileNotFoundError(f"{folder} has no snapshot of revision {wanted!r}; found {', '.join(there) or 'none'}")
+
+
+def _downloaded(model: str, hub: Hub, patterns: Sequence[str]) -> Path:
     import huggingface_hub  # here, because it takes a while to import and only downloads need it
+    from huggingface_hub import errors
+
+    if "gguf" in model.lower() and not hub.local_files_only:
+        refuse_listed(model, _listed(model, hub))
+    given: dict[str, Any] = {"revision": hub.revision, "token": hub.token, "cache_dir": hub.cache_dir}
+    given = {name: value for name, value in given.items() if value is not None}
+    if hub.local_files_only:
+        given["local_files_only"] = True
+    try:
+        folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=[*patterns], ignore_patterns=["*/*"], **given))
+    except errors.GatedRepoError as error:
+        raise PermissionError(
+            f"{model!r} is gated: accept its conditions at https://huggingface.co/{model}, then log in with `hf auth login`, set HF_TOKEN, "
+            f"or give the account's token as token="
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"the hub has no model {model!r}, or it is private; for a private one log in with `hf auth login`, set HF_TOKEN, or give token="
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise FileNotFoundError(f"{model!r} has no revision {hub.revision!r} on the hub") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        where = "the hub's cache" if hub.cache_dir is None else os.fspath(hub.cache_dir)
+        raise FileNotFoundError(
+            f"{model!r} is not in {where}, or not whole, and no hub could be asked ({_why_no_hub(hub, error)}); download it first, or name "
+            "a folder"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{model!r} is not a folder, and the hub did not provide a model of that id: {error}") from error
+    if not hub.local_files_only and not any(path.is_file() for path in folder.iterdir()):
+        refuse_listed(model, _listed(model, hub))
+    return folder
+
+
+def _why_no_hub(hub: Hub, error: Exception) -> str:
+    from huggingface_hub import constants
+
+    if hub.local_files_only:
+        return "local_files_only"
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error.__cause__ or error).partition("\n")[0]
+
+
+def _listed(model: str, hub: Hub) -> list[str]:
+    """The names of a model's files on the hub, none if it does not say."""
+    import huggingface_hub
 
     try:
-        folder = huggingface_hub.snapshot_download(text, allow_patterns=DOWNLOADED if weights else CONFIGS, ignore_patterns=["*/*"])
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{text!r} is not a folder, and the hub did not provide a model of that id: {error}") from error
-    return Path(folder)
+        return huggingface_hub.HfApi(token=hub.token).list_repo_files(model, revision=hub.revision)
+    except (OSError, ValueError):
+        return []
 
 
 def bundled() -> dict[str, Path]:
@@ -52,36 +154,3 @@ def bundled() -> dict[str, Path]:
     root = Path(__file__).parent.parent / "pocket"
     folders = (path.parent for path in root.glob("*/config.json"))
     return {"pocket": root / "target"} | {f"pocket-{path.name}": path for path in folders if path.name != "target"}
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's config.json. Raises FileNotFoundError if there is none, ValueError if it is no JSON object."""
-    return read_json(Path(folder) / "config.json")
-
-
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's generation_config.json, or {} if there is none. Raises ValueError if it is no JSON object."""
-    path = Path(folder) / "generation_config.json"
-    return read_json(path) if path.exists() else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises FileNotFoundError if there is no such file, ValueError if it is no JSON object."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
-    return value
-
-
-def refuse_pickle(name: str) -> str:
-    """The error message for a file that is a pickle. name: the file's."""
-    convert = f"save_file(torch.load('{name}', weights_only=True), '{WEIGHTS_FILE}', {{'format': 'pt'}})"
-    return (
-        f"{name} is a pickle, which can run code when it is read; expected safetensors. To convert it, where you trust it: "
-        f'python -c "import torch; from safetensors.torch import save_file; {convert}"'
-    )

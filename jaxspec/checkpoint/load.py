@@ -6,13 +6,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import fused
-from jaxspec.checkpoint.hub import CONVERTED
+from jaxspec.checkpoint.changes import Change
+from jaxspec.checkpoint.files import CONVERTED
 from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts_of, raise_misfits
 from jaxspec.checkpoint.onto_devices import placed
 from jaxspec.checkpoint.packing import Source, packed_onto_devices
@@ -33,6 +35,7 @@ def load_weights(
     prefixes: Sequence[str] = ("",),
     skip: Sequence[str] = (),
     quantisation: Quantisation | None = None,
+    changes: Mapping[str, Change] = MappingProxyType({}),
     progress: bool = True,
 ) -> Any:
     """Reads a checkpoint into the shapes, dtypes and shardings of a tree of ShapeDtypeStructs.
@@ -40,6 +43,7 @@ def load_weights(
     abstract: the tree; where it has a member `layouts`, that says how a file holds its leaves: see `layout.layouts_of`. prefixes: what
     may stand before our paths in the file's keys; we take the first that occurs. skip: keys that start with any of these are ignored.
     quantisation: how a file holds the matrices that are a `Packed` in the tree. These three are unused for a converted folder.
+    changes: by key without a prefix, what an adapter makes of float weights, before they are quantised.
     progress: show a bar, by bytes. The host casts a float tensor to its leaf's dtype.
 
     Raises ValueError that lists every missing, unknown and misshapen tensor, before it reads any. Two kinds of tensor may be there
@@ -49,11 +53,12 @@ def load_weights(
     """
     folder = Path(folder)
     if (folder / CONVERTED).exists():
-        return fused.restore(folder, abstract, progress=progress)
+        return fused.restore(folder, abstract, changes, progress=progress)
     stored = {key: tensor for key, tensor in read_headers(folder).items() if not key.startswith(tuple(skip))}
     leaves = leaves_by_path(abstract, whole=(Packed,))
     prefix = next((p for p in prefixes if any(key.startswith(p) for key in stored)), prefixes[-1])
     sources = _sources(folder, stored, leaves, prefix, layouts_of(abstract), quantisation)
+    sources = _changed(folder, sources, changes)
     tensors = {path: [tensor for source in found for tensor in _tensors(source)] for path, found in sources.items()}
     # In the order of the files, so that a disk reads forward.
     order = sorted(sources, key=lambda path: min((str(t.file), t.offset) for t in tensors[path]))
@@ -67,6 +72,22 @@ def load_weights(
             loaded[path] = put(leaves[path], sources[path], bar.update)
     structure = jax.tree.structure(abstract, is_leaf=lambda node: isinstance(node, Packed))
     return jax.tree.unflatten(structure, [loaded[path] for path in leaves])
+
+
+def _changed(folder: Path, sources: Mapping[str, list[Any]], changes: Mapping[str, Change]) -> dict[str, list[Any]]:
+    """The sources, of which those that an adapter changes read as they will be. Raises ValueError for a change of what is no tensor of the
+    files."""
+    parts = {source.part.key if isinstance(source, Source) else source[0].key for found in sources.values() for source in found}
+    raise_misfits(folder, [f"{key}: the adapter changes it, and it lies in several tensors" for key in sorted(changes.keys() - parts)])
+
+    def changed(source: Source | tuple[Part, Stored]) -> Any:
+        if isinstance(source, Source):
+            change = changes.get(source.part.key)
+            return source if change is None else source._replace(tensors={key: change.on(found) for key, found in source.tensors.items()})
+        part, tensor = source
+        return (part, changes[part.key].on(tensor)) if part.key in changes else source
+
+    return {path: list(map(changed, found)) for path, found in sources.items()}
 
 
 def _tensors(source: Source | tuple[Part, Stored]) -> list[Stored]:

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxspec.checkpoint.hub import INDEX_FILE, PICKLES, WEIGHTS_FILE, read_json, refuse_pickle
+from jaxspec.checkpoint.files import INDEX_FILE, PICKLES, WEIGHTS_FILE, read_json, refuse_pickle
 from jaxspec.checkpoint.layout import raise_misfits
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.hub import WEIGHTS_FILE
+from jaxspec.checkpoint.files import WEIGHTS_FILE
 from jaxspec.checkpoint.layout import layouts_of
 from jaxspec.trees import leaves_by_path
 

@@ -38,6 +38,8 @@ def spec_step(target: TargetModel, drafter: Drafter, state: DecodeState, slots: 
         anchor = state.tokens.at[slots, start].get(mode="clip")
         view = Target(target, state.cache, slots, anchor, start, round.attention, round.draft_attention)
         drafts, drafter_state = drafter.draft(state.drafter, view, round.accept.drafting(rows.sampling, rows.rounds), k)
+        # An id below 0 is no token, which nothing accepts; one past the vocabulary is none either.
+        drafts = dataclasses.replace(drafts, tokens=jnp.where(drafts.tokens < target.config.vocab_size, drafts.tokens, -1))
     with jax.named_scope("verify"):
         block = Rows(jnp.concatenate([anchor[:, None], drafts.tokens], axis=1), start, count, slots)
         out, cache = target(block, state.cache, taps=drafter.taps, attention=round.attention)

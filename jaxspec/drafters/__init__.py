@@ -3,6 +3,7 @@ kind before there is a drafter, `registry` the kinds that there are. It may impo
 them."""
 
 from jaxspec.drafters.base import Drafter, NoDraft
+from jaxspec.drafters.checking import check
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import (
     KINDS,
@@ -25,6 +26,7 @@ __all__ = [
     "Kind",
     "NoDraft",
     "abstract_drafter",
+    "check",
     "checkpoint_part",
     "is_drafter",
     "load_drafter",

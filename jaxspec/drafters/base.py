@@ -62,8 +62,9 @@ class Target:
 
 @struct.dataclass
 class Drafts:
-    """Guessed tokens. tokens: [B, K] int32. logits: [B, K, C] float32, what each was chosen from, before temperature; None if a
-    guess has no distribution (a lookup). ids: [B, K, C] int32, the candidates' token ids; None if candidate i is token i.
+    """Guessed tokens. tokens: [B, K] int32; ids that the vocabulary does not have are rejected. logits: [B, K, C] float32, what each was
+    chosen from, before temperature; None if a guess has no distribution (a lookup). ids: [B, K, C] int32, the candidates' token ids; None
+    if candidate i is token i.
 
     An acceptance rule that does not use the logits costs nothing for them: they are never computed.
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import checkpoint
+from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.drafters import assistant, base, dflash, draft_model, eagle3, mtp_modules, ngram
 from jaxspec.drafters.base import Drafter, fitted
 from jaxspec.drafters.kind import Kind
@@ -57,11 +58,11 @@ def kind_of(config: Mapping[str, Any]) -> Kind | None:
     return within or next((REGISTRY[name] for name in names_of(config) if name in REGISTRY), None)
 
 
-def resolve(drafter: str | os.PathLike[str], target: Path) -> Path:
+def resolve(drafter: str | os.PathLike[str], target: Path, hub: Hub = HUB) -> Path:
     """The folder of a drafter's checkpoint: of a name as `checkpoint.resolve` takes it, or for "same" the target's, which then holds both.
     Raises what that raises, and ValueError for a target without a drafter in its checkpoint."""
     if drafter != SAME:
-        return checkpoint.resolve(drafter)
+        return checkpoint.resolve(drafter, hub)
     config = checkpoint.read_config(target)
     if not any(kind.within(config) for kind in KINDS.values()):
         raise ValueError(f"drafter is {SAME!r}, but the config.json in {target} tells of no drafter in the target's checkpoint")

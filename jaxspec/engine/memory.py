@@ -9,6 +9,7 @@ import bisect
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jaxspec.checks import integer
@@ -138,13 +139,21 @@ class MemoryPlan:
     prefix_bytes: int  # bytes for snapshots of prompts
 
 
-def fit(sizes: Sizes, room: int | None, slots: int | None = None, pages: int | None = None, *, default_slots: int = 8) -> MemoryPlan:
+def fit(
+    sizes: Sizes,
+    room: int | None,
+    slots: int | None = None,
+    pages: int | None = None,
+    *,
+    default_slots: int = 8,
+    show: Callable[[int], str] | None = None,
+) -> MemoryPlan:
     """What to make of so much room. room: bytes of a device that may be taken, None where it does not say, which gives `default_slots`.
 
     slots: what was asked for; None for as many as fit beside the calls' temporaries when sequences are half as long as max_len on
     average, at most 64. pages: what was asked for; None for what all slots can fill, or as many as fit beside prompts' snapshots in
-    an eighth of the memory that they share. Raises ValueError with the numbers if weights, slots and the pages of one sequence of
-    max_len do not fit.
+    an eighth of the memory that they share. show: how bytes are told, by default as `size` does. Raises ValueError with the numbers if
+    weights, slots and the pages of one sequence of max_len do not fit.
     """
     if slots is None:
         slots = default_slots if room is None else most_slots(sizes, room, AUTO_SLOTS, pages, SHARE) or 1
@@ -154,9 +163,10 @@ def fit(sizes: Sizes, room: int | None, slots: int | None = None, pages: int | N
         if left is not None:
             pages = min(pages, max((left - min(PREFIX_BYTES, left // 8)) // sizes.page, sizes.width))
     if room is not None and sizes.kept(slots, pages) > room:
+        told = size if show is None else show
         raise ValueError(
-            f"the weights take {size(sizes.weights)} and {slots} slots with {pages} pages {size(sizes.kept(slots, pages) - sizes.weights)} "
-            f"of a device; there is {size(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction "
+            f"the weights take {told(sizes.weights)} and {slots} slots with {pages} pages {told(sizes.kept(slots, pages) - sizes.weights)} "
+            f"of a device; there is {told(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction "
             "allows more"
         )
     return MemoryPlan(slots, pages, PREFIX_BYTES if left is None else min(PREFIX_BYTES, max(left - pages * sizes.page, 0)))

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import checkpoint
-from jaxspec.checkpoint import hub, safetensors
+from jaxspec.checkpoint import safetensors
+from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
@@ -197,7 +198,7 @@ def _drafter(
     if isinstance(init, str | os.PathLike):
         folder = checkpoint.resolve(init)
         config, generation = checkpoint.read_config(folder), checkpoint.read_generation_config(folder)
-        if (folder / hub.WEIGHTS_FILE).exists() or (folder / hub.INDEX_FILE).exists():
+        if (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists():
             found = abstract_drafter(folder, model.config, jnp.float32)
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")

@@ -6,11 +6,10 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxspec import checkpoint, sharding
-from jaxspec.checkpoint.hub import DOWNLOADED, bundled
+from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.checks import integer, unknown
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.registry import SAME, kind_of
@@ -57,10 +56,11 @@ TUNING = frozenset(
     mm_processor_cache_gb mm_processor_kwargs model_loader_extra_config num_gpu_blocks_override observability_config
     optimization_level performance_mode prefix_caching_hash_algo preemption_mode profiler_config ray_workers_use_nsight
     reasoning_parser safetensors_load_strategy scheduler_cls scheduling_policy served_model_name skip_mm_profiling
-    structured_outputs_config swap_space tokenizer_mode tokenizer_revision trust_remote_code use_tqdm_on_load
+    structured_outputs_config swap_space tokenizer_mode trust_remote_code use_tqdm_on_load
     use_v2_block_manager worker_cls
     """.split()
 )
+MERGED = "requests share one set of weights; write them with the adapter in: jaxspec convert MODEL DST --adapter ADAPTER"
 _TEXT = "a target generates text"
 # Arguments that are refused unless they have one of these values, and why.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline_parallel_size": ((1, None), "weights are spread by tensor_parallel_size alone"),
     "decode_context_parallel_size": ((1, None), "a sequence lies on the devices of one tensor group"),
     "cpu_offload_gb": ((0, None), "all weights lie on the devices; quantization makes them smaller"),
-    "enable_lora": ((False, None), "adapters are not available; merge it into the weights and load these"),
+    "enable_lora": ((False, None), MERGED),
     "enable_prompt_adapter": ((False, None), "adapters are not available"),
     "logits_processors": ((None, [], ()), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
     "hf_overrides": ((None, {}), "the checkpoint's config.json is read as it is"),
@@ -130,25 +130,6 @@ def tell_without_effect(names: list[str]) -> None:
         warnings.warn(f"accepted but without effect here: {', '.join(names)}", UserWarning, stacklevel=3)
 
 
-def located(model: Any, revision: str | None = None, download_dir: Any = None, token: Any = None) -> Any:
-    """The model, or the folder to which a hub's was downloaded where one of the other arguments is given.
-
-    Raises FileNotFoundError if it cannot be, ValueError for the revision of a folder."""
-    if revision is None and download_dir is None and token is None:
-        return model
-    if os.fspath(model) in bundled() or Path(model).expanduser().exists():
-        if revision is not None:
-            raise ValueError(f"revision is {revision!r}, but {os.fspath(model)!r} is no model of a hub, and has no revisions")
-        return model
-    import huggingface_hub  # here, because it takes a while to import
-
-    wanted: dict[str, Any] = {"allow_patterns": DOWNLOADED, "ignore_patterns": ["*/*"]}
-    try:
-        return huggingface_hub.snapshot_download(os.fspath(model), revision=revision, cache_dir=download_dir, token=token, **wanted)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"the hub did not provide {os.fspath(model)!r}: {error}") from error
-
-
 def dtype_of(dtype: Any) -> Any:
     """`dtype` of `load`."""
     name = str(dtype).removeprefix("torch.")
@@ -162,13 +143,13 @@ def kv_dtype_of(name: str) -> str:
     return KV_DTYPES[name]
 
 
-def quantize_of(model: Any, quantization: str | None) -> str | None:
+def quantize_of(model: Any, quantization: str | None, hub: Hub = HUB) -> str | None:
     """`quantize` of `load`: None for weights that the checkpoint holds as `quantization` says, or that it says nothing of.
 
     Raises ValueError for another format than the checkpoint's, and for a method that is not available."""
     if quantization is None:
         return None
-    folder = checkpoint.resolve(model, weights=False)
+    folder = checkpoint.resolve(model, hub, weights=False)
     found = checkpoint.read_quantisation(folder, checkpoint.read_config(folder))
     if found is not None:
         if FORMATS.get(quantization) != found.name.split()[0].lower():
@@ -188,8 +169,8 @@ def mesh_of(tensor: Any, data: Any) -> Any:
     return None if tensor == data == 1 else sharding.mesh(data=data, tensor=tensor)
 
 
-def speculation_of(config: Mapping[str, Any] | None, download_dir: Any, token: Any) -> tuple[dict[str, Any], list[str]]:
-    """(`drafter` and `num_draft_tokens` of `load`, the keys that only tune vLLM).
+def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[dict[str, Any], list[str]]:
+    """(`drafter` and `num_draft_tokens` of `load`, the keys that only tune vLLM). hub: of the target.
 
     Raises TypeError or ValueError for what cannot be served, a model that is not of the method's kind among it."""
     if config is None:
@@ -214,9 +195,10 @@ def speculation_of(config: Mapping[str, Any] | None, download_dir: Any, token: A
         return {**chosen, "drafter": SAME}, tuning
     if model is None:
         raise ValueError(f"speculative_config has no 'model', found {dict(config)}; expected a drafter's checkpoint, or method 'ngram'")
-    drafter = located(model, config.get("revision"), download_dir, token)
+    revision = config.get("revision")
+    drafter = model if revision is None else f"{os.fspath(model)}@{revision}"
     if method is not None:
-        kind = kind_of(checkpoint.read_config(checkpoint.resolve(drafter, weights=False)))
+        kind = kind_of(checkpoint.read_config(checkpoint.resolve(drafter, hub.of_others, weights=False)))
         if kind is not None and kind.name not in METHODS[method]:
             raise ValueError(f"speculative_config['method'] is {method!r}, but {os.fspath(model)!r} is a drafter of the kind {kind.name}")
     return {**chosen, "drafter": drafter}, tuning

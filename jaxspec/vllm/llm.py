@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import checkpoint
+from jaxspec.checkpoint.hub import Hub
 from jaxspec.checks import unknown
 from jaxspec.engine import params as engine_params
 from jaxspec.engine.intake import prompts_of
@@ -35,7 +36,7 @@ MISSING = {
 }
 # Arguments of generate and chat that are refused unless they are None or empty, and why.
 CALLS_REFUSED = {
-    "lora_request": "adapters are not available; merge it into the weights and load these",
+    "lora_request": arguments.MERGED,
     "prompt_adapter_request": "adapters are not available",
     "guided_options_request": "structured outputs are not available",
     "prompt_token_ids": "they belong into prompts, as {'prompt_token_ids': [...]}",
@@ -53,7 +54,7 @@ class LLM:
     as `load` has them. max_model_len: by default, None or -1, the model's maximum, but at most 4096. tensor_parallel_size,
     data_parallel_size: the mesh of devices. kv_cache_dtype: "auto", "bfloat16", "float32", "fp8" or "fp8_e4m3". quantization: the
     checkpoint's own format; or "fp8" or "int8_per_channel_weight_only" of float weights, where activations stay float. revision,
-    download_dir, hf_token: of a hub's model.
+    download_dir, hf_token: `revision`, `cache_dir` and `token` of `load`. tokenizer_revision: None or the revision.
 
     speculative_config: a dict with "model", a drafter's checkpoint, or "method" "ngram" (with "prompt_lookup_max", "prompt_lookup_min"),
     and "num_speculative_tokens". "method" may say what the checkpoint is: "mtp", "eagle3", "dflash" or "draft_model".
@@ -81,6 +82,7 @@ class LLM:
         kv_cache_dtype: str = "auto",
         quantization: str | None = None,
         revision: str | None = None,
+        tokenizer_revision: str | None = None,
         download_dir: str | os.PathLike[str] | None = None,
         hf_token: str | bool | None = None,
         speculative_config: Mapping[str, Any] | None = None,
@@ -95,15 +97,19 @@ class LLM:
             raise ValueError(f"tokenizer is {os.fspath(tokenizer)!r}, but a model's tokenizer is its own; expected None, or the model")
         if generation_config not in ("auto", "vllm"):
             raise ValueError(f"generation_config is {generation_config!r}; available: 'auto', 'vllm'")
-        drafting, ignored = arguments.speculation_of(speculative_config, download_dir, hf_token)
+        if tokenizer_revision not in (None, revision):
+            raise ValueError(
+                f"tokenizer_revision is {tokenizer_revision!r}, but a model's tokenizer is its own; expected {revision!r} or None"
+            )
+        hub = Hub(revision, hf_token, download_dir)
+        drafting, ignored = arguments.speculation_of(speculative_config, hub)
         mesh, kv_dtype = arguments.mesh_of(tensor_parallel_size, data_parallel_size), arguments.kv_dtype_of(kv_cache_dtype)
-        target = arguments.located(model, revision, download_dir, hf_token)
-        quantize = arguments.quantize_of(target, quantization)
+        quantize = arguments.quantize_of(model, quantization, hub)
         unheard = ["enable_prefix_caching"] if enable_prefix_caching is False else []
         arguments.tell_without_effect([*tuning, *ignored, *unheard])
         try:
             self.jaxspec = load(
-                target,
+                model,
                 dtype=arguments.dtype_of(dtype),
                 quantize=quantize,
                 mesh=mesh,
@@ -112,11 +118,14 @@ class LLM:
                 kv_dtype=kv_dtype,
                 memory_fraction=gpu_memory_utilization,
                 seed=0 if seed is None else seed,
+                revision=revision,
+                token=hf_token,
+                cache_dir=download_dir,
                 **drafting,
             )
         except (TypeError, ValueError) as error:
             raise type(error)(arguments.in_their_names(error)) from error
-        generation = checkpoint.read_generation_config(checkpoint.resolve(target)) if generation_config == "auto" else {}
+        generation = checkpoint.read_generation_config(checkpoint.resolve(model, hub)) if generation_config == "auto" else {}
         self._defaults = default_params({**generation, **(override_generation_config or {})})
         self._template = _template(chat_template)
         self._numbers = itertools.count()

@@ -26,6 +26,7 @@ MOST_ROWS = 256
 # A product with its activation keeps the sums of gate and up in the registers of a warpgroup: so many rows at most, and fewer in a large
 # matrix, whose product alone keeps the tensor cores busier.
 MOST_GATED, MOST_GATED_LARGE, LARGE = 160, 64, 1 << 26
+LEAST_TILES = dialect.MULTIPROCESSORS // 2  # with fewer, programs share the sums of a product alone, which one with its activation cannot
 LEAST_WEIGHTS = 1 << 20  # smaller matrices are multiplied faster by `packed_triton`
 FEW_OUTPUTS = 4096
 MOST_SPLITS = 8
@@ -77,25 +78,31 @@ def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
 def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: int = 1, splits: int | None = 1) -> Tiles:
     """The tiles for a product of `rows` rows with [matrices, outputs, inputs] codes of so many bits. splits: as for `linear`."""
     padded, blocks = -(-rows // 8) * 8, inputs // BLOCK
-    if padded > 64:
-        shapes = ((2, 1, 2), (2, 1, 1)) if bits == 4 else ((3, 1, 2), (2, 1, 2), (2, 1, 1))
+
+    def fitting(wide: int, deep: int, step: int) -> Tiles | None:
+        block = matrices * wide * (512 * bits + 64 * 8)  # bytes of codes, and of scales for groups of 16
+        sums = (deep - 1) * wide * matrices * BLOCK * padded * 4
+        stages = min(4 if step > 2 else 6, (SHARED_MEMORY - sums) // (step * (block + padded * BLOCK * 2)))
+        if blocks % step or stages < min(3, blocks // step):
+            return None
+        counts = range(1, min(splits or MOST_SPLITS, blocks // step) + 1)
+        tiles = [Tiles(1, wide, deep, step, stages, count, 1 if padded > 64 else 4) for count in counts]
+        return min(tiles, key=time)
+
+    def time(tiles: Tiles) -> float:  # in units of the time for a step
+        programs = pl.cdiv(outputs // BLOCK, tiles.wide) * tiles.splits
+        return pl.cdiv(programs, dialect.MULTIPROCESSORS) * (blocks / tiles.step / tiles.splits + START)
+
+    if padded > 64:  # a step takes the time of its `wide` products, and for its rows that of bits / 8 more, fitted to measured times
+        pair = [tiles for wide in (3, 2) if (tiles := fitting(wide, 1, 2))]
+        if pair:
+            return min(pair, key=lambda tiles: time(tiles) * (tiles.wide + bits / 8))
+        shapes = ((2, 1, 1),)
     elif matrices == 1:
         shapes = ((1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))
     else:
         shapes = ((1, 4, 4), (1, 3, 3), (1, 2, 2), (1, 1, 1)) if padded <= 40 else ((1, 2, 2), (1, 1, 1))
-    for wide, deep, step in shapes:
-        block = matrices * wide * (512 * bits + 64 * 8)  # bytes of codes, and of scales for groups of 16
-        sums = (deep - 1) * wide * matrices * BLOCK * padded * 4
-        stages = min(4 if step > 2 else 6, (SHARED_MEMORY - sums) // (step * (block + padded * BLOCK * 2)))
-        if blocks % step == 0 and stages >= min(3, blocks // step):
-            break
-    tiles, steps = pl.cdiv(outputs // BLOCK, wide), blocks // step
-
-    def time(count: int) -> float:  # in units of the time for a step
-        return pl.cdiv(tiles * count, dialect.MULTIPROCESSORS) * (steps / count + START)
-
-    count = min(range(1, min(splits or MOST_SPLITS, steps) + 1), key=time)
-    return Tiles(1, wide, deep, step, stages, count, 1 if padded > 64 else 4)
+    return next(tiles for shape in shapes if (tiles := fitting(*shape)))
 
 
 def linear(x, w, splits: int | None = 1):
@@ -112,8 +119,9 @@ def partials(x, w, splits: int | None = None):
 
 def gated(x, gate_up, activation=GELU):
     """See `pallas_kernels.linear.gated`. An activation other than GELU's takes a second kernel."""
-    if activation != GELU or x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
-        gate, up = jnp.split(linear(x, gate_up.flat()), 2, axis=-1)
+    few = gate_up.shape[-2] // BLOCK < LEAST_TILES
+    if few or activation != GELU or x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
+        gate, up = jnp.split(linear(x, gate_up.flat(), None if few else 1), 2, axis=-1)
         return activation(gate, up)
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype)[0]
 

@@ -40,8 +40,8 @@ class Tiles:
 
 # By rows of a tile.
 TILES = {
-    16: Tiles(16, Blocks(1, 2, 4, 4), Blocks(1, 4, 4, 3)),
-    32: Tiles(32, Blocks(1, 2, 4, 4), Blocks(1, 4, 4, 3)),
+    16: Tiles(16, Blocks(1, 2, 4, 3), Blocks(1, 1, 4, 4)),
+    32: Tiles(32, Blocks(1, 2, 4, 3), Blocks(1, 1, 4, 4)),
     64: Tiles(64, Blocks(1, 2, 4, 3), Blocks(2, 2, 8, 3)),
     128: Tiles(128, Blocks(1, 1, 4, 3), Blocks(2, 1, 8, 3)),
 }
@@ -50,7 +50,7 @@ TILES = {
 def choose_tiles(pairs: int, experts: int) -> Tiles:
     """The tiles for this many pairs. An expert's pairs should fit in few tiles and fill them."""
     share = pairs / experts
-    return TILES[16 if share <= 4 else 32 if share <= 16 else 64 if share <= 64 else 128]
+    return TILES[16 if share <= 12 else 32 if share <= 24 else 64 if share <= 64 else 128]
 
 
 def unsupported(x: jax.Array, gate_up_proj: Packed, down_proj: Packed) -> str | None:

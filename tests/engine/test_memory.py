@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxspec import cli, info, loading
+from jaxspec import cards, cli, info, loading
 from jaxspec import released as shapes
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import memory
@@ -104,15 +104,15 @@ def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
     assert cli.main(["info", str(folders[0]), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("memory"))
-    found, size = sizes(16384), memory.size
+    found, size = sizes(16384), cards.gigabytes  # as the memory was given
     chosen = memory.fit(found, int(0.9 * 0.95 * 141e9))
     kept, work = found.kept(chosen.slots, chosen.pages) + found.slot, found.work(chosen.slots)
     assert chosen.prefix_bytes > found.slot
     assert lines[at : at + 8] == [
-        "memory      131.32 GiB, of which JAX takes 0.95 (XLA_CLIENT_MEM_FRACTION); memory_fraction 0.9 of it is 112.28 GiB",
-        "weights     57.18 GiB target, 895.54 MiB drafter",
-        f"slot        {size(found.slot)}: sliding rings 850.00 MiB; all else {size(found.slot - 850 * 2**20)}",
-        "page        3.13 MiB: 64 positions of full layers; 256 pages for max_len 16384",
+        "memory      141.0 GB, of which JAX takes 0.95 (XLA_CLIENT_MEM_FRACTION); memory_fraction 0.9 of it is 120.6 GB",
+        "weights     61.4 GB target, 939.0 MB drafter",
+        f"slot        {size(found.slot)}: sliding rings 891.3 MB; all else {size(found.slot - 850 * 2**20)}",
+        "page        3.3 MB: 64 positions of full layers; 256 pages for max_len 16384",
         f"calls       about {size(work)} for activations and logits, K = 4",
         f"plan        43 slots, {chosen.pages} pages, snapshots of 1 prompts",
         f"            {size(kept)} kept, {size(kept + work)} with calls",
@@ -126,7 +126,8 @@ def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
 def test_plans_that_make_no_sense_are_refused(folders, capsys):
     for options, message in {
         ("--memory", "80"): "'80' is not an amount of memory; expected a number and one of MB, GB, TB, MiB, GiB, TiB, such as 80GB",
-        ("--memory", "40GB"): "the weights take 57.18 GiB and 1 slots",
+        ("--memory", "40GB"): "the weights take 61.4 GB and 1 slots",
+        ("--memory", "40GiB"): "the weights take 57.18 GiB and 1 slots",
         ("--memory", "1TB", "--max-len", "300000"): "max_len is 300000, expected 2 .. 262144",
         ("--memory", "1TB", "--k", "2"): "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter",
         ("--memory", "1TB", "--max-slots", "0"): "max_slots is 0, expected at least 1",
@@ -134,8 +135,8 @@ def test_plans_that_make_no_sense_are_refused(folders, capsys):
     }.items():
         assert cli.main(["info", str(folders[0]), "--plan", *options]) == 2
         assert capsys.readouterr().err.startswith(f"jaxspec: {message}")
-    assert info.bytes_of("1.5 GiB") == 3 * 2**29
-    assert info.bytes_of("80gb") == 80 * 10**9
+    assert cards.card_of("1.5 GiB").memory == 3 * 2**29
+    assert cards.card_of("80gb").memory == 80 * 10**9
 
 
 def test_load_takes_the_slots_and_pages_that_the_device_has_memory_for(tmp_path, monkeypatch):
@@ -173,7 +174,7 @@ def test_what_lies_where_on_a_mesh_is_shown(folders, capsys):
 
 
 def test_kv_heads_that_the_mesh_does_not_divide_are_shown_as_repeated(folders):
-    lines = list(info.describe_mesh(folders[0], None, "tensor=8"))
+    lines = list(info.describe_mesh(info.read(str(folders[0])), "tensor=8"))
     # Full layers have 4 KV heads, each with a key of 512 x 5,376 that is stored once more for each of 10 layers.
     assert lines[1].endswith(f"; {memory.size(10 * 4 * 512 * 5376 * 2)} more than on one device, for repeated KV heads")
 
@@ -196,7 +197,7 @@ def test_sizes_of_a_device_of_a_mesh(folders, capsys):
     options = ["--drafter", str(folders[1]), "--plan", "--memory", "80GB", "--mesh", "data=2,tensor=4"]
     assert cli.main(["info", str(folders[0]), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"weights     {memory.size(found.target)} target, {memory.size(found.drafter)} drafter" in lines
+    assert f"weights     {cards.gigabytes(found.target)} target, {cards.gigabytes(found.drafter)} drafter" in lines
     assert any(
         line.startswith("plan        64 slots, 4096 pages, snapshots of ") and line.endswith(" for each of 2 data shards") for line in lines
     )

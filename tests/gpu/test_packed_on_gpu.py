@@ -29,9 +29,9 @@ def normal(*shape, seed=1):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
 
 
-def assert_close(found, expected):
+def assert_close(found, expected, limit=1e-2):
     found, expected = (np.asarray(a.astype(jnp.float32)) for a in (found, expected))
-    assert np.abs(found - expected).max() <= 1e-2 * np.abs(expected).max()
+    assert np.abs(found - expected).max() <= limit * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -60,7 +60,8 @@ def test_products_equal_those_of_unpacked_weights(form, rows):
         parts = jax.jit(functools.partial(linear.partials, splits=splits, implementation="triton"))(x, w)
         assert_close(parts.sum(0), linear.reference.linear(x, unpack(w, x.dtype), jnp.float32))
     got = jax.jit(functools.partial(linear.gated, implementation="triton"))(x, gate_up)
-    assert_close(got, linear.reference.gated(x, unpack(gate_up, x.dtype)))
+    # The reference rounds gate, its activation, up and their product; the kernel the last alone.
+    assert_close(got, linear.reference.gated(x, unpack(gate_up, x.dtype)), limit=5 * 2**-9)
 
 
 # Widths of which no power of two is a factor, and matrices large enough for Hopper's kernel.

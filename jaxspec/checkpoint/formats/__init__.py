@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint.files import CONVERTED, MODELOPT_CONFIG, read_json
 from jaxspec.checkpoint.formats import compressed_tensors, converted, fp8, gptq, modelopt
 from jaxspec.checkpoint.formats.matrices import SCALE_NAMES
-from jaxspec.checkpoint.hub import CONVERTED, MODELOPT_CONFIG, read_json
 from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.checkpoint.safetensors import Stored, read_folder
 

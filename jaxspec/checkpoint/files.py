@@ -1,0 +1,46 @@
+"""The files of a checkpoint: their names, and the JSON in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MODELOPT_CONFIG = "hf_quant_config.json"  # where ModelOpt writes how it quantised a checkpoint
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's config.json. Raises FileNotFoundError if there is none, ValueError if it is no JSON object."""
+    return read_json(Path(folder) / "config.json")
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's generation_config.json, or {} if there is none. Raises ValueError if it is no JSON object."""
+    path = Path(folder) / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises FileNotFoundError if there is no such file, ValueError if it is no JSON object."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
+    return value
+
+
+def refuse_pickle(name: str, instead: str = WEIGHTS_FILE) -> str:
+    """The error message for a file that is a pickle. name: the file's. instead: the name that it should have."""
+    convert = f"save_file(torch.load('{name}', weights_only=True), '{instead}', {{'format': 'pt'}})"
+    return (
+        f"{name} is a pickle, which can run code when it is read; expected safetensors. To convert it, where you trust it: "
+        f'python -c "import torch; from safetensors.torch import save_file; {convert}"'
+    )

@@ -1,0 +1,193 @@
+"""A target and a drafter for it: from their names to what has been checked of both, and to how a device's memory is used, before any
+weights are read. `load` and `jaxspec info` decide here, so that neither plans what the other refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxspec import checkpoint, drafters, released
+from jaxspec.checkpoint.changes import Change
+from jaxspec.checkpoint.hub import HUB, Hub
+from jaxspec.checkpoint.quantisation import Quantisation
+from jaxspec.checks import integer
+from jaxspec.drafters.base import NoDraft, fitted, num_draft_tokens_of
+from jaxspec.drafters.checking import check, check_members
+from jaxspec.engine.memory import MemoryPlan, Sizes, fit, size, sizes_of
+from jaxspec.engine.params import Defaults
+from jaxspec.model.target import TargetConfig, TargetModel
+from jaxspec.sharding.placement import ONE_DEVICE, Placement, abstract_placement_of
+from jaxspec.targets import (
+    DTYPES,
+    abstract_target,
+    adapter_changes,
+    asked_quantisation,
+    quantisation_of,
+    read_quantisation,
+    read_target,
+)
+from jaxspec.trees import nbytes
+
+KV_DTYPES = {"auto": None, **DTYPES, "fp8": jnp.float8_e4m3fn}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A target and a drafter that fits it, as trees of ShapeDtypeStructs that lie nowhere yet."""
+
+    folder: Path | None  # of the target; None of a released shape, which has no weights
+    config: TargetConfig
+    generation: dict[str, Any]  # generation_config.json
+    defaults: Defaults
+    dtype: Any  # of the weights
+    target: TargetModel
+    quantisation: Quantisation | None
+    changes: dict[str, Change]  # of an adapter
+    drafter_folder: Path | None  # None of a drafter that is no checkpoint
+    drafter: Any  # an object of the user's has its weights
+
+    def num_draft_tokens(self, asked: int | None, max_len: int) -> int:
+        """Drafts a round: what was asked for, by default what the drafter's generation config or its kind says. Raises TypeError or
+        ValueError for a number that cannot be, and for a drafter of another's making that breaks the protocol with that many."""
+        count = num_draft_tokens_for(self.drafter, self.drafter_folder, asked, max_len)
+        if not type(self.drafter).__module__.startswith("jaxspec."):  # ours have tests
+            check(self.drafter, self.target, num_draft_tokens=count)
+        return count
+
+
+def pair_of(
+    target: str | os.PathLike[str],
+    drafter: Any = None,
+    hub: Hub = HUB,
+    *,
+    dtype: Callable[[str], Any] = lambda name: DTYPES.get(name, jnp.float32),
+    adapter: str | os.PathLike[str] | None = None,
+    quantize: str | None = None,
+    quantize_embedding: str | None = None,
+) -> Pair:
+    """The target and the drafter of these names, of which only configs and the drafter's weights are downloaded.
+
+    hub: of the target; its revision is the target's alone. dtype: from the name of the checkpoint's to that of the weights, by default
+    the same. All else is as for `load`, and so is what is raised.
+    """
+    folder = checkpoint.resolve(target, hub, weights=False)
+    config, generation = read_target(folder)
+    try:
+        defaults = Defaults.of(generation)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
+    chosen = dtype(config.dtype)
+    made = drafters.without_checkpoints()
+    if isinstance(drafter, str) and drafter in made:
+        drafter = made[drafter].made()
+    if isinstance(drafter, str | os.PathLike):
+        drafter_folder = drafters.resolve(drafter, folder, hub.of_others)
+        planned = drafters.abstract_drafter(drafter_folder, config, chosen)
+    else:
+        drafter_folder, planned = None, _object(drafter, config)
+    quantisation = quantisation_of(folder, config, chosen, quantize, quantize_embedding)
+    changes = {} if adapter is None else adapter_changes(adapter, hub, folder, config, read_quantisation(folder))
+    tree = abstract_target(config, chosen, quantisation)
+    return Pair(folder, config, generation, defaults, chosen, tree, quantisation, changes, drafter_folder, planned)
+
+
+def released_pair(
+    target: str, drafter: str | None = None, hub: Hub = HUB, *, quantize: str | None = None, quantize_embedding: str | None = None
+) -> Pair:
+    """The released target of a name such as "e4b", of which there need be no checkpoint, and a drafter, of which neither.
+
+    drafter: a name of `released.drafter_names`, or a checkpoint's. Raises ValueError or FileNotFoundError for what is neither.
+    """
+    config = released.target_config(target)
+    dtype = DTYPES[config.dtype]
+    folder, planned = None, NoDraft()
+    if drafter in released.drafter_names():
+        planned = released.abstract_drafter(drafter, target, config, dtype)
+    elif drafter is not None:
+        folder = checkpoint.resolve(drafter, hub.of_others)
+        planned = drafters.abstract_drafter(folder, config, dtype)
+    quantisation = asked_quantisation(config, dtype, quantize, quantize_embedding)
+    return Pair(None, config, {}, Defaults(), dtype, abstract_target(config, dtype, quantisation), quantisation, {}, folder, planned)
+
+
+def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, max_len: int) -> int:
+    """See `Pair.num_draft_tokens`. folder: None for a drafter that is no checkpoint."""
+    if asked is None:
+        named = None if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens")
+        return min(named or num_draft_tokens_of(drafter), max_len - 1)
+    count = integer("num_draft_tokens", asked, 0, max_len - 1)
+    if count and num_draft_tokens_of(drafter) == 0:
+        raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
+    return count
+
+
+def plan(
+    pair: Pair,
+    room: int | None,
+    *,
+    placement: Placement = ONE_DEVICE,
+    max_len: int,
+    num_draft_tokens: int,
+    kv_dtype: str = "auto",
+    kernels: bool = True,
+    slots: int | None = None,
+    pages: int | None = None,
+    default_slots: int,
+    show: Callable[[int], str] = size,
+) -> tuple[Sizes, MemoryPlan]:
+    """What each device holds, and what a data shard makes of its memory. room: bytes of a device that may be taken, None where it does
+    not say. slots, pages, default_slots: as for `memory.fit`. show: how bytes are told. Raises ValueError if it does not fit, with what
+    would help."""
+    sizes = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": KV_DTYPES[kv_dtype], "kernels": kernels}
+    found = sizes_of(pair.target, pair.drafter, placement=placement, **sizes)
+    try:
+        return found, fit(found, room, slots, pages, default_slots=default_slots, show=show)
+    except ValueError as error:
+        helps = list(_what_helps(pair, room, placement, sizes)) if room is not None and slots is None and pages is None else []
+        more = f". With {', or '.join(helps)}, it fits" if helps else ""
+        raise ValueError(f"{error}{more}") from error
+
+
+def _what_helps(pair: Pair, room: int, placement: Placement, sizes: dict[str, Any]) -> Iterator[str]:
+    """What would make room on a device, the least change first."""
+
+    def fits(target: Any, drafter: Any, placement: Placement) -> bool:
+        try:
+            fit(sizes_of(target, drafter, placement=placement, **sizes), room)
+        except ValueError:  # too large still, or a mesh that this target cannot lie on
+            return False
+        return True
+
+    if pair.quantisation is None:
+        for kind in ("int8", "int4"):
+            packed = abstract_target(pair.config, pair.dtype, asked_quantisation(pair.config, pair.dtype, kind, None))
+            if fits(packed, pair.drafter, placement):
+                yield f"quantize={kind!r} (--quantize {kind})"
+                break
+    tensor, data = placement.axes.get("tensor", 1), placement.shards
+    for count in (2, 4, 8):
+        if count > tensor and fits(pair.target, pair.drafter, abstract_placement_of(f"data={data},tensor={count}")):
+            yield f"tensor={count} (--mesh tensor={count})"
+            break
+    offered = {name: abstract_target(released.target_config(name), pair.dtype) for name in released.TARGETS}
+    largest_first = sorted(offered, key=lambda name: -nbytes(offered[name]))
+    for name in largest_first:
+        if nbytes(offered[name]) < nbytes(pair.target) and fits(offered[name], NoDraft(), placement):
+            yield f"a smaller target, such as {name.upper()}"
+            break
+
+
+def _object(drafter: Any, config: TargetConfig) -> Any:
+    """A drafter that is no checkpoint, bound to the target."""
+    if drafter is None:
+        return NoDraft()
+    check_members(drafter)
+    try:
+        return fitted(drafter, config)
+    except ValueError as error:
+        raise ValueError(f"the drafter {type(drafter).__name__} cannot be used with this target: {error}") from error

@@ -1,0 +1,117 @@
+"""`jaxspec info` of released shapes and of GPUs: what fits, in the README's words, and what would make fit what does not."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+
+import jaxspec
+from jaxspec import cards, cli, loading
+from jaxspec.released import TARGETS
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+# The README's columns, as the command is asked for them.
+COLUMNS = {"16 GB (T4)": "T4", "24 GB (L4)": "24GB", "40 GB": "40GB", "80 GB": "H100", "141 GB": "141GB"}
+
+
+@pytest.fixture(autouse=True)
+def share(monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+
+
+def said(capsys, *options):
+    assert cli.main(["info", *options]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(capsys, *options):
+    assert cli.main(["info", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_the_table_in_the_readme_is_what_the_command_prints(capsys):
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in README.splitlines() if line.startswith("|")]
+    header = next(row for row in rows if row[:2] == ["target", "weights"])
+    assert header[2:] == list(COLUMNS)
+    shown = {(row[0].replace("-A4B", ""), header[i]): (row[1], row[i]) for row in rows if len(row) == 7 for i in range(2, 7)}
+    found = {}
+    for column, card in COLUMNS.items():
+        for line in said(capsys, "--memory", card)[2:]:
+            name, weights, slots = re.fullmatch(r"(\S+(?:, \w+)?) +([\d.]+ GB)   (.*)", line).groups()
+            found[name, column] = (weights, "" if slots == "does not fit" else slots)
+    assert found == {key: cells for key, cells in shown.items() if key in found} and len(found) == 9 * 5
+
+
+def test_a_card_is_named_with_or_without_memory(capsys):
+    lines = said(capsys, "--memory", "L4")
+    assert lines == said(capsys, "l4") == said(capsys, "--memory", "24GB") == said(capsys, "NVIDIA L4")
+    assert lines[0] == "memory      24.0 GB, of which JAX takes 0.9 (XLA_CLIENT_MEM_FRACTION); memory_fraction 0.9 of it is 19.4 GB"
+    assert cards.card_of("Tesla T4").kernels is False and cards.card_of("rtx-4090").memory == 24 * 10**9
+    assert said(capsys, "--memory", "24GiB")[0].startswith("memory      24.00 GiB")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_released_shapes_need_no_network(name, capsys):
+    lines = said(capsys, name, "--drafter", "mtp", "--plan", "--memory", "H200", "--max-len", "2048")
+    assert lines[0] == f"target      {name}" and "drafter     mtp" in lines
+    assert any(line.startswith("plan        64 slots") for line in lines) or name == "31b"
+
+
+def test_the_plan_of_an_old_card_is_made_without_kernels(capsys):
+    """For one card the table and the plan agree, which they do not with kernels."""
+    for card, slots in (("T4", "62"), ("16GB", "64")):
+        lines = said(capsys, "e2b", "--drafter", "mtp", "--memory", card)
+        assert f"plan        {slots} slots, " in "\n".join(lines)
+        assert ("            no kernels: the T4 runs XLA, whose attention takes more memory" in lines) == (card == "T4")
+
+
+def test_dtypes_quantisation_and_meshes_are_planned(capsys):
+    def planned(*options):
+        lines = said(capsys, "12b", "--memory", "80GB", *options)
+        return {line.split()[0]: line for line in lines if line[:1].strip()}
+
+    plain = planned()
+    assert planned("--kv-dtype", "fp8")["page"].startswith("page        0.3 MB") and plain["page"].startswith("page        0.7 MB")
+    assert planned("--quantize", "int4")["weights"].startswith("weights     8.1 GB target")
+    assert planned("--mesh", "tensor=2")["weights"].startswith("weights     11.9 GB target")
+    assert "kv_dtype is 'int8'; available: 'auto'" in refused(capsys, "12b", "--kv-dtype", "int8")
+    assert "quantize is 'int3'; available" in refused(capsys, "12b", "--quantize", "int3")
+
+
+def test_what_does_not_fit_is_told_what_would_help(capsys):
+    text = refused(capsys, "31b", "--memory", "48GB")
+    assert "the weights take 61.4 GB and 1 slots" in text and "there is 38.9 GB of it" in text
+    assert text.endswith(
+        "With quantize='int8' (--quantize int8), or tensor=2 (--mesh tensor=2), or a smaller target, such as 12B, it fits\n"
+    )
+    text = refused(capsys, "31b", "--memory", "23GiB")
+    assert "take 57.18 GiB" in text and text.endswith("With tensor=4 (--mesh tensor=4), or a smaller target, such as E4B, it fits\n")
+    text = refused(capsys, "31b", "--memory", "L4", "--quantize", "int8")
+    assert "quantize=" not in text and "With tensor=2 (--mesh tensor=2), or" in text
+    assert refused(capsys, "26b", "--memory", "40GB").endswith("or a smaller target, such as 12B, it fits\n")
+    assert refused(capsys, "e2b", "--memory", "1GB").endswith("a larger memory_fraction allows more\n")
+
+
+def test_load_says_what_would_help_too(tmp_path, monkeypatch):
+    target = tiny.tiny_target(tmp_path / "target", hidden_size_per_layer_input=0, intermediate_size=4096)
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "memory_limit", lambda device: 6 * 2**20)
+    helps = r"With quantize='int8' \(--quantize int8\), or tensor=2 \(--mesh tensor=2\), it fits"
+    with pytest.raises(ValueError, match=f"the weights take .* MiB and 1 slots .*{helps}"):
+        jaxspec.load(target, max_len=64, memory_fraction=0.5, progress=False)
+
+
+def test_what_info_cannot_answer(capsys, monkeypatch):
+    assert "--drafter is about a model, and none is named" in refused(capsys, "--memory", "24GB", "--drafter", "mtp")
+    assert "--kv-dtype is about a model, and none is named" in refused(capsys, "L4", "--kv-dtype", "fp8")
+    assert "'L4' is a GPU, and --memory is '24GB' too; expected one of them" in refused(capsys, "L4", "--memory", "24GB")
+    assert "neither a model is named nor --memory given, and this device does not say what memory it has" in refused(capsys)
+    assert "drafter 'dflash' is there for config 26b, 31b" in refused(capsys, "e4b", "--drafter", "dflash")
+    assert "expected a number and one of MB, GB, TB, MiB, GiB, TiB, such as 80GB, or a card: T4, " in refused(capsys, "--memory", "L5")
+    monkeypatch.setattr("jaxspec.engine.memory.memory_limit", lambda device: 24 * 2**30)
+    monkeypatch.setattr(jax, "devices", lambda: [type("Gpu", (), {"device_kind": "G", "platform": "gpu", "compute_capability": "9.0"})()])
+    assert said(capsys)[0] == "memory      24.00 GiB; memory_fraction 0.9 of it is 21.60 GiB"
