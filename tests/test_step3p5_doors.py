@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 
 import jax
@@ -133,7 +134,7 @@ def test_other_fp8_is_refused(tmp_path, changes, message):
     quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], **changes}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantised}))
     with pytest.raises(ValueError, match=message):
-        list(info.describe(tmp_path))
+        read_target(tmp_path)
 
 
 def test_quantised_here(folder):
@@ -223,7 +224,9 @@ def test_the_plan_for_four_devices(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(REAL))
     cli.main(["info", str(tmp_path), "--drafter", "same", "--plan", "--mesh", "tensor=4", "--memory", "141GB", "--max-len", "32768"])
     out = capsys.readouterr().out
-    assert f"parameters  {PARAMETERS:,}" in out and "weights     91.79 GiB target, 1.13 GiB drafter" in out
+    planned = re.search(r"weights +([\d.]+) G(i?)B target, ([\d.]+) ", out)
+    unit = 2**30 if planned[2] else 10**9
+    assert f"parameters  {PARAMETERS:,}" in out and float(planned[1]) * unit == pytest.approx(PARAMETERS / 2, rel=2e-3)
     slots = [int(line.split()[1]) for line in out.splitlines() if line.split()[:1] == ["32768"] or line.startswith("plan ")]
     assert slots and slots[0] > 30  # sequences of 32 Ki positions, beside weights of 400 GB
 
