@@ -138,7 +138,7 @@ def paged(drafter):
     return dataclasses.replace(drafter, page_size=rounds.PAGE)
 
 
-@pytest.mark.parametrize("ks", [(1,), (2,), (3,), (7,), (3, 0, 5)], ids=str)
+@pytest.mark.parametrize("ks", [*(pytest.param((k,), marks=pytest.mark.slow) for k in (1, 2, 3)), (7,), (3, 0, 5)], ids=str)
 def test_texts_are_those_of_the_target_alone(pair, texts, ks):
     """For every K, below and above the number of modules, and one that changes; of sequences that begin and end apart."""
     target, drafter, _ = pair
