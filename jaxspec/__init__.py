@@ -1,4 +1,4 @@
-"""Speculative decoding for Gemma 4 in JAX on NVIDIA GPUs."""
+"""Speculative decoding for Gemma 4 and Step-3.5 in JAX on NVIDIA GPUs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

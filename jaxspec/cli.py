@@ -69,7 +69,7 @@ def _door() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding for Gemma 4 in JAX.")
+    parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding in JAX, for Gemma 4 and Step-3.5.")
     parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
     model = argparse.ArgumentParser(add_help=False, parents=[hub])
     model.add_argument("--target", default="pocket", help="hub id, folder or bundled name (default: pocket)")
-    model.add_argument("--drafter", help="hub id, folder or bundled name, such as pocket-mtp (default: none)")
+    model.add_argument("--drafter", help="hub id, folder or bundled name; same for the one in the target's checkpoint (default: none)")
     model.add_argument("--adapter", help="LoRA adapter of PEFT to merge into the target: folder or hub id (default: none)")
     model.add_argument("--k", type=int, metavar="K", help="number of tokens to draft in each round")
     model.add_argument("--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)")

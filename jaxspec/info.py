@@ -70,7 +70,8 @@ def describe(pair: Pair, target: str, drafter: str | None = None, show: Callable
             equal = ", K = V" if spec.k_eq_v else ""
             yield f"{name:<11} {spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{equal}"
     yield f"vocabulary  {config.vocab_size}; positions {config.max_position_embeddings}; generation {pair.generation or 'unset'}"
-    yield f"parameters  {weight_count(tree):,}, of which {_embeddings(tree):,} are per-layer embeddings"
+    inputs = _embeddings(tree)
+    yield f"parameters  {weight_count(tree):,}" + (f", of which {inputs:,} are per-layer embeddings" if inputs else "")
     yield f"weights     {show(nbytes(tree))} in {' and '.join([*packed_kinds(tree), jnp.dtype(dtype).name])}"
     if pair.quantisation is not None:
         yield f"quantised   {pair.quantisation.name}"

@@ -86,7 +86,7 @@ def pair_of(
     if isinstance(drafter, str) and drafter in made:
         drafter = made[drafter].made()
     if isinstance(drafter, str | os.PathLike):
-        drafter_folder = checkpoint.resolve(drafter, hub.of_others)
+        drafter_folder = drafters.resolve(drafter, folder, hub.of_others)
         planned = drafters.abstract_drafter(drafter_folder, config, chosen)
     else:
         drafter_folder, planned = None, _object(drafter, config)

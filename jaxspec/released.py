@@ -13,7 +13,8 @@ from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import KINDS, kind_of
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.config import FULL, SLIDING
+from jaxspec.model.families import family_named
 from jaxspec.model.target import TargetConfig
 from jaxspec.targets import asked_quantisation, quantisation_of, read_target
 
@@ -69,6 +70,70 @@ def _target(model_type: str, layer_types: list[str], **text: Any) -> dict[str, A
         "dtype": "bfloat16",
         "eos_token_id": [1, 106],
         "tie_word_embeddings": True,
+    }
+
+
+def _step3p5(layers: int) -> dict[str, Any]:
+    """stepfun-ai/Step-3.5-Flash, or its first layers and its MTP layers. Lists by layer end with the MTP layers' entries."""
+    kinds, modules = [FULL if i % 4 == 0 else SLIDING for i in range(layers)], 3
+    every = [*kinds, *[SLIDING] * modules]
+    limits = [0.0] * (layers + modules)
+    return {
+        "model_type": "step3p5",
+        "architectures": ["Step3p5ForCausalLM"],
+        "hidden_size": 4096,
+        "vocab_size": 128_896,
+        "num_hidden_layers": layers,
+        "layer_types": every,
+        "num_attention_heads": 64,
+        "num_attention_groups": 8,
+        "head_dim": 128,
+        "attention_other_setting": {
+            "attention_type": SLIDING,
+            "num_attention_heads": 96,
+            "num_attention_groups": 8,
+            "head_dim": 128,
+            "true_head_dim": 128,
+        },
+        "sliding_window": 512,
+        "rope_theta": [5e6 if kind == FULL else 1e4 for kind in every],
+        "partial_rotary_factors": [0.5 if kind == FULL else 1.0 for kind in every],
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "original_max_position_embeddings": 131_072,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0,
+        },
+        "yarn_only_types": [FULL],
+        "max_position_embeddings": 262_144,
+        "max_seq_len": 262_144,
+        "rms_norm_eps": 1e-5,
+        "zero_centered": True,
+        "use_qk_norm": True,
+        "use_head_wise_attn_gate": True,
+        "use_rope_layers": [],
+        "sink": False,
+        "intermediate_size": 11_264,
+        "moe_layers_enum": ",".join(str(i) for i in range(3, layers)),
+        "moe_every_n_layer": 1,
+        "moe_layer_offset": 0,
+        "moe_num_experts": 288,
+        "moe_top_k": 8,
+        "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280,
+        "moe_router_activation": "sigmoid",
+        "use_moe_router_bias": True,
+        "norm_expert_weight": True,
+        "need_fp32_gate": True,
+        "moe_router_scaling_factor": 3.0,
+        "swiglu_limits": [7.0 if i in (43, 44) else limit for i, limit in enumerate(limits)],
+        "swiglu_limits_shared": [16.0 if i == 44 else limit for i, limit in enumerate(limits)],
+        "tie_word_embeddings": False,
+        "num_nextn_predict_layers": modules,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": [1, 2, 128_007],
     }
 
 
@@ -134,6 +199,9 @@ TARGETS: dict[str, dict[str, Any]] = {
         num_global_key_value_heads=4,
         attention_k_eq_v=True,
     ),
+    "step3p5": _step3p5(45),
+    # As many of its layers as one device of 141 GB holds, for benchmarks.
+    "step3p5-15": _step3p5(15),
 }
 
 
@@ -143,7 +211,7 @@ def target_config(name: str) -> TargetConfig:
     Raises FileNotFoundError or ValueError for what is neither.
     """
     if name in TARGETS:
-        return Gemma4Config.from_hf(TARGETS[name])
+        return family_named(TARGETS[name]["model_type"]).read(TARGETS[name])
     try:
         folder = checkpoint.resolve(name)
     except FileNotFoundError as error:
@@ -176,9 +244,15 @@ def drafter_config(name: str, shape: str, target: TargetConfig | None = None) ->
     raw = TARGETS.get(shape)
     found = released(None if raw is None else shape, raw, target_config(shape) if target is None else target)
     if found is None:
-        there = [other for other in TARGETS if released(other, TARGETS[other], target_config(other)) is not None]
+        there = [other for other in TARGETS if has_drafter(name, other)]
         raise ValueError(f"drafter {name!r} is there for config {', '.join(there)}; for {shape!r} name a folder")
     return found
+
+
+def has_drafter(name: str, shape: str) -> bool:
+    """Whether there is a named drafter of this kind for a named target."""
+    released = _named_kinds()[name].released
+    return released is not None and released(shape, TARGETS[shape], target_config(shape)) is not None
 
 
 def abstract_drafter(name: str, shape: str, target: TargetConfig, dtype: Any) -> Any:

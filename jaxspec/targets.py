@@ -87,6 +87,8 @@ def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation
     tree = family.abstract(config, dtype)
     if quantisation is None:
         return tree
+    if quantisation.embedding is not None and tree.head[0] is not tree.embed_tokens.weight:
+        raise ValueError("quantize_embedding quantises a token embedding that is the head too; this target's head is another matrix")
     packed = with_packed(tree, quantisation.scheme_of, family.prefixes[0], embedding=quantisation.embedding is not None)
     return packed.with_kv_scales(quantisation.kv_scales)
 
@@ -103,7 +105,7 @@ def adapter_changes(
             "the float weights, which quantize= can quantise once it is merged"
         )
     family = family_of(config)
-    return read_adapter(name, hub).changes(family.abstract(config, jnp.float32), family.prefixes, family.unread)
+    return read_adapter(name, hub).changes(family.abstract(config, jnp.float32), family.prefixes, family.unread(config))
 
 
 def load_target(
@@ -119,7 +121,7 @@ def load_target(
     family = family_of(abstract.config)
     settings = {
         "prefixes": family.prefixes,
-        "skip": family.unread,
+        "skip": family.unread(abstract.config),
         "quantisation": quantisation,
         "changes": changes or {},
         "progress": progress,

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import step3p5_files
 import tiny
 
 from jaxspec import checkpoint, decode, loading, sharding
@@ -18,7 +19,7 @@ from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.registry import load_drafter
-from jaxspec.model import gemma4
+from jaxspec.model import gemma4, step3p5
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 
 VOCAB, SLOTS, MAX_LEN, MAX_K, PAGE, CHUNK = 64, 8, 40, 3, 4, 16
@@ -64,6 +65,8 @@ def target(member: str) -> gemma4.Gemma4:
     if member == "pocket":
         config = loading.read_target(tiny.POCKET)[0]
         return loading.load_target(tiny.POCKET, gemma4.abstract(config, jnp.float32), progress=False)
+    if member == "step":
+        return weights(step3p5.abstract(step3p5.Step3p5Config.from_hf(step3p5_files.tiny_config()), jnp.float32), 0)
     text = {**TEXT, **MEMBERS[member]}
     if member == "12B":
         text["model_type"] = "gemma4_unified_text"
@@ -115,11 +118,14 @@ def drafter(member: str, kind: str):
         raw = {**plain, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32, "num_key_value_heads": 3}
         made = weights(eagle3.abstract(eagle3.Eagle3Config.from_hf(raw, config, ("lm_head.weight", "d2t")), jnp.float32), 3)
         return dataclasses.replace(made, d2t=np.arange(32, dtype=np.int32), page_size=PAGE)
+    if kind == "modules" and member == "step":
+        made = mtp.from_checkpoint(None, step3p5_files.tiny_config(), config, jnp.float32)
+        return dataclasses.replace(weights(made, 4), page_size=PAGE)
     if kind == "modules":
         text = {**TEXT, **MEMBERS[member]}
-        raw = {"model_type": mtp.MODEL_TYPE, "num_nextn_predict_layers": 2, "text_config": text}
+        raw = {"model_type": "gemma4_mtp_modules", "num_nextn_predict_layers": 2, "text_config": text}
         text["layer_types"] = [*text["layer_types"], SLIDING, FULL]
-        bound = mtp.bind(mtp.ModulesConfig.from_hf(raw), config)
+        bound = mtp.bind(mtp.read_config(raw), config)
         return dataclasses.replace(weights(mtp.abstract(bound, jnp.float32), 4), page_size=PAGE)
     assert kind == "draft model"
     text = {**TEXT, "vocab_size": vocab, "num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}

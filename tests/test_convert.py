@@ -22,7 +22,6 @@ from jaxspec import checkpoint, cli, converting, drafters, loading, sharding, ta
 from jaxspec.checkpoint import fused, onto_devices
 from jaxspec.checkpoint.quantisation import Scheme, with_packed
 from jaxspec.drafters import dflash, dflash2, dspark, eagle3
-from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.trees import leaves_by_path
@@ -197,7 +196,7 @@ def test_every_kind_of_drafter(kind, folders, tmp_path):
         tiny.tiny_target(source, hidden_size=16)
     elif kind == "modules":
         text = {**tiny.TEXT, "layer_types": [*tiny.TEXT["layer_types"], "sliding_attention", "full_attention"]}
-        config = {"model_type": mtp.MODEL_TYPE, "num_nextn_predict_layers": 2, "text_config": text}
+        config = {"model_type": "gemma4_mtp_modules", "num_nextn_predict_layers": 2, "text_config": text}
         source.mkdir()
         (source / "config.json").write_text(json.dumps(config))
         checkpoint.save_weights(source, tiny.random_weights(drafters.abstract_drafter(source, target, jnp.float32), 2), config)

@@ -16,7 +16,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     def option(name: str, text: str, **settings: Any) -> None:
         bench.add_argument(f"--{name}", help=text, **settings)
 
-    option("config", "e2b, e4b, 12b, 26b, 31b, or a folder with a config.json", required=True)
+    option("config", "a named shape, such as e2b or 31b, or a folder with a config.json; any other word lists the names", required=True)
     option("drafter", "none (the default), a kind such as mtp or ngram, another config's name, or a folder; any other word lists them all")
     option("k", "number of tokens to draft in each round (default: 4 with a drafter)", type=int, metavar="K", dest="num_draft_tokens")
     option("batch", "numbers of sequences at a time, each timed in turn (default: 1)", type=_integers, metavar="B,...", dest="batches")

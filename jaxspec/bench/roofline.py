@@ -58,7 +58,7 @@ def prefill_flops(target: TargetModel, length: int, chunk: int, taps: tuple[int,
     config = target.config
     calls = math.ceil(length / chunk)
     cut = config.first_shared_layer if max(taps, default=0) <= config.first_shared_layer else config.num_hidden_layers
-    flops = 2.0 * calls * target.embed_tokens.weight.size
+    flops = 2.0 * calls * target.head[0].size
     before, of_layers = target.weights_multiplied()
     flops += 2.0 * length * before
     for i, (spec, weights) in enumerate(zip(config.layers, of_layers, strict=True)):
@@ -72,7 +72,7 @@ def step_flops(target: TargetModel, *, batch: int, num_draft_tokens: int, contex
     """Floating-point operations of the target's pass of a step, counted as those of a prompt. A drafter needs some percent of that, which
     are left out."""
     before, of_layers = target.weights_multiplied()
-    flops = 2.0 * (target.embed_tokens.weight.size + before)
+    flops = 2.0 * (target.head[0].size + before)
     for spec, weights in zip(target.config.layers, of_layers, strict=True):
         flops += 2.0 * weights + 4.0 * spec.num_heads * spec.head_dim * min(context, spec.window or context)
     return batch * (num_draft_tokens + 1) * flops

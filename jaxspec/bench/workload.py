@@ -130,7 +130,7 @@ def plan_bench(
 ) -> BenchPlan:
     """Checks a request to time steps of each batch size at each temperature, and prompts of each length in `prefill`.
 
-    config: "e2b", "e4b", "12b", "26b", "31b", or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
+    config: a key of `released.TARGETS`, or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
     `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, as for
     `accept.synthetic`, or the name of a rule; a rule accepts hardly any random draft, but takes the time that it takes. quantize,
     quantize_embedding: as in `jaxspec.load`; without them a folder's weights are quantised as its config says. mesh: from

@@ -23,8 +23,8 @@ GROUPS = {"int8": None, "int4": 32, "fp8": None}
 EMBEDDINGS = ("int8",)  # of these, what a token embedding may have
 # What a scale is of: the largest magnitude of its weights over this.
 STEPS = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}
-# Modules that stay float. What is no matrix, and embedding tables, stay so anyway.
-FLOAT = re.compile(r"router|lm_head")
+# Modules that stay float: routers, heads, and gates of attention heads. What is no matrix, and embedding tables, stay so anyway.
+FLOAT = re.compile(r"router|lm_head|\bg_proj|\.gate$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,5 +126,5 @@ def config_of(name: str) -> dict[str, Any]:
         "format": "float-quantized" if name == "fp8" else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}},
-        "ignore": ["lm_head", "re:.*embed.*", "re:.*vision.*", "re:.*audio.*", "re:.*router.*"],
+        "ignore": ["lm_head", "re:.*embed.*", "re:.*vision.*", "re:.*audio.*", "re:.*router.*", "re:.*g_proj", "re:.*[.]gate"],
     }

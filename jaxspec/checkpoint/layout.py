@@ -21,6 +21,12 @@ class Part:
     key: str
     shape: tuple[int, ...]  # in the file
     index: tuple[Any, ...] = ()  # leaf[index] has the tensor's elements, in the tensor's order
+    plus: float = 0.0  # what the elements of the leaf are more than the tensor's: norms that are stored less one
+
+    @property
+    def as_it_is(self) -> bool:
+        """Whether the tensor is the whole leaf, up to its shape."""
+        return not self.index and not self.plus
 
 
 # (path of a leaf, shapes of all leaves of its tree by path) -> the ways in which a checkpoint may hold the leaf: see `layouts`.

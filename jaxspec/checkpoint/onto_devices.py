@@ -26,7 +26,7 @@ def placed(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Callable[[in
     leaf: a ShapeDtypeStruct. parts: the tensors that make it up. update: called with the number of bytes of each read. Raises
     ValueError for a file that ends early and for integers that the leaf's dtype cannot hold.
     """
-    if len(parts) == 1 and parts[0][1].nbytes > LARGE_BYTES:
+    if len(parts) == 1 and parts[0][0].as_it_is and parts[0][1].nbytes > LARGE_BYTES:
         return _stream(leaf, *parts[0], update)
     return put_on_devices(_assemble(leaf, parts, update), leaf)
 
@@ -41,12 +41,13 @@ def _read(leaf: Any, part: Part, tensor: Stored) -> np.ndarray:
 
 def _assemble(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Callable[[int], Any]) -> np.ndarray:
     """A leaf's values in host memory, in its dtype."""
-    out = None if len(parts) == 1 else np.empty(leaf.shape, leaf.dtype)
+    out = None if len(parts) == 1 and parts[0][0].as_it_is else np.empty(leaf.shape, leaf.dtype)
     for part, tensor in parts:
         value = _read(leaf, part, tensor)
         if out is None:
             out = value.astype(leaf.dtype, copy=False).reshape(leaf.shape)
         else:
+            value = value.astype(np.float32) + np.float32(part.plus) if part.plus else value
             out[part.index] = value.reshape(out[part.index].shape)
         update(tensor.nbytes)
     assert out is not None

@@ -30,9 +30,11 @@ def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: 
     tensors = {}
     for path, leaf in leaves.items():
         value = np.asarray(leaf)
-        value = value.astype(np.int64 if value.dtype.kind == "i" else dtype or value.dtype)
+        wanted = np.int64 if value.dtype.kind == "i" else dtype or value.dtype
         for part in layouts(path, shapes)[0]:
-            tensors[prefix + part.key] = np.ascontiguousarray(value[part.index].reshape(part.shape))
+            tensor = value[part.index].reshape(part.shape)
+            tensor = tensor.astype(np.float32) - np.float32(part.plus) if part.plus else tensor
+            tensors[prefix + part.key] = np.ascontiguousarray(tensor.astype(wanted))
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     # Under another name first: a run that is killed must not leave a truncated file under this one.
     unfinished = folder / f".{WEIGHTS_FILE}.unfinished"

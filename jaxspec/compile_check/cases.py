@@ -127,9 +127,9 @@ def named_cases() -> Iterator[Case]:
         yield Case("centroid_head", f"{name}, candidates", functools.partial(centroid_head.candidates, top_k=shape.top_k), args)
         yield Case("centroid_head", f"{name}, choice", functools.partial(centroid_head.choose, top_k=shape.top_k), (*args, *sampling))
     for name, shape in moe_shapes.SHAPES.items():
-        yield Case("moe", name, functools.partial(_experts, moe, shape.top_k), shape.layer(dtype))
+        yield Case("moe", name, functools.partial(_experts, moe, shape), shape.layer(dtype))
         for packing in linear_shapes.PACKINGS:
-            function = functools.partial(_experts, moe, shape.top_k)
+            function = functools.partial(_experts, moe, shape)
             yield Case("moe", f"{name}, {packing}", function, shape.layer(dtype, packing), further=packing != "int8")
     for name, shape in top_candidates_shapes.SHAPES.items():
         function = functools.partial(top_candidates.top_candidates, k=shape.k)
@@ -154,20 +154,22 @@ def _all_gather(x: Any, mail: Any) -> Any:
     return all_reduce.all_gather(x, "tensor", mail)
 
 
-def _experts(moe: Any, top_k: int, x: Any, gate_up: Any, down: Any, scores: Any, scale: Any) -> Any:
-    weights, ids, groups = moe.route(scores, scale, top_k)
-    return moe.experts(x, gate_up, down, weights, ids, groups)
+def _experts(moe: Any, shape: Any, x: Any, gate_up: Any, down: Any, scores: Any, per_expert: Any) -> Any:
+    weights, ids, groups = moe.route(scores, per_expert, shape.top_k, scale=shape.scale)
+    return moe.experts(x, gate_up, down, weights, ids, groups, activation=shape.activation)
 
 
 def step_case(name: str, dtype: str) -> Case:
-    """`decode_loop` of a model and its assistant, with one sequence and K = 4.
+    """`decode_loop` of a model and its MTP drafter, with one sequence and K = 4.
 
     name: "pocket", or a key of `released.TARGETS`. dtype: of the weights; "auto" is the current device's default.
     """
     config = released.target_config(name)
     numbers = jnp.dtype(device.float_dtype(config.dtype) if dtype == "auto" else dtype)
     target: Any = abstract_target(config, numbers)
-    drafter = released.abstract_drafter("pocket-mtp" if name == "pocket" else "mtp", name, config, numbers)
+    # The assistant where one was released, else modules.
+    made = "pocket-mtp" if name == "pocket" else next(n for n in ("mtp", "modules") if released.has_drafter(n, name))
+    drafter = released.abstract_drafter(made, name, config, numbers)
     settings = {"slots": 1, "max_len": 4096, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
     slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxspec.compile_check.cases import Case
 
-STEP_MODELS = ("pocket", "e2b", "26b", "31b")
+STEP_MODELS = ("pocket", "e2b", "26b", "31b", "step3p5-15")
 GRAPH = "kCommandBuffer"  # XLA's name for a CUDA graph
 MOSAIC = "mosaic"  # kernels in this dialect are counted under this name
 STDOUT_FILE = "stdout"  # receives what a process that compiles prints

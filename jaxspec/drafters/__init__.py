@@ -14,6 +14,7 @@ from jaxspec.drafters.registry import (
     load_drafter,
     names_of,
     register,
+    resolve,
     save_drafter,
     without_checkpoints,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "load_drafter",
     "names_of",
     "register",
+    "resolve",
     "save_drafter",
     "without_checkpoints",
 ]

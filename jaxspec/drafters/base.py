@@ -119,7 +119,7 @@ class Drafter(Protocol):
       for all rows, with the drafter's taps. ids: [B, T] int32. at: [B, A] int32, the places P: see `training`. Rows past the text's
       end read its last token: whoever uses them leaves those out.
     - `fresh(table, norm, tokens, seed)` gives a drafter with random weights as training begins with it. table, norm: the target's
-      embeddings [V, H] and last norm [H], float32 NumPy. tokens: [...] int32, what it will be trained on.
+      head [V, H] and last norm [H], float32 NumPy. tokens: [...] int32, what it will be trained on.
     """
 
     @property

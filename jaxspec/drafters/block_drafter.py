@@ -188,7 +188,7 @@ class BlockDrafter(PlainDrafter):
 
     def bytes_of_a_pass(self, target: TargetModel, *, batch: int, context: float) -> tuple[float, float]:
         """Bytes that one pass over the block reads: all weights, the head being the target's where the drafter has none, and K and V."""
-        head = 0 if self.lm_head is not None else nbytes(target.embed_tokens)
+        head = 0 if self.lm_head is not None else nbytes(target.head[0])
         kv = traffic.visible_kv(blocks.stored(self.config.layers), self.fc.weight.dtype, context)
         return nbytes(self) + head, batch * kv
 

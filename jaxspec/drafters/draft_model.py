@@ -66,7 +66,7 @@ class DraftModel:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        return family_of(self.model.config).unread
+        return family_of(self.model.config).unread(self.model.config)
 
     @property
     def partitions(self) -> tuple[tuple[str, PartitionSpec], ...] | None:

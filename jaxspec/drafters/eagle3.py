@@ -234,7 +234,7 @@ class Eagle3(PlainDrafter):
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """The features' projection once; layers and head for every draft."""
-        head = 0 if self.lm_head is not None else nbytes(target.embed_tokens)
+        head = 0 if self.lm_head is not None else nbytes(target.head[0])
         once = nbytes((self.fc, self.input_norm, self.fc_norm))
         each = nbytes(self) - once - nbytes(self.embed_tokens) + head
         kv = traffic.visible_kv(blocks.stored(self.config.layers), self.fc.weight.dtype, context)

@@ -28,6 +28,9 @@ class Kind:
     # whether the drafter fits the target, its `bind` says, which is called behind it.
     from_checkpoint: Callable[[Path | None, Mapping[str, Any], TargetConfig, Any], Any]
 
+    # Whether a target's config.json tells of a drafter of this kind in the target's own checkpoint, which then is that drafter's too.
+    within: Callable[[Mapping[str, Any]], bool] = lambda config: False
+
     # Bench: (name of a released target, its config.json, its config) -> config.json of the drafter that was released for it, or of a
     # made-up one; None if there is none. For a target's folder, name and config.json are None.
     released: Callable[[str | None, Mapping[str, Any] | None, TargetConfig], Mapping[str, Any] | None] | None = None

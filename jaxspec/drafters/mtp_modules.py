@@ -2,7 +2,7 @@
 
 Every module is one whole decoder layer of the target's kind, with K and V and a head of its own. Draft step s uses module s mod M.
 At the row of position p it reads the token s + 1 places further on and, beside it, a hidden state of the same row: module 0 the
-target's after its final norm, any other what the module before it gave, not normed. Positions do not advance: the guess of every step
+target's (`TargetModel.feature`), any other what the module before it gave, not normed. Positions do not advance: the guess of every step
 is read at row P, the target's last. So K and V of module k at row p depend on tokens up to p + k + 1, and near the end of the text on
 guesses. Facts: Step-3.5-Flash and vLLM `step3p5_mtp` with its multi-module speculator; DeepSeek-V3 (arXiv 2412.19437) section 2.2.
 
@@ -13,10 +13,10 @@ last M rows again over the same pages, takes what the step before it gave, and s
 proposer: that one stores K and V of guesses too and computes them again after a rejection, and with K > M its modules leave in the
 cache what their last step wrote, which depends on K (it wants K to be a multiple of M; this one does not).
 
-A checkpoint is laid out like Step-3.5-Flash's, with the parts of a Gemma 4 layer: module i is `model.layers.{N + i}` with N the
-target's layers, made of a decoder layer's tensors, `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` and `shared_head.output`. Its
-config.json has `model_type` "gemma4_mtp_modules", `num_nextn_predict_layers` M, and in `text_config` the target's, whose `layer_types`
-go on for the modules. Norms are Gemma 4's, with plain weights, where Step-3.5's have weights offset by one.
+A module's layer, its norms and how a checkpoint holds them are the family's: `model.target.ModulesFamily`. Module i is
+`model.layers.{N + i}` with N the target's layers, made of a decoder layer's tensors, `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` and
+`shared_head.output`. The checkpoint is the target's own, or one of modules alone, whose config.json has a `model_type` of their own and
+`num_nextn_predict_layers` M.
 """
 
 from __future__ import annotations
@@ -36,18 +36,16 @@ from jaxspec.checkpoint import layout
 from jaxspec.collectives import TENSOR
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.kind import Kind
-from jaxspec.drafters.mtp_modules_config import MODEL_TYPE, ModulesConfig, default_config, made_up
 from jaxspec.drafters.training import XLA, Guess, Objective, pick
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import LayerSpec
-from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer
-from jaxspec.model.gemma4_fresh import with_query_norms
+from jaxspec.model.families import FAMILIES, MODULES_TYPES, family_of, family_of_modules
 from jaxspec.model.layers import Linear, RMSNorm, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, take_row
 from jaxspec.model.split import PARTITIONS
-from jaxspec.model.target import TargetConfig, TargetModel
+from jaxspec.model.target import Block, ModulesConfig, ModulesFamily, TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.trees import nbytes
 
@@ -67,7 +65,7 @@ class Module:
     enorm: RMSNorm
     hnorm: RMSNorm
     eh_proj: Linear
-    mtp_block: DecoderLayer
+    mtp_block: Block
     shared_head: SharedHead
 
     gathers: ClassVar[tuple[str, ...]] = ("eh_proj",)
@@ -79,10 +77,7 @@ class Module:
         int32. Returns the block's output [B, T, H] and the keys with the rows' own."""
         dtype = self.eh_proj.weight.dtype
         both = [self.enorm(embedded.astype(dtype)), self.hnorm(hidden.astype(dtype))]
-        x = self.eh_proj(jnp.concatenate(both, axis=-1))
-        normed = self.mtp_block.input_layernorm(x)
-        x, _, keys = decoder_layer(self.mtp_block, x, normed, positions, keys, None, None, attention)
-        return x, keys
+        return self.mtp_block(self.eh_proj(jnp.concatenate(both, axis=-1)), positions, keys, attention)
 
 
 @struct.dataclass
@@ -96,8 +91,8 @@ class MTPModel:
 class PendingRows:
     """Rows whose K and V are not in the pages: R at most, of which the first are real.
 
-    base: [B] int32, the position of the first, which is how many positions the pages hold. hidden: [B, R, H], the target's after its
-    final norm. ids: [B, R] int32, the token after each row.
+    base: [B] int32, the position of the first, which is how many positions the pages hold. hidden: [B, R, H], the target's
+    `feature`. ids: [B, R] int32, the token after each row.
     """
 
     base: jax.Array
@@ -143,13 +138,23 @@ class MTPModules:
 
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (
         (r"\b(shared_head\.output|eh_proj)\.weight$", PartitionSpec(TENSOR, None)),
+        (r"\bg_proj\.weight$", PartitionSpec(TENSOR, None, None)),
         *PARTITIONS,
     )
 
-    @staticmethod
-    def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[layout.Part]]:
-        """The tensors of a module's decoder layer lie beside its own."""
-        return layout.renamed(layout.layouts(path, shapes), ".mtp_block.", ".")
+    def layouts(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[layout.Part]]:
+        """As the family's checkpoints hold a module's tensors."""
+        layers = {self.config.num_hidden_layers + i: spec for i, spec in enumerate(self.config.layers)}
+        return self._family.layouts(layers, path, shapes)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """What is the target's, in whose checkpoint the modules may be."""
+        return self._family.unread(self.config)
+
+    @property
+    def _family(self) -> ModulesFamily:
+        return family_of_modules(self.config.model_type).modules
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -187,7 +192,7 @@ class MTPModules:
         # Each row's next token: the block's own, and after the last committed row the anchor.
         block = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)[None, :]
         following = jnp.where(block == rows.committed[:, None] - 1, rows.anchor[:, None], jnp.roll(rows.ids, -1, axis=1))
-        hidden = rows.model.norm(rows.taps[0]).astype(kept.hidden.dtype)
+        hidden = rows.model.feature(rows.taps[0]).astype(kept.hidden.dtype)
         # The block's rows go right behind those kept before.
         row = jnp.arange(width + rows.ids.shape[1], dtype=jnp.int32)[None, :]
         at = jnp.where(row < before[:, None], row, jnp.minimum(row - before[:, None], rows.ids.shape[1] - 1) + width)
@@ -263,8 +268,7 @@ class MTPModules:
         modules = self.modules
         turns = [i % len(modules) for i in range(num_draft_tokens)]
         blocks = [modules[i].mtp_block for i in turns]
-        left_out = (traffic.experts_left_out(block.self_attn.spec, block.experts, batch) for block in blocks)
-        size = sum(nbytes(modules[i]) for i in turns) - sum(left_out)
+        size = sum(nbytes(modules[i]) for i in turns) + sum(block.weights_read(batch) - nbytes(block) for block in blocks)
         layers = [self.config.layers[i] for i in turns]
         return size, batch * traffic.visible_kv(layers, modules[0].eh_proj.weight.dtype, context)
 
@@ -274,7 +278,7 @@ class MTPModules:
         batch, length = ids.shape
         slots, zero = jnp.arange(batch, dtype=jnp.int32), jnp.zeros((batch,), jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], ids.shape)
-        x, made, count = out.hidden, [], len(self.modules)
+        x, made, count = target.feature(out.taps[0]), [], len(self.modules)
         for s, module in enumerate(self.modules[:steps]):
             keys = Keys(None, None, zero, None, zero + length, module.mtp_block.self_attn.key_weight)
             x, keys = module(target.embed(jnp.roll(ids, -1 - s, axis=1)), x, positions, keys, XLA)
@@ -303,7 +307,7 @@ class MTPModules:
             first = dataclasses.replace(module.shared_head.norm, weight=jnp.asarray(norm).copy())
             return dataclasses.replace(module, shared_head=SharedHead(first, Linear(jnp.asarray(table).copy())))
 
-        modules = with_query_norms(self.model.layers)
+        modules = family_of_modules(self.config.model_type).fresh(self.model.layers)
         return dataclasses.replace(self, model=MTPModel({name: begun(module) for name, module in modules.items()}))
 
 
@@ -315,8 +319,17 @@ def _store(cache: PagedKV, layer: int, keys: Keys, start: jax.Array, count: jax.
     return dataclasses.replace(cache, layers=tuple(layers))
 
 
+def read_config(config: Mapping[str, Any]) -> ModulesConfig:
+    """What a config.json says of modules. Raises ValueError for one that tells of none, or a value that its family does not have."""
+    return family_of_modules(config.get("model_type")).modules.read(config)
+
+
 def bind(config: ModulesConfig, target: TargetConfig) -> ModulesConfig:
     """The config, if the modules were made for this target. Raises ValueError, naming both numbers, if they were not."""
+    other = next((family for family in FAMILIES if isinstance(target, family.config)), None)
+    if other is not None and other is not family_of_modules(config.model_type):
+        expected = ", ".join(map(repr, other.modules.model_types))
+        raise ValueError(f"the modules have model_type {config.model_type!r}; modules for this target have {expected}")
     for field in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if getattr(config, field) != getattr(target, field):
             raise ValueError(
@@ -331,14 +344,18 @@ def abstract(config: ModulesConfig, dtype: Any = jnp.bfloat16) -> MTPModules:
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    family, hidden = family_of_modules(config.model_type).modules, config.hidden_size
+
+    def norm() -> RMSNorm:
+        return family.norm(hidden, config.eps, dtype)
+
     def module(spec: LayerSpec) -> Module:
-        hidden = spec.hidden_size
         return Module(
-            enorm=RMSNorm(leaf(hidden), spec.eps),
-            hnorm=RMSNorm(leaf(hidden), spec.eps),
+            enorm=norm(),
+            hnorm=norm(),
             eh_proj=Linear(leaf(hidden, 2 * hidden)),
-            mtp_block=abstract_layer(spec, dtype),
-            shared_head=SharedHead(RMSNorm(leaf(hidden), spec.eps), Linear(leaf(config.vocab_size, hidden))),
+            mtp_block=family.block(spec, dtype),
+            shared_head=SharedHead(norm(), Linear(leaf(config.vocab_size, hidden))),
         )
 
     return MTPModules(MTPModel({str(config.num_hidden_layers + i): module(spec) for i, spec in enumerate(config.layers)}), config)
@@ -346,16 +363,27 @@ def abstract(config: ModulesConfig, dtype: Any = jnp.bfloat16) -> MTPModules:
 
 def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> MTPModules:
     """The modules that a config.json tells of, as a tree of ShapeDtypeStructs."""
-    return abstract(ModulesConfig.from_hf(config), dtype)
+    return abstract(read_config(config), dtype)
+
+
+def default_config(raw: Mapping[str, Any], target: TargetConfig, count: int = 3) -> dict[str, Any]:
+    """The config.json of `count` fresh modules. raw: the target's."""
+    return family_of(target).modules.default_config(raw, target, count)
+
+
+def released(name: str | None, raw: Mapping[str, Any] | None, target: TargetConfig) -> Mapping[str, Any] | None:
+    """The config.json of modules for a released target: see `Kind.released`."""
+    return None if raw is None else family_of(target).modules.released(raw)
 
 
 KIND = Kind(
     name="mtp-modules",
     bench_name="modules",
-    config_names=(MODEL_TYPE,),
+    config_names=MODULES_TYPES,
+    within=lambda config: any(family.modules.within(config) for family in FAMILIES),
     made=MTPModules,
     from_checkpoint=from_checkpoint,
-    released=made_up,
+    released=released,
     objective=Objective(steps=4, decay=0.8, hard=1.0),
     default_config=default_config,
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxspec import checkpoint
+from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.drafters import assistant, base, dflash, dflash2, draft_model, dspark, eagle3, mtp_modules, ngram
 from jaxspec.drafters.base import Drafter, fitted
 from jaxspec.drafters.kind import Kind
@@ -16,6 +18,7 @@ from jaxspec.model.target import TargetConfig
 
 # By name, in the order in which they were registered.
 KINDS: dict[str, Kind] = {}
+SAME = "same"  # what stands for the drafter in a target's own checkpoint
 # By what config.json calls them.
 REGISTRY: dict[str, Kind] = {}
 
@@ -49,8 +52,21 @@ def names_of(config: Mapping[str, Any]) -> list[Any]:
 
 
 def kind_of(config: Mapping[str, Any]) -> Kind | None:
-    """The kind of a config.json, or None of one that is no drafter's."""
-    return next((REGISTRY[name] for name in names_of(config) if name in REGISTRY), None)
+    """The kind of a config.json, or None of one that is no drafter's. A target's that tells of a drafter in the same checkpoint is that
+    drafter's, and no draft model's."""
+    within = next((kind for kind in KINDS.values() if kind.within(config)), None)
+    return within or next((REGISTRY[name] for name in names_of(config) if name in REGISTRY), None)
+
+
+def resolve(drafter: str | os.PathLike[str], target: Path, hub: Hub = HUB) -> Path:
+    """The folder of a drafter's checkpoint: of a name as `checkpoint.resolve` takes it, or for "same" the target's, which then holds both.
+    Raises what that raises, and ValueError for a target without a drafter in its checkpoint."""
+    if drafter != SAME:
+        return checkpoint.resolve(drafter, hub)
+    config = checkpoint.read_config(target)
+    if not any(kind.within(config) for kind in KINDS.values()):
+        raise ValueError(f"drafter is {SAME!r}, but the config.json in {target} tells of no drafter in the target's checkpoint")
+    return target
 
 
 def is_drafter(config: Mapping[str, Any]) -> bool:

@@ -17,23 +17,23 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxspec.checkpoint import layout
 from jaxspec.collectives import Shard
-from jaxspec.model import paged_kv as paged
-from jaxspec.model import traffic
+from jaxspec.model import gemma4_modules, traffic
+from jaxspec.model.attention import Heads, KVScales, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
 from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, head_logits, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
-from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
 from jaxspec.model.split import PARTITIONS, KVHeads
-from jaxspec.model.target import Family
+from jaxspec.model.target import Family, ModulesFamily, Shapes
 from jaxspec.trees import nbytes, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import gated_by
 from pallas_kernels.packed import Packed
-from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qkv import Pages, qkv
 
 CHECKPOINT_PREFIXES = ("model.language_model.", "model.")  # conditional generation; text only
@@ -66,15 +66,12 @@ class Attention:
     def kv_heads(self) -> tuple[KVHeads, ...]:
         return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
-    def heads(
-        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Normed and rotated queries [B, T, KV, G, D] of a projection or its parts, and the keys and values or the pools that hold
-        them: see `qkv`."""
+    def heads(self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any) -> Heads:
+        """See `AttentionWeights.heads`."""
         spec = self.spec
         cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        settings = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "implementation": implementation}
+        settings = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": dtype, "implementation": implementation}
         return qkv(projected, cos, sin, self.q_norm.weight, k_weight, pages, **settings)
 
     @property
@@ -105,6 +102,15 @@ class DecoderLayer:
     post_feedforward_layernorm_1: RMSNorm | None
     post_feedforward_layernorm_2: RMSNorm | None
     pre_feedforward_layernorm_2: RMSNorm | None
+
+    def __call__(self, x: jax.Array, positions: jax.Array, keys: Keys, attention: str = "auto") -> tuple[jax.Array, Keys]:
+        """See `Block`."""
+        x, _, keys = decoder_layer(self, x, self.input_layernorm(x), positions, keys, None, None, attention)
+        return x, keys
+
+    def weights_read(self, rows: int) -> float:
+        """See `Block`."""
+        return nbytes(self) - traffic.experts_left_out(self.self_attn.spec, self.experts, rows)
 
     def feed_forward(
         self,
@@ -156,8 +162,7 @@ class Gemma4:
     per_layer_model_projection: Linear | None
     per_layer_projection_norm: RMSNorm | None
     config: Gemma4Config = struct.field(pytree_node=False)
-    # (layer, scale of its keys, scale of its values): see `with_kv_scales`.
-    kv_scales: tuple[tuple[int, float, float], ...] = struct.field(pytree_node=False, default=())
+    kv_scales: KVScales = struct.field(pytree_node=False, default=())
 
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = PARTITIONS
 
@@ -169,6 +174,10 @@ class Gemma4:
         """Token embeddings by a scale, the model's own by default. ids: [...] int32 -> [..., H]."""
         table = self.embed_tokens if scale is None else dataclasses.replace(self.embed_tokens, scale=scale)
         return table(ids, self.dtype)
+
+    def feature(self, hidden: jax.Array) -> jax.Array:
+        """The last layer's output after the final norm."""
+        return self.norm(hidden)
 
     @property
     def shard(self) -> Shard | None:
@@ -189,8 +198,8 @@ class Gemma4:
     def weights_read(self, rows: int) -> float:
         """Bytes of the weights, or of their shapes, that a pass over so many rows reads. The tied embedding counts as the head;
         per-layer embeddings are only gathered from."""
-        left_out = (traffic.experts_left_out(layer.self_attn.spec, layer.experts, rows) for layer in self.layers)
-        return nbytes(self) - nbytes(self.embed_tokens_per_layer) - sum(left_out)
+        others = nbytes(self) - nbytes(self.embed_tokens_per_layer) - nbytes(self.layers)
+        return others + sum(layer.weights_read(rows) for layer in self.layers)
 
     def weights_multiplied(self) -> tuple[int, tuple[int, ...]]:
         """How many weights of matrices a row is multiplied with: before the layers, and in each of them. The head is not counted."""
@@ -229,9 +238,7 @@ class Gemma4:
         row alone (unless a tap lies above the first of them). attention: implementation of `decoder_layer`'s kernels.
         """
         config = self.config
-        bad = [i for i in taps if not 0 <= i <= config.num_hidden_layers]
-        if bad:
-            raise ValueError(f"taps {bad} are outside 0 .. {config.num_hidden_layers}, the target's hidden states")
+        check_taps(taps, config.num_hidden_layers)
         with jax.named_scope("embed"):
             x = self.embed(rows.ids)
             per_layer = self.per_layer_inputs(rows.ids, x)
@@ -255,35 +262,27 @@ class Gemma4:
             if source in fresh:
                 keys = fresh[source]
             else:
-                keys = self.cached_keys(cache, source, rows.slots, rows.start, rows.count)
-                keys = dataclasses.replace(keys, store_first=cache is not None and paged.has_room(cache, spec, rows.ids.shape[1]))
+                keys = keys_for(cache, source, spec, rows, self.layers[source].self_attn.key_weight)
             x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
         if last_only and cut == config.num_hidden_layers:
             normed = take_row(normed, last)
         if cache is not None:
-            cache = _store(cache, rows, fresh)
+            cache = stored(cache, rows, fresh)
         return Hidden(normed, tuple(tapped[i] for i in taps), fresh), cache
 
     def init_cache(self, **settings: Any) -> PagedKV:
         """An empty cache for this target; `settings` are those of `paged_kv.init`."""
-        cache = init_cache(self.config, **settings)
-        layers = list(cache.layers)
-        for i, *scales in self.kv_scales:
-            pools = layers[i]
-            if pools is not None and pools.k.dtype == jnp.float8_e4m3fn:
-                layers[i] = dataclasses.replace(pools, scales=jnp.asarray(scales, jnp.float32))
-        return dataclasses.replace(cache, layers=tuple(layers))
+        return empty_cache(self.config.layers, self.kv_scales, **settings)
 
     def with_kv_scales(self, scales: Mapping[int, tuple[float, float]]) -> Gemma4:
         """The model whose caches of float8 hold keys and values divided by these, by layer."""
-        return dataclasses.replace(self, kv_scales=tuple((i, *of) for i, of in sorted(scales.items()) if i < len(self.layers)))
+        return dataclasses.replace(self, kv_scales=scales_by_layer(scales, len(self.layers)))
 
     def cached_keys(self, cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array) -> Keys:
         """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32."""
-        pages = (None, None) if cache is None else cache.pages_of(owner, slots)
-        return Keys(*pages, length, None, count, self.layers[owner].self_attn.key_weight)
+        return keys_of(cache, owner, slots, length, count, self.layers[owner].self_attn.key_weight)
 
 
 def next_weights(layers: tuple[DecoderLayer, ...], norm: RMSNorm) -> tuple[Weight, ...]:
@@ -306,54 +305,12 @@ def decoder_layer(
     """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; next_weight: [H], of the norm
     that reads the output, or None. attention: implementation of attention and of the kernels around it. Returns x, that norm of it (or
     None), and the keys that the layer attended to: those given, with its own fresh K and V if it owns any."""
-    attn, spec = layer.self_attn, layer.self_attn.spec
-    with jax.named_scope(spec.kind):
-        projected = attn.qkv_proj.parts(normed, attention)
-        assert not isinstance(projected, Unsummed)
-        pages, pools = None, keys.pools
-        if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == x.dtype and pools.scales is None:
-            assert keys.table is not None
-            pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
-        q, k, v = attn.heads(projected, positions, pages, attention)
-        if pages is not None:
-            assert k is not None and v is not None
-            keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)
-        elif k is not None and v is not None:
-            # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
-            k, v = (k, v) if pools is None else pools.as_stored(k, v)
-            if keys.store_first:
-                assert pools is not None and keys.table is not None
-                pools = paged.write(pools, keys.table, keys.length, keys.count, k, v)
-                keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
-            else:
-                keys = dataclasses.replace(keys, fresh=(k, v))
-        heads = paged_attention(
-            q,
-            positions,
-            None if keys.pools is None else (keys.pools.k, keys.pools.v),
-            keys.table,
-            keys.length,
-            keys.fresh,
-            keys.count,
-            keys.weight,
-            None if keys.pools is None else keys.pools.scales,
-            window=spec.window,
-            implementation=attention,
-        )
+    attn = layer.self_attn
+    with jax.named_scope(attn.spec.kind):
+        heads, keys = attend(attn, attn.qkv_proj.parts(normed, attention), positions, keys, x.dtype, attention)
         attended = attn.o_proj.parts(heads, attention, over=3)
     with jax.named_scope("feed_forward"):
         return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention), keys
-
-
-def _store(cache: PagedKV, rows: Rows, fresh: dict[int, Keys]) -> PagedKV:
-    """The cache with every owning layer's rows. Those that are still fresh are written once all layers have read the pools as they
-    were: a chunk longer than a ring's spare places overwrites what its first rows see."""
-    layers = list(cache.layers)
-    for i, keys in fresh.items():
-        assert keys.pools is not None and keys.table is not None
-        pools = keys.pools
-        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, rows.count, *keys.fresh)
-    return dataclasses.replace(cache, layers=tuple(layers))
 
 
 def abstract(config: Gemma4Config, dtype: Any = jnp.bfloat16) -> Gemma4:
@@ -414,7 +371,16 @@ def abstract_layer(spec: LayerSpec, dtype: Any) -> DecoderLayer:
 
 def init_cache(config: Gemma4Config, **settings: Any) -> PagedKV:
     """An empty cache for a target of this config; `settings` are those of `paged_kv.init`."""
-    return paged.init(config.layers, **settings)
+    return empty_cache(config.layers, (), **settings)
+
+
+def _module_norm(width: int, eps: float, dtype: Any) -> RMSNorm:
+    return RMSNorm(jax.ShapeDtypeStruct((width,), dtype), eps)
+
+
+def _module_layouts(layers: Mapping[int, LayerSpec], path: str, shapes: Shapes) -> list[list[layout.Part]]:
+    """The tensors of a module's decoder layer lie beside its own."""
+    return layout.renamed(layout.layouts(path, shapes), ".mtp_block.", ".")
 
 
 FAMILY = Family(
@@ -424,8 +390,19 @@ FAMILY = Family(
     read=Gemma4Config.from_hf,
     abstract=abstract,
     prefixes=CHECKPOINT_PREFIXES,
-    unread=TOWERS,
+    unread=lambda config: TOWERS,
     draft_config=draft_config,
     fresh=with_query_norms,
     mask_token=MASK_TOKEN,
+    modules=ModulesFamily(
+        model_types=(gemma4_modules.MODEL_TYPE,),
+        within=lambda config: False,
+        read=gemma4_modules.read_modules,
+        block=abstract_layer,
+        norm=_module_norm,
+        layouts=_module_layouts,
+        unread=lambda config: (),
+        default_config=gemma4_modules.default_config,
+        released=gemma4_modules.made_up,
+    ),
 )

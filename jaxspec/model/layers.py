@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.collectives import Shard, gathered, local_ids, summed
+from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.all_reduce import Unsummed, serves
 from pallas_kernels.linear import gated, linear, most_rows, partials, product
 from pallas_kernels.packed import Packed, unpack_rows
@@ -121,10 +122,11 @@ def last_axis(vector: jax.Array, ndim: int) -> jax.Array:
 
 @struct.dataclass
 class GatedMLP:
-    """down(gelu_tanh(gate x) * up x). gate_up_proj: [2, I, H], down_proj: [H, I]."""
+    """down(act(gate x) * up x). gate_up_proj: [2, I, H], down_proj: [H, I]."""
 
     gate_up_proj: Linear
     down_proj: Linear
+    activation: Activation = struct.field(pytree_node=False, default=GELU)
 
     sums: ClassVar[tuple[str, ...]] = ("down_proj",)  # see `split.py`
 
@@ -139,7 +141,8 @@ class GatedMLP:
     def _hidden(self, x: jax.Array, implementation: str) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
         weight = self.gate_up_proj.weight
-        hidden = gated(rows, weight, implementation=for_rows(implementation, rows, weight))
+        chosen = for_rows(implementation, rows, weight)
+        hidden = gated(rows, weight, activation=self.activation, implementation=chosen)
         return hidden.reshape(*x.shape[:-1], -1)
 
 
@@ -181,7 +184,12 @@ def rope_frequencies(head_dim: int, theta: float, rotary_angles: int) -> np.ndar
 
 def rope_angles(positions: jax.Array, head_dim: int, theta: float, rotary_angles: int) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the angles by which pairs turn. positions: [B, T] int32 -> [B, T, head_dim / 2] float32 each."""
-    frequencies = rope_frequencies(head_dim, theta, rotary_angles)
+    return turned(positions, rope_frequencies(head_dim, theta, rotary_angles))
+
+
+def turned(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles of pairs with these frequencies, in radians a position. positions: [B, T] int32; frequencies: [P]
+    -> [B, T, P] float32 each."""
     angles = positions[..., None].astype(jnp.float32) * last_axis(jnp.asarray(frequencies), 3)
     return jnp.cos(angles), jnp.sin(angles)
 

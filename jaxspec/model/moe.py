@@ -1,4 +1,4 @@
-"""Gemma 4's mixture of experts: a router over the un-normed residual, and the experts that it chooses."""
+"""Mixtures of experts: routers, and the experts that they choose."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from flax import struct
 from jaxspec.collectives import local_ids, summed
 from jaxspec.model.layers import Linear, Weight, last_axis, rms, times
 from pallas_kernels import moe
+from pallas_kernels.activation import GELU, Activation
 
 
 @struct.dataclass
 class Router:
-    """proj: [E, H]; scale: [H]; per_expert_scale: [E]. (transformers `Gemma4TextRouter`)"""
+    """Gemma 4's, over the un-normed residual. proj: [E, H]; scale: [H]; per_expert_scale: [E]. (transformers `Gemma4TextRouter`)"""
 
     proj: Linear
     scale: Weight
@@ -34,6 +35,7 @@ class Experts:
 
     gate_up_proj: Weight
     down_proj: Weight
+    activation: Activation = struct.field(pytree_node=False, default=GELU)
     axis: str | None = struct.field(pytree_node=False, default=None)
     mail: jax.Array | None = None
 
@@ -43,10 +45,14 @@ class Experts:
         self, x: jax.Array, weights: jax.Array, ids: jax.Array, groups: moe.Groups | None = None, implementation: str = "auto"
     ) -> jax.Array:
         """x: [N, H]; weights, ids: [N, top_k]; groups: as the router gives them -> the chosen experts' weighted sum, [N, H]."""
+        return summed(self.own(x, weights, ids, groups, implementation), self.axis, self.mail)
+
+    def own(self, x: jax.Array, weights: jax.Array, ids: jax.Array, groups: moe.Groups | None, implementation: str) -> jax.Array:
+        """The same of the device's own experts alone, where they lie over a mesh axis."""
         if self.axis is not None:
             size = self.gate_up_proj.shape[0]
             first = size * jax.lax.axis_index(self.axis)
             groups = groups and moe.Groups(*(jax.lax.dynamic_slice_in_dim(of_each, first, size) for of_each in groups))
             ids = local_ids(ids, size, self.axis, size)
-        out = moe.experts(x, self.gate_up_proj, self.down_proj, weights, ids, groups, implementation=implementation)
-        return summed(out, self.axis, self.mail)
+        settings = {"activation": self.activation, "implementation": implementation}
+        return moe.experts(x, self.gate_up_proj, self.down_proj, weights, ids, groups, **settings)

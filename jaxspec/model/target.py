@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, Self
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxspec.checkpoint.layout import Part
 from jaxspec.collectives import Shard
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.layers import Embedding, RMSNorm
@@ -136,6 +137,10 @@ class TargetModel(Protocol):
         """What `unembed` makes logits with: the weight [V, H], or the device's part of it, and the cap of the logits, or None."""
         ...
 
+    def feature(self, hidden: jax.Array) -> jax.Array:
+        """What an MTP module reads of the last layer's output, which is tap num_hidden_layers. [..., H] -> [..., H]."""
+        ...
+
     @property
     def shard(self) -> Shard | None:
         """The device's part of the vocabulary, None where it has all of it."""
@@ -186,6 +191,67 @@ class TargetModel(Protocol):
         ...
 
 
+class Block(Protocol):
+    """The weights of a decoder layer that stands by itself, as that of an MTP module: a pytree. It owns its K and V."""
+
+    @property
+    def self_attn(self) -> Any:
+        """Its attention, with `spec` (a LayerSpec) and `key_weight` (see `Keys`)."""
+        ...
+
+    def weights_read(self, rows: int) -> float:
+        """Bytes of the weights, or of their shapes, that a pass over so many rows reads."""
+        ...
+
+    def __call__(self, x: jax.Array, positions: jax.Array, keys: Keys, attention: str = "auto") -> tuple[jax.Array, Keys]:
+        """x: [B, T, H]; positions: [B, T] int32; keys: those before the rows; attention: the implementation of attention and the kernels
+        around it. Returns the layer's output, [B, T, H], and the keys with the rows' own."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ModulesConfig:
+    """MTP modules: what they were made for, and a LayerSpec for each. num_hidden_layers: the target's. model_type: what the config.json
+    named, by which `families.family_of_modules` finds them."""
+
+    layers: tuple[LayerSpec, ...]
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+    eps: float
+    final_logit_softcapping: float | None
+    model_type: str
+
+
+# Shapes of all leaves of a tree, by path.
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModulesFamily:
+    """MTP modules made of a family's decoder layers: see `drafters.mtp_modules`."""
+
+    # What the config.json of modules alone names as `model_type`.
+    model_types: tuple[str, ...]
+    # Whether a target's own config.json tells of modules, which then lie in its checkpoint.
+    within: Callable[[Mapping[str, Any]], bool]
+    # From a config.json to the config. Raises ValueError for what the family does not have.
+    read: Callable[[Mapping[str, Any]], ModulesConfig]
+    # (spec, dtype) -> a module's decoder layer as a tree of ShapeDtypeStructs.
+    block: Callable[[LayerSpec, Any], Block]
+    # (width, eps, dtype) -> the norms of modules: of [width].
+    norm: Callable[[int, float, Any], RMSNorm]
+    # (the modules' specs by their index in the checkpoint, path of a leaf, shapes) -> how a checkpoint holds the leaf, whose path has
+    # "mtp_block." before the layer's tensors: see `checkpoint.layout`.
+    layouts: Callable[[Mapping[int, LayerSpec], str, Shapes], list[list[Part]]]
+    # Beginnings of keys of a target's checkpoint that are not the modules'.
+    unread: Callable[[ModulesConfig], tuple[str, ...]]
+    # (a target's config.json, its config, how many) -> config.json of fresh modules.
+    default_config: Callable[[Mapping[str, Any], Any, int], dict[str, Any]]
+    # A released target's config.json -> that of modules for it, its own or made-up ones.
+    released: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """What there is to know of a family of targets before one is there: how to read its checkpoints."""
@@ -201,11 +267,13 @@ class Family:
     abstract: Callable[[Any, Any], TargetModel]
     # What a checkpoint's keys may have before the paths of the tree; the first that occurs is taken.
     prefixes: tuple[str, ...]
-    # Beginnings of keys that nothing reads: parts of the checkpoint that are no text model.
-    unread: tuple[str, ...]
+    # From a config to beginnings of keys that nothing reads: parts of the checkpoint that are not the target.
+    unread: Callable[[Any], tuple[str, ...]]
     # (a target's config.json, its config) -> config.json of a fresh, smaller model, to be trained as the target's draft model.
     draft_config: Callable[[Mapping[str, Any], Any], dict[str, Any]]
     # From a model with random matrices, whose norms are one, to what training begins with.
     fresh: Callable[[Any], Any]
     # The id of a token that stands for unknown ones and that no text has.
     mask_token: int
+    # MTP modules of its layers.
+    modules: ModulesFamily

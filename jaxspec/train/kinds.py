@@ -16,8 +16,7 @@ from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import save_drafter, trainable
 from jaxspec.model.target import TargetModel
-from jaxspec.trees import is_packed
-from pallas_kernels.packed import unpack
+from pallas_kernels.packed import Packed, unpack
 
 
 def kind_of(name: str) -> Kind:
@@ -31,13 +30,13 @@ def kind_of(name: str) -> Kind:
 def fresh(kind: Kind, config: Mapping[str, Any], target: TargetModel, tokens: np.ndarray, seed: int) -> Any:
     """A drafter that has learnt nothing, float32. tokens: what it will be trained on, whose counts choose a draft vocabulary.
 
-    Heads begin as rows of the target's table, and the norms before such a head, or before the target's own, as the target's last norm:
+    Heads begin as rows of the target's, and the norms before such a head, or before the target's own, as the target's last norm:
     see the drafters' `fresh`. Raises ValueError for a config that is not of this kind, or does not fit the target.
     """
     abstract = fitted(kind.from_checkpoint(None, config, target.config, jnp.float32), target.config)
     weights = initial(abstract, seed, target.config.hidden_size)
-    table = target.embed_tokens.weight
-    table, norm = (np.asarray(x, np.float32) for x in (unpack(table) if is_packed(table) else table, target.norm.weight))
+    head, _ = target.head
+    table, norm = (np.asarray(x, np.float32) for x in (unpack(head) if isinstance(head, Packed) else head, target.norm.weight))
     begin = getattr(weights, "fresh", None)
     return weights if begin is None else begin(table, norm, tokens, seed)
 

@@ -170,7 +170,8 @@ def finetune(
 def save_target(out: Path, model: TargetModel, config: Mapping[str, Any]) -> None:
     """Writes a target's text model. Weights get the config's dtype."""
     dtype = safetensors.FLOATS["BF16"] if model.config.dtype == "bfloat16" else np.float32
-    checkpoint.save_weights(out, model, config, prefix=family_of(model.config).prefixes["text_config" not in config], dtype=dtype)
+    prefixes = family_of(model.config).prefixes
+    checkpoint.save_weights(out, model, config, prefix=prefixes[0 if "text_config" in config else -1], dtype=dtype)
 
 
 def _target(folder: Path, dtype: Any) -> TargetModel:

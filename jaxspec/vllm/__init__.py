@@ -23,7 +23,7 @@ __all__ = [
     "Vector",
 ]
 _SERVER = "there is no server; jaxspec.LLM has stream, also for `async for`"
-_POOLING = "a Gemma 4 target generates text"
+_POOLING = "a target generates text"
 # Names of vLLM that are not here, and why.
 _MISSING = {
     "AsyncEngineArgs": _SERVER,

@@ -12,7 +12,7 @@ from jaxspec import checkpoint, sharding
 from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.checks import integer, unknown
 from jaxspec.drafters.ngram import NGram
-from jaxspec.drafters.registry import kind_of
+from jaxspec.drafters.registry import SAME, kind_of
 
 # What `load` calls the arguments that it takes as they are.
 RENAMED = {"gpu_memory_utilization": "memory_fraction", "max_model_len": "max_len", "max_num_seqs": "max_slots"}
@@ -37,6 +37,7 @@ FORMATS = {
 METHODS = {
     "mtp": ("mtp", "mtp-modules"),
     "gemma4_mtp": ("mtp",),
+    "step3p5_mtp": ("mtp-modules",),
     "eagle3": ("eagle3",),
     "dflash": ("dflash", "dflash2"),
     "dspark": ("dspark",),
@@ -61,7 +62,7 @@ TUNING = frozenset(
     """.split()
 )
 MERGED = "requests share one set of weights; write them with the adapter in: jaxspec convert MODEL DST --adapter ADAPTER"
-_TEXT = "a Gemma 4 target generates text"
+_TEXT = "a target generates text"
 # Arguments that are refused unless they have one of these values, and why.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "runner": (("auto", "generate"), _TEXT),
@@ -191,6 +192,8 @@ def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[di
         return {**chosen, "drafter": NGram(longest, shortest)}, tuning
     if method is not None and method not in METHODS:
         raise ValueError(f"speculative_config['method'] is {method!r}; available: {', '.join(map(repr, [*METHODS, 'ngram']))}")
+    if model is None and method is not None and "mtp-modules" in METHODS[method]:  # those in the target's own checkpoint
+        return {**chosen, "drafter": SAME}, tuning
     if model is None:
         raise ValueError(f"speculative_config has no 'model', found {dict(config)}; expected a drafter's checkpoint, or method 'ngram'")
     revision = config.get("revision")

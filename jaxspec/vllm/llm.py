@@ -23,7 +23,7 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None
 Bar = bool | Callable[..., Any]
 
-_POOLING = "a Gemma 4 target generates text"
+_POOLING = "a target generates text"
 _PROCESS = "the engine has no processes or hooks of its own"
 # Methods of vLLM's LLM that are not here, and why.
 MISSING = {

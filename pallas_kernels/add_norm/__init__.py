@@ -8,16 +8,16 @@ from pallas_kernels import dialect
 from pallas_kernels.add_norm import reference, triton
 from pallas_kernels.all_reduce import Unsummed
 
-# What is added: one output, or several, each with its norm's weight, whose norms are summed first. An output may be in parts, and these
-# on several devices.
+# What is added: one output, or several, each with its norm's weight or None, whose norms are summed first. An output may be in parts, and
+# these on several devices.
 Output = jax.Array | Unsummed
-Addend = Output | tuple[tuple[Output, jax.Array], ...]
+Addend = Output | tuple[tuple[Output, jax.Array | None], ...]
 
 
 def add_norm(
     x: jax.Array,
     y: Addend,
-    weight: jax.Array,
+    weight: jax.Array | None,
     *,
     scalar: jax.Array | None = None,
     next_weights: tuple[jax.Array, ...] = (),
@@ -28,7 +28,8 @@ def add_norm(
 
     x: [..., H], the residual stream. y: [..., H], or several pairs of such an array and a weight; then y is the sum of their norms. An
     array [S, ..., H], with one axis more than x, stands for the sum of its S parts (`linear.partials`). `Unsummed` stands for such a sum
-    over devices, which only kernels serve. weight, next_weights: [H] each. scalar: [1], or None for 1. Norms are RMS norms with `eps`.
+    over devices, which only kernels serve. weight, next_weights: [H] each. scalar: [1], or None for 1. Norms are RMS norms with `eps`; with
+    None in the place of a weight, what it would norm is taken as it is.
 
     Arithmetic is in float32. Norms, sums and products are rounded to x's dtype, which y has too unless it is in parts.
     implementation: see `dialect.select`. Raises ValueError for an unknown one.

@@ -65,7 +65,7 @@ def _row(*refs, tree, eps):
     # All loads are issued before the first sum waits for one.
     mail = None if mail_ref is None else read_mail(mail_ref)
     parts = [(output(part), None if w is None else load(w)) for part, w in part_refs]
-    x, weight = load(x_ref, row), load(weight_ref)
+    x, weight = load(x_ref, row), None if weight_ref is None else load(weight_ref)
     scalar = None if scalar_ref is None else scalar_ref[0].astype(jnp.float32)
     next_weights = [load(ref) for ref in next_refs]
 
@@ -74,7 +74,7 @@ def _row(*refs, tree, eps):
         y, turn = sum_over_devices(y, column, inside, mail)
         y = rounded(y)
         inside &= turn_ends(turn, jnp.sum(y * y), mail)  # the sum that its norm takes
-    x = rounded(x + norm(y, weight))
+    x = rounded(x + (y if weight is None else norm(y, weight)))
     if scalar is not None:
         x = rounded(x * scalar)
     plgpu.store(sum_ref.at[row, column], x.astype(dtype), mask=inside)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.linear import packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
@@ -57,16 +58,16 @@ def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, 
     return _by_rows(_kernel("partials", chosen, w), 1, w, splits)(x)
 
 
-def gated(x: jax.Array, gate_up: jax.Array | Packed, *, implementation: str = "auto") -> jax.Array:
-    """gelu_tanh(x gate^T) * (x up^T). x: [N, H], gate_up: [2, I, H] -> [N, I] in x's dtype.
+def gated(x: jax.Array, gate_up: jax.Array | Packed, *, activation: Activation = GELU, implementation: str = "auto") -> jax.Array:
+    """act(x gate^T) * (x up^T), with `activation`'s act and limit. x: [N, H], gate_up: [2, I, H] -> [N, I] in x's dtype.
 
     Both products are summed in float32 and rounded to x's dtype; all else is computed in float32 and rounded once. implementation and
     errors: as for `linear`.
     """
     chosen = _select(implementation, 1, x, gate_up)
     if chosen == "xla":
-        return reference.gated(x, gate_up)
-    return _by_rows(_kernel("gated", chosen, gate_up), 0, gate_up)(x)
+        return reference.gated(x, gate_up, activation)
+    return _by_rows(_kernel("gated", chosen, gate_up), 0, gate_up, activation)(x)
 
 
 def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array, *, implementation: str = "auto") -> jax.Array:

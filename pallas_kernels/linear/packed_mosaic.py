@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dialect
+from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
-from pallas_kernels.linear.reference import activation
 from pallas_kernels.packed import BLOCK, KINDS, Packed
 
 MOST_ROWS = 256
@@ -117,10 +117,10 @@ def partials(x, w, splits: int | None = None):
     return _call(x, w, 1, _tiles(x, w, splits), jnp.float32)
 
 
-def gated(x, gate_up):
-    """See `pallas_kernels.linear.gated`."""
+def gated(x, gate_up, activation=GELU):
+    """See `pallas_kernels.linear.gated`. An activation other than GELU's takes a second kernel."""
     few = gate_up.shape[-2] // BLOCK < LEAST_TILES
-    if few or x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
+    if few or activation != GELU or x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
         gate, up = jnp.split(linear(x, gate_up.flat(), None if few else 1), 2, axis=-1)
         return activation(gate, up)
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype)[0]
@@ -281,7 +281,7 @@ def _multiply(mosaic, refs, *, kind, tiles, works, splits, steps, share, per_out
                     mosaic.barrier_arrive(refs["taken"])
                 found = [total.astype(out.dtype) for total in found]
                 if matrices == 2:
-                    found = [activation(gate, up) for gate, up in zip(found[: tiles.blocks], found[tiles.blocks :], strict=True)]
+                    found = [GELU(gate, up) for gate, up in zip(found[: tiles.blocks], found[tiles.blocks :], strict=True)]
                 for b, value in enumerate(found):
                     block = tile * at_once + place * tiles.blocks + b
                     pl.when(block * BLOCK < out.shape[2])(functools.partial(_store, mosaic, value, out.at[split], block * BLOCK))

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
-from pallas_kernels.linear.reference import activation
 from pallas_kernels.linear.triton import multiprocessors
 from pallas_kernels.packed import BLOCK, Packed, tile
 from pallas_kernels.packed.matrix import LANES, WORDS
@@ -114,9 +114,10 @@ def partials(x, w, splits=None, *, interpret=False, tiles=None):
     return _call(_linear, "packed_linear", tiles or choose_tiles(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
 
 
-def gated(x, gate_up, *, interpret=False, tiles=None):
+def gated(x, gate_up, activation=GELU, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated`."""
-    return _call(_gated, "packed_gated", tiles or choose_tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
+    kernel = functools.partial(_gated, activation=activation)
+    return _call(kernel, "packed_gated", tiles or choose_tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
 
 
 def gated_by(x, w, u, index, *, interpret=False, tiles=None):
@@ -175,7 +176,7 @@ def _linear(x_ref, *refs, form, tiles, share):
         _store(out_ref, column, row, mask, total)
 
 
-def _gated(x_ref, *refs, form, tiles, share):
+def _gated(x_ref, *refs, activation, form, tiles, share):
     *w_refs, out_ref = refs
     for column, row, mask, (gate, up) in products(x_ref, w_refs, [(0,), (1,)], form, tiles, share):
         _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), up.astype(out_ref.dtype)))
@@ -185,4 +186,4 @@ def _gated_by(x_ref, *refs, form, tiles, share):
     *w_refs, u_ref, index_ref, out_ref = refs
     for column, row, mask, (gate,) in products(x_ref, w_refs, [()], form, tiles, share):
         u = plgpu.load(u_ref.at[row, index_ref[0], column], mask=mask, other=jnp.zeros((), u_ref.dtype))
-        _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), u))
+        _store(out_ref, column, row, mask, GELU(gate.astype(out_ref.dtype), u))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.packed import Packed, unpack
 
 UNPACKED_BYTES = 1 << 25  # most of a packed matrix that is unpacked at a time
@@ -51,13 +52,7 @@ def partials(x: jax.Array, w: jax.Array | Packed) -> jax.Array:
     return linear(x, w, jnp.float32)[None]
 
 
-def activation(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gelu_tanh(gate) * up in float32, rounded once."""
-    wide = jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)
-    return wide.astype(gate.dtype)
-
-
-def gated(x: jax.Array, gate_up: jax.Array | Packed) -> jax.Array:
+def gated(x: jax.Array, gate_up: jax.Array | Packed, activation: Activation) -> jax.Array:
     """See `pallas_kernels.linear.gated`."""
     both = linear(x, gate_up)
     return activation(both[:, 0], both[:, 1])
@@ -65,4 +60,4 @@ def gated(x: jax.Array, gate_up: jax.Array | Packed) -> jax.Array:
 
 def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array) -> jax.Array:
     """See `pallas_kernels.linear.gated_by`."""
-    return activation(linear(x, w), jax.lax.dynamic_index_in_dim(u, index, axis=1, keepdims=False))
+    return GELU(linear(x, w), jax.lax.dynamic_index_in_dim(u, index, axis=1, keepdims=False))

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import MULTIPROCESSORS, pl, plgpu
-from pallas_kernels.linear.reference import activation
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 64
@@ -130,9 +130,10 @@ def partials(x, w, splits=None, *, interpret=False, tiles=None):
     return _call(_linear, "linear", tiles or _tiles(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
 
 
-def gated(x, gate_up, *, interpret=False, tiles=None):
+def gated(x, gate_up, activation=GELU, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated`."""
-    return _call(_gated, "gated", tiles or _tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
+    kernel = functools.partial(_gated, activation=activation)
+    return _call(kernel, "gated", tiles or _tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
 
 
 def gated_by(x, w, u, index, *, interpret=False, tiles=None):
@@ -224,7 +225,7 @@ def _linear(x_ref, w_ref, out_ref, *, tiles, share):
     _store(out_ref, column, row, mask, total)
 
 
-def _gated(x_ref, w_ref, out_ref, *, tiles, share):
+def _gated(x_ref, w_ref, out_ref, *, activation, tiles, share):
     column, row, mask, (gate, up) = _products(x_ref, w_ref, [(0,), (1,)], tiles, share)
     _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), up.astype(out_ref.dtype)))
 
@@ -232,4 +233,4 @@ def _gated(x_ref, w_ref, out_ref, *, tiles, share):
 def _gated_by(x_ref, w_ref, u_ref, index_ref, out_ref, *, tiles, share):
     column, row, mask, (gate,) = _products(x_ref, w_ref, [()], tiles, share)
     u = plgpu.load(u_ref.at[row, index_ref[0], column], mask=mask, other=jnp.zeros((), u_ref.dtype))
-    _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), u))
+    _store(out_ref, column, row, mask, GELU(gate.astype(out_ref.dtype), u))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import dialect
+from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.moe import packed_triton, reference, triton
 from pallas_kernels.packed import Packed
 
@@ -23,14 +24,17 @@ class Groups(NamedTuple):
 
 
 def route(
-    scores: jax.Array, per_expert_scale: jax.Array, top_k: int, *, implementation: str = "auto"
+    scores: jax.Array, per_expert: jax.Array, top_k: int, *, scale: float | None = None, implementation: str = "auto"
 ) -> tuple[jax.Array, jax.Array, Groups | None]:
-    """The top_k experts of each row and their weights: a softmax over the chosen scores, times the experts' per_expert_scale.
+    """The top_k experts of each row and their weights, by one of two rules. Computed in float32.
 
-    That equals a softmax over all experts, renormalised over the chosen (transformers `Gemma4TextRouter`). Of equal scores the lower
-    expert comes first, as with `jax.lax.top_k`. Computed in float32.
+    Without `scale`: the experts of the largest scores; a softmax over the chosen scores, times the experts' `per_expert`. That equals a
+    softmax over all experts, renormalised over the chosen (transformers `Gemma4TextRouter`). With it: s is the sigmoid of the scores, the
+    experts are those of the largest s + `per_expert`, a bias that plays no part in the weights, and these are scale * s over the sum of
+    the chosen s (DeepSeek-V3, arXiv 2412.19437; transformers `Step3p7TextTopKRouter`). Of equals the lower expert comes first, as with
+    `jax.lax.top_k`.
 
-    scores: [N, E]; per_expert_scale: [E]. Returns weights [N, top_k] float32, ids [N, top_k] int32, and the groups of these ids, or None
+    scores: [N, E]; per_expert: [E]. Returns weights [N, top_k] float32, ids [N, top_k] int32, and the groups of these ids, or None
     if the kernel does not make them. A row with NaN among its scores gets NaN weights, and ids that may be E.
 
     implementation: see `dialect.select`. Raises ValueError for an unknown one, or if top_k is not within 1 .. E.
@@ -39,8 +43,8 @@ def route(
         raise ValueError(f"top_k is {top_k}; expected 1 to {scores.shape[1]}, the number of experts")
     chosen = dialect.select(implementation)
     if chosen == "xla":
-        return *reference.route(scores, per_expert_scale, top_k), None
-    weights, ids, groups = triton.route(scores, per_expert_scale, top_k, interpret=chosen == "triton-interpret")
+        return *reference.route(scores, per_expert, top_k, scale), None
+    weights, ids, groups = triton.route(scores, per_expert, top_k, scale, interpret=chosen == "triton-interpret")
     return weights, ids, groups and Groups(*groups)
 
 
@@ -52,9 +56,10 @@ def experts(
     ids: jax.Array,
     groups: Groups | None = None,
     *,
+    activation: Activation = GELU,
     implementation: str = "auto",
 ) -> jax.Array:
-    """The weighted sum of the chosen experts' outputs, down(gelu_tanh(gate x) * up x), for each row.
+    """The weighted sum of the chosen experts' outputs, down(act(gate x) * up x) with `activation`'s act and limit, for each row.
 
     x: [N, H]; gate_up_proj: [E, 2, I, H] and down_proj: [E, H, I], both packed or neither; weights: [N, top_k], of any float dtype; ids:
     [N, top_k] int32, not negative. An id >= E stands for no expert and adds nothing. So a device can compute its share of the experts: it
@@ -72,8 +77,9 @@ def experts(
     kernels: Any = packed_triton if all(packed) else triton
     chosen = dialect.select(implementation, kernels.unsupported(x, gate_up_proj, down_proj))
     if chosen == "xla":
-        return reference.experts(x, gate_up_proj, down_proj, weights, ids)
-    return kernels.experts(x, gate_up_proj, down_proj, weights, ids, groups, interpret=chosen == "triton-interpret")
+        return reference.experts(x, gate_up_proj, down_proj, weights, ids, activation)
+    settings = {"activation": activation, "interpret": chosen == "triton-interpret"}
+    return kernels.experts(x, gate_up_proj, down_proj, weights, ids, groups, **settings)
 
 
 __all__ = ["Groups", "experts", "route"]

@@ -93,7 +93,7 @@ def describe(tiles: Tiles | packed_triton.Tiles) -> str:
 
 
 def arguments(shape: Shape, packing: str | None) -> tuple[tuple[Any, ...], jax.Array, jax.Array]:
-    """Random x, gate_up_proj and down_proj, and scores and scales for `route`."""
+    """Random x, gate_up_proj and down_proj, and scores and `per_expert` for `route`."""
     x, gate_up, down, scores, scale = shape.layer(DTYPE, packing)
     keys = jax.random.split(jax.random.key(0), 5)
 
@@ -119,16 +119,16 @@ def main() -> None:
             continue
         arrays, scores, scale = arguments(shape, options.kind)
 
-        def route(scores, scale, top_k=shape.top_k, implementation="triton"):
-            return moe.route(scores, scale, top_k, implementation=implementation)
+        def route(scores, per_expert, shape=shape, implementation="triton"):
+            return moe.route(scores, per_expert, shape.top_k, scale=shape.scale, implementation=implementation)
 
         weights, ids, groups = jax.jit(route)(scores, scale)
         active = len(set(ids.reshape(-1).tolist()))
         size = shape.read(active, *arrays[1:])
         print(f"{name}: {active} of {shape.experts} experts, {size / 1e6:.0f} MB")
-        xla = functools.partial(moe.experts, implementation="xla")
+        xla = functools.partial(moe.experts, activation=shape.activation, implementation="xla")
         reference = bench.time_us(xla, *arrays, weights, ids) if shape.rows <= REFERENCE_ROWS else None
-        run = functools.partial(moe.experts, implementation="triton")
+        run = functools.partial(moe.experts, activation=shape.activation, implementation="triton")
         bench.show("  experts", bench.time_us(run, *arrays, weights, ids, groups), size, bandwidth, reference)
         reference = bench.time_us(functools.partial(route, implementation="xla"), scores, scale)
         bench.show("  route", bench.time_us(route, scores, scale), scores.nbytes, bandwidth, reference)
@@ -137,7 +137,7 @@ def main() -> None:
             bench.show("  group", bench.time_us(grouping, ids), ids.nbytes, bandwidth)
         kernels, tried = (packed_triton, packed_candidates) if options.kind else (triton, candidates)
         for tiles in tried(shape) if options.sweep else []:
-            run = functools.partial(kernels.experts, tiles=tiles)
+            run = functools.partial(kernels.experts, activation=shape.activation, tiles=tiles)
             try:
                 bench.show(f"  {describe(tiles)}", bench.time_us(run, *arrays, weights, ids, groups), size, bandwidth)
             except jax.errors.JaxRuntimeError as error:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.moe.reference import combine
 from pallas_kernels.moe.triton import ANY, group, members, numbers
@@ -57,7 +58,7 @@ def unsupported(x: jax.Array, gate_up_proj: Packed, down_proj: Packed) -> str | 
     return tile.unsupported(gate_up_proj, x.dtype) or tile.unsupported(down_proj, x.dtype)
 
 
-def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, interpret=False, tiles=None):
+def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, interpret=False, tiles=None):
     """See `pallas_kernels.moe.experts`."""
     count, _, inner, hidden = gate_up_proj.shape
     pairs, top_k = ids.size, ids.shape[1]
@@ -80,7 +81,9 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, interpret=
             interpret=interpret,
         )(counts, lists, x, *arrays)
 
-    act = call(_gate_up, "packed_moe_gate_up", tiles.gate_up, most * tiles.rows, gate_up_proj, inner, x)
+    act = call(
+        functools.partial(_gate_up, activation=activation), "packed_moe_gate_up", tiles.gate_up, most * tiles.rows, gate_up_proj, inner, x
+    )
     out = call(_down, "packed_moe_down", tiles.down, pairs, down_proj, hidden, act)
     return combine(out, weights, ids, count)
 
@@ -97,7 +100,7 @@ def _products(x_ref, row, kept, w_refs, indices, block, blocks, form):
     return [total for (total,) in tile.products(load, (len(row),), w_refs, indices, block, steps, blocks.depth, form)]
 
 
-def _gate_up(counts_ref, pairs_ref, x_ref, *refs, rows, top_k, blocks, form):
+def _gate_up(counts_ref, pairs_ref, x_ref, *refs, activation, rows, top_k, blocks, form):
     *w_refs, act_ref = refs
     expert, pair = members(counts_ref, pairs_ref, rows)
     place, block, column = numbers(0, rows), numbers(1, blocks.out), numbers(1, blocks.out * BLOCK)
@@ -106,7 +109,7 @@ def _gate_up(counts_ref, pairs_ref, x_ref, *refs, rows, top_k, blocks, form):
     def _():
         row, indices = pair // top_k, [(expert, 0), (expert, 1)]
         gate, up = _products(x_ref, row, row < x_ref.shape[0], w_refs, indices, block, blocks, form)
-        act = (jax.nn.gelu(gate, approximate=True) * up).astype(act_ref.dtype)
+        act = activation(gate, up).astype(act_ref.dtype)
         inside = jnp.broadcast_to((column < form.columns)[:, None], act.shape)
         plgpu.store(act_ref.at[place[None, :], column[:, None]], act, mask=inside)
 

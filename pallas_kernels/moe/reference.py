@@ -8,19 +8,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.linear.reference import activation
+from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.packed import Packed, unpack
 
+TINY = 1e-20  # scores so low that all sigmoids are 0 give weights of 0
 CHUNK = 64  # pairs that are multiplied with an unpacked expert at a time
 
 
-def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+def route(scores: jax.Array, per_expert: jax.Array, top_k: int, scale: float | None = None) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.moe.route`."""
-    top, ids = jax.lax.top_k(scores.astype(jnp.float32), top_k)
-    return jax.nn.softmax(top, axis=-1) * jnp.take(per_expert_scale.astype(jnp.float32), ids, axis=0), ids
+    scores, per_expert = scores.astype(jnp.float32), per_expert.astype(jnp.float32)
+    if scale is None:
+        top, ids = jax.lax.top_k(scores, top_k)
+        return jax.nn.softmax(top, axis=-1) * jnp.take(per_expert, ids, axis=0), ids
+    shares = jax.nn.sigmoid(scores)
+    _, ids = jax.lax.top_k(shares + per_expert[None, :], top_k)
+    chosen = jnp.take_along_axis(shares, ids, axis=-1)
+    return scale * chosen / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True), TINY), ids
 
 
-def experts(x: jax.Array, gate_up_proj: Any, down_proj: Any, weights: jax.Array, ids: jax.Array) -> jax.Array:
+def experts(
+    x: jax.Array, gate_up_proj: Any, down_proj: Any, weights: jax.Array, ids: jax.Array, activation: Activation = GELU
+) -> jax.Array:
     """See `pallas_kernels.moe.experts`. It sorts rows by expert and multiplies each group with its expert's matrices."""
     count, _, inner, hidden = gate_up_proj.shape
     order = jnp.argsort(ids.reshape(-1))
@@ -28,14 +37,14 @@ def experts(x: jax.Array, gate_up_proj: Any, down_proj: Any, weights: jax.Array,
     # Pairs without an expert are sorted last and are in no group.
     sizes = jnp.bincount(ids.reshape(-1), length=count + 1)[:count].astype(jnp.int32)
     if isinstance(gate_up_proj, Packed):
-        out = _one_by_one(jnp.take(x, row, axis=0), gate_up_proj, down_proj, sizes)
+        out = _one_by_one(jnp.take(x, row, axis=0), gate_up_proj, down_proj, sizes, activation)
     else:
         gate_up = _grouped(jnp.take(x, row, axis=0), gate_up_proj.reshape(count, 2 * inner, hidden), sizes)
         out = _grouped(activation(gate_up[:, :inner], gate_up[:, inner:]), down_proj, sizes)
     return combine(jnp.zeros_like(out).at[order].set(out, unique_indices=True), weights, ids, count)
 
 
-def _one_by_one(x: jax.Array, gate_up_proj: Packed, down_proj: Packed, sizes: jax.Array) -> jax.Array:
+def _one_by_one(x: jax.Array, gate_up_proj: Packed, down_proj: Packed, sizes: jax.Array, activation: Activation) -> jax.Array:
     """The experts' outputs for consecutive groups of rows. x: [M, H], sizes: [E] -> [M, H].
 
     One expert is unpacked at a time, if it has rows. Its last chunk reaches into the next group, which is computed later."""

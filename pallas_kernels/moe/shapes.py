@@ -1,4 +1,4 @@
-"""The shapes that Gemma 4 26B-A4B gives to the mixture of experts, for tests, the benchmark and tuning."""
+"""The shapes that Gemma 4 26B-A4B and Step-3.5-Flash give to the mixture of experts, for tests, the benchmark and tuning."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.linear.shapes import packed
 
 
@@ -19,9 +20,11 @@ class Shape:
     inner: int = 704
     hidden: int = 2816
     top_k: int = 8
+    activation: Activation = GELU
+    scale: float | None = None  # of `route`: None for a softmax
 
     def layer(self, dtype: Any, packing: str | None = None) -> tuple[Any, ...]:
-        """The shapes of x, gate_up_proj, down_proj, scores and per_expert_scale.
+        """The shapes of x, gate_up_proj, down_proj, scores and per_expert.
 
         packing: of the weights, a key of `linear.shapes.PACKINGS`; None for weights of `dtype`."""
         count, inner, hidden = self.experts, self.inner, self.hidden
@@ -36,6 +39,10 @@ class Shape:
         return active * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((gate_up, down))) // self.experts
 
 
+def _step3p5(rows: int) -> Shape:
+    return Shape(rows, experts=288, inner=1280, hidden=4096, activation=Activation("silu", 7.0), scale=3.0)
+
+
 # A step without drafts; verify blocks of K = 4 for 1, 8 and 32 sequences; a prefill chunk.
 SHAPES = {
     "26B decode 1": Shape(1),
@@ -43,4 +50,7 @@ SHAPES = {
     "26B verify 8x5": Shape(40),
     "26B verify 32x5": Shape(160),
     "26B prefill 2048": Shape(2048),
+    "Step-3.5 decode 1": _step3p5(1),
+    "Step-3.5 verify 1x4": _step3p5(4),
+    "Step-3.5 verify 8x4": _step3p5(32),
 }

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
-from pallas_kernels.moe.reference import combine
+from pallas_kernels.moe.reference import TINY, combine
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
 SCORES = 8192  # most scores that a program of `route` holds
@@ -75,7 +76,9 @@ def unsupported(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array) -> 
     return None
 
 
-def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, Any]:
+def route(
+    scores: jax.Array, per_expert: jax.Array, top_k: int, scale: float | None = None, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, Any]:
     """See `pallas_kernels.moe.route`; the groups come as (counts, pairs) or None."""
     rows, experts = scores.shape
     width = pl.next_power_of_2(experts)
@@ -85,7 +88,7 @@ def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int, *, interpr
     if alone:
         out_shape += [jax.ShapeDtypeStruct((experts,), jnp.int32), jax.ShapeDtypeStruct((experts, rows), jnp.int32)]
     weights, ids, *groups = dialect.call(
-        functools.partial(_route, top_k=top_k, block=block),
+        functools.partial(_route, top_k=top_k, scale=scale, block=block),
         name="moe_route",
         grid=(pl.cdiv(rows, block),),
         in_specs=[ANY] * 2,
@@ -94,11 +97,11 @@ def route(scores: jax.Array, per_expert_scale: jax.Array, top_k: int, *, interpr
         num_warps=8 if block * width > 2048 else 4,
         num_stages=1,
         interpret=interpret,
-    )(scores, per_expert_scale)
+    )(scores, per_expert)
     return weights, ids, tuple(groups) or None
 
 
-def _route(scores_ref, scale_ref, weights_ref, ids_ref, *group_refs, top_k, block):
+def _route(scores_ref, per_expert_ref, weights_ref, ids_ref, *group_refs, top_k, scale, block):
     rows, experts = scores_ref.shape
     row = numbers(0, block)
     column = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
@@ -106,6 +109,10 @@ def _route(scores_ref, scale_ref, weights_ref, ids_ref, *group_refs, top_k, bloc
     inside = real[:, None] & (column < experts)[None, :]
     where = scores_ref.at[row[:, None], column[None, :]]
     left = plgpu.load(where, mask=inside, other=jnp.array(-jnp.inf, scores_ref.dtype)).astype(jnp.float32)
+    if scale is not None:
+        shares = 1 / (1 + jnp.exp(-left))
+        bias = plgpu.load(per_expert_ref.at[column], mask=column < experts, other=jnp.zeros((), per_expert_ref.dtype)).astype(jnp.float32)
+        left = jnp.where(inside, shares + bias[None, :], -jnp.inf)
     # The choice that took a column; top_k if none did.
     choice = jnp.full(left.shape, top_k, jnp.int32)
     tops, ids = [], []
@@ -116,13 +123,18 @@ def _route(scores_ref, scale_ref, weights_ref, ids_ref, *group_refs, top_k, bloc
         taken = column[None, :] == best[:, None]
         choice = jnp.where(taken, k, choice)
         left = jnp.where(taken, -jnp.inf, left)
-        tops.append(top)
+        tops.append(top if scale is None else jnp.where(best < experts, jnp.sum(jnp.where(taken, shares, 0), axis=1), jnp.nan))
         ids.append(best)
-    shares = [jnp.exp(top - tops[0]) for top in tops]
-    total = functools.reduce(jnp.add, shares)
-    for k, (share, best) in enumerate(zip(shares, ids, strict=True)):
-        scale = plgpu.load(scale_ref.at[best], mask=best < experts, other=jnp.zeros((), scale_ref.dtype)).astype(jnp.float32)
-        plgpu.store(weights_ref.at[row, k], share / total * scale, mask=real)
+    parts = tops if scale is not None else [jnp.exp(top - tops[0]) for top in tops]
+    total = functools.reduce(jnp.add, parts)
+    total = total if scale is None else jnp.maximum(total, TINY)
+    for k, (part, best) in enumerate(zip(parts, ids, strict=True)):
+        if scale is None:
+            own = plgpu.load(per_expert_ref.at[best], mask=best < experts, other=jnp.zeros((), per_expert_ref.dtype)).astype(jnp.float32)
+            weight = part / total * own
+        else:
+            weight = scale * part / total
+        plgpu.store(weights_ref.at[row, k], weight, mask=real)
         plgpu.store(ids_ref.at[row, k], best, mask=real)
     if group_refs:
         counts_ref, pairs_ref = group_refs
@@ -164,7 +176,7 @@ def _group(ids_ref, counts_ref, pairs_ref, *, block):
     counts_ref[expert] = jax.lax.fori_loop(0, pl.cdiv(pairs, block), step, jnp.int32(0))
 
 
-def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, interpret=False, tiles=None):
+def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, interpret=False, tiles=None):
     """See `pallas_kernels.moe.experts`."""
     count, _, inner, hidden = gate_up_proj.shape
     pairs, top_k = ids.size, ids.shape[1]
@@ -186,7 +198,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, interpret=
             interpret=interpret,
         )(counts, lists, *arguments)
 
-    act = call(_gate_up, "moe_gate_up", tiles.gate_up, inner, most * tiles.rows, x, gate_up_proj)
+    act = call(functools.partial(_gate_up, activation=activation), "moe_gate_up", tiles.gate_up, inner, most * tiles.rows, x, gate_up_proj)
     out = call(_down, "moe_down", tiles.down, hidden, pairs, act, down_proj)
     return combine(out, weights, ids, count)
 
@@ -238,7 +250,7 @@ def _products(x_ref, row, kept, w_ref, indices, column, depth):
     return jax.lax.fori_loop(0, pl.cdiv(width, depth), step, (zero,) * len(indices))
 
 
-def _gate_up(counts_ref, pairs_ref, x_ref, w_ref, act_ref, *, rows, top_k, columns, depth):
+def _gate_up(counts_ref, pairs_ref, x_ref, w_ref, act_ref, *, activation, rows, top_k, columns, depth):
     expert, pair = members(counts_ref, pairs_ref, rows)
     place, column = numbers(0, rows), numbers(1, columns)
 
@@ -246,7 +258,7 @@ def _gate_up(counts_ref, pairs_ref, x_ref, w_ref, act_ref, *, rows, top_k, colum
     def _():
         row = pair // top_k
         gate, up = _products(x_ref, row, row < x_ref.shape[0], w_ref, [(expert, 0), (expert, 1)], column, depth)
-        act = (jax.nn.gelu(gate, approximate=True) * up).astype(act_ref.dtype)
+        act = activation(gate, up).astype(act_ref.dtype)
         inside = jnp.broadcast_to((column < act_ref.shape[1])[None, :], act.shape)
         plgpu.store(act_ref.at[place[:, None], column[None, :]], act, mask=inside)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,24 +31,26 @@ def qkv(
     group: int,
     key_dims: int = 0,
     eps: float,
+    value_norm: bool = True,
+    dtype: Any = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """The normed and rotated query heads of a block of rows, and its keys and values.
 
     projected: [B, T, KV, P, D], or float32 parts [S, B, T, KV, P, D] to be summed (`linear.partials`). The first `group` of P heads are
     queries. With k_weight, head `group` is the key and the last head the value (the same head if P = group + 1). cos, sin: [B, T, D / 2]
-    float32, of the angles by which pairs (d, d + D / 2) rotate. q_weight, k_weight: [D], of the RMS norms with `eps`; values are normed
-    without a weight and do not rotate. key_dims: how many numbers of a key are kept: D, or R < D; the latter are its dims 0 .. R/2 - 1
-    and D/2 .. D/2 + R/2 - 1.
+    float32, of the angles by which pairs (d, d + D / 2) rotate. q_weight, k_weight: [D], of the RMS norms with `eps`; values do not
+    rotate, and are normed without a weight, or taken as they are if not value_norm. key_dims: how many numbers of a key are kept: D, or
+    R < D; the latter are its dims 0 .. R/2 - 1 and D/2 .. D/2 + R/2 - 1.
 
-    Returns q [B, T, KV, group, D], k and v, in q_weight's dtype. Without pages k and v are those of the rows, [B, T, KV, key_dims] and
-    [B, T, KV, D]. With pages they are the pools, which then hold the rows, and every count must be at most W * page. Without k_weight
-    they are None.
+    Returns q [B, T, KV, group, D], k and v, in `dtype`, by default q_weight's. Without pages k and v are those of the rows,
+    [B, T, KV, key_dims] and [B, T, KV, D]. With pages they are the pools, which then hold the rows, and every count must be at most
+    W * page. Without k_weight they are None.
 
     implementation: see `dialect.select`. Raises ValueError for an unknown one.
     """
     chosen = dialect.select(implementation)
-    settings = {"group": group, "key_dims": key_dims, "eps": eps}
+    settings = {"group": group, "key_dims": key_dims, "eps": eps, "value_norm": value_norm, "dtype": dtype or q_weight.dtype}
     if chosen == "xla":
         return reference.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings)
     return triton.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings, interpret=chosen == "triton-interpret")

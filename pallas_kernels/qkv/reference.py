@@ -48,15 +48,16 @@ def write_rows(pool: jax.Array, table: jax.Array, start: jax.Array, count: jax.A
     return pool.at[pages, jnp.mod(position, page)].set(stored(rows, pool.dtype), mode="drop")
 
 
-def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps):
+def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, value_norm, dtype):
     """See `pallas_kernels.qkv.qkv`."""
     if projected.ndim == 6:
-        projected = jnp.sum(projected, axis=0).astype(q_weight.dtype)
+        projected = jnp.sum(projected, axis=0)
+    projected = projected.astype(dtype)
     q = rotate(rms_norm(projected[..., :group, :], q_weight, eps), cos, sin)
     if k_weight is None:
         return q, None, None
     k = rotate(rms_norm(projected[..., group, :], k_weight, eps), cos, sin)
-    v = rms_norm(projected[..., -1, :], None, eps)
+    v = rms_norm(projected[..., -1, :], None, eps) if value_norm else projected[..., -1, :]
     if key_dims < k.shape[-1]:
         low, high = jnp.split(k, 2, axis=-1)
         k = jnp.concatenate([low[..., : key_dims // 2], high[..., : key_dims // 2]], axis=-1)

@@ -16,11 +16,11 @@ HEADS = 16  # heads of a program, if there are many rows
 MANY_ROWS = 32  # of all sequences; with fewer rows each KV head has a program, to keep the GPU busy
 
 
-def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, interpret=False):
+def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, value_norm, dtype, interpret=False):
     """See `pallas_kernels.qkv.qkv`."""
     if projected.ndim == 5:
         projected = projected[None]
-    (_, batch, rows, kv_heads, heads, dim), dtype = projected.shape, q_weight.dtype
+    _, batch, rows, kv_heads, heads, dim = projected.shape
     inputs = {"projected": projected, "cos": cos, "sin": sin, "q_weight": q_weight}
     outputs = {"q": jax.ShapeDtypeStruct((batch, rows, kv_heads, group, dim), dtype)}
     aliases = {}
@@ -36,7 +36,9 @@ def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps,
     tile = pl.next_power_of_2(heads)
     together = max(1, min(pl.next_power_of_2(kv_heads), HEADS // tile)) if batch * rows >= MANY_ROWS else 1
     out = dialect.call(
-        functools.partial(_heads, names=(*inputs, *outputs), together=together, group=group, key_dims=key_dims, eps=eps),
+        functools.partial(
+            _heads, names=(*inputs, *outputs), together=together, group=group, key_dims=key_dims, eps=eps, value_norm=value_norm
+        ),
         name="qkv",
         grid=(batch * rows, pl.cdiv(kv_heads, together)),
         in_specs=[ANY] * len(inputs),
@@ -50,7 +52,7 @@ def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps,
     return (*out, None, None) if k_weight is None else tuple(out)
 
 
-def _heads(*refs, names, together, group, key_dims, eps):
+def _heads(*refs, names, together, group, key_dims, eps, value_norm):
     refs = dict(zip(names, refs, strict=True))
     parts, _, rows, kv_heads, heads, dim = refs["projected"].shape
     dtype, half, tile = refs["q"].dtype, dim // 2, pl.next_power_of_2(heads)
@@ -86,7 +88,10 @@ def _heads(*refs, names, together, group, key_dims, eps):
     low, high = halves(load)
     cos, sin = (plgpu.load(refs[name].at[b, t, column], mask=inside, other=jnp.float32(0))[None, :] for name in ("cos", "sin"))
     scale = jax.lax.rsqrt((jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)) / dim + eps)[:, None]
+    values = low, high
     low, high = low * scale, high * scale
+    if value_norm:
+        values = low, high
 
     low_weight, high_weight = weights("q_weight")
     is_query = real & (member < group)
@@ -112,5 +117,5 @@ def _heads(*refs, names, together, group, key_dims, eps):
     is_key, is_value = kept & (member == group), kept & (member == heads - 1)
     store("k", where, is_key, low_turned, 0, key_dims // 2)
     store("k", where, is_key, high_turned, key_dims // 2, key_dims // 2)
-    store("v", where, is_value, low, 0, half)
-    store("v", where, is_value, high, half, half)
+    store("v", where, is_value, values[0], 0, half)
+    store("v", where, is_value, values[1], half, half)

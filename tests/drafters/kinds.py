@@ -220,7 +220,7 @@ def modules_config(count, text=rounds.TEXT, **changes):
     """config.json of this many modules for a target with this text config."""
     kinds = [*text["layer_types"], *((SLIDING, FULL, SLIDING)[i % 3] for i in range(count))]
     return {
-        "model_type": mtp.MODEL_TYPE,
+        "model_type": "gemma4_mtp_modules",
         "num_nextn_predict_layers": count,
         "text_config": {**text, "layer_types": kinds, **changes},
     }
@@ -248,7 +248,7 @@ def eagle(layout):
 
 
 def modules(count):
-    return mtp.abstract(mtp.bind(mtp.ModulesConfig.from_hf(modules_config(count)), CONFIG), jnp.float32)
+    return mtp.abstract(mtp.bind(mtp.read_config(modules_config(count)), CONFIG), jnp.float32)
 
 
 def small_model(text):

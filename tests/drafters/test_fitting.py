@@ -43,7 +43,7 @@ OBJECTS = {
     "dflash2": dflash2.abstract(dflash2.DFlash2Config.from_hf(DFLASH2["z-lab"], CONFIG)),
     "dspark": dspark.abstract(dspark.DSparkConfig.from_hf(DSPARK["gemma"], CONFIG)),
     "eagle3": eagle3.abstract(eagle3.Eagle3Config.from_hf({**EAGLE3["eagle"], "eagle_aux_hidden_state_layer_ids": [1, 3]}, CONFIG, HEAD)),
-    "modules": mtp.abstract(mtp.ModulesConfig.from_hf(modules_config(2, TEXT))),
+    "modules": mtp.abstract(mtp.read_config(modules_config(2, TEXT))),
     "draft model": draft_model.abstract(CONFIG),
     "taps": dataclasses.replace(NGram(), taps=(1, 3)),
 }

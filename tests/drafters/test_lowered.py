@@ -26,8 +26,8 @@ TEXT = {**shapes.TARGETS["31b"]["text_config"], "num_hidden_layers": LAYERS, "la
 def drafter(name, target):
     if name == "modules":
         text = {**TEXT, "layer_types": [*TEXT["layer_types"], SLIDING, SLIDING]}
-        config = {"model_type": mtp_modules.MODEL_TYPE, "num_nextn_predict_layers": 2, "text_config": text}
-        return mtp_modules.abstract(mtp_modules.ModulesConfig.from_hf(config))
+        config = {"model_type": "gemma4_mtp_modules", "num_nextn_predict_layers": 2, "text_config": text}
+        return mtp_modules.abstract(mtp_modules.read_config(config))
     if name in ("dflash2", "dspark"):
         kind = drafters.KINDS[name]
         config = {**shapes.drafter_config(name, "31b"), "aux_hidden_state_layer_ids": range(1, LAYERS)}

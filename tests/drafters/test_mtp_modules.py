@@ -20,7 +20,7 @@ from kinds import modules_config
 
 from jaxspec import checkpoint, decode, drafters
 from jaxspec.drafters import mtp_modules as mtp
-from jaxspec.drafters.mtp_modules import ModulesConfig, MTPModules
+from jaxspec.drafters.mtp_modules import MTPModules
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, Gemma4Config
 from jaxspec.model.rows import Rows
@@ -204,7 +204,7 @@ def test_saving_and_loading(tmp_path):
     """Layers go on from 9 to 10, and a module's layer lies beside what is its own."""
     text = {**rounds.TEXT, "num_hidden_layers": 9, "layer_types": [FULL] * 9}
     target = Gemma4Config.from_hf(text)
-    abstract = mtp.abstract(mtp.bind(ModulesConfig.from_hf(modules_config(2, text)), target), jnp.float32)
+    abstract = mtp.abstract(mtp.bind(mtp.read_config(modules_config(2, text)), target), jnp.float32)
     weights = rounds.random_weights(abstract, 3)
     checkpoint.save_weights(tmp_path, weights, modules_config(2, text))
     stored = {key.removeprefix("model.layers."): tensor.shape for key, tensor in checkpoint.read_headers(tmp_path).items()}
@@ -253,15 +253,17 @@ def test_modules_that_do_not_fit_are_refused(tmp_path, changes, text, message):
 
 
 def test_another_model_type_is_refused():
-    with pytest.raises(ValueError, match="model_type is 'step3p5'; MTP modules have 'gemma4_mtp_modules'"):
-        ModulesConfig.from_hf({**modules_config(1), "model_type": "step3p5"})
+    with pytest.raises(ValueError, match="model_type is 'qwen3'; MTP modules have one of 'gemma4_mtp_modules', 'step3p5_mtp'"):
+        mtp.read_config({**modules_config(1), "model_type": "qwen3"})
+    with pytest.raises(ValueError, match="model_type is 'gemma4_text'; MTP modules of Gemma 4 layers have 'gemma4_mtp_modules'"):
+        mtp.read_config({**modules_config(1), "model_type": "gemma4_text"})
 
 
 def test_modules_of_the_released_31b():
     """By shape alone: three modules with K and V of both kinds, and a round that leaves the state as it found it."""
     text = real_configs.TARGETS["31B"]["text_config"]
     target = gemma4.abstract(Gemma4Config.from_hf(text))
-    drafter = mtp.abstract(mtp.bind(ModulesConfig.from_hf(modules_config(3, text)), target.config))
+    drafter = mtp.abstract(mtp.bind(mtp.read_config(modules_config(3, text)), target.config))
     block, head = 5376 * 5376 * 2, 262_144 * 5376
     sliding, full = (sum(x.size for x in jax.tree.leaves(target.layers[i])) for i in (0, 5))
     assert sum(x.size for x in jax.tree.leaves(drafter)) == 2 * sliding + full + 3 * (block + head + 3 * 5376)

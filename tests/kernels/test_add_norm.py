@@ -19,14 +19,14 @@ SMALL = [Shape(3, 96, scaled=True), Shape(2, 37, norms=0), Shape(5, 64, parts=2,
 
 
 def normed(x, weight):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+    return x if weight is None else x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
 
 
 def formula(x, y, weight, scalar, next_weights):
     x, y, weight, scalar, next_weights = jax.tree.map(lambda a: np.asarray(a, np.float64), (x, y, weight, scalar, next_weights))
     if isinstance(y, tuple):
         y = sum(normed(*part) for part in y)
-    x = (x + normed(y, weight)) * (1 if scalar is None else scalar)
+    x = (x + (y if weight is None else normed(y, weight))) * (1 if scalar is None else scalar)
     return (x, *(normed(x, w) for w in next_weights))
 
 
@@ -53,6 +53,22 @@ def test_the_kernel_rounds_where_the_reference_does(shape):
     for a, b in zip(*(run(*arguments, name) for name in ("triton-interpret", "xla")), strict=True):
         assert a.dtype == b.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("dtype, limit", [(jnp.float32, 2e-6), (jnp.bfloat16, 0.05)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_has_no_norm_is_added_as_it_is(parts, dtype, limit):
+    """One output or two, the second in parts, and the norm of the sum. The kernel rounds where the reference does."""
+    x, y, _, scalar, next_weights = inputs(Shape(3, 96, parts=parts), dtype)
+    if parts > 1:
+        y = (y[0][0], None), (jnp.stack([y[1][0].astype(jnp.float32)] * 2), None)
+    found = [run(x, y, None, scalar, next_weights, name) for name in ("xla", "triton-interpret")]
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    plain = y if parts == 1 else y[0][0].astype(jnp.float32) + y[1][0].sum(0)
+    for a, b in zip(found[0], formula(x, plain, None, scalar, next_weights), strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])

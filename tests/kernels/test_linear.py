@@ -9,6 +9,7 @@ import pytest
 from lowering import for_cuda
 
 from pallas_kernels import linear
+from pallas_kernels.activation import Activation
 from pallas_kernels.linear import bench, triton
 from pallas_kernels.linear.shapes import SHAPES, Shape
 from pallas_kernels.linear.triton import Tiles
@@ -59,6 +60,25 @@ def check(kind, arguments, dtype="float32", **settings):
 def test_equals_numpy(kind, dtype, implementation):
     """Rows that are no power of two, columns that no block divides, a width that no step divides."""
     check(kind, problem(kind, 5, 45, 300, dtype), dtype, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("limit", [None, 0.4])
+def test_silu_with_a_limit(limit, implementation):
+    """The gate is cut off after its activation and from above alone, the other product on both sides."""
+    x, w = problem("gated", 5, 45, 300)
+    gate, up = np.asarray(x, np.float64) @ np.swapaxes(np.asarray(w, np.float64), -1, -2)
+    wanted, cut = gate / (1 + np.exp(-gate)), np.inf if limit is None else limit
+    assert (wanted > 0.4).any() and (wanted < -0.2).any() and (np.abs(up) > 0.4).any()
+    got = jax.jit(functools.partial(linear.gated, activation=Activation("silu", limit), implementation=implementation))(x, w)
+    np.testing.assert_allclose(got, np.minimum(wanted, cut) * np.clip(up, -cut, cut), rtol=0, atol=1e-5)
+
+
+def test_an_activation_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="activation is 'relu'; available: 'gelu_tanh', 'silu'"):
+        Activation("relu")
+    with pytest.raises(ValueError, match="the activation's limit is 0; expected a positive number, or None"):
+        Activation("silu", 0)
 
 
 # Columns of a program, splits and the slice of a part in a step.

@@ -13,6 +13,7 @@ from lowering import for_cuda
 from jaxspec.model.layers import Linear
 from jaxspec.model.moe import Experts, Router
 from pallas_kernels import moe
+from pallas_kernels.activation import Activation
 from pallas_kernels.moe import triton
 from pallas_kernels.moe.shapes import SHAPES
 from pallas_kernels.moe.triton import Blocks, Tiles
@@ -20,7 +21,7 @@ from pallas_kernels.moe.triton import Blocks, Tiles
 # Unoptimised code compiles in half the time, and computes the same.
 OPTIONS = {"xla_backend_optimization_level": 0}
 experts = jax.jit(moe.experts, static_argnames="implementation", compiler_options=OPTIONS)
-route = jax.jit(moe.route, static_argnames=("top_k", "implementation"), compiler_options=OPTIONS)
+route = jax.jit(moe.route, static_argnames=("top_k", "scale", "implementation"), compiler_options=OPTIONS)
 group = jax.jit(triton.group, static_argnames=("experts", "interpret"), compiler_options=OPTIONS)
 # Relative to the largest output.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
@@ -85,6 +86,36 @@ def test_equals_a_loop_over_rows(case, implementation):
         # Where there is no grouped product, XLA multiplies with every expert and masks: NaN would spread there.
         arguments = tuple(np.nan_to_num(a) for a in arguments)
     check(arguments, ids, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+def test_experts_of_another_activation(implementation):
+    ids = choices(15, 5, 4, 2)
+    arguments = tuple(np.nan_to_num(a) for a in problem(16, 5, 4, 16, 32, ids))
+    x, gate_up, down, weights = (np.asarray(a, np.float64) for a in arguments)
+    gate, up = np.einsum("nh,egih->gnei", x, gate_up)
+    act = np.minimum(gate / (1 + np.exp(-gate)), 0.3) * np.clip(up, -0.3, 0.3)
+    each = np.einsum("nei,ehi->neh", act, down)
+    wanted = (weights[..., None] * np.take_along_axis(each, ids[..., None], axis=1)).sum(1)
+    got = jax.jit(functools.partial(moe.experts, activation=Activation("silu", 0.3), implementation=implementation))(*arguments, ids)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("rows, count, top_k", [(1, 6, 6), (5, 9, 3), (20, 288, 8)])
+def test_route_by_sigmoids_with_a_bias(rows, count, top_k, implementation):
+    """The bias chooses, and plays no part in the weights; groups are those of the choice."""
+    rng = np.random.default_rng(rows)
+    scores, bias = rng.standard_normal((rows, count)).astype(np.float32), (0.5 * rng.standard_normal(count)).astype(np.float32)
+    weights, ids, groups = route(scores, bias, top_k=top_k, scale=3.0, implementation=implementation)
+    shares = 1 / (1 + np.exp(-scores.astype(np.float64)))
+    want_ids = np.argsort(-(shares + bias), axis=1, kind="stable")[:, :top_k]
+    np.testing.assert_array_equal(ids, want_ids)
+    assert count == top_k or (np.sort(want_ids) != np.sort(np.argsort(-shares, axis=1)[:, :top_k])).any(), "the bias changes nothing"
+    chosen = np.take_along_axis(shares, want_ids, axis=1)
+    np.testing.assert_allclose(weights, 3 * chosen / chosen.sum(1, keepdims=True), rtol=1e-5)
+    if implementation != "xla" and rows <= triton.ALONE:
+        check_groups(groups, want_ids, count)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
@@ -160,10 +191,11 @@ def test_groups_of_any_ids():
     check_groups(group(ids, 7, interpret=True), ids, 7)
 
 
-def test_scores_of_nan_stay_in_their_row():
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_scores_of_nan_stay_in_their_row(scale):
     scores = np.asarray(np.random.default_rng(10).standard_normal((3, 6)), np.float32)
     scores[1, 2] = np.nan
-    weights, ids, groups = route(scores, np.ones(6, np.float32), top_k=2, implementation="triton-interpret")
+    weights, ids, groups = route(scores, np.ones(6, np.float32), top_k=2, scale=scale, implementation="triton-interpret")
     assert np.isnan(weights[1]).all() and not np.isnan(np.asarray(weights)[[0, 2]]).any()
     arguments = problem(11, 3, 6, 16, 32, np.arange(6))[:3]
     out = np.asarray(experts(*arguments, weights, ids, groups, implementation="triton-interpret"))
@@ -204,8 +236,8 @@ def test_lowers_for_cuda(name):
     shape = SHAPES[name]
 
     def layer(x, gate_up, down, scores, scale):
-        weights, ids, groups = moe.route(scores, scale, shape.top_k, implementation="triton")
-        return moe.experts(x, gate_up, down, weights, ids, groups, implementation="triton")
+        weights, ids, groups = moe.route(scores, scale, shape.top_k, scale=shape.scale, implementation="triton")
+        return moe.experts(x, gate_up, down, weights, ids, groups, activation=shape.activation, implementation="triton")
 
     text = for_cuda(jax.jit(layer), *shape.layer(jnp.bfloat16))
     kernels = ["moe_route", "moe_gate_up", "moe_down"] + ["moe_group"] * (shape.rows > triton.ALONE)

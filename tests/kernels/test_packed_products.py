@@ -11,6 +11,7 @@ from lowering import for_cuda
 from packed_matrices import FORMS, packed
 
 from pallas_kernels import device, linear, moe
+from pallas_kernels.activation import Activation
 from pallas_kernels.linear import bench, packed_mosaic, packed_triton
 from pallas_kernels.linear.shapes import PACKINGS, SHAPES
 from pallas_kernels.moe import packed_triton as moe_triton
@@ -79,6 +80,13 @@ def test_equals_the_reference(kind, dtype, form):
     if kind == "partials":
         kernel, plain = kernel.sum(0), plain.sum(0)
     assert difference(kernel, plain) < (1e-5 if plain.dtype == jnp.float32 else 1e-2)
+
+
+def test_an_activation_of_a_packed_product():
+    x, w = normal(5, 340), packed("int4", (2, 70, 340))
+    function = functools.partial(linear.gated, activation=Activation("silu", 0.3))
+    kernel, plain = (run(function, x, w, implementation=name) for name in ("triton-interpret", "xla"))
+    assert difference(kernel, plain) < 1e-5 < difference(run(linear.gated, x, w, implementation="xla"), plain)
 
 
 # Most rows of a program, its blocks of outputs and of inputs in a step, and splits.
@@ -216,8 +224,8 @@ def test_experts_lower_for_cuda(name, packing):
     shape = MOE_SHAPES[name]
 
     def layer(x, gate_up, down, scores, scale):
-        weights, ids, groups = moe.route(scores, scale, shape.top_k, implementation="triton")
-        return moe.experts(x, gate_up, down, weights, ids, groups, implementation="triton")
+        weights, ids, groups = moe.route(scores, scale, shape.top_k, scale=shape.scale, implementation="triton")
+        return moe.experts(x, gate_up, down, weights, ids, groups, activation=shape.activation, implementation="triton")
 
     text = for_cuda(jax.jit(layer), *shape.layer(jnp.bfloat16, packing))
     assert all(text.count(f'name = "packed_moe_{kernel}"') == 1 for kernel in ("gate_up", "down"))

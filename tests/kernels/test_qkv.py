@@ -44,7 +44,7 @@ def case(seed, *, batch=3, rows=5, kv=2, group=2, owned=2, dim=16, key_dims=None
     return (projected, jnp.cos(angles), jnp.sin(angles), *weights, pages), settings, angles
 
 
-@functools.partial(jax.jit, static_argnames=("group", "key_dims", "eps", "implementation"))
+@functools.partial(jax.jit, static_argnames=("group", "key_dims", "eps", "value_norm", "dtype", "implementation"))
 def run(*arguments, **settings):
     return qkv(*arguments, **settings)
 
@@ -107,6 +107,25 @@ def test_projections_may_come_in_parts(implementation):
     for a, b in zip(*(run(p, *rest, **settings, implementation=implementation) for p in (parts, whole)), strict=True):
         assert a.dtype == b.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_values_without_a_norm_and_weights_wider_than_the_heads(implementation):
+    """Values are stored as they are. Norm weights of float32 stay so beside bfloat16 heads, which are rounded after the norm alone."""
+    (projected, *rest, pages), settings, _ = case(6, group=12, dtype=jnp.bfloat16)
+    cos, sin, q_weight, k_weight = (a.astype(jnp.float32) for a in rest)
+    q_weight = q_weight + 2.0**-10  # lost in bfloat16
+    settings = {**settings, "value_norm": False, "dtype": jnp.bfloat16, "implementation": implementation}
+    q, k, v = run(projected, cos, sin, q_weight, k_weight, **settings)
+    assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(v, np.float32), np.asarray(projected[..., -1, :], np.float32))
+    wide = run(projected.astype(jnp.float32), cos, sin, q_weight, k_weight, **{**settings, "dtype": None, "implementation": "xla"})
+    assert wide[0].dtype == jnp.float32
+    for a, b in ((q, wide[0]), (k, wide[1])):
+        np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=2**-7, atol=2**-7)
+    _, _, pool = run(projected, cos, sin, q_weight, k_weight, pages, **settings)
+    page, at = pages.table[0, int(pages.start[0]) // 4 % 3], int(pages.start[0]) % 4
+    np.testing.assert_array_equal(np.asarray(pool[page, at], np.float32), np.asarray(v[0, 0], np.float32))
 
 
 def test_it_lowers_for_cuda_in_place():

@@ -40,6 +40,7 @@ FEW = [
     (1, 2, "31B", "dspark d2t"),
     (2, 2, "31B", "dspark gemma"),
     (1, 2, "12B", "dflash2"),
+    (2, 2, "step", "modules"),
 ]
 DRAFTERS = (
     "none",
@@ -58,6 +59,7 @@ DRAFTERS = (
 )
 POCKET = ("pocket-mtp", "pocket-dflash", "pocket-eagle3", "pocket-modules", "pocket-draft")
 ALL = [(*mesh, member, kind) for mesh in MESHES for member in meshes.MEMBERS for kind in DRAFTERS]
+ALL += [(*mesh, "step", kind) for mesh in MESHES for kind in ("none", "ngram", "modules")]
 ALL += [(*mesh, "pocket", kind) for mesh in MESHES for kind in ("ngram", *POCKET)]
 
 
@@ -118,6 +120,8 @@ def test_guesses_are_those_of_one_device():
         (2, "12B", "eagle3"),
         (4, "odd", "eagle3"),
         (4, "odd", "modules"),
+        (2, "step", "modules"),
+        (4, "step", "modules"),
     ],
 )
 def test_guesses_are_those_of_one_device_everywhere(tensor, member, kind):

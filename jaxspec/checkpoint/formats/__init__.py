@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint.files import CONVERTED, MODELOPT_CONFIG, read_json
-from jaxspec.checkpoint.formats import compressed_tensors, converted, gptq, modelopt
+from jaxspec.checkpoint.formats import compressed_tensors, converted, fp8, gptq, modelopt
 from jaxspec.checkpoint.formats.matrices import SCALE_NAMES
 from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.checkpoint.safetensors import Stored, read_folder
 
-SERVED = f"compressed-tensors ({compressed_tensors.SERVED}), modelopt ({', '.join(modelopt.ALGORITHMS)}), gptq, auto-round, awq"
+SERVED = (
+    f"compressed-tensors ({compressed_tensors.SERVED}), modelopt ({', '.join(modelopt.ALGORITHMS)}), gptq, auto-round, awq, fp8 in blocks"
+)
 SCALE_KEY = re.compile(r"(\.weight_scale|experts\.\w+_proj_scale|\.scales)$")
 # compressed-tensors names the scale of a layer's keys self_attn.k_scale, ModelOpt self_attn.k_proj.k_scale.
 KV_SCALE = re.compile(r"(model\.|language_model\.)*layers\.(?P<layer>\d+)\.self_attn\.([kv]_proj\.)?(?P<name>[kv])_scale")
@@ -52,6 +54,8 @@ def _parsed(config: Mapping[str, Any], stored: Mapping[str, Stored] | None, scal
         return modelopt.read(config)
     if method in ("gptq", "auto-round", "awq"):
         return gptq.read(method, config, stored, scale_dtype=scale_dtype)
+    if method == "fp8":
+        return fp8.read(config, stored)
     raise ValueError(f"the checkpoint's weights are quantised with quant_method {config.get('quant_method')!r}; served are {SERVED}")
 
 

@@ -108,6 +108,7 @@ class Bytes:
     scheme: Scheme
     strategy: str  # how many weights share a scale: "tensor", "channel", "group" or "block"
     block: tuple[int, int] = (1, 1)  # outputs and inputs that do, of strategy "block"; the last blocks may be cut off
+    suffix: str = "scale"  # of the scales' key
 
     def tensors(self, key: str, shape: tuple[int, ...]) -> dict[str, Wanted]:
         *lead, out, into = shape
@@ -117,7 +118,7 @@ class Bytes:
             scales = () if self.strategy == "tensor" else (*lead, out, groups(into, self.scheme.group))
         wanted = {
             key: Wanted(shape, ("F8_E4M3" if self.scheme.kind == "fp8" else "I8",)),
-            named(key, "scale"): Wanted(scales, (SCALE_NAMES[self.scheme.scale_dtype],)),
+            named(key, self.suffix): Wanted(scales, (SCALE_NAMES[self.scheme.scale_dtype],)),
         }
         if self.scheme.zeros:
             wanted[named(key, "zero_point")] = Wanted(scales, ("I8",))
@@ -125,7 +126,7 @@ class Bytes:
 
     def read(self, key: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> Matrix:
         zero = tensors[named(key, "zero_point")].read() if self.scheme.zeros else None
-        scale = tensors[named(key, "scale")].read()
+        scale = tensors[named(key, self.suffix)].read()
         return Matrix(tensors[key].read().view(np.uint8), self._rows(scale, shape), None if zero is None else self._rows(zero, shape))
 
     def _rows(self, numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,0 +1,130 @@
+"""What every family's layers do alike: attention over pages and fresh rows, and where keys come from and go to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import LayerSpec
+from jaxspec.model.paged_kv import LayerKV, PagedKV
+from jaxspec.model.rows import Keys, Rows
+from pallas_kernels.all_reduce import Unsummed
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.qkv import Pages
+
+Heads = tuple[jax.Array, jax.Array | None, jax.Array | None]
+# Of a layer's keys and of its values, what those of float8 are divided by: (layer, scale of keys, scale of values).
+KVScales = tuple[tuple[int, float, float], ...]
+
+
+class AttentionWeights(Protocol):
+    """A layer's attention, as `attend` takes it."""
+
+    @property
+    def spec(self) -> LayerSpec: ...
+
+    def heads(self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any) -> Heads:
+        """Normed and rotated queries [B, T, KV, G, D] of a projection or its parts, and the keys and values, or the pools that hold
+        them, in `dtype`: see `pallas_kernels.qkv`."""
+        ...
+
+
+def attend(
+    weights: AttentionWeights,
+    projected: jax.Array | Unsummed,
+    positions: jax.Array,
+    keys: Keys,
+    dtype: Any,
+    attention: str,
+    scale: float = 1.0,
+) -> tuple[jax.Array, Keys]:
+    """Attention of a layer's rows. projected: what `weights.heads` takes; positions: [B, T]; dtype: of the rows; scale: of the scores;
+    attention: the implementation. Returns the heads [B, T, KV, G, D] and the keys that they attended to: those given, with the rows' own
+    if the layer owns any."""
+    assert not isinstance(projected, Unsummed)
+    spec, pages, pools = weights.spec, None, keys.pools
+    if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == dtype and pools.scales is None:
+        assert keys.table is not None
+        pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
+    q, k, v = weights.heads(projected, positions, pages, attention, dtype)
+    if pages is not None:
+        assert k is not None and v is not None
+        keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)
+    elif k is not None and v is not None:
+        # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
+        k, v = (k, v) if pools is None else pools.as_stored(k, v)
+        if keys.store_first:
+            assert pools is not None and keys.table is not None
+            pools = paged.write(pools, keys.table, keys.length, keys.count, k, v)
+            keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
+        else:
+            keys = dataclasses.replace(keys, fresh=(k, v))
+    heads = paged_attention(
+        q,
+        positions,
+        None if keys.pools is None else (keys.pools.k, keys.pools.v),
+        keys.table,
+        keys.length,
+        keys.fresh,
+        keys.count,
+        keys.weight,
+        None if keys.pools is None else keys.pools.scales,
+        window=spec.window,
+        scale=scale,
+        implementation=attention,
+    )
+    return heads, keys
+
+
+def keys_of(
+    cache: PagedKV | None, owner: int, slots: jax.Array, length: jax.Array, count: jax.Array, weight: jax.Array | None = None
+) -> Keys:
+    """The cached positions of layer `owner` for these slots, with no fresh rows yet. slots, length, count: [B] int32; weight: see
+    `Keys`."""
+    pages = (None, None) if cache is None else cache.pages_of(owner, slots)
+    return Keys(*pages, length, None, count, weight)
+
+
+def keys_for(cache: PagedKV | None, layer: int, spec: LayerSpec, rows: Rows, weight: jax.Array | None = None) -> Keys:
+    """The keys before these rows of a layer that owns K and V, to which it adds the rows' own."""
+    keys = keys_of(cache, layer, rows.slots, rows.start, rows.count, weight)
+    return dataclasses.replace(keys, store_first=cache is not None and paged.has_room(cache, spec, rows.ids.shape[1]))
+
+
+def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys]) -> PagedKV:
+    """The cache with every owning layer's rows. Those that are still fresh are written once all layers have read the pools as they
+    were: a chunk longer than a ring's spare places overwrites what its first rows see."""
+    layers = list(cache.layers)
+    for i, keys in fresh.items():
+        assert keys.pools is not None and keys.table is not None
+        pools = keys.pools
+        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, rows.count, *keys.fresh)
+    return dataclasses.replace(cache, layers=tuple(layers))
+
+
+def empty_cache(layers: tuple[LayerSpec, ...], kv_scales: KVScales, **settings: Any) -> PagedKV:
+    """An empty cache for layers, with these scales where it is one of float8; `settings` are those of `paged_kv.init`."""
+    cache = paged.init(layers, **settings)
+    pools = list(cache.layers)
+    for i, *scales in kv_scales:
+        own = pools[i]
+        if own is not None and own.k.dtype == jnp.float8_e4m3fn:
+            pools[i] = dataclasses.replace(own, scales=jnp.asarray(scales, jnp.float32))
+    return dataclasses.replace(cache, layers=tuple(pools))
+
+
+def scales_by_layer(scales: Mapping[int, tuple[float, float]], count: int) -> KVScales:
+    """The scales of the first `count` layers, in order."""
+    return tuple((i, *of) for i, of in sorted(scales.items()) if i < count)
+
+
+def check_taps(taps: tuple[int, ...], count: int) -> None:
+    """Raises ValueError for indices outside 0 .. count, the hidden states of a target of so many layers."""
+    bad = [i for i in taps if not 0 <= i <= count]
+    if bad:
+        raise ValueError(f"taps {bad} are outside 0 .. {count}, the target's hidden states")
