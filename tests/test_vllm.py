@@ -17,7 +17,7 @@ from jaxspec import loading
 from jaxspec.checkpoint import hub
 from jaxspec.vllm import LLM, SamplingParams, TokensPrompt, arguments
 from jaxspec.vllm import llm as llm_file
-from jaxspec.vllm.params import REFUSED, WITHOUT_EFFECT, default_params
+from jaxspec.vllm.sampling_params import REFUSED, WITHOUT_EFFECT, default_params
 
 SMALL = {"max_model_len": 192, "max_num_seqs": 2}
 
@@ -116,6 +116,42 @@ acceptance_length = 1 + (num_accepted_tokens / num_drafts) if num_drafts > 0 els
 print(f"total_num_output_tokens: {total_num_output_tokens}")
 """
 
+STRUCTURED = """
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from pydantic import BaseModel
+from enum import Enum
+
+MAX_TOKENS = 64
+sampling_params_choice = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
+sampling_params_regex = SamplingParams(
+    structured_outputs=StructuredOutputsParams(regex=r"\\w{1,12}@\\w{1,12}\\.com\\n"), stop=["\\n"], max_tokens=MAX_TOKENS
+)
+
+
+class CarType(str, Enum):
+    SEDAN = "SEDAN"
+    SUV = "SUV"
+
+
+class CarDescription(BaseModel):
+    wheels: int
+    car_type: CarType
+
+
+json_schema = CarDescription.model_json_schema()
+sampling_params_json = SamplingParams(structured_outputs=StructuredOutputsParams(json=json_schema), max_tokens=MAX_TOKENS)
+llm = LLM(model="pocket", speculative_config={"model": "pocket-mtp", "num_speculative_tokens": 3}, max_model_len=192, max_num_seqs=2)
+answers = []
+for prompt, sampling_params in [
+    ("Classify this sentiment: it is wonderful!", sampling_params_choice),
+    ("Generate an email address for Alan Turing.", sampling_params_regex),
+    ("Generate a JSON with the number of wheels and car_type of a car from the 90's.", sampling_params_json),
+]:
+    outputs = llm.generate(prompts=prompt, sampling_params=sampling_params)
+    answers.append(outputs[0].outputs[0].text)
+"""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_to_compile(unoptimised):
@@ -127,7 +163,7 @@ def quick_to_compile(unoptimised):
 def run(script, **names):
     """What a script leaves behind, its import line changed."""
     found = {"__name__": "__main__", "prompts": None, **names}
-    exec(compile(script.replace("from vllm import", "from jaxspec.vllm import"), "script", "exec"), found)
+    exec(compile(script.replace("from vllm", "from jaxspec.vllm"), "script", "exec"), found)
     return found
 
 
@@ -410,6 +446,13 @@ def test_calls_refuse_what_they_cannot_serve(llm):
             getattr(llm, name)
     with pytest.raises(ImportError, match="jaxspec.vllm has no GuidedDecodingParams: its name is StructuredOutputsParams"):
         from jaxspec.vllm import GuidedDecodingParams  # noqa: F401  # pyright: ignore
+
+
+def test_a_script_for_structured_outputs():
+    choice, email, car = run(STRUCTURED)["answers"]
+    assert choice in ("Positive", "Negative") and re.fullmatch(r"\w{1,12}@\w{1,12}\.com", email)
+    found = json.loads(car)
+    assert set(found) == {"wheels", "car_type"} and isinstance(found["wheels"], int) and found["car_type"] in ("SEDAN", "SUV")
 
 
 def test_structured_outputs_have_vllm_s_names():

@@ -6,8 +6,8 @@ from typing import Any
 from jaxspec.engine.completion import Logprob
 from jaxspec.structured import StructuredOutputsParams
 from jaxspec.vllm.llm import LLM
-from jaxspec.vllm.params import SamplingParams, TextPrompt, TokensPrompt
 from jaxspec.vllm.results import CompletionOutput, Counter, RequestMetrics, RequestOutput, Vector
+from jaxspec.vllm.sampling_params import SamplingParams, TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",

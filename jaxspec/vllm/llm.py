@@ -16,8 +16,8 @@ from jaxspec.engine import params as engine_params
 from jaxspec.engine.intake import prompts_of
 from jaxspec.loading import load
 from jaxspec.vllm import arguments
-from jaxspec.vllm.params import SamplingParams, TextPrompt, TokensPrompt, default_params
 from jaxspec.vllm.results import Counter, RequestOutput, Vector, counters, request_output
+from jaxspec.vllm.sampling_params import SamplingParams, TextPrompt, TokensPrompt, default_params
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None

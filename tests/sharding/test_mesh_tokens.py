@@ -24,6 +24,7 @@ from jaxspec.sampling.choice import Sampling, choose, probabilities
 from jaxspec.sampling.filters import Filters, best_candidates
 from jaxspec.sampling.logit_edits import defaults, tables
 from jaxspec.sharding import specs
+from jaxspec.targets import abstract_target
 from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import Unsummed, mailboxes
 
@@ -166,7 +167,7 @@ def sampling(scope, shard=None, edited=False):
         asked = asked.replace(bias_ids=asked.bias_ids.at[:, 0].set(50), bias=asked.bias.at[:, 0].set(3.0))
         known = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (ROWS, 9)), jnp.int32)
         changed = tables(asked, known, jnp.full(ROWS, 4), jnp.full(ROWS, 9), jnp.full((ROWS, 1), -1), VOCAB)
-    return Sampling(jnp.asarray(seed), jnp.asarray([0, 1, 0.7, 0], jnp.float32), filters, changed, shard)
+    return Sampling(jnp.asarray(seed), jnp.asarray([0, 1, 0.7, 0], jnp.float32), filters, changed, shard=shard)
 
 
 POSITIONS = np.arange(ROWS * STEPS, dtype=np.int32).reshape(ROWS, STEPS)
@@ -312,9 +313,9 @@ def test_what_lies_on_every_device(tensor):
     mesh, replicated = sharding.mesh(tensor=tensor), set()
     for name in shapes.TARGETS:
         config = shapes.target_config(name)
-        trees = [gemma4.abstract(config)]
+        trees = [abstract_target(config, jnp.bfloat16)]
         there = {"12b": ["dspark"], "26b": ["dflash"], "31b": ["dflash", "dflash2", "dspark"]}.get(name, [])
-        for kind in ("mtp", "eagle3", "modules", "e4b", *there):
+        for kind in ("eagle3", "modules", *(() if name.startswith("step") else ("mtp", "e4b")), *there):
             trees.append(shapes.abstract_drafter(kind, name, config, jnp.bfloat16))
         for tree in trees:
             placed = sharding.spread(sharding.shard_tree(tree, mesh), mesh)
@@ -334,6 +335,7 @@ def test_what_lies_on_every_device(tensor):
         "Gemma4 per_layer_model_projection.weight",
         *(f"Gemma4 {part}.weight" for part in ple),
         *(f"DraftModel model.{part}.weight" for part in ple),
+        "Step3p5 model.layers.moe.gate.weight",
         "DSpark markov_head.markov_w1.weight",
         *(f"DFlash2 layers.{part}_conv.kernel_projection.weight" for part in ("attention", "mlp")),
         *(f"DFlash2 candidate_selector.{part}_codebook" for part in ("predecessor", "successor")),
