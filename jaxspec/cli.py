@@ -16,8 +16,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxspec import __version__, info_command
+from jaxspec import __version__
 from jaxspec.bench import command as bench_command
+from jaxspec.info import command as info_command
 from jaxspec.train import command as train_command
 
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # either, and not both

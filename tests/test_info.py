@@ -8,7 +8,8 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import cards, cli, loading
+from jaxspec import cli, loading
+from jaxspec.info import cards
 from jaxspec.released import TARGETS
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

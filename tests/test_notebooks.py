@@ -78,7 +78,7 @@ def kernel(tmp_path_factory):
             yield client
 
 
-SLOW = ("02", "04", "05")  # the fourth trains for as long as all others take together
+SLOW = ("02", "04", "05", "06")  # the fourth trains for as long as all others take together, the sixth trains too
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in FIGURES])

@@ -15,7 +15,7 @@ import jaxspec
 from jaxspec import cli, sharding
 from jaxspec.checkpoint import from_floats
 from jaxspec.checkpoint.quantisation import Scheme
-from jaxspec.info import describe_mesh, read
+from jaxspec.info.describe import describe_mesh, read
 from jaxspec.trees import is_packed, leaves_by_path
 from pallas_kernels.packed import Packed, pack, unpack
 

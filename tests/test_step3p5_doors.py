@@ -14,8 +14,9 @@ import tiny
 from quick import few_programs
 
 import jaxspec
-from jaxspec import checkpoint, cli, drafters, info, released
+from jaxspec import checkpoint, cli, drafters, released
 from jaxspec.drafters.mtp_modules import MTPModules
+from jaxspec.info import describe as info
 from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.step3p5 import Step3p5
 from jaxspec.sharding.placement import abstract_placement_of

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxspec import cards, cli, info, loading
+from jaxspec import cli, loading
 from jaxspec import released as shapes
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import memory
 from jaxspec.engine.admission import init_state
+from jaxspec.info import cards
+from jaxspec.info import describe as info
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sharding.placement import abstract_placement_of

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import pytest
 from lowering import triton_kernels
 
-from jaxspec import gemma4, released
+from jaxspec import released
 from jaxspec.compile_check.cases import kernel_cases
 from jaxspec.compile_check.check import GPUS
 from jaxspec.engine import memory
 from jaxspec.engine.settings import PAGE
 from jaxspec.model.config import FULL
+from jaxspec.targets import abstract_target
 from pallas_kernels import device, dialect
 
 MEMORY = (24, 40, 48, 80, 94, 141)  # GB of a device
@@ -36,8 +37,8 @@ def planned():
     found = {}
     for name in released.TARGETS:
         config = released.target_config(name)
-        target, max_len = gemma4.abstract(config, jnp.bfloat16), config.max_position_embeddings
-        drafter = released.abstract_drafter("mtp", name, config, jnp.bfloat16)
+        target, max_len = abstract_target(config, jnp.bfloat16), config.max_position_embeddings
+        drafter = released.abstract_drafter("mtp" if released.has_drafter("mtp", name) else "modules", name, config, jnp.bfloat16)
         sizes = memory.sizes_of(target, drafter, max_len=max_len, num_draft_tokens=4, kv_dtype=FP8)
         spec = next(spec for spec in config.layers if spec.kind == FULL)
         for room in (int(0.9e9 * size) for size in MEMORY):
@@ -102,8 +103,8 @@ def test_offsets_into_large_arrays_have_64_bits():
                     if elements > NARROW:
                         reached.add(elements)
                         kernels.add(name)
-    # Among them are pools of numbers of one byte with between 2**31 and 2**32 of them.
-    assert kernels == {"paged_attention", "qkv"} and any(elements <= 2**32 for elements in reached), (kernels, reached)
+    # Among them are pools of numbers of one byte with between 2**31 and 2**32 of them, and 288 experts of a layer.
+    assert kernels == {"paged_attention", "qkv", "moe_gate_up"} and any(elements <= 2**32 for elements in reached), (kernels, reached)
 
 
 @pytest.mark.parametrize("elements", [2**31, 2**31 + 1])

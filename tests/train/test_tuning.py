@@ -55,7 +55,7 @@ def test_the_command_writes_a_drafter_that_load_takes(target, trained, capsys):
     assert [row["step"] for row in rows] == [0, 2, 4]
     assert {"loss", "acceptance_length", "held_out_loss", "held_out_acceptance_length", "measured_acceptance_length"} <= set(rows[-1])
     settings = json.loads((out / "settings.json").read_text())
-    assert settings["objective"] == {"steps": 2, "anchors": 6, "decay": 0.9, "soft": 1.0, "hard": 1.0, "tv": 0.5}
+    assert settings["objective"] == {"steps": 2, "anchors": 6, "decay": 0.9, "soft": 1.0, "hard": 1.0, "tv": 0.5, "confidence": 1.0}
     assert (out / "curves.png").exists() and sorted(p.name for p in (out / "checkpoints").iterdir()) == ["2", "4"]
     own = dict(np.load(out / "self_generated.npz"))
     assert own["ids"].shape == (3, 24) and (own["first"] >= 3).all() and (own["length"] > own["first"]).all()

@@ -31,8 +31,9 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> argparse.Argument
 def lines(args: argparse.Namespace, hub: Any, jax_fraction: float) -> list[str]:
     """What the command prints. hub: a `checkpoint.hub.Hub`. jax_fraction: the share of a device's memory that JAX takes. Raises what
     `info.read` and `info.describe_plan` raise."""
-    from jaxspec import drafters, info
-    from jaxspec.cards import card_named
+    from jaxspec import drafters
+    from jaxspec.info import describe as info
+    from jaxspec.info.cards import card_named
 
     if args.drafter in drafters.without_checkpoints():
         raise ValueError(f"the drafter {args.drafter!r} is not a checkpoint: it has no weights and fits every target")
@@ -61,7 +62,7 @@ def lines(args: argparse.Namespace, hub: Any, jax_fraction: float) -> list[str]:
 
 def _card(args: argparse.Namespace, named: Any, jax_fraction: float) -> tuple[Any, dict[str, float]]:
     """(the device that a plan is made for, or None where this one does not say what memory it has; the shares of it that are taken)."""
-    from jaxspec.cards import Card, card_of
+    from jaxspec.info.cards import Card, card_of
 
     if named is not None and args.memory is not None:
         raise ValueError(f"{args.target!r} is a GPU, and --memory is {args.memory!r} too; expected one of them")

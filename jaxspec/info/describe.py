@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import checkpoint, released
-from jaxspec.cards import Card, gigabytes
 from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine.memory import Sizes, check_limits, fit, most_slots, size, sizes_of
 from jaxspec.engine.settings import PAGE
+from jaxspec.info.cards import Card, gigabytes
 from jaxspec.loading import MAX_SLOTS, check_names
 from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
