@@ -28,7 +28,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((False, True), "answers are not searched for calls of functions"),
     "functions": (([],), "answers are not searched for calls of functions"),
     "function_call": (("none", "auto"), "answers are not searched for calls of functions"),
-    "response_format": (({"type": "text"},), "only text is answered"),
     "modalities": ((["text"],), "only text is answered"),
     "audio": ((), "only text is answered"),
     "prediction": ((), "the drafter guesses"),
@@ -80,6 +79,8 @@ def read(values: Mapping[str, Any]) -> Asked:
         raise ValueError("prompt of body is a list of prompts; expected one, as each line has one result")
     if not isinstance(template, dict) or (template and url != CHAT):
         raise ValueError("chat_template_kwargs of body is not an object, or not beside messages")
+    if "response_format" in given:
+        params |= _structure(given.pop("response_format"))
     for field, value in given.items():
         if field in REFUSED:
             nothing, reason = REFUSED[field]
@@ -100,9 +101,24 @@ def read(values: Mapping[str, Any]) -> Asked:
     return Asked(name, url, what, params, template)
 
 
+def _structure(asked: Any) -> dict[str, Any]:
+    """What a body's response_format is as params. Raises ValueError for a format that is none."""
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    schema = asked.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, Mapping) or "schema" not in schema:
+        raise ValueError(
+            f"response_format of body is {asked!r}; expected type text, json_object, or json_schema with a json_schema that has a schema"
+        )
+    return {"structured_outputs": {"json": schema["schema"]}}
+
+
 def _known(url: str) -> list[str]:
     own = ["max_completion_tokens", "top_logprobs", "chat_template_kwargs"] if url == CHAT else []
-    return sorted({*own, ASKS[url], *LABELS, *PARAM_NAMES})
+    return sorted({*own, ASKS[url], "response_format", *LABELS, *PARAM_NAMES})
 
 
 def record_id(number: int, digest: int) -> str:

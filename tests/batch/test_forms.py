@@ -9,7 +9,7 @@ from fake_llm import FakeLLM, read_lines, sorted_lines, write_lines
 
 import jaxspec
 from jaxspec import cli
-from jaxspec.batch import job, merging, places
+from jaxspec.batch import job, merging, openai, places
 from jaxspec.batch.lines import derived_seed
 from jaxspec.engine.params import SamplingParams
 
@@ -91,6 +91,7 @@ REFUSED = {
     "method is 'GET', expected 'POST'": asked("r", {"messages": said()}) | {"method": "GET"},
     "found 'params' in a line with custom_id and body": asked("r", {"messages": said()}, params={}),
     "temperature is -1.0, expected a finite number": asked("r", {"messages": said(), "temperature": -1}),
+    "response_format of body is {'type': 'xml'}; expected type text": asked("r", {"messages": said(), "response_format": {"type": "xml"}}),
     "custom_id is None, expected a text": {"method": "POST", "url": CHAT, "body": {"messages": said()}},
     "body is [], expected an object": asked("r", {}) | {"body": []},
 }
@@ -106,6 +107,13 @@ def test_fields_that_cannot_be_served_are_refused_by_name(tmp_path):
         assert record["custom_id"] == line.get("custom_id") and record["response"] is None
         assert record["error"]["message"].startswith(reason), record
     assert job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").bad == len(REFUSED)  # an errors file of this form is known again
+
+
+def test_a_response_format_is_a_structured_output():
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    formats = {"json_object": {}, "json_schema": {"json_schema": {"name": "point", "schema": schema}}, "text": {}}
+    found = [openai.read(asked("r", {"messages": said(), "response_format": {"type": t, **more}})).params for t, more in formats.items()]
+    assert found == [{"structured_outputs": {"json_object": True}}, {"structured_outputs": {"json": schema}}, {}]
 
 
 def test_other_columns_and_the_prompt_go_to_the_result(tmp_path):
