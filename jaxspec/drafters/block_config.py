@@ -6,8 +6,12 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxspec.drafters.blocks import plain_spec, unread_keys
+from jaxspec.drafters.blocks import plain_config, plain_spec, unread_keys
 from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
+from jaxspec.model.families import family_of
+from jaxspec.model.target import TargetConfig
+
+FRESH_LAYERS = 5  # of a drafter that is trained from the start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,3 +123,22 @@ def _layers(
     if SLIDING in kinds and not window:
         raise ValueError(f"layer_types has {list(kinds).count(SLIDING)} sliding layers, and sliding_window is {window!r}")
     return tuple(plain_spec(inner, window if kind == SLIDING else None, rope_theta=1e6) for kind in kinds), causal
+
+
+def fresh_config(target: TargetConfig, **layers: Any) -> dict[str, Any]:
+    """What the config.json of a fresh drafter has in speculators' layout, whatever its kind. layers: more of its layers' config."""
+    depth, taps = target.num_hidden_layers, min(FRESH_LAYERS, target.num_hidden_layers)
+    return {
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            **plain_config(target),
+            "intermediate_size": 2 * target.hidden_size,
+            "num_hidden_layers": FRESH_LAYERS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            **layers,
+        },
+        "aux_hidden_state_layer_ids": sorted({round(1 + i * (depth - 1) / max(taps - 1, 1)) for i in range(taps)}),
+        "mask_token_id": family_of(target).mask_token,
+        "num_target_layers": depth,
+        "dtype": "bfloat16",
+    }

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxspec.drafters.block_config import BlockConfig, plain_fields
-from jaxspec.drafters.blocks import named_taps, plain_config
+from jaxspec.drafters.block_config import FRESH_LAYERS, BlockConfig, fresh_config, plain_fields
+from jaxspec.drafters.blocks import named_taps
 from jaxspec.model.config import FULL, SLIDING, expect, require
-from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
 
 
@@ -57,30 +56,17 @@ _SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "s
 
 def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, Any]:
     """The config.json of a fresh drafter, in speculators' layout. raw: the target's."""
-    layers, depth = 5, target.num_hidden_layers
-    taps = min(layers, depth)
+    layers = {"layer_types": [*[SLIDING] * (FRESH_LAYERS - 1), FULL], "sliding_window": 2048}
     return {
+        **fresh_config(target, **layers),
         "architectures": ["DFlash2DraftModel"],
         "speculators_model_type": "dflash2",
-        "transformer_layer_config": {
-            "model_type": "qwen3",
-            **plain_config(target),
-            "intermediate_size": 2 * target.hidden_size,
-            "num_hidden_layers": layers,
-            "layer_types": [*[SLIDING] * (layers - 1), FULL],
-            "sliding_window": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        },
-        "aux_hidden_state_layer_ids": sorted({round(1 + i * (depth - 1) / max(taps - 1, 1)) for i in range(taps)}),
         "block_size": 16,
         "draft_vocab_size": target.vocab_size,
-        "mask_token_id": family_of(target).mask_token,
-        "num_target_layers": depth,
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,
         **_SIZES,
         "dflash_config": {"final_logit_softcapping": target.final_logit_softcapping},  # which vLLM reads there
-        "dtype": "bfloat16",
     }
 
 

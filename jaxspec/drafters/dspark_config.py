@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxspec.drafters.block_config import BlockConfig, mask_token, plain_fields
-from jaxspec.drafters.blocks import gemma_layers, named_taps, plain_config, unread_keys
+from jaxspec.drafters.block_config import FRESH_LAYERS, BlockConfig, fresh_config, mask_token, plain_fields
+from jaxspec.drafters.blocks import gemma_layers, named_taps, unread_keys
 from jaxspec.model.config import FULL, expect, require
-from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
 
 GEMMA = "Gemma4DSparkModel"
@@ -106,27 +105,14 @@ _HEADS = {
 
 def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, Any]:
     """The config.json of a fresh drafter, in speculators' layout. raw: the target's."""
-    layers, depth = 5, target.num_hidden_layers
-    taps = min(layers, depth)
     return {
+        **fresh_config(target, layer_types=[FULL] * FRESH_LAYERS),
         "architectures": ["DSparkSpeculator"],
         "speculators_model_type": "dspark",
-        "transformer_layer_config": {
-            "model_type": "qwen3",
-            **plain_config(target),
-            "intermediate_size": 2 * target.hidden_size,
-            "num_hidden_layers": layers,
-            "layer_types": [FULL] * layers,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        },
-        "aux_hidden_state_layer_ids": sorted({round(1 + i * (depth - 1) / max(taps - 1, 1)) for i in range(taps)}),
         "block_size": 8,
         "draft_vocab_size": min(DRAFT_VOCABULARY, target.vocab_size),
-        "mask_token_id": family_of(target).mask_token,
-        "num_target_layers": depth,
         "sample_from_anchor": True,
         **_HEADS,
-        "dtype": "bfloat16",
     }
 
 
