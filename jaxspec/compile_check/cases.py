@@ -152,7 +152,7 @@ def named_cases() -> Iterator[Case]:
     for name, shape in byte_walk_shapes.SHAPES.items():
         pool = array(shape.states, 257, dtype=jnp.uint16), array(shape.vocab, shape.longest, dtype=jnp.uint8)
         ids = array(shape.vocab, dtype=jnp.int32), *[array(shape.rows, dtype=jnp.int32)] * 2
-        yield Case("byte_walk", name, byte_walk.byte_walk, (*pool, *ids), further=shape.rows > 1)
+        yield Case("byte_walk", name, functools.partial(byte_walk.byte_walk), (*pool, *ids), further=shape.rows > 1)
 
 
 def _first(name: str, packing: str, rows: int) -> bool:
