@@ -13,9 +13,23 @@ import jax.numpy as jnp
 
 from jaxspec import decode, released
 from jaxspec.targets import abstract_target
-from pallas_kernels import add_norm, all_reduce, centroid_head, device, linear, lm_head, moe, packed, paged_attention, qkv, top_candidates
+from pallas_kernels import (
+    add_norm,
+    all_reduce,
+    byte_walk,
+    centroid_head,
+    device,
+    linear,
+    lm_head,
+    moe,
+    packed,
+    paged_attention,
+    qkv,
+    top_candidates,
+)
 from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
+from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
 from pallas_kernels.linear import packed_mosaic
 from pallas_kernels.linear import shapes as linear_shapes
@@ -135,6 +149,10 @@ def named_cases() -> Iterator[Case]:
         function = functools.partial(top_candidates.top_candidates, k=shape.k)
         logits = array(shape.rows, shape.vocab, dtype=jnp.float32)
         yield Case("top_candidates", name, function, (logits,), further=shape.rows > 1)
+    for name, shape in byte_walk_shapes.SHAPES.items():
+        pool = array(shape.states, 257, dtype=jnp.uint16), array(shape.vocab, shape.longest, dtype=jnp.uint8)
+        ids = array(shape.vocab, dtype=jnp.int32), *[array(shape.rows, dtype=jnp.int32)] * 2
+        yield Case("byte_walk", name, functools.partial(byte_walk.byte_walk), (*pool, *ids), further=shape.rows > 1)
 
 
 def _first(name: str, packing: str, rows: int) -> bool:

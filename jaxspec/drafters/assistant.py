@@ -149,9 +149,8 @@ class Gemma4MTP:
         constraint, head = sampling.constraint, self.masked_embedding
         if constraint is None or head is None:
             return None
-        none = jnp.zeros((constraint.state.shape[0], 1, head.token_ordering.shape[0]), jnp.float32)
-        allowed = jnp.isfinite(constraint.masked(none, constraint.state[:, None], None)[:, 0])
-        return jnp.any(jnp.take(allowed, head.token_ordering, axis=1).reshape(none.shape[0], self.config.num_centroids, -1), axis=-1)
+        allowed = constraint.allowed(head.token_ordering)
+        return jnp.any(allowed.reshape(allowed.shape[0], self.config.num_centroids, -1), axis=-1)
 
     def choose(
         self,

@@ -17,7 +17,7 @@ from jaxspec.structured.params import StructuredOutputsParams
 from jaxspec.structured.vocabulary import Vocabulary, vocabulary_of
 from jaxspec.text import Tokenizer
 
-WAIT = 0.2  # seconds that a call waits for an automaton, to refuse what cannot be built, before it goes on without
+WAIT = 0.05  # seconds that a call waits for an automaton, to refuse what cannot be built, before it goes on without
 KNOWN = 256  # automata that are kept on the host
 
 

@@ -67,9 +67,10 @@ class Turn:
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
             self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
         self._admit()
-        if not self.active and (building := [r.structure.future for r in self.waiting if r.structure and not r.structure.future.done()]):
+        if not self.active and self._expecting:
             meanwhile()
-            concurrent.futures.wait(building, POLL, concurrent.futures.FIRST_COMPLETED)
+            if building := [r.structure.future for r in self.waiting if r.structure and not r.structure.future.done()]:
+                concurrent.futures.wait(building, POLL, concurrent.futures.FIRST_COMPLETED)
             return True
         if not self.active:
             what = f"all {runner.settings.max_slots} slots are" if not runner.free_slots else "the memory of structured outputs is"
@@ -194,7 +195,9 @@ class Turn:
             self.waiting.remove(request)
             self.active.append(request)
             return False
-        offered = None if full else self._runner.pool.offers(request.structure, fresh, any(r.ready for r in self.active))
+        # Others are served meanwhile, or could be.
+        busy = any(r.structure is not request.structure for r in [*self.active, *self.waiting])
+        offered = None if full else self._runner.pool.offers(request.structure, fresh, busy)
         self._expecting |= offered is False
         return offered
 

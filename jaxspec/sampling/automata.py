@@ -7,15 +7,14 @@ is a row of bits; states that allow the same tokens share a row.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.collectives import Shard, local_ids, shard_of
+from jaxspec.collectives import Shard, shard_of
+from pallas_kernels.byte_walk import byte_walk
 
 # States that belong to no automaton: of a sequence without one; of a thought, where everything but an end is allowed; and of a sequence
 # that may begin with a thought.
@@ -111,12 +110,9 @@ class Constraint:
     def after(self, tokens: jax.Array) -> Constraint:
         """After one more token each, [B] int32. A token that is not allowed, or an id below 0, leaves a sequence where it is."""
         automata, state = self.automata, self.state
-        known = jnp.maximum(tokens, 0)
-        length = jnp.take(automata.length, known, mode="clip")
-        data = jnp.take(automata.data, known, axis=0, mode="clip").astype(jnp.int32)
-        place = jnp.arange(data.shape[1], dtype=jnp.int32)[None, :]
-        reached = _walk(automata.next, self._own(state), jnp.where(place < length[:, None], data, SAME))
-        after = jnp.where((length > 0) & (tokens >= 0) & (reached > 0), reached, state)
+        reached = byte_walk(automata.next, automata.data, automata.length, self._own(state), tokens)
+        text = (tokens >= 0) & (jnp.take(automata.length, tokens, mode="clip") > 0)
+        after = jnp.where(text & (reached > 0), reached, state)
         opening, closing = automata.thought[0], automata.thought[1]
         after = jnp.where((state == THINKING) & (tokens == closing), self.begin, after)
         after = jnp.where((state == MAY_THINK) & (tokens == opening) & (tokens >= 0), THINKING, after)
@@ -135,29 +131,37 @@ class Constraint:
 
         logits: [B, T, C] float32, over the vocabulary, the device's shard of it, or candidates. states: [B, T] int32. ids: [B, T, C]
         int32, the candidates' token ids; None if candidate i is token i."""
-        automata, own = self.automata, self._own(states)
-        words = jnp.take(automata.bits, jnp.take(automata.row, own, mode="clip"), axis=0, mode="clip")
-        opening = jnp.broadcast_to(automata.thought[:1][None], (self.stop_ids.shape[0], 1))
-        special = jnp.concatenate([self.stop_ids, opening], axis=1)
-        ends = jnp.broadcast_to(jnp.take(automata.accepting, own, mode="clip")[..., None], (*states.shape, self.stop_ids.shape[1]))
-        free = jnp.concatenate([ends, (states <= MAY_THINK)[..., None]], axis=-1)
+        words = self._words(states)
         if ids is not None:
-            bit = jnp.take_along_axis(words, ids >> 5, axis=-1, mode="clip") >> (ids & 31).astype(jnp.uint32)
-            same = (ids[..., None] == special[:, None, None, :]) & (ids >= 0)[..., None]
-            allowed = jnp.where(jnp.any(same, axis=-1), jnp.any(same & free[:, :, None, :], axis=-1), (bit & jnp.uint32(1)) > 0)
-            return jnp.where(allowed, logits, -jnp.inf)
+            return jnp.where(_bits(words, ids), logits, -jnp.inf)
         size, shard = logits.shape[-1], shard_of(logits, None, shard)
         bit = ((words[..., None] >> _bit_places(4)) & jnp.uint32(1)).reshape(*states.shape, -1)
         if shard is None:
-            bit, at = bit[..., :size], jnp.where(special < 0, size, special)
+            bit = bit[..., :size]
         else:
             more = max(shard.size * jax.lax.axis_size(shard.axis) - bit.shape[-1], 0)
             bit = jax.lax.dynamic_slice_in_dim(jnp.pad(bit, ((0, 0), (0, 0), (0, more))), shard.first, size, axis=-1)
-            at = local_ids(special, shard.size, shard.axis, size)
-        kept = jnp.take_along_axis(logits, jnp.broadcast_to(at[:, None], free.shape), axis=-1, mode="clip")
-        slot, row = jnp.arange(states.shape[0])[:, None, None], jnp.arange(states.shape[1])[None, :, None]
-        masked = jnp.where(bit > 0, logits, -jnp.inf)
-        return masked.at[slot, row, at[:, None]].set(jnp.where(free, kept, -jnp.inf), mode="drop")
+        return jnp.where(bit > 0, logits, -jnp.inf)
+
+    def allowed(self, ids: jax.Array) -> jax.Array:
+        """Which of some tokens may come next. [C] int32 -> [B, C] bool."""
+        return _bits(self._words(self.state[:, None]), jnp.broadcast_to(ids, (self.state.shape[0], 1, *ids.shape)))[:, 0]
+
+    def _words(self, states: jax.Array) -> jax.Array:
+        """The rows of bits of states, [B, T] int32 -> [B, T, W] uint32. What a state's row does not say is in them: whether the text may
+        end, and whether a thought may begin."""
+        automata, own = self.automata, self._own(states)
+        words = jnp.take(automata.bits, jnp.take(automata.row, own, mode="clip"), axis=0, mode="clip")
+        ends = jnp.take(automata.accepting, own, mode="clip")
+        opening = jnp.broadcast_to(automata.thought[:1], self.state.shape)
+        special = [*((self.stop_ids[:, i], ends) for i in range(self.stop_ids.shape[1])), (opening, states <= MAY_THINK)]
+        word = jnp.arange(words.shape[-1], dtype=jnp.int32)[None]
+        said = free = jnp.zeros((1, 1, 1), jnp.uint32)
+        for token, may in special:  # one kernel, since nothing but elementwise work is in it; a token below 0 is in no word
+            bit = jnp.where((token >> 5)[:, None] == word, (jnp.uint32(1) << (token & 31).astype(jnp.uint32))[:, None], jnp.uint32(0))
+            said = said | bit[:, None, :]
+            free = free | jnp.where(may[..., None], bit[:, None, :], jnp.uint32(0))
+        return (words & ~said) | free
 
     def _own(self, states: jax.Array) -> jax.Array:
         """The states of automata behind states: a text that may begin with a thought may begin without."""
@@ -165,20 +169,10 @@ class Constraint:
         return jnp.where(states == MAY_THINK, begin, states)
 
 
-@jax.jit
-def _walk(following: jax.Array, states: jax.Array, codes: jax.Array) -> jax.Array:
-    """The states after runs of bytes. states: [B] int32; codes: [B, L] int32, bytes or SAME -> [B] int32."""
-    flat = following.reshape(-1)
-
-    def step(state: jax.Array, code: jax.Array) -> tuple[jax.Array, None]:
-        return flat.at[state * (SAME + 1) + code].get(mode="promise_in_bounds").astype(jnp.int32), None
-
-    def walk(states: jax.Array, codes: jax.Array, unroll: bool) -> jax.Array:
-        return jax.lax.scan(step, states, codes.T, unroll=unroll)[0]
-
-    # On a GPU a loop costs a few microseconds for every byte, and steps that are written out are one kernel.
-    run: Any = functools.partial
-    return jax.lax.platform_dependent(states, codes, cpu=run(walk, unroll=False), default=run(walk, unroll=True))
+def _bits(words: jax.Array, ids: jax.Array) -> jax.Array:
+    """The bits of tokens in rows of bits. words: [B, T, W] uint32; ids: [B, T, C] int32 -> [B, T, C] bool."""
+    word = jnp.take_along_axis(words, ids >> 5, axis=-1, mode="clip")
+    return (word >> (ids & 31).astype(jnp.uint32)) & jnp.uint32(1) > 0
 
 
 def _bit_places(ndim: int) -> jax.Array:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -91,20 +93,30 @@ def automaton_of(expression: str) -> Automaton:
     found, finals = index.get_transitions(), set(index.get_final_states())
     if len(found) > MOST_STATES:
         raise ValueError(f"the automaton of the expression {_short(expression)!r} has {len(found)} states; expected at most {MOST_STATES}")
-    number = {state: i for i, state in enumerate(found, start=1)}
-    table = np.zeros((len(found) + 1, 256), np.int32)
-    for state, row in found.items():
-        if row and state not in finals:
-            pairs = np.fromiter((x for byte, to in row.items() if byte < 256 for x in (byte, number.get(to, 0))), np.int32).reshape(-1, 2)
-            table[number[state], pairs[:, 0]] = pairs[:, 1]
-    ended = np.zeros(len(table), bool)
-    ended[[number[state] for state in finals if state in number]] = True
+    states, sizes = np.fromiter(found, np.int64, len(found)), np.fromiter(map(len, found.values()), np.int64, len(found))
+    order = np.argsort(states)
+
+    def numbers(of: Iterable[int], count: int = -1) -> np.ndarray:
+        """The place in the table of each state, from 1 on; 0 for one that nothing follows."""
+        asked = np.fromiter(of, np.int64, count)
+        at = order[np.minimum(np.searchsorted(states[order], asked), len(states) - 1)]
+        return np.where(states[at] == asked, at + 1, DEAD)
+
+    ended = np.zeros(len(found) + 1, bool)
+    ended[numbers(finals)] = True
+    ended[DEAD] = False
+    count = int(sizes.sum())
+    codes = np.fromiter(itertools.chain.from_iterable(found.values()), np.int64, count)
+    to = numbers(itertools.chain.from_iterable(map(dict.values, found.values())), count)
+    sources = np.repeat(np.arange(1, len(found) + 1), sizes)
+    table, kept = np.zeros((len(found) + 1, 256), np.int32), (codes < 256) & ~ended[sources]
+    table[sources[kept], codes[kept]] = to[kept]
     at = np.arange(len(table))
     for byte in MARK.encode():
         at = table[at, byte]
     accepting = ended[at]
     table[ended[table]] = DEAD
-    start = number[index.get_initial_state()]
+    start = int(numbers([index.get_initial_state()])[0])
     for byte in MARK.encode():
         start = int(table[start, byte])
     return _trimmed(table, accepting, start, expression)

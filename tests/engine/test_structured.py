@@ -5,7 +5,9 @@ The target and its assistant are tiny and random, so that hardly a token would b
 
 import dataclasses
 import json
+import random
 import re
+import string
 import threading
 
 import jsonschema
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 
 import jaxspec
 from jaxspec import SamplingParams
-from jaxspec.engine import structures
+from jaxspec.engine import automata_pool, structures
+from jaxspec.engine.programs import FillMasks
 from jaxspec.structured import StructuredOutputsParams
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -235,6 +238,26 @@ def test_automata_are_built_beside_the_device(llm, monkeypatch):
     assert rest[1].finish_reason == "error" and "a part of it matches no text" in rest[1].error
     with pytest.raises(ValueError, match="prompt 0: structured_outputs: .* a part of it matches no text"):
         llm.generate([PROMPT], params(1, regex="slow[^\\s\\S]"))
+
+
+def test_a_large_automaton_holds_up_nobody(llm, monkeypatch):
+    """Which tokens its states allow is computed a part at a time, also where it comes first of all."""
+    programs, filled = llm._runner.programs, []
+    change = programs.change_automata
+
+    def counted(program, *args):
+        filled.append(isinstance(program, FillMasks))
+        change(program, *args)
+
+    monkeypatch.setattr(structures, "WAIT", 60)
+    monkeypatch.setattr(automata_pool, "BESIDE", 1)
+    monkeypatch.setattr(programs, "change_automata", counted)
+    word = "".join(random.Random(0).choices(string.ascii_lowercase, k=400))
+    asked = [(PROMPT, params(0, regex=word)), *[(PROMPT, dataclasses.replace(params(i), max_tokens=1)) for i in range(1, 9)]]
+    at = {completion.prompt_index: sum(filled) for completion in llm.as_completed(asked)}
+    assert at[0] == max(at.values()) > 4 and min(at.values()) <= 2
+    text = llm.generate([PROMPT], params(0, regex=word))[0].text
+    assert len(text) > 90 and word.startswith(text)
 
 
 def test_params_take_dicts_objects_and_nothing_else():

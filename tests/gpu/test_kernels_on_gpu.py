@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from real_loops import KERNELS, kernels
 
-from pallas_kernels import add_norm, centroid_head, dialect, linear, lm_head, moe, noise, paged_attention, qkv, top_candidates
+from pallas_kernels import add_norm, byte_walk, centroid_head, dialect, linear, lm_head, moe, noise, paged_attention, qkv, top_candidates
 from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
+from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
 from pallas_kernels.linear import shapes as linear_shapes
 from pallas_kernels.lm_head import reference as lm_head_reference
@@ -407,6 +408,18 @@ def test_top_candidates():
         wanted = best[: shape.rows, : shape.k]
         np.testing.assert_array_equal(ids, wanted, err_msg=str(shape))
         np.testing.assert_array_equal(values, np.take_along_axis(logits[: shape.rows], wanted, axis=1), err_msg=str(shape))
+
+
+def test_byte_walk():
+    rng = np.random.default_rng(0)
+    shapes = byte_walk_shapes.SHAPES.values()
+    states, vocab, longest = (max(getattr(shape, field) for shape in shapes) for field in ("states", "vocab", "longest"))
+    length = jnp.asarray(rng.integers(0, longest + 1, vocab), jnp.int32)
+    pool = jnp.asarray(rng.integers(0, states, (states, 257)), jnp.uint16), jnp.asarray(rng.integers(0, 256, (vocab, longest)), jnp.uint8)
+    for shape in shapes:
+        ids = [jnp.asarray(rng.integers(0, n, shape.rows), jnp.int32) for n in (states, vocab)]
+        found, expected = (byte_walk.byte_walk(*pool, length, *ids, implementation=name) for name in ("triton", "xla"))
+        np.testing.assert_array_equal(found, expected, err_msg=str(shape))
 
 
 @pytest.mark.parametrize("name", KERNELS)
