@@ -12,13 +12,13 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import few_programs
 
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine import structures
 from jaxspec.structured import StructuredOutputsParams
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
 RECORD = {
     "type": "object",
     "properties": {
@@ -30,6 +30,13 @@ RECORD = {
     "additionalProperties": False,
 }
 PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
