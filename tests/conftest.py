@@ -100,17 +100,9 @@ def unoptimised():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-MAPS = Path("/proc/self/maps")
-last_folder = None
-
-
 @pytest.fixture(autouse=True, scope="module")
-def programs_of_one_folder(request):
-    """Drops compiled programs when another folder begins, whose modules share fewer of them, and before there are too many: a process may
-    have only so many memory maps (65,530 on Linux by default), each program takes some, and the compiler crashes when there are no more."""
-    global last_folder
-    folder = request.path.parent
-    if folder != last_folder or not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 25_000:
-        jax.clear_caches()
-    last_folder = folder
+def programs_of_one_module():
+    """Drops a module's compiled programs at its end: a process may have only so many memory maps (65,530 on Linux by default), each
+    program takes some, and the compiler crashes when there are no more."""
     yield
+    jax.clear_caches()
