@@ -1,6 +1,6 @@
 """Every acceptance rule leaves the target's distribution as it is, whatever the drafter and the filters.
 
-A target and its drafters are tables of five tokens: logits that depend on the token before. 60,000 seeds, 300,000 in the long runs, go
+A target and its drafters are tables of five tokens: logits that depend on the token before. 40,000 seeds, 300,000 in the long runs, go
 side by side until each has three tokens, whose joint distribution is compared with the enumerated one.
 """
 
@@ -21,7 +21,7 @@ from jaxspec.sampling.filters import Filters
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 TOKENS, LENGTH = 5, 3
-SEEDS, MANY = 60_000, 300_000  # the second in the long runs
+SEEDS, MANY = 40_000, 300_000  # the second in the long runs
 ENOUGH = 150_000  # to find a fault: of those below, each has a p-value below 1e-15 then
 RULES = ("coupled", "standard", "block")
 RNG = np.random.default_rng(7)
