@@ -18,10 +18,10 @@ from jaxspec.model.rows import Rows
 from jaxspec.train.pocket.corpus import BOS
 
 PROMPT_TOKENS = 160
-NEW_TOKENS = 64
+NEW_TOKENS = 128
 
 # All tests share one shape of state, and so its programs.
-SLOTS, MAX_LEN, CHUNK, K = 24, 256, 80, 4
+SLOTS, MAX_LEN, CHUNK, K = 24, 288, 80, 4
 
 
 def compiled(level, function, **options):
