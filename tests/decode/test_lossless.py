@@ -22,7 +22,7 @@ from jaxspec.sampling.filters import Filters
 pytestmark = pytest.mark.usefixtures("unoptimised")
 TOKENS, LENGTH = 5, 3
 SEEDS, MANY = 40_000, 300_000  # the second in the long runs
-ENOUGH = 150_000  # to find a fault: of those below, each has a p-value below 1e-15 then
+ENOUGH = 150_000  # to find a fault: 60,000 are too few for one of those below
 RULES = ("coupled", "standard", "block")
 RNG = np.random.default_rng(7)
 TARGET = RNG.normal(0, 1.5, (TOKENS, TOKENS)).astype(np.float32)
