@@ -1,4 +1,5 @@
-"""Scripts for vLLM with another import line: the shape of its offline examples on the pocket models, and every argument."""
+"""Scripts for vLLM with another import line: the shape of its offline examples, and every argument. What needs no model that knows
+something runs on a tiny one."""
 
 import inspect
 import json
@@ -160,20 +161,21 @@ def quick_to_compile(unoptimised):
         yield
 
 
-def run(script, **names):
-    """What a script leaves behind, its import line changed."""
+def run(script, target="pocket", **names):
+    """What a script leaves behind, its import line changed, and its target for another."""
     found = {"__name__": "__main__", "prompts": None, **names}
-    exec(compile(script.replace("from vllm", "from jaxspec.vllm"), "script", "exec"), found)
+    script = script.replace("from vllm", "from jaxspec.vllm").replace('model="pocket"', f'model="{target}"')
+    exec(compile(script, "script", "exec"), found)
     return found
 
 
 @pytest.fixture(scope="module")
-def llm():
-    return LLM("pocket", speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, **SMALL)
+def llm(folders):
+    return LLM(folders[0], speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, **SMALL)
 
 
-def test_the_basic_script(capsys):
-    outputs = run(BASIC)["outputs"]
+def test_the_basic_script(folders, capsys):
+    outputs = run(BASIC, folders[0])["outputs"]
     assert capsys.readouterr().out.count("Prompt:") == 3
     assert [output.prompt for output in outputs] == ["def fibonacci(n):", "class Stack:", "import os"]
     assert all(1 <= len(output.outputs[0].token_ids) <= 16 and output.finished for output in outputs)
@@ -188,18 +190,18 @@ def test_the_script_of_the_docs(capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("class Stack: ")
 
 
-def test_the_chat_script(tmp_path):
+def test_the_chat_script(folders, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     with pytest.warns(UserWarning, match="accepted but without effect here: enforce_eager$"):
-        outputs = run(CHAT, template=template)["outputs"]
+        outputs = run(CHAT, folders[0], template=template)["outputs"]
     assert len(outputs) == 4 and all(len(output.outputs[0].token_ids) <= 8 for output in outputs)
     assert "<|turn>system\nYou are a helpful assistant" in outputs[0].prompt and outputs[0].prompt == outputs[2].prompt
     assert outputs[3].prompt.endswith("Hello! How can I assist you today?\nWrite a function.\n") and "<|turn>" not in outputs[3].prompt
 
 
-def test_the_script_of_prefix_caching(capsys):
-    run(PREFIX_CACHING)
+def test_the_script_of_prefix_caching(folders, capsys):
+    run(PREFIX_CACHING, folders[0])
     assert "Generated answers are the same: True\nTrue" in capsys.readouterr().out
 
 

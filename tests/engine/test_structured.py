@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import few_programs
 
 import jaxspec
 from jaxspec import SamplingParams
@@ -21,7 +22,6 @@ from jaxspec.engine import automata_pool, structures
 from jaxspec.engine.programs import FillMasks
 from jaxspec.structured import StructuredOutputsParams
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
 RECORD = {
     "type": "object",
     "properties": {
@@ -33,6 +33,13 @@ RECORD = {
     "additionalProperties": False,
 }
 PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

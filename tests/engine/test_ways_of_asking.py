@@ -114,29 +114,22 @@ def test_streams_in_asynchronous_code_run_side_by_side(llm, expected):
     assert asyncio.run(stopped()) == expected[1][:1] and llm.free_slots == 2
 
 
-def test_a_conversation_is_written_as_asked(chat_llm):
+def test_a_conversation_is_written_as_asked(llm):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
-    turn = chat_llm.chat(messages, PARAMS)
-    assert turn.prompt == chat_llm.tokenizer.decode(turn.prompt_token_ids, special=True) and "Hi" in turn.prompt
-    further = chat_llm.chat_prompt(messages, add_generation_prompt=False, continue_final_message=True)
-    assert turn.prompt.startswith(chat_llm.tokenizer.decode(further, special=True)) and len(further) < len(turn.prompt_token_ids)
-    plain = chat_llm.chat_prompt(messages, chat_template="{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}")
+    turn = llm.chat(messages, PARAMS)
+    assert turn.prompt == llm.tokenizer.decode(turn.prompt_token_ids, special=True) and "Hi" in turn.prompt
+    further = llm.chat_prompt(messages, add_generation_prompt=False, continue_final_message=True)
+    assert turn.prompt.startswith(llm.tokenizer.decode(further, special=True)) and len(further) < len(turn.prompt_token_ids)
+    plain = llm.chat_prompt(messages, chat_template="{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}")
     marked = {"chat_template": "{{ messages[0].content }}{{ mark }}", "chat_template_kwargs": {"mark": "!"}}
-    assert chat_llm.tokenizer.decode(plain) == "HiWell"
-    assert chat_llm.tokenizer.decode(chat_llm.chat_prompt(messages, **marked)) == "Hi!"
-    thinking = chat_llm.chat_prompt(messages, chat_template_kwargs={"enable_thinking": True})
-    assert thinking == chat_llm.chat_prompt(messages, enable_thinking=True) != turn.prompt_token_ids
+    assert llm.tokenizer.decode(plain) == "HiWell"
+    assert llm.tokenizer.decode(llm.chat_prompt(messages, **marked)) == "Hi!"
+    thinking = llm.chat_prompt(messages, chat_template_kwargs={"enable_thinking": True})
+    assert thinking == llm.chat_prompt(messages, enable_thinking=True) != turn.prompt_token_ids
     with pytest.raises(ValueError, match="this chat template has no tools: found 1, expected none"):
-        chat_llm.chat(messages, PARAMS, tools=[{"type": "function", "function": {"name": "f"}}])
+        llm.chat(messages, PARAMS, tools=[{"type": "function", "function": {"name": "f"}}])
     with pytest.raises(TypeError, match="chat has no argument 'add_generation_promt'; the nearest is 'add_generation_prompt'"):
-        chat_llm.chat(messages, PARAMS, add_generation_promt=False)
-
-
-@pytest.fixture(scope="module")
-def chat_llm(unoptimised):
-    with pytest.MonkeyPatch.context() as patch:
-        few_programs(patch)
-        yield jaxspec.load("pocket", max_slots=1, max_len=128, progress=False)
+        llm.chat(messages, PARAMS, add_generation_promt=False)
 
 
 def test_a_closed_llm_gives_back_memory_and_says_so(load, expected):

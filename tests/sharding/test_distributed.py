@@ -18,7 +18,7 @@ from jaxspec.batch import job
 from jaxspec.engine.params import SamplingParams
 from jaxspec.sharding import meshes as mesh_files
 
-LINES = 60
+LINES = 40
 
 
 def slurm_job() -> tuple[int, int]:
