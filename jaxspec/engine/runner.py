@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxspec import decode
+from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.automata_pool import Pool
@@ -27,6 +28,7 @@ from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stats import accepted_by_call, histogram_of
 from jaxspec.engine.structures import Structures
+from jaxspec.engine.trials import Tally, Trial
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
@@ -40,6 +42,7 @@ class Call(NamedTuple):
     requests: Sequence[Request | None]  # those it works on; None for one that is not to be told of it
     num_draft_tokens: int  # tokens that each of its rounds guesses, 0 where it computes prompts
     report: decode.Report  # what it returns
+    variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
 
 
 class Runner:
@@ -66,6 +69,7 @@ class Runner:
         self.drafter: Any = drafter
         self.buckets = Buckets(settings.max_slots, settings.max_len)
         self.adaptive: Adaptive | None = None  # chooses how many tokens rounds guess; None where all guess num_draft_tokens
+        self.trial: Trial | None = None  # of two variants of the drafter, as long as it is open; see `begin_trial`
         self.times = Times(clock)  # where the device's time went
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
@@ -127,7 +131,9 @@ class Runner:
                     break  # the only idle slots are those that this call copies from; the next call can have them
                 request = left.popleft()
                 group.append(request)
-                if rows and (self.held.serve(source, request).over or slot < 0):
+                kept = self.held.serve(source, request) if rows else None
+                request.writer = self.held.writer if kept is None else kept.writer
+                if kept is not None and (kept.over or slot < 0):
                     slot = source
                 elif slot in self.held.kept:
                     ended.append(slot)
@@ -152,7 +158,7 @@ class Runner:
         if slot in self.held.ended:
             self.flush()
         self._fork(request.slot, slot, request.computed)
-        self.held.keep(slot, request.tokens[: request.computed + 1], request)
+        self.held.keep(slot, request.tokens[: request.computed + 1], request, request.writer)
 
     def evict(self, needed: bool = True, but: int = -1) -> bool:
         """Gives up the kept sequence that served longest ago; False if there is none. needed: whether it may be one that shares its pages
@@ -180,6 +186,7 @@ class Runner:
         """Starts one call that computes rows of some of the requests; the first ones come first."""
         goals, _, size, chunk = self._next_rows(requests)
         some = requests[:size]
+        self._written(some)
         until, known = padded(goals[:size], size), padded([r.length for r in some], size)
         return Call(some, 0, self.programs.run(Prefill(size, chunk, needs), self._ids(some, size), until, known))
 
@@ -201,13 +208,15 @@ class Runner:
         """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. num_draft_tokens: of each round, at most
         the settings' number; by default what `adaptive` chooses among the compiled numbers, or the settings' number without it."""
         size = smallest(self.buckets.decode, len(requests))
+        variant = None if self.trial is None or num_draft_tokens is not None else self.trial.name
         count = self._count(size, needs) if num_draft_tokens is None else num_draft_tokens
+        self._written(requests)
         known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
         args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
-        return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args))
+        return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args), variant)
 
     def _count(self, size: int, needs: Needs) -> int:
-        if self.adaptive is None:
+        if self.adaptive is None or self.trial is not None:  # variants are compared over the longest drafts
             return self.settings.num_draft_tokens
         compiled = [k for k in self.adaptive.draft_counts if DecodeRounds(size, needs, k) in self.programs.compiled]
         return self.adaptive.choose(size, compiled)
@@ -215,19 +224,57 @@ class Runner:
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests what they report. Returns whether a call lacked pages and left its requests as they
         were."""
-        reports = self.programs.fetch([report for *_, report in calls])
-        for (requests, count, _), report in zip(calls, reports, strict=True):
+        reports = self.programs.fetch([call.report for call in calls])
+        for (requests, count, _, variant), report in zip(calls, reports, strict=True):
             self._free = int(report.free_pages)
+            tally = Tally()
             for row, request in enumerate(requests):
                 if request is None:
                     continue
                 known = len(request.output)
                 request.advance(report, row, count)
-                if self.adaptive is not None and 0 < known < len(request.output):
+                if 0 < known < len(request.output):
                     accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
                     # The last round of a sequence that has ended was cut short, and says nothing.
-                    self.adaptive.see(histogram_of(accepted[:-1] if request.ended else accepted, count), count)
+                    accepted = accepted[:-1] if request.ended else accepted
+                    if self.trial is not None:
+                        counts = request.writer is not None or not self.trial.apart
+                        tally += Tally(len(accepted), int(accepted.sum())) if counts else Tally()
+                    elif self.adaptive is not None:
+                        self.adaptive.see(histogram_of(accepted, count), count)
+            if self.trial is not None and variant is not None:
+                self.trial.see(variant, tally)
+        self._next_turn()
         return any(report.starved for report in reports)
+
+    def begin_trial(self, trial: Trial) -> None:
+        """Lets the trial choose the drafter's weights call by call, until it has a verdict; that variant is then the drafter.
+
+        Variants must have the shapes, static fields and placement of the drafter. Raises ValueError for an acceptance rule with which the
+        text depends on the drafter, and while another trial is open."""
+        rule = self.settings.accept.name
+        if rule != COUPLED.name:
+            raise ValueError(
+                f"the acceptance rule is {rule!r}; only with {COUPLED.name!r} can drafters be tried, since texts do not change"
+            )
+        if self.trial is not None:
+            raise ValueError(f"a trial of {' and '.join(self.trial.comparison.names)} is open; expected none")
+        self.trial = trial
+        self._next_turn()
+
+    def _next_turn(self) -> None:
+        """Takes the variant of the next call."""
+        trial = self.trial
+        if trial is not None:
+            self.drafter = self.programs.drafter = trial.weights
+            self.held.writer = trial.writer
+            self.trial = None if trial.verdict is not None else trial
+
+    def _written(self, requests: Sequence[Request]) -> None:
+        """Notes that the next call computes rows of these requests."""
+        for request in requests:
+            if request.writer is not self.held.writer:
+                request.writer = None
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:
         """The log-probabilities of a whole text, by another pass over it in a free slot: entry i is of token i + 1, with the `count` most
@@ -256,7 +303,7 @@ class Runner:
         for request in requests:
             complete = request.status in (decode.STOPPED, decode.FULL_LENGTH) and request.text.found is None
             if request.keep and complete and request.slot >= 0 and request.computed == request.length - 1:
-                self.held.keep(request.slot, request.tokens)
+                self.held.keep(request.slot, request.tokens, writer=request.writer)
         self.held.take_from(requests)
 
     def close(self) -> None:
@@ -264,7 +311,7 @@ class Runner:
         self.held.clear()
         self.pool.clear()
         self._free = 0
-        self.target = self.drafter = None
+        self.target = self.drafter = self.trial = None
         self.programs.close()
 
     def ready(self) -> None:
