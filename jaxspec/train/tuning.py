@@ -22,6 +22,7 @@ from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
+from jaxspec.learning.losses import Batch, distil_loss, target_loss
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
 from jaxspec.progress import watched
@@ -33,7 +34,6 @@ from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, take_rows
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
 from jaxspec.train.loop import Run, fit
-from jaxspec.train.losses import Batch, distil_loss, target_loss
 from pallas_kernels import dialect
 
 MEASURED = 16  # held-out texts that acceptance is measured on

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.learning.losses import Batch, target_loss
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.train import distil
 from jaxspec.train.data import batch_of, windows
 from jaxspec.train.kinds import initial
 from jaxspec.train.loop import Run, fit
-from jaxspec.train.losses import Batch, target_loss
 from jaxspec.train.pocket.unlikelihood import break_loops
 from jaxspec.train.tuning import save_target, scores
 
