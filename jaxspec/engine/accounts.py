@@ -56,7 +56,7 @@ class Accounts:
         flags, first = np.asarray(request.from_draft, bool), request.first_token_seconds
         rounds = RoundStats.of(flags, request.drafted, self._num_draft_tokens, first, request.guessed)
         self._totals = self._totals.plus(len(request.prompt), rounds, request.shared)
-        if self._num_draft_tokens:
+        if self._num_draft_tokens and all(runner.trial is None for runner in self._runners):  # one of two drafters may accept nothing
             self._watch.see(rounds.rounds_by_draft[0], rounds.steps - rounds.histogram[0], request.temperature)
         return rounds
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from jaxspec.engine.device_clock import OCTAVE, SHORTEST
+from jaxspec.engine.trials import Findings
 
 
 def accepted_by_round(from_draft: np.ndarray) -> np.ndarray:
@@ -157,6 +158,8 @@ class Stats:
     """Memory that the structured outputs take on the device, by a short form of each."""
     peak_bytes: int | None = None
     """The most memory that a device has had in use; None where it does not say."""
+    reading: Findings | None = None
+    """How the drafter's checkpoint is read, where its config leaves that open and both readings are or were tried; else None."""
 
     def plus(self, prompt_tokens: int, rounds: RoundStats, cached_tokens: int = 0) -> Stats:
         """With one more request."""
@@ -176,8 +179,11 @@ class Stats:
         )
 
     def __sub__(self, earlier: Stats) -> Stats:
-        """What happened since. Memory is what it is now."""
-        memory, lists = ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes"), ("histogram", "rounds_by_draft", "host_times")
+        """What happened since. Memory and reading are what they are now."""
+        memory, lists = (
+            ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes", "reading"),
+            ("histogram", "rounds_by_draft", "host_times"),
+        )
         names = [field.name for field in dataclasses.fields(self) if field.name not in memory + lists]
         less = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         less |= {name: _added(getattr(self, name), tuple(-n for n in getattr(earlier, name))) for name in lists}
@@ -235,6 +241,7 @@ class Stats:
                 f"drafts             {self.accepted} of {self.drafted} accepted",
                 f"by position        {rates or 'nothing drafted'}",
                 f"histogram          {', '.join(map(str, self.histogram))} steps with 0 .. {most} drafts accepted",
+                *([] if self.reading is None else [f"reading            {self.reading}"]),
                 f"compiling          {self.compile_seconds:.1f} s, {self.compilations} programs",
                 f"memory             weights {self.weight_bytes / 2**20:.1f} MiB, state {self.state_bytes / 2**20:.1f} MiB{peak}",
             ]

@@ -52,6 +52,20 @@ class Tally:
         return Tally(self.rounds + other.rounds, self.accepted + other.accepted)
 
 
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What there is to say of a comparison."""
+
+    tallies: Mapping[str, Tally]
+    """What each variant did, by name, in whole pairs of turns."""
+    verdict: str | None
+    """The name of the variant that was kept; None as long as that is open."""
+
+    def __str__(self) -> str:
+        told = (f"{name} {tally.acceptance_length:.2f} tokens a step ({tally.rounds} steps)" for name, tally in self.tallies.items())
+        return f"{', '.join(told)}: {f'{self.verdict} is kept' if self.verdict else 'both are still tried'}"
+
+
 class Comparison:
     """What trials of the same two variants have found, on all data shards together. Several threads may use it.
 
@@ -66,6 +80,11 @@ class Comparison:
         self.verdict: str | None = None  # the name of the variant to keep; None as long as that is open
         self._count, self._sum, self._squares = 0, 0.0, 0.0
         self._lock = threading.Lock()
+
+    @property
+    def findings(self) -> Findings:
+        with self._lock:
+            return Findings(dict(self.tallies), self.verdict)
 
     def add(self, first: Tally, second: Tally) -> None:
         """Takes in a pair of turns. Once there is a verdict it stays, and so do the tallies."""
