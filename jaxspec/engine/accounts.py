@@ -26,11 +26,12 @@ class Accounts:
     def __init__(self, runners: Sequence[Runner], num_draft_tokens: int, watch: Watch):
         self._runners, self._num_draft_tokens, self._watch = runners, num_draft_tokens, watch
         self._totals = Stats()  # of requests that have ended
+        self.beside = 0.0  # seconds spent on compiling beside the runners' programs
         self._begun: float | None = None  # since when a call has been computing, by `clock`
 
     @property
     def compile_seconds(self) -> float:
-        return max((runner.programs.compile_seconds for runner in self._runners), default=0.0)
+        return self.beside + max((runner.programs.compile_seconds for runner in self._runners), default=0.0)
 
     def clock(self) -> float:
         """A clock, in seconds, that stands still while programs are compiled."""

@@ -27,6 +27,7 @@ from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stats import accepted_by_call, histogram_of
 from jaxspec.engine.structures import Structures
+from jaxspec.learning.trial import Trial
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     requests: Sequence[Request | None]  # those it works on; None for one that is not to be told of it
     num_draft_tokens: int  # tokens that each of its rounds guesses, 0 where it computes prompts
     report: decode.Report  # what it returns
+    arm: str | None = None  # on trial, the name of the drafter that it runs with
 
 
 class Runner:
@@ -66,6 +68,10 @@ class Runner:
         self.drafter: Any = drafter
         self.buckets = Buckets(settings.max_slots, settings.max_len)
         self.adaptive: Adaptive | None = None  # chooses how many tokens rounds guess; None where all guess num_draft_tokens
+        self.arms: dict[str, Any] = {}  # drafters that take turns in decode calls, by name, while there is a trial
+        self._trial: Trial | None = None
+        self.watching = False  # whether `watched` counts
+        self.watched = np.zeros(2)  # rounds with drafts, and accepted drafts, of calls with the drafter in use
         self.times = Times(clock)  # where the device's time went
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
@@ -204,30 +210,58 @@ class Runner:
         count = self._count(size, needs) if num_draft_tokens is None else num_draft_tokens
         known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
         args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
-        return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args))
+        arm = None if self._trial is None or not count else self._trial.next()
+        self.programs.drafter = self.drafter if arm is None else self.arms[arm]
+        try:
+            return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args), arm)
+        finally:
+            self.programs.drafter = self.drafter
+
+    def use(self, drafter: Drafter) -> None:
+        """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings."""
+        self.drafter = self.programs.drafter = drafter
+        self._trial, self.arms = None, {}
+
+    def compare(self, trial: Trial, arms: dict[str, Any]) -> None:
+        """Lets drafters take turns in decode calls. The drafter in use, which is one of them, goes on with prompts."""
+        self._trial, self.arms = trial, arms
 
     def _count(self, size: int, needs: Needs) -> int:
         if self.adaptive is None:
             return self.settings.num_draft_tokens
         compiled = [k for k in self.adaptive.draft_counts if DecodeRounds(size, needs, k) in self.programs.compiled]
+        if self._trial is not None:  # rounds without drafts would never end it
+            compiled = [k for k in compiled if k] or compiled
         return self.adaptive.choose(size, compiled)
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests what they report. Returns whether a call lacked pages and left its requests as they
         were."""
-        reports = self.programs.fetch([report for *_, report in calls])
-        for (requests, count, _), report in zip(calls, reports, strict=True):
+        reports = self.programs.fetch([call.report for call in calls])
+        for (requests, count, _, arm), report in zip(calls, reports, strict=True):
             self._free = int(report.free_pages)
+            seen = list[np.ndarray]()
             for row, request in enumerate(requests):
                 if request is None:
                     continue
                 known = len(request.output)
                 request.advance(report, row, count)
-                if self.adaptive is not None and 0 < known < len(request.output):
+                if (self.adaptive is not None or self.watching) and 0 < known < len(request.output):
                     accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
                     # The last round of a sequence that has ended was cut short, and says nothing.
-                    self.adaptive.see(histogram_of(accepted[:-1] if request.ended else accepted, count), count)
+                    seen.append(accepted[:-1] if request.ended else accepted)
+            if seen:
+                self._see(np.concatenate(seen), count, arm)
         return any(report.starved for report in reports)
+
+    def _see(self, accepted: np.ndarray, num_draft_tokens: int, arm: str | None) -> None:
+        """Tells those who want to know what the rounds of a call accepted."""
+        if self.adaptive is not None:
+            self.adaptive.see(histogram_of(accepted, num_draft_tokens), num_draft_tokens)
+        if arm is not None and self._trial is not None:
+            self._trial.see(arm, accepted, num_draft_tokens)
+        if num_draft_tokens and (arm is None or self.arms.get(arm) is self.drafter):
+            self.watched = self.watched + (len(accepted), accepted.sum())
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:
         """The log-probabilities of a whole text, by another pass over it in a free slot: entry i is of token i + 1, with the `count` most
@@ -264,7 +298,8 @@ class Runner:
         self.held.clear()
         self.pool.clear()
         self._free = 0
-        self.target = self.drafter = None
+        self.target = self.drafter = self._trial = None
+        self.arms = {}
         self.programs.close()
 
     def ready(self) -> None:
