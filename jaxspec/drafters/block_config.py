@@ -26,8 +26,8 @@ class Undecided:
     @property
     def readings(self) -> tuple[str, str]:
         """What each value is called."""
-        first, second = (f"{self.key}={json.dumps(round(value, 4))}" for value in self.values)
-        return first, second
+        first, second = (json.dumps(value if isinstance(value, bool) else round(value, 4)) for value in self.values)
+        return f"{self.key}={first}", f"{self.key}={second}"
 
 
 @dataclasses.dataclass(frozen=True)

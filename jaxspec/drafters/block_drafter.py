@@ -189,8 +189,8 @@ class BlockDrafter(PlainDrafter):
         return [layer.self_attn.keys_values(projected[:, :, i], positions) for i, layer in enumerate(self.layers)]
 
     def rows(self, state: BlockState, target: Target, count: int) -> jax.Array:
-        """Outputs after the final norm of a block with `count` rows that guess, which `guessing` picks: [B, T, h]. Where the reading decides
-        which these are, a last row may be there that no other row sees."""
+        """Outputs after the final norm of a block with `count` rows that guess, which `guessing` picks: [B, T, h]. Where the reading
+        decides which these are, a last row may be there that no other row sees."""
         batch, first = target.slots.shape[0], self.first_row
         silent = first if isinstance(first, int) else self.config.silent_rows
         masks = jnp.full((batch, silent + count - 1), self.config.mask_token_id, jnp.int32)

@@ -169,7 +169,7 @@ class DSpark(BlockDrafter):
         if memory is None or (isinstance(first, int) and first == 0):
             return memory
         stepped = self.markov_head(self.markov_head.embed(anchor), hidden, memory)[1]  # over the row that guesses nothing, as in training
-        return stepped if isinstance(first, int) else jnp.where(first == 0, memory, stepped)
+        return stepped if isinstance(first, int) or stepped is None else jnp.where(first == 0, memory, stepped)
 
     def follow(
         self, base: jax.Array, previous: jax.Array, hidden: jax.Array, memory: jax.Array | None

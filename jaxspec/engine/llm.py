@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
@@ -24,6 +25,7 @@ from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.draft_count import counts_up_to
 from jaxspec.engine.html import llm_html
 from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of
+from jaxspec.engine.learn import Learning, Origin, check, learner_of
 from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import Runner
@@ -34,6 +36,7 @@ from jaxspec.engine.stats import Stats
 from jaxspec.engine.stream import Stream
 from jaxspec.engine.structures import Structures
 from jaxspec.engine.warmup import warm_up
+from jaxspec.learning.settings import Learn
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Needs
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
@@ -56,6 +59,7 @@ class LLM:
 
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
+    origin: where the drafter comes from; by default it is a checkpoint's no more, and no heads of it are repeated.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class LLM:
         defaults: Defaults | None = None,
         placement: Placement = ONE_DEVICE,
         name: str = "",
+        origin: Origin | None = None,
     ):
         self.tokenizer, self.config, self.settings, self.name = tokenizer, target.config, settings, name
         self.progress = settings.progress
@@ -77,18 +82,19 @@ class LLM:
         vocab_size = self.config.vocab_size
         self._structures = Structures(tokenizer, vocab_size, settings.structured_blocks, settings.structured_rows)
         runners = list[Runner]()
-        self._reading = readings.comparison_of(drafter, settings)
-        self._accounts = Accounts(runners, settings.num_draft_tokens, Watch(drafter, settings.accept))
+        reading = readings.comparison_of(drafter, settings)
+        self._accounts = Accounts(runners, settings.num_draft_tokens, Watch(drafter, settings.accept), reading)
         with self._lock():
             own, more = settings.of_shard(placement.shards), {"structures": self._structures, "clock": lambda: self._accounts.seconds}
             for (theirs, its), part in placement.split((target, drafter)):
-                trial = None if self._reading is None else readings.trial_of(its, part, self._reading)
+                trial = None if reading is None else readings.trial_of(its, part, reading)
                 runners.append(Runner(theirs, its if trial is None else trial.weights, own, part, **more))
                 if trial is not None:
                     runners[-1].begin_trial(trial)
             self._shards = Shards(runners)
         self._lock.settle = functools.partial(self._shards.take, None)
         self._runner = self._shards.runners[0]
+        self._whole: Any = target, origin or Origin(drafter), placement  # what a drafter learns with; None once closed
         # Processes that compute together must choose alike, and each measures other times.
         adaptive = settings.adaptive and settings.num_draft_tokens > 0 and settings.accept.name == "coupled" and jax.process_count() == 1
         # The numbers of drafts that calls choose among once the LLM is warm; () where they never choose.
@@ -110,7 +116,9 @@ class LLM:
         streams that are open raise RuntimeError from now on. A second call does nothing."""
         with self._lock():
             if not self._closed:
-                self._closed = True
+                if self._serving.learning is not None:
+                    self._serving.learning.close()
+                self._closed, self._whole = True, None
                 self._shards.close()
                 self._structures.close()
 
@@ -157,7 +165,8 @@ class LLM:
     @property
     def stats(self) -> Stats:
         """Totals since the LLM was loaded. The difference of two is what happened in between."""
-        return self._accounts.stats(reading=None if self._reading is None else self._reading.findings)
+        learning = self._serving.learning
+        return self._accounts.stats(learning=None if learning is None else learning.stats)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -185,6 +194,34 @@ class LLM:
         with self._lock():
             self._shards.take(None)
             warm_up(self._shards.runners, needs, self.draft_counts, requests, self.progress)
+
+    def learn(self, share: float | Learn = 0.05, out: str | os.PathLike[str] | None = None, **settings: Any) -> Learning:
+        """Lets the drafter learn from the texts that are written from now on, between calls of the device. Texts stay the same.
+
+        share: of the time spent generating that may go into it, or all settings as a `Learn`. out: a folder for the learnt drafter, a
+        checkpoint that `load` takes; it is written every two minutes of generating and at the end. settings: other fields of `Learn`.
+        Returns a Learning, which has `stats` and ends when it is closed: `with llm.learn(0.1): ...`. What was learnt stays in use.
+
+        Newer weights are taken once a trial on live traffic finds that they are accepted at least as much as those in use. After some
+        trials in a row that gained nothing, learning ends; so it does, with a warning, if a loss is not finite.
+
+        Raises ValueError for a drafter that has nothing to learn ("ngram", none), an acceptance rule other than "coupled", or settings out
+        of range; FileExistsError if `out` holds a drafter that learnt before and `resume` is not set; RuntimeError while the LLM learns
+        already; MemoryError if a device lacks the room: `load` with `learn` plans it."""
+        self._check_open()
+        learn = share if isinstance(share, Learn) else Learn(share=share, out=out, **settings)
+        before = self._serving.learning
+        if before is not None and before.going:
+            raise RuntimeError("the drafter of this LLM learns already; close that first")
+        target, origin, placement = self._whole
+        origin = origin if before is None else before.origin
+        check(origin.weights, self.settings.accept.name, self.num_draft_tokens)
+        with self._lock():
+            self._shards.take(None)
+            sizes = {"num_draft_tokens": self.num_draft_tokens, "max_len": self.max_len}
+            learner = learner_of(target, origin.weights, learn, placement=placement, **sizes)
+            self._serving.learning = Learning(learner, origin, self._shards, self._accounts, placement, self._lock)
+        return self._serving.learning
 
     def generate(
         self,

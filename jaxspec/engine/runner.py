@@ -29,6 +29,7 @@ from jaxspec.engine.slots import Slots
 from jaxspec.engine.stats import accepted_by_call, histogram_of
 from jaxspec.engine.structures import Structures
 from jaxspec.engine.trials import Tally, Trial
+from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
@@ -70,6 +71,8 @@ class Runner:
         self.buckets = Buckets(settings.max_slots, settings.max_len)
         self.adaptive: Adaptive | None = None  # chooses how many tokens rounds guess; None where all guess num_draft_tokens
         self.trial: Trial | None = None  # of two variants of the drafter, as long as it is open; see `begin_trial`
+        self.watching = False  # whether `watched` counts
+        self.watched = np.zeros(2)  # rounds with drafts, and accepted drafts, of calls with the drafter in use
         self.times = Times(clock)  # where the device's time went
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
@@ -86,6 +89,12 @@ class Runner:
     @property
     def free_slots(self) -> int:
         return self.settings.max_slots - len(self.held.running)
+
+    @property
+    def drafter_owns_kv(self) -> bool:
+        """Whether the drafter keeps K and V of its own, which its weights have computed."""
+        parts = jax.tree.leaves(self.programs.state.drafter, is_leaf=lambda part: isinstance(part, PagedKV))
+        return any(isinstance(part, PagedKV) for part in parts)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -208,50 +217,66 @@ class Runner:
         """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. num_draft_tokens: of each round, at most
         the settings' number; by default what `adaptive` chooses among the compiled numbers, or the settings' number without it."""
         size = smallest(self.buckets.decode, len(requests))
-        variant = None if self.trial is None or num_draft_tokens is not None else self.trial.name
         count = self._count(size, needs) if num_draft_tokens is None else num_draft_tokens
+        variant = None if self.trial is None or num_draft_tokens is not None or not count else self.trial.name
         self._written(requests)
         known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
         args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
         return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args), variant)
 
+    def use(self, drafter: Drafter) -> None:
+        """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings."""
+        self.drafter = self.programs.drafter = drafter
+        self.trial = self.held.writer = None
+
     def _count(self, size: int, needs: Needs) -> int:
-        if self.adaptive is None or self.trial is not None:  # variants are compared over the longest drafts
+        if self.adaptive is None:
             return self.settings.num_draft_tokens
         compiled = [k for k in self.adaptive.draft_counts if DecodeRounds(size, needs, k) in self.programs.compiled]
+        if self.trial is not None:  # rounds without drafts would never end it
+            compiled = [k for k in compiled if k] or compiled
         return self.adaptive.choose(size, compiled)
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests what they report. Returns whether a call lacked pages and left its requests as they
         were."""
         reports = self.programs.fetch([call.report for call in calls])
+        wanted = self.adaptive is not None or self.watching or self.trial is not None
         for (requests, count, _, variant), report in zip(calls, reports, strict=True):
             self._free = int(report.free_pages)
-            tally = Tally()
+            seen, tally = list[np.ndarray](), Tally()
             for row, request in enumerate(requests):
                 if request is None:
                     continue
                 known = len(request.output)
                 request.advance(report, row, count)
-                if 0 < known < len(request.output):
+                if wanted and 0 < known < len(request.output):
                     accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
                     # The last round of a sequence that has ended was cut short, and says nothing.
-                    accepted = accepted[:-1] if request.ended else accepted
-                    if self.trial is not None:
-                        counts = request.writer is not None or not self.trial.apart
-                        tally += Tally(len(accepted), int(accepted.sum())) if counts else Tally()
-                    elif self.adaptive is not None:
-                        self.adaptive.see(histogram_of(accepted, count), count)
-            if self.trial is not None and variant is not None:
-                self.trial.see(variant, tally)
-        self._next_turn()
+                    seen.append(accepted[:-1] if request.ended else accepted)
+                    if request.writer is self.held.writer:
+                        tally += Tally(len(seen[-1]), int(seen[-1].sum()))
+            if seen:
+                self._see(np.concatenate(seen), tally, count, variant)
+        self.settle()
         return any(report.starved for report in reports)
 
-    def begin_trial(self, trial: Trial) -> None:
-        """Lets the trial choose the drafter's weights call by call, until it has a verdict; that variant is then the drafter.
+    def _see(self, accepted: np.ndarray, tally: Tally, num_draft_tokens: int, variant: str | None) -> None:
+        """Tells those who want to know what the rounds of a call accepted. tally: of those rounds that count in a trial."""
+        if self.adaptive is not None:
+            self.adaptive.see(histogram_of(accepted, num_draft_tokens), num_draft_tokens)
+        in_use = variant is None
+        if variant is not None and self.trial is not None:
+            in_use = self.trial.variants[variant] is self.drafter
+            self.trial.see(variant, tally)
+        if num_draft_tokens and self.watching and in_use:
+            self.watched = self.watched + (len(accepted), accepted.sum())
 
-        Variants must have the shapes, static fields and placement of the drafter. Raises ValueError for an acceptance rule with which the
-        text depends on the drafter, and while another trial is open."""
+    def begin_trial(self, trial: Trial) -> None:
+        """Lets variants of the drafter, which is one of them, take turns call by call, until there is a verdict: see `use`.
+
+        They must have its shapes, static fields and placement. Raises ValueError for an acceptance rule with which the text depends on the
+        drafter, and while another trial is open."""
         rule = self.settings.accept.name
         if rule != COUPLED.name:
             raise ValueError(
@@ -260,15 +285,14 @@ class Runner:
         if self.trial is not None:
             raise ValueError(f"a trial of {' and '.join(self.trial.comparison.names)} is open; expected none")
         self.trial = trial
-        self._next_turn()
+        self.settle()
 
-    def _next_turn(self) -> None:
-        """Takes the variant of the next call."""
-        trial = self.trial
-        if trial is not None:
-            self.drafter = self.programs.drafter = trial.weights
-            self.held.writer = trial.writer
-            self.trial = None if trial.verdict is not None else trial
+    def settle(self) -> None:
+        """Takes the variant of the next call; after the verdict of a trial that is the drafter, from now on."""
+        if self.trial is not None and self.trial.verdict is not None:
+            self.use(self.trial.weights)
+        elif self.trial is not None:
+            self.programs.drafter, self.held.writer = self.trial.weights, self.trial.writer
 
     def _written(self, requests: Sequence[Request]) -> None:
         """Notes that the next call computes rows of these requests."""

@@ -10,6 +10,7 @@ from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.completion import Chunk, Completion
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.finish import completion_of, final_logprobs, look
+from jaxspec.engine.learn import Learning
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.shards import Shards, Turns
@@ -38,6 +39,7 @@ class Serving:
         check_open: Callable[[], None],
     ):
         self._shards, self._accounts, self._lock = shards, accounts, lock
+        self.learning: Learning | None = None
         self._tokenizer, self._vocab_size, self._needs_of, self._check_open = tokenizer, vocab_size, needs_of, check_open
 
     def together(self, requests: list[Request]) -> Iterator[list[Completion]]:
@@ -98,6 +100,8 @@ class Serving:
     def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """One step of a turn. False once nothing is left to do."""
         self._check_open()
+        if self.learning is not None:
+            self.learning.between()
         going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]), meanwhile)
         for request in turn.active:
             if request.output and not request.first_token_seconds:
@@ -130,5 +134,7 @@ class Serving:
         return completions
 
     def _completion(self, request: Request, turn: Turn | Turns) -> Completion:
+        if self.learning is not None:
+            self.learning.add(request)
         logprobs = final_logprobs(request, self._tokenizer, self._vocab_size, turn.score)
         return completion_of(request, self._tokenizer, self._accounts.add(request), *logprobs)

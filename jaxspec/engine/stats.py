@@ -108,6 +108,37 @@ class RoundStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class LearningStats:
+    """What came of a drafter that learns while its LLM works."""
+
+    share: float
+    """The share of the time spent generating that may go into learning."""
+    spent: float
+    """The share that did."""
+    seconds: float
+    """The time that it took."""
+    updates: int
+    """Updates of the weights."""
+    loss: float
+    """Of the last update; NaN before the first."""
+    tried: int
+    """Trials of newer weights against those in use."""
+    taken: int
+    """Trials whose newer weights were taken."""
+    start: float | None
+    """Tokens a step before any newer weights were taken; None before the first round. Rounds without drafts do not count."""
+    now: float | None
+    """Tokens a step lately, with the weights in use."""
+    ended: str | None = None
+    """Why learning ended; None while it goes on."""
+
+    def __str__(self) -> str:
+        lengths = " -> ".join("?" if length is None else f"{length:.2f}" for length in (self.start, self.now))
+        told = f"{lengths} tokens a step, {self.spent:.1%} of the time, {self.updates} updates, {self.taken} of {self.tried} trials won"
+        return told if self.ended is None else f"{told}; ended: {self.ended}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """Totals of an engine since it was loaded, or of a part of its life: a later one less an earlier one.
 
@@ -160,6 +191,8 @@ class Stats:
     """The most memory that a device has had in use; None where it does not say."""
     reading: Findings | None = None
     """How the drafter's checkpoint is read, where its config leaves that open and both readings are or were tried; else None."""
+    learning: LearningStats | None = None
+    """What came of learning, since that began; None where the drafter does not learn."""
 
     def plus(self, prompt_tokens: int, rounds: RoundStats, cached_tokens: int = 0) -> Stats:
         """With one more request."""
@@ -179,11 +212,9 @@ class Stats:
         )
 
     def __sub__(self, earlier: Stats) -> Stats:
-        """What happened since. Memory and reading are what they are now."""
-        memory, lists = (
-            ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes", "reading"),
-            ("histogram", "rounds_by_draft", "host_times"),
-        )
+        """What happened since. Memory, reading and learning are as they are now."""
+        memory = ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes", "reading", "learning")
+        lists = ("histogram", "rounds_by_draft", "host_times")
         names = [field.name for field in dataclasses.fields(self) if field.name not in memory + lists]
         less = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         less |= {name: _added(getattr(self, name), tuple(-n for n in getattr(earlier, name))) for name in lists}
@@ -244,6 +275,7 @@ class Stats:
                 *([] if self.reading is None else [f"reading            {self.reading}"]),
                 f"compiling          {self.compile_seconds:.1f} s, {self.compilations} programs",
                 f"memory             weights {self.weight_bytes / 2**20:.1f} MiB, state {self.state_bytes / 2**20:.1f} MiB{peak}",
+                *([] if self.learning is None else [f"learning           {self.learning}"]),
             ]
         )
 

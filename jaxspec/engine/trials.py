@@ -13,8 +13,8 @@ doi:10.3758/PBR.16.2.225). With n differences, their sum S and the sum Q of thei
     (1 + n)^(-1/2) (1 - S^2 / ((1 + n) Q))^(-n/2).
 
 If both are equal it ever reaches 1 / ERROR with a probability of at most ERROR, however often one looks (Hendriksen et al. 2021,
-doi:10.1214/20-BA1234). Once it does the trial ends, after 6 pairs at the earliest. After PAIRS pairs it ends anyway, and the greater mean
-decides. Equal variants keep the first.
+doi:10.1214/20-BA1234). Once it does the trial ends, after 6 pairs at the earliest. It also ends once the difference is known to ALIKE of
+the tokens a step, and after PAIRS pairs in any case. The greater mean decides; equal variants keep the first.
 
 Some drafters have K and V of their own. If variants differ in those too, a sequence that both have served tells nothing about either:
 see `Trial`.
@@ -31,7 +31,9 @@ from typing import Any
 
 TURN = 32  # rounds, summed over sequences, after which the other variant has its turn
 PAIRS = 64  # pairs of turns at most
-ERROR = 0.01  # the probability that a trial of equal variants ends before that
+LEAST = 6  # pairs, before variants are found to be alike
+ERROR = 0.01  # the probability of finding a difference where there is none
+ALIKE = 0.01  # the standard error of the difference, as a share of tokens a step, below which nothing more is to be found out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Findings:
     """What each variant did, by name, in whole pairs of turns."""
     verdict: str | None
     """The name of the variant that was kept; None as long as that is open."""
+    gain: float
+    """The mean difference of a pair, of the second less of the first, in tokens a step; 0.0 before the first."""
+    error: float
+    """Its standard error; infinite before the second pair."""
 
     def __str__(self) -> str:
         told = (f"{name} {tally.acceptance_length:.2f} tokens a step ({tally.rounds} steps)" for name, tally in self.tallies.items())
@@ -84,7 +90,17 @@ class Comparison:
     @property
     def findings(self) -> Findings:
         with self._lock:
-            return Findings(dict(self.tallies), self.verdict)
+            return Findings(dict(self.tallies), self.verdict, self._mean, self._error)
+
+    @property
+    def _mean(self) -> float:
+        return self._sum / self._count if self._count else 0.0
+
+    @property
+    def _error(self) -> float:
+        if self._count < 2:
+            return math.inf
+        return math.sqrt(max(self._squares / self._count - self._mean**2, 0.0) / (self._count - 1))
 
     def add(self, first: Tally, second: Tally) -> None:
         """Takes in a pair of turns. Once there is a verdict it stays, and so do the tallies."""
@@ -95,7 +111,9 @@ class Comparison:
                 self.tallies[name] += tally
             difference = second.acceptance_length - first.acceptance_length
             self._count, self._sum, self._squares = self._count + 1, self._sum + difference, self._squares + difference**2
-            if self._count == PAIRS or log_evidence(self._count, self._sum, self._squares) >= -math.log(ERROR):
+            clear = log_evidence(self._count, self._sum, self._squares) >= -math.log(ERROR)
+            alike = self._count >= LEAST and self._error <= ALIKE * self.tallies[self.names[0]].acceptance_length
+            if clear or alike or self._count == PAIRS:
                 self.verdict = self.names[self._sum > 0]
 
 
@@ -113,7 +131,7 @@ class Trial:
         if set(variants) != set(comparison.names):
             raise ValueError(f"variants are called {sorted(variants)}; expected {sorted(comparison.names)}")
         self.comparison, self.apart = comparison, apart
-        self._variants, self._rounds = dict(variants), turn
+        self.variants, self._rounds = dict(variants), turn
         self._writers = {name: object() for name in variants}
         self._turn = comparison.names[0]
         self._seen = collections.defaultdict[str, Tally](Tally)  # of the pair that is under way
@@ -131,7 +149,7 @@ class Trial:
     @property
     def weights(self) -> Any:
         """The drafter's weights for the next call."""
-        return self._variants[self.name]
+        return self.variants[self.name]
 
     @property
     def writer(self) -> object:
@@ -139,7 +157,7 @@ class Trial:
         return self._writers[self.name] if self.apart and self.verdict is None else None
 
     def see(self, name: str, tally: Tally) -> None:
-        """Takes in what a call of a variant did. All calls of a trial guess the same number of tokens a round."""
+        """Takes in what a call of a variant did."""
         self._seen[name] += tally
         if self._seen[self._turn].rounds < self._rounds:
             return
