@@ -51,7 +51,7 @@ def known():
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_right_reading_is_kept(case, known, tmp_path):
-    """Texts are those without drafts. From the verdict on acceptance is that of the right reading, and nothing was compiled for the other."""
+    """Texts are those without drafts. After the verdict acceptance is that of the right reading; nothing was compiled for the other."""
     (made, right, wrong), (texts, length) = CASES[case], known
     llm = jaxspec.load("pocket", dflash(tmp_path / "drafter", **made), **LOADED)
     assert llm.stats.reading.verdict is None and "both are still tried" in str(llm.stats)
