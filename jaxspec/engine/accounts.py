@@ -15,16 +15,18 @@ from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.stats import RoundStats, Stats
+from jaxspec.engine.trials import Comparison
 
 
 class Accounts:
     """The totals of an LLM. They stay when it is closed.
 
-    runners: of all data shards. watch: warns of drafts that are hardly ever accepted.
+    runners: of all data shards. watch: warns of drafts that are hardly ever accepted. reading: the comparison of the drafter's two
+    readings, if it has them. While that is open nothing is watched, since the wrong one may accept nothing.
     """
 
-    def __init__(self, runners: Sequence[Runner], num_draft_tokens: int, watch: Watch):
-        self._runners, self._num_draft_tokens, self._watch = runners, num_draft_tokens, watch
+    def __init__(self, runners: Sequence[Runner], num_draft_tokens: int, watch: Watch, reading: Comparison | None):
+        self._runners, self._num_draft_tokens, self._watch, self._reading = runners, num_draft_tokens, watch, reading
         self._totals = Stats()  # of requests that have ended
         self.beside = 0.0  # seconds spent on compiling beside the runners' programs
         self._begun: float | None = None  # since when a call has been computing, by `clock`
@@ -57,7 +59,7 @@ class Accounts:
         flags, first = np.asarray(request.from_draft, bool), request.first_token_seconds
         rounds = RoundStats.of(flags, request.drafted, self._num_draft_tokens, first, request.guessed)
         self._totals = self._totals.plus(len(request.prompt), rounds, request.shared)
-        if self._num_draft_tokens:
+        if self._num_draft_tokens and (self._reading is None or self._reading.verdict is not None):
             self._watch.see(rounds.rounds_by_draft[0], rounds.steps - rounds.histogram[0], request.temperature)
         return rounds
 
@@ -76,5 +78,6 @@ class Accounts:
             weight_bytes=runners[0].weight_bytes,
             peak_bytes=runners[0].peak_bytes,
             structured_bytes=dict(sum((collections.Counter(runner.pool.bytes_by_label) for runner in runners), collections.Counter())),
+            reading=None if self._reading is None else self._reading.findings,
             **more,
         )

@@ -2,8 +2,8 @@
 
 Nothing of a text depends on the drafter with the rule "coupled", so weights may change at any time. The newest weights are taken only if
 a trial on live traffic finds that they are accepted at least as much as those in use. K and V that a drafter keeps of its own (DFlash,
-EAGLE-3, a draft model) stay as older weights computed them until their sequences end; this may cost a little acceptance, in both arms of a
-trial alike.
+EAGLE-3, a draft model) stay as older weights computed them until their sequences end; this may cost a little acceptance. In trials of such
+drafters only those sequences count that one of both has served alone.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.shards import Shards
 from jaxspec.engine.stats import LearningStats
+from jaxspec.engine.trials import Comparison, Trial
 from jaxspec.learning import checkpoints
 from jaxspec.learning.pace import Pace
 from jaxspec.learning.settings import Learn, learnable
-from jaxspec.learning.trial import Trial, Verdict
 from jaxspec.sharding.placement import Placement
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Learning:
         self._placement, self._lock = placement, lock
         self.origin = origin  # of the weights in use, which are its own
         self._candidate: Any = None  # those on trial
-        self._trial: Trial | None = None
+        self._trial: Comparison | None = None
         self._out = None if learner.learn.out is None else Path(learner.learn.out)
         self._offered = 0  # updates when weights were last on trial
         self._fruitless = 0  # trials in a row that gained nothing
@@ -121,8 +121,8 @@ class Learning:
         if not self.going:
             return
         self._look()
-        if self._trial is not None and (verdict := self._trial.verdict()) is not None:
-            self._settle(verdict)
+        if self._trial is not None and self._trial.verdict is not None:
+            self._settle(self._trial)
         if self.going and self._learner.ready:
             self.compile()
             if self._pace.due(self._together):
@@ -191,30 +191,30 @@ class Learning:
     def _offer(self) -> None:
         """Puts the newest weights on trial."""
         self._candidate = self._learner.candidate()
-        self._trial, self._offered = Trial((CURRENT, CANDIDATE)), self._learner.steps
+        self._trial, self._offered = Comparison(CANDIDATE, CURRENT), self._learner.steps
         self._tried += 1
         self._shards.take(None)
         for runner, weights in zip(self._runners, self._of_shards(self._candidate), strict=True):
-            runner.compare(self._trial, {CURRENT: runner.drafter, CANDIDATE: weights})
+            variants = {CANDIDATE: weights, CURRENT: runner.drafter}
+            runner.begin_trial(Trial(variants, self._trial, apart=runner.drafter_owns_kv))
 
-    def _settle(self, verdict: Verdict) -> None:
-        """Ends a trial: its better weights are used from now on."""
+    def _settle(self, trial: Comparison) -> None:
+        """Takes in the verdict of a trial, whose better weights are used from now on."""
         self._shards.take(None)
         candidate, self._candidate, self._trial = self._candidate, None, None
-        if verdict.better == CANDIDATE:
-            for runner in self._runners:
-                runner.use(runner.arms[CANDIDATE])
+        for runner in self._runners:
+            runner.settle()
+        if trial.verdict == CANDIDATE:
             self.origin = dataclasses.replace(self.origin, weights=candidate)
             self._taken += 1
         else:
-            for runner in self._runners:
-                runner.use(runner.drafter)
             begun = time.perf_counter()
             self._learner.go_back(self.origin.weights)
             jax.block_until_ready(self._learner.masters)
             self._pace.cost(time.perf_counter() - begun)
             self._offered = self._learner.steps
-        self._fruitless = 0 if verdict.gain > verdict.error else self._fruitless + 1
+        findings = trial.findings
+        self._fruitless = 0 if -findings.gain > findings.error else self._fruitless + 1
         if self._fruitless >= self._learner.learn.patience:
             self._end(f"{self._fruitless} comparisons in a row gained nothing")
 
@@ -250,6 +250,11 @@ class Learning:
 def check(drafter: Any, rule: str, num_draft_tokens: int) -> None:
     """Raises ValueError where learning would change texts, or where there is nothing to learn."""
     learnable(drafter)
+    if readings := getattr(drafter, "readings", ()):
+        raise ValueError(
+            f"the drafter's config.json leaves open {' or '.join(readings)}; expected the one that it was trained with: generate with it, "
+            "and llm.stats says which accepts more"
+        )
     if rule != "coupled":
         raise ValueError(f"the acceptance rule is {rule!r}, with which texts depend on the drafter; only with 'coupled' may it learn")
     if num_draft_tokens == 0:

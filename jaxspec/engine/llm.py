@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from jaxspec.checks import integer
 from jaxspec.drafters.base import Drafter
+from jaxspec.engine import readings
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.completion import Completion
@@ -81,10 +82,15 @@ class LLM:
         vocab_size = self.config.vocab_size
         self._structures = Structures(tokenizer, vocab_size, settings.structured_blocks, settings.structured_rows)
         runners = list[Runner]()
-        self._accounts = Accounts(runners, settings.num_draft_tokens, Watch(drafter, settings.accept))
+        reading = readings.comparison_of(drafter, settings)
+        self._accounts = Accounts(runners, settings.num_draft_tokens, Watch(drafter, settings.accept), reading)
         with self._lock():
             own, more = settings.of_shard(placement.shards), {"structures": self._structures, "clock": lambda: self._accounts.seconds}
-            runners += [Runner(*weights, own, part, **more) for weights, part in placement.split((target, drafter))]
+            for (theirs, its), part in placement.split((target, drafter)):
+                trial = None if reading is None else readings.trial_of(its, part, reading)
+                runners.append(Runner(theirs, its if trial is None else trial.weights, own, part, **more))
+                if trial is not None:
+                    runners[-1].begin_trial(trial)
             self._shards = Shards(runners)
         self._lock.settle = functools.partial(self._shards.take, None)
         self._runner = self._shards.runners[0]

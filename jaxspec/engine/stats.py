@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from jaxspec.engine.device_clock import OCTAVE, SHORTEST
+from jaxspec.engine.trials import Findings
 
 
 def accepted_by_round(from_draft: np.ndarray) -> np.ndarray:
@@ -188,6 +189,8 @@ class Stats:
     """Memory that the structured outputs take on the device, by a short form of each."""
     peak_bytes: int | None = None
     """The most memory that a device has had in use; None where it does not say."""
+    reading: Findings | None = None
+    """How the drafter's checkpoint is read, where its config leaves that open and both readings are or were tried; else None."""
     learning: LearningStats | None = None
     """What came of learning, since that began; None where the drafter does not learn."""
 
@@ -209,8 +212,8 @@ class Stats:
         )
 
     def __sub__(self, earlier: Stats) -> Stats:
-        """What happened since. Memory and learning are as they are now."""
-        memory = ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes", "learning")
+        """What happened since. Memory, reading and learning are as they are now."""
+        memory = ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes", "reading", "learning")
         lists = ("histogram", "rounds_by_draft", "host_times")
         names = [field.name for field in dataclasses.fields(self) if field.name not in memory + lists]
         less = {name: getattr(self, name) - getattr(earlier, name) for name in names}
@@ -269,6 +272,7 @@ class Stats:
                 f"drafts             {self.accepted} of {self.drafted} accepted",
                 f"by position        {rates or 'nothing drafted'}",
                 f"histogram          {', '.join(map(str, self.histogram))} steps with 0 .. {most} drafts accepted",
+                *([] if self.reading is None else [f"reading            {self.reading}"]),
                 f"compiling          {self.compile_seconds:.1f} s, {self.compilations} programs",
                 f"memory             weights {self.weight_bytes / 2**20:.1f} MiB, state {self.state_bytes / 2**20:.1f} MiB{peak}",
                 *([] if self.learning is None else [f"learning           {self.learning}"]),

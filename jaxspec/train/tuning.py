@@ -203,6 +203,11 @@ def _drafter(
             found = abstract_drafter(folder, model.config, jnp.float32)
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")
+            if readings := getattr(found, "readings", ()):
+                raise ValueError(
+                    f"the config.json of init {folder} leaves open {' or '.join(readings)}; expected the one that the drafter was trained "
+                    "with: generate with it, and llm.stats says which accepts more"
+                )
             return load_drafter(folder, model.config, jnp.float32, progress=False), config, generation
     elif init is not None:
         config, generation = init, chosen.generation
@@ -210,7 +215,10 @@ def _drafter(
         config, generation = chosen.default_config(raw, model.config), chosen.generation
     else:
         raise ValueError(f"init is None, and drafter_kind {kind!r} has no default config; expected a config.json or a drafter")
-    return kinds.fresh(chosen, config, model, texts.ids, seed), config, generation
+    weights = kinds.fresh(chosen, config, model, texts.ids, seed)
+    if getattr(weights, "readings", ()):  # it learns the first, and its config.json says so
+        weights, config = weights.read_as(np.int32(0)).decided(config)
+    return weights, config, generation
 
 
 def _own(

@@ -123,7 +123,12 @@ DFLASH_CONFIG = {
     "sliding_window": 128,
     "use_sliding_window": True,
     "block_size": 8,
-    "dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 3, 5, 7], "final_logit_softcapping": 30.0},
+    "dflash_config": {
+        "mask_token_id": 4,
+        "target_layer_ids": [1, 3, 5, 7],
+        "final_logit_softcapping": 30.0,
+        "input_embedding_scale": 1.0,
+    },
 }
 BLOCK_CONFIG = {  # as speculators lays it out
     "transformer_layer_config": {

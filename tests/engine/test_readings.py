@@ -1,0 +1,83 @@
+"""What a drafter's config.json leaves open, tried on the first rounds of an LLM: one reading is right by construction."""
+
+import json
+import shutil
+
+import pytest
+
+import jaxspec
+from jaxspec.checkpoint.hub import resolve
+from jaxspec.decode.accept import synthetic
+from jaxspec.engine.trials import Tally
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
+PROMPTS = ["def add(a, b):\n    return", "import os\n\n\nclass Reader:\n", "for i in range(10):\n    print(", "def main():\n    parser = "]
+MIXED = [jaxspec.SamplingParams(max_tokens=60, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(28)]
+LOADED = {"num_draft_tokens": 4, "max_slots": 2, "max_len": 128, "progress": False}
+SCALED = "input_embedding_scale=16.0"  # sqrt(256)
+
+
+def dflash(folder, config=lambda config: None):
+    """pocket-dflash without input_embedding_scale."""
+    shutil.copytree(resolve("pocket-dflash"), folder)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["dflash_config"]["input_embedding_scale"]
+    config(raw)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def as_dspark(raw):
+    """The same drafter in the words of a DSpark config without a Markov head, which leaves open which rows guess."""
+    raw["architectures"] = ["DSparkDraftModel"]
+    raw["aux_hidden_state_layer_ids"] = [i + 1 for i in raw["dflash_config"].pop("target_layer_ids")]
+
+
+CASES = {
+    "the first": ({}, "input_embedding_scale=1.0", SCALED),
+    "the second": ({"config": as_dspark}, "sample_from_anchor=false", "sample_from_anchor=true"),
+}
+
+
+@pytest.fixture(scope="module")
+def known():
+    """Texts without drafts, and the acceptance length of the drafter by a config that says all."""
+    texts = [c.token_ids for c in jaxspec.load("pocket", **LOADED | {"num_draft_tokens": 0}).generate(PROMPTS * 7, MIXED)]
+    llm = jaxspec.load("pocket", "pocket-dflash", **LOADED)
+    llm.generate(PROMPTS * 7, MIXED)
+    return texts, llm.stats.acceptance_length
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_right_reading_is_kept(case, known, tmp_path):
+    """Texts are those without drafts. From the verdict on acceptance is that of the right reading, and nothing was compiled for the other."""
+    (made, right, wrong), (texts, length) = CASES[case], known
+    llm = jaxspec.load("pocket", dflash(tmp_path / "drafter", **made), **LOADED)
+    assert llm.stats.reading.verdict is None and "both are still tried" in str(llm.stats)
+    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)] == texts
+    compiled, found = llm.stats.compilations, llm.stats.reading
+    assert found.verdict == right and f"{right} is kept" in str(llm.stats)
+    assert found.tallies[right].acceptance_length > found.tallies[wrong].acceptance_length + 0.5
+    assert {tally.rounds >= 6 * 32 for tally in found.tallies.values()} == {True}
+    before = llm.stats
+    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)] == texts
+    since = llm.stats - before
+    assert since.reading == found and llm.stats.compilations == compiled
+    assert since.acceptance_length == pytest.approx(length, rel=0.01)
+
+
+def test_other_rules_take_the_first_and_say_so(tmp_path):
+    folder = dflash(tmp_path / "drafter")
+    with pytest.warns(UserWarning, match=f"leaves open input_embedding_scale=1.0 or {SCALED}. Only with accept='coupled' .* is 'standard'"):
+        llm = jaxspec.load("pocket", folder, **LOADED, accept="standard")
+    assert llm.stats.reading is None and llm.drafter.embedding_scale == 1.0
+    for more in ({"accept": synthetic((0.5,) * 4)}, {"num_draft_tokens": 0}):  # where it does not matter
+        assert jaxspec.load("pocket", folder, **LOADED | more).stats.reading is None
+
+
+def test_a_drafter_that_is_open_does_not_learn(tmp_path):
+    llm = jaxspec.load("pocket", dflash(tmp_path / "drafter"), **LOADED)
+    with pytest.raises(ValueError, match=f"leaves open input_embedding_scale=1.0 or {SCALED}; expected the one that it was trained with"):
+        llm.learn(0.1)
+    assert llm.stats.reading.tallies == {"input_embedding_scale=1.0": Tally(), SCALED: Tally()}
