@@ -70,6 +70,7 @@ class Learning:
         self._saved = 0.0  # when `out` was last written, by the pace's clock
         self._start, self._recent = np.zeros(2), np.zeros(2)  # rounds and accepted drafts: before any weights changed, and lately
         self._seen = sum((runner.watched for runner in self._runners), np.zeros(2))  # the same, since the LLM was loaded
+        self._together = TOGETHER if len(shards.runners) > 1 else 1
         self._pace = Pace(learner.learn.share, lambda: accounts.seconds)
         for runner in self._runners:
             runner.watching = True
@@ -106,7 +107,9 @@ class Learning:
         """Compiles what learning runs, if that is not done yet."""
         before = self._learner.compile_seconds
         self._learner.compile()
-        self._accounts.beside += self._learner.compile_seconds - before
+        if self._learner.compile_seconds > before:
+            self._accounts.beside += self._learner.compile_seconds - before
+            self._pace.expected = self._learner.step_seconds
 
     def add(self, request: Request) -> None:
         """Takes in a request that has ended."""
@@ -120,8 +123,10 @@ class Learning:
         self._look()
         if self._trial is not None and self._trial.verdict is not None:
             self._settle(self._trial)
-        if self.going and self._learner.ready and self._pace.due():
-            self._work()
+        if self.going and self._learner.ready:
+            self.compile()
+            if self._pace.due(self._together):
+                self._work()
         if self.going and self._trial is None and self._learner.steps - self._offered >= self._learner.learn.every:
             self._offer()
         if self._out is not None and self._pace.passed - self._saved >= self._learner.learn.save_seconds:
@@ -169,21 +174,19 @@ class Learning:
 
     def _work(self) -> None:
         """Updates, while nothing else computes."""
-        self.compile()
         begun = time.perf_counter()
         self._shards.take(None)
-        several = len(self._runners) > 1
         for runner in self._runners:
             runner.programs.wait()
-        if not several:  # it waited for what would have been computed anyhow
+        if len(self._runners) == 1:  # it waited for what would have been computed anyhow
             begun = time.perf_counter()
         try:
-            for _ in range(TOGETHER if several else 1):
+            for _ in range(self._together):
                 self._learner.step()
         except FloatingPointError as error:
             warnings.warn(f"the drafter learns no more: {error}; the weights in use stay", RuntimeWarning, stacklevel=2)
             self._end(str(error))
-        self._pace.took(time.perf_counter() - begun)
+        self._pace.took(time.perf_counter() - begun, self._together)
 
     def _offer(self) -> None:
         """Puts the newest weights on trial."""

@@ -62,6 +62,7 @@ class Learner:
         self.steps = 0  # updates so far
         self.loss = math.nan  # of the last update
         self.compile_seconds = 0.0
+        self.step_seconds = 0.0  # of an update, measured when it was compiled
         self._shape = parts(learn, target.config.vocab_size, placement.shards)
         self._tx = optimizer(rate_of(learn.rate))
         trained, kept = split(drafter)
@@ -92,10 +93,17 @@ class Learner:
         return len(self.texts) >= min(LEAST * self.learn.batch, self.learn.texts)
 
     def compile(self) -> None:
-        """Compiles the update, once."""
+        """Compiles the update, once, and times it, by updates that change nothing."""
         if self._compiled is None:
             begun = time.perf_counter()
-            self._compiled = self._update.lower(*self._arguments(self._empty())).compile()
+            self._compiled, scale, self._scale = self._update.lower(*self._arguments(self._empty())).compile(), self._scale, 0.0
+            kept = jax.tree.map(jnp.copy, self.moments)
+            for _ in range(2):  # the first run takes longer
+                started = time.perf_counter()
+                self.masters, self.moments, _ = jax.block_until_ready(self._compiled(*self._arguments(self._empty())))
+                self.step_seconds = time.perf_counter() - started
+            self.moments, self._scale = kept, scale
+            jax.block_until_ready(self.candidate())
             self.compile_seconds += time.perf_counter() - begun
 
     def add(self, ids: np.ndarray, given: int) -> None:

@@ -28,7 +28,7 @@ class Learn:
     """Texts of an update."""
     length: int = 512
     """Tokens of a text at most. Of a longer one, a part of this length is drawn."""
-    anchors: int = 64
+    anchors: int = 32
     """Places of each text that draft, drawn anew for each update."""
     rate: float = 5e-4
     """The learning rate, reached after WARM updates. From there it falls as the inverse square root of the number of updates."""
