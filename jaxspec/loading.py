@@ -15,6 +15,7 @@ from jaxspec.checks import integer
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.device_lock import DeviceLock
+from jaxspec.engine.learn import Origin
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import check_limits, memory_limit
 from jaxspec.engine.params import MAX_SEED
@@ -171,6 +172,7 @@ def load(
         defaults=pair.defaults,
         placement=placement,
         name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
+        origin=Origin(loaded, pair.drafter_folder),
     )
 
 
