@@ -81,3 +81,15 @@ def test_a_drafter_that_is_open_does_not_learn(tmp_path):
     with pytest.raises(ValueError, match=f"leaves open input_embedding_scale=1.0 or {SCALED}; expected the one that it was trained with"):
         llm.learn(0.1)
     assert llm.stats.reading.tallies == {"input_embedding_scale=1.0": Tally(), SCALED: Tally()}
+
+
+@pytest.mark.slow
+def test_data_shards_find_it_out_together(known, tmp_path):
+    """Each takes its own turns, on two devices; one verdict holds for both."""
+    folder, loaded = dflash(tmp_path / "drafter", as_dspark), LOADED | {"max_slots": 4}
+    llm = jaxspec.load("pocket", folder, **loaded, mesh=jaxspec.mesh(data=2, tensor=2))
+    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)] == known[0]
+    llm.generate(PROMPTS * 7, MIXED)  # a shard learns of the verdict when it has read its next call
+    assert llm.stats.reading.verdict == "sample_from_anchor=false"
+    assert [int(runner.drafter.reading) for runner in llm._shards.runners] == [1, 1]
+    assert all(runner.trial is None for runner in llm._shards.runners)
