@@ -303,9 +303,12 @@ def _batch(args: argparse.Namespace) -> int:
             if together and placement.size < (found := jax.device_count()):
                 raise ValueError(f"the processes have {found} devices; expected --mesh over all of them, or --shard without --process")
             job = stack.enter_context(BatchJob(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
-            llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
+            learn = None if args.learn is None else job.kept(args.learn)
+            llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction, learn=learn)
+            if learn is not None:
+                stack.enter_context(llm)  # which ends learning, and writes the drafter, before the job ends
             shown = {"token_ids": args.token_ids, "include_prompt": args.include_prompt}
-            job.begin(llm, params, seed=seed, **shown, enable_thinking=args.thinking, learn=args.learn)
+            job.begin(llm, params, seed=seed, **shown, enable_thinking=args.thinking)
             if job.out is None:
                 print("jaxspec: results go to standard output, so this run cannot be resumed", file=sys.stderr)
         try:

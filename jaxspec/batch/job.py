@@ -190,10 +190,16 @@ class BatchJob:
         }
         if self._writes and self.out is not None:
             self._write_settings(json.dumps(settings, indent=2) + "\n")
+        self._learning = llm.learning
         if learn is not None:
-            asked = learn_of(learn)
-            out = self.files.drafter if asked.out is None else asked.out
-            self._learning = self._open.enter_context(llm.learn(dataclasses.replace(asked, out=out, resume=out is not None)))
+            self._learning = self._open.enter_context(llm.learn(self.kept(learn)))
+
+    def kept(self, learn: float | Learn) -> Learn:
+        """The settings of learning, with the drafter kept beside the results, unless they name another folder. It goes on from what that
+        holds."""
+        asked = learn_of(learn)
+        out = self.files.drafter if asked.out is None else asked.out
+        return dataclasses.replace(asked, out=out, resume=out is not None)
 
     def _write_settings(self, text: str) -> None:
         """Writes what the run was started with, or checks it, if there are results."""

@@ -22,6 +22,7 @@ from jaxspec import checkpoint
 from jaxspec.checkpoint import safetensors
 from jaxspec.drafters.registry import load_drafter, save_drafter
 from jaxspec.engine.accounts import Accounts
+from jaxspec.engine.memory import learning_bytes, memory_limit, size
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.shards import Shards
@@ -260,6 +261,18 @@ def check(drafter: Any, rule: str, num_draft_tokens: int) -> None:
         raise ValueError("num_draft_tokens is 0, so that no draft would be accepted however much the drafter learns; expected at least 1")
     if jax.process_count() > 1:
         raise ValueError(f"there are {jax.process_count()} processes; a drafter learns in one process only")
+
+
+def check_room(target: Any, drafter: Any, learn: Learn, num_draft_tokens: int, max_len: int, placement: Placement) -> None:
+    """Raises MemoryError where a device says that it lacks the room to learn."""
+    device = jax.local_devices()[0]
+    limit, used = memory_limit(device), (device.memory_stats() or {}).get("bytes_in_use", 0)
+    kept, work = learning_bytes(target.config, drafter, learn, num_draft_tokens, max_len, placement)
+    if limit is not None and used + kept + work > limit:
+        raise MemoryError(
+            f"learning takes {size(kept)}, and {size(work)} for an update; of the device's {size(limit)}, {size(limit - used)} are free. "
+            "`load` with `learn` plans slots beside it; fewer anchors or a smaller batch take less"
+        )
 
 
 def learner_of(target: Any, drafter: Any, learn: Learn, **more: Any) -> Learner:

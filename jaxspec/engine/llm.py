@@ -25,7 +25,7 @@ from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.draft_count import counts_up_to
 from jaxspec.engine.html import llm_html
 from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of
-from jaxspec.engine.learn import Learning, Origin, check, learner_of
+from jaxspec.engine.learn import Learning, Origin, check, check_room, learner_of
 from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import Runner
@@ -168,6 +168,11 @@ class LLM:
         learning = self._serving.learning
         return self._accounts.stats(learning=None if learning is None else learning.stats)
 
+    @property
+    def learning(self) -> Learning | None:
+        """What `learn`, or `load` with `learn`, began last; None if the drafter was never to learn."""
+        return self._serving.learning
+
     def __repr__(self) -> str:
         if self._closed:
             return f"LLM({self.name!r}, closed)"
@@ -216,6 +221,7 @@ class LLM:
         target, origin, placement = self._whole
         origin = origin if before is None else before.origin
         check(origin.weights, self.settings.accept.name, self.num_draft_tokens)
+        check_room(self.target, origin.weights, learn, self.num_draft_tokens, self.max_len, placement)
         with self._lock():
             self._shards.take(None)
             sizes = {"num_draft_tokens": self.num_draft_tokens, "max_len": self.max_len}
