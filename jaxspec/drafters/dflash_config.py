@@ -32,9 +32,9 @@ class DFlashConfig(BlockConfig):
 
 
 def _undecided(config: Mapping[str, Any], hidden: int, target: TargetConfig) -> Undecided | None:
-    """Gemma multiplies its embeddings by sqrt(hidden_size). z-lab's configs for it do not say whether the drafter's are: not at all in
-    vLLM 0.33 and in z-lab's newest code, likewise in SGLang 0.5 and in z-lab's pull request to vLLM (#41703). speculators trains with
-    the table's rows as they are."""
+    """Gemma multiplies its embeddings by sqrt(hidden_size), and z-lab's configs for it do not say whether its drafters do. vLLM 0.33 and
+    z-lab's newest code take the table's rows as they are; SGLang 0.5 and z-lab's pull request to vLLM (#41703) multiply them. speculators
+    trains with the rows as they are."""
     said = SCALE in config or SCALE in (config.get("dflash_config") or {})
     if said or "speculators_model_type" in config or family_of(target) is not gemma4.FAMILY:
         return None

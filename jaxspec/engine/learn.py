@@ -9,7 +9,6 @@ drafters only those sequences count that one of both has served alone.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 import warnings
 from collections.abc import Sequence
@@ -144,7 +143,7 @@ class Learning:
         save_drafter(self._out, self.origin.weights, config, dtype)
         generation = checkpoint.read_generation_config(self.origin.folder)
         if generation:
-            (self._out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+            checkpoint.save_json(self._out / "generation_config.json", generation)
         if self.going:
             checkpoints.save(self._out / STATE, self._learner.steps, *self._learner.state)
         self._pace.cost(time.perf_counter() - begun)

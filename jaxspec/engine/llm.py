@@ -168,6 +168,11 @@ class LLM:
         learning = self._serving.learning
         return self._accounts.stats(learning=None if learning is None else learning.stats)
 
+    @property
+    def learning(self) -> Learning | None:
+        """What `learn`, or `load` with `learn`, began last; None if the drafter was never to learn."""
+        return self._serving.learning
+
     def __repr__(self) -> str:
         if self._closed:
             return f"LLM({self.name!r}, closed)"

@@ -132,9 +132,15 @@ class LearningStats:
     ended: str | None = None
     """Why learning ended; None while it goes on."""
 
+    @property
+    def lengths(self) -> str:
+        """Tokens a step at the start and now, in words."""
+        return " -> ".join("?" if length is None else f"{length:.2f}" for length in (self.start, self.now))
+
     def __str__(self) -> str:
-        lengths = " -> ".join("?" if length is None else f"{length:.2f}" for length in (self.start, self.now))
-        told = f"{lengths} tokens a step, {self.spent:.1%} of the time, {self.updates} updates, {self.taken} of {self.tried} trials won"
+        told = (
+            f"{self.lengths} tokens a step, {self.spent:.1%} of the time, {self.updates} updates, {self.taken} of {self.tried} trials won"
+        )
         return told if self.ended is None else f"{told}; ended: {self.ended}"
 
 

@@ -134,6 +134,7 @@ def without_drafts():
     return [c.token_ids for c in jaxspec.load("pocket", **LOADED | {"num_draft_tokens": 0}).generate(PROMPTS * 9, SAMPLED)]
 
 
+@pytest.mark.slow
 def test_an_llm_keeps_the_better_drafter_and_its_texts():
     """The spoilt drafter is the one in use. As both keep K and V of their own, no round of a sequence counts that both have served."""
     llm = jaxspec.load("pocket", "pocket-dflash", **LOADED, kv_pages=3)

@@ -228,12 +228,12 @@ RECIPES = {
     "mtp": Recipe("mtp", MTP_CONFIG, 6000, batch=96, length=384, self_generate=16384, objective={"anchors": 128}),
     # Blocks of 4 drafts, which is the default K. A later place is reached less often, and its weight falls by the same rate.
     "dflash": Recipe("dflash", DFLASH_CONFIG, 6000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
-    "dflash2": Recipe("dflash2", DFLASH2_CONFIG, 6000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
+    "dflash2": Recipe("dflash2", DFLASH2_CONFIG, 5000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
     # Cross-entropy teaches more in so few steps than the distance that the kind is made for.
     "dspark": Recipe(
         "dspark",
         DSPARK_CONFIG,
-        6000,
+        5000,
         self_generate=16384,
         objective={"steps": 4, "decay": 0.65, "soft": 1.0, "hard": 1.0, "tv": 0.0, "confidence": 0.3},
     ),
