@@ -8,8 +8,7 @@ import engines
 import jax
 import numpy as np
 import pytest
-import rounds
-from engines import PLAIN, SLOTS, K, llm_of, only
+from engines import PLAIN, llm_of, only
 from kinds import KINDS
 from test_requests import alone, prompts, same
 
@@ -151,7 +150,7 @@ def test_what_cannot_learn_is_refused(kind, changes, told):
 def test_an_llm_learns_once_at_a_time_and_a_drafter_without_a_folder_is_not_written(tmp_path):
     llm = engines.llm_of.__wrapped__("assistant")
     with pytest.raises(ValueError, match="but the drafter comes from no checkpoint"):
-        llm.learn(LEARN, out=None) if False else llm.learn(dataclasses.replace(LEARN, out=tmp_path))
+        llm.learn(dataclasses.replace(LEARN, out=tmp_path))
     with llm.learn(LEARN) as learning:
         with pytest.raises(RuntimeError, match="learns already"):
             llm.learn(LEARN)
@@ -162,4 +161,3 @@ def test_an_llm_learns_once_at_a_time_and_a_drafter_without_a_folder_is_not_writ
         work(llm)
     llm.close()
     assert llm.stats.learning is not None and llm.stats.learning.ended == "closed"
-    assert (SLOTS, K) == (llm.max_slots, llm.num_draft_tokens) and rounds.VOCAB

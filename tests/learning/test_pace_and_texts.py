@@ -14,10 +14,10 @@ from jaxspec.learning.pace import Pace
 from jaxspec.learning.reservoir import Reservoir
 from jaxspec.learning.settings import PART, Learn, learn_of, learnable, parts
 
-times = st.floats(1e-4, 10)
+times = st.floats(0.1, 10)
 
 
-@given(st.floats(0.001, 0.9), times, st.lists(st.tuples(times, st.floats(0.5, 2)), max_size=200), st.sampled_from([1, 4]))
+@given(st.floats(0.01, 0.7), times, st.lists(st.tuples(times, st.floats(0.5, 2)), max_size=40), st.sampled_from([1, 4]))
 def test_the_share_is_kept_whatever_calls_and_updates_take(share, expected, calls, pieces):
     """Of all time that has passed at any moment, but for what the work in hand took longer than was expected of it."""
     now = [5.0]
@@ -26,12 +26,10 @@ def test_the_share_is_kept_whatever_calls_and_updates_take(share, expected, call
     for call, unlike in calls:
         now[0] += call
         while pace.due(pieces):
-            wanted, took = pieces * pace.expected, pieces * pace.expected * unlike
+            wanted, took = pieces * pace.expected, pieces * expected * unlike
             now[0] += took
             pace.took(took, pieces)
             assert pace.spent <= share * pace.passed + max(took - wanted, 0) + 1e-9
-            if pace.spent > 1e3:
-                return
     assert pace.passed == pytest.approx(now[0] - 5.0)
 
 
@@ -72,12 +70,10 @@ def test_a_batch_holds_what_was_written():
     for step in range(30):
         batch, again = reservoir.batch(step, 8, 16), reservoir.batch(step, 8, 16)
         assert (batch.ids == again.ids).all() and (batch.first == again.first).all()
-        own = [ids[first:length] for ids, first, length in zip(batch.ids, batch.first, batch.length, strict=True)]
+        rows = list(zip(batch.ids, batch.first, batch.length, strict=True))
+        own = [ids[first:length] for ids, first, length in rows]
         assert all(len(part) and (part >= 10_000).all() for part in own)
-        assert all(
-            (ids[:first] == 1000).all() and not ids[length:].any()
-            for ids, first, length in zip(batch.ids, batch.first, batch.length, strict=True)
-        )
+        assert all((ids[:first] == 1000).all() and not ids[length:].any() for ids, first, length in rows)
         assert len({int(part[0] - 10_000) // 100 for part in own}) == 8
     assert reservoir.batch(0, 30, 16).ids.shape == (30, 16)
 
@@ -116,7 +112,6 @@ def test_a_share_must_be_a_number():
 
 @pytest.mark.parametrize("drafter", [NoDraft(), NGram()])
 def test_drafters_that_have_nothing_to_learn(drafter):
-    with pytest.raises(
-        ValueError, match=f"the drafter is a {type(drafter).__name__}, which has nothing to learn; expected one of .*Gemma4MTP"
-    ):
+    told = f"the drafter is a {type(drafter).__name__}, which has nothing to learn; expected one of .*Gemma4MTP"
+    with pytest.raises(ValueError, match=told):
         learnable(drafter)
