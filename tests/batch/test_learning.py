@@ -56,6 +56,7 @@ def texts(*paths):
     return {record["id"]: record["text"] for path in paths for record in read_lines(path)}
 
 
+@pytest.mark.slow
 def test_a_job_that_learns_writes_the_same_texts_and_a_drafter(folders, lines, plain, tmp_path, monkeypatch):
     out, told = tmp_path / "out.jsonl", []
     monkeypatch.setattr("tqdm.std.tqdm.set_postfix_str", lambda bar, text, refresh: told.append(text))
@@ -77,7 +78,7 @@ def read_line(out, name):
 
 def test_a_killed_job_goes_on_with_what_its_drafter_learnt(folders, lines, plain, tmp_path):
     out = tmp_path / "out.jsonl"
-    kept = {  # programs that the runs above have compiled
+    kept = {  # programs that other runs have compiled
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
