@@ -10,6 +10,7 @@ import time
 import jax
 import pytest
 from fake_llm import read_lines, write_lines
+from quick import few_programs
 
 import jaxspec
 from jaxspec import cli
@@ -18,7 +19,13 @@ from jaxspec.engine.params import SamplingParams
 from jaxspec.learning import checkpoints
 from jaxspec.learning.settings import Learn
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
+
 
 COUNT = 80
 LOADED = {"max_len": 64, "max_slots": 2, "num_draft_tokens": 2, "progress": False}

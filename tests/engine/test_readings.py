@@ -4,13 +4,20 @@ import json
 import shutil
 
 import pytest
+from quick import few_programs
 
 import jaxspec
 from jaxspec.checkpoint.hub import resolve
 from jaxspec.decode.accept import synthetic
 from jaxspec.engine.trials import Tally
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
+
 
 PROMPTS = ["def add(a, b):\n    return", "import os\n\n\nclass Reader:\n", "for i in range(10):\n    print(", "def main():\n    parser = "]
 MIXED = [jaxspec.SamplingParams(max_tokens=60, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(28)]
