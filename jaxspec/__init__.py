@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what type checkers see of the two tables below
     from jaxspec.engine.stats import Stats
     from jaxspec.engine.stream import Stream
     from jaxspec.generator import Generator
+    from jaxspec.learning.settings import Learn
     from jaxspec.loading import load
     from jaxspec.model import config, gemma4
     from jaxspec.model import paged_kv as cache
@@ -28,6 +29,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "Generator",
+    "Learn",
     "Logprob",
     "SamplingParams",
     "Stats",
@@ -54,6 +56,7 @@ _EXPORTS: dict[str, str] = {
     "load": "jaxspec.loading",
     "convert": "jaxspec.converting",
     "LLM": "jaxspec.engine.llm",
+    "Learn": "jaxspec.learning.settings",
     "SamplingParams": "jaxspec.engine.params",
     "StructuredOutputsParams": "jaxspec.structured.params",
     "Completion": "jaxspec.engine.completion",

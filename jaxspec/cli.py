@@ -133,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="share of JAX's memory to use (default: 0.9)")
     batch.add_argument("--token-ids", action="store_true", help="write token ids too")
     batch.add_argument("--include-prompt", action="store_true", help="write the prompt, or the messages, too")
+    text = "let the drafter learn from the job's texts, in this share of the time, such as 0.05; it is kept in OUT.jsonl.drafter"
+    batch.add_argument("--learn", type=float, metavar="SHARE", help=text)
     batch.add_argument("--thinking", action="store_true", help="let the model think first when it answers messages, as in chat")
     batch.set_defaults(command=_batch)
 
@@ -301,7 +303,10 @@ def _batch(args: argparse.Namespace) -> int:
             if together and placement.size < (found := jax.device_count()):
                 raise ValueError(f"the processes have {found} devices; expected --mesh over all of them, or --shard without --process")
             job = stack.enter_context(BatchJob(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
-            llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction)
+            learn = None if args.learn is None else job.kept(args.learn)
+            llm, params = _load(args, max_slots=args.max_slots, memory_fraction=args.memory_fraction, learn=learn)
+            if learn is not None:
+                stack.enter_context(llm)  # which ends learning, and writes the drafter, before the job ends
             shown = {"token_ids": args.token_ids, "include_prompt": args.include_prompt}
             job.begin(llm, params, seed=seed, **shown, enable_thinking=args.thinking)
             if job.out is None:

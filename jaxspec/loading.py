@@ -15,11 +15,14 @@ from jaxspec.checks import integer
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.device_lock import DeviceLock
+from jaxspec.engine.learn import Origin
+from jaxspec.engine.learn import check as check_learning
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import check_limits, memory_limit
 from jaxspec.engine.params import MAX_SEED
 from jaxspec.engine.settings import Settings, check_pages
 from jaxspec.foreign_names import answers_foreign_names
+from jaxspec.learning.settings import Learn, learn_of
 from jaxspec.planning import KV_DTYPES, pair_of, plan
 from jaxspec.progress import watched
 from jaxspec.sharding.placement import Placement, placement_of
@@ -56,6 +59,7 @@ def load(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
+    learn: float | Learn | None = None,
     progress: bool | None = None,
 ) -> LLM:
     """Loads a target, and a drafter that guesses for it, and returns an LLM.
@@ -112,6 +116,10 @@ def load(
     account that may read the models, by default the one that is logged in. cache_dir: where the hub's models are kept, by default where
     HF_HOME says. local_files_only: take what is there, and ask no hub. The last three hold for the drafter and the adapter too.
 
+    learn: the share of the time spent generating in which the drafter learns from the texts that are written, such as 0.05, or all
+    settings as a `Learn`; texts stay the same. Slots are planned beside what it takes. See `LLM.learn`, which begins it later. None: the
+    drafter stays as it is.
+
     Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for
     a checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, a drafter or an adapter
     that does not fit, a setting out of range. An argument that vLLM or transformers has is answered with its name here.
@@ -120,7 +128,7 @@ def load(
     check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
     check_limits(memory_fraction, max_slots)
     seed, progress = integer("seed", seed, 0, MAX_SEED - 1), watched(progress)
-    placement = _placement(mesh, tensor)
+    placement, learning = _placement(mesh, tensor), None if learn is None else learn_of(learn)
 
     hub = Hub(revision, token, cache_dir, local_files_only)
     asked = {"quantize": quantize, "quantize_embedding": quantize_embedding}
@@ -128,6 +136,8 @@ def load(
     config, max_len = pair.config, max_len_of(pair.config, max_len)
     count = pair.num_draft_tokens(num_draft_tokens, max_len)
     rule.check(count)
+    if learning is not None:
+        check_learning(pair.drafter, rule.name, count)
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     shards = placement.shards
@@ -136,7 +146,7 @@ def load(
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
         kernels = attention != "xla" and dialect.obstacle() is None
         room = _room(memory_fraction)
-        _, chosen = plan(pair, room, placement=placement, kernels=kernels, default_slots=MAX_SLOTS, **sizes)
+        _, chosen = plan(pair, room, placement=placement, kernels=kernels, default_slots=MAX_SLOTS, learn=learning, **sizes)
     settings = Settings(
         num_draft_tokens=count,
         max_slots=chosen.slots * shards,
@@ -162,7 +172,7 @@ def load(
         loaded = drafters.load_drafter(pair.drafter_folder, config, pair.dtype, place=placement.place, progress=progress)
     else:
         loaded = placement.put(pair.drafter)
-    return LLM(
+    llm = LLM(
         placement.spread(weights),
         placement.spread(loaded),
         tokenizer,
@@ -171,7 +181,11 @@ def load(
         defaults=pair.defaults,
         placement=placement,
         name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
+        origin=Origin(loaded, pair.drafter_folder),
     )
+    if learning is not None:
+        llm.learn(learning)
+    return llm
 
 
 def check_names(**chosen: str) -> None:

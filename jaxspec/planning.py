@@ -20,6 +20,7 @@ from jaxspec.drafters.base import NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.checking import check, check_members
 from jaxspec.engine.memory import MemoryPlan, Sizes, fit, size, sizes_of
 from jaxspec.engine.params import Defaults
+from jaxspec.learning.settings import Learn
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sharding.placement import ONE_DEVICE, Placement, abstract_placement_of
 from jaxspec.targets import (
@@ -139,12 +140,13 @@ def plan(
     pages: int | None = None,
     default_slots: int,
     show: Callable[[int], str] = size,
+    learn: Learn | None = None,
 ) -> tuple[Sizes, MemoryPlan]:
     """What each device holds, and what a data shard makes of its memory. room: bytes of a device that may be taken, None where it does
-    not say. slots, pages, default_slots: as for `memory.fit`. show: how bytes are told. Raises ValueError if it does not fit, with what
-    would help."""
+    not say. slots, pages, default_slots: as for `memory.fit`. show: how bytes are told. learn: how the drafter
+    learns, None if it does not. Raises ValueError if it does not fit, with what would help."""
     sizes = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": KV_DTYPES[kv_dtype], "kernels": kernels}
-    found = sizes_of(pair.target, pair.drafter, placement=placement, **sizes)
+    found = sizes_of(pair.target, pair.drafter, placement=placement, learn=learn, **sizes)
     try:
         return found, fit(found, room, slots, pages, default_slots=default_slots, show=show)
     except ValueError as error:

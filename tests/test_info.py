@@ -63,6 +63,13 @@ def test_released_shapes_need_no_network(name, capsys):
     assert any(line.startswith("plan        64 slots") for line in lines) or name == "31b"
 
 
+def test_what_a_drafters_config_leaves_open_is_told(capsys):
+    """z-lab's configs for Gemma name no scale."""
+    line = "            its config.json leaves open input_embedding_scale=1.0 or input_embedding_scale=73.3212: the first rounds try both"
+    assert line in said(capsys, "31b", "--drafter", "dflash")
+    assert not any("leaves open" in line for line in said(capsys, "31b", "--drafter", "dspark"))
+
+
 def test_the_plan_of_an_old_card_is_made_without_kernels(capsys):
     """For one card the table and the plan agree, which they do not with kernels."""
     for card, slots in (("T4", "62"), ("16GB", "64")):

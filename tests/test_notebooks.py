@@ -28,7 +28,7 @@ assert spec is not None and spec.loader is not None
 runner = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runner)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIGURES = {"01": 1, "02": 3, "03": 3, "04": 1, "05": 1, "06": 1}  # how many pictures each draws
+FIGURES = {"01": 1, "02": 3, "03": 3, "04": 1, "05": 1, "06": 1, "07": 1}  # how many pictures each draws
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 REPOSITORY = re.findall(r"^REPOSITORY = (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[0]
 STARTUP = """
@@ -78,7 +78,7 @@ def kernel(tmp_path_factory):
             yield client
 
 
-SLOW = ("02", "04", "05", "06")  # the fourth trains for as long as all others take together, the sixth trains too
+SLOW = ("02", "04", "05", "06", "07")  # the fourth trains for as long as all others take together, the last two train too
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in FIGURES])

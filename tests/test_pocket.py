@@ -91,7 +91,11 @@ def test_acceptance_on_unseen_code(written):
 # The one with least to spare is always tried; `make test-all` has the others too.
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("dflash", 2.25), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eagle3", 2.3), ("modules", 2.4), ("draft", 2.45)))],
+    [
+        ("dflash", 2.25),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dflash2", 2.4), ("dspark", 2.4))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eagle3", 2.3), ("modules", 2.4), ("draft", 2.45))),
+    ],
 )
 def test_every_drafter_guesses_the_same_text(written, name, least):
     """The assistant's tokens, which are those without a drafter, and how many of them a round gives."""
@@ -147,6 +151,6 @@ def test_every_feature_of_a_release_but_experts_is_there():
 def test_the_bundle_is_small():
     folders = [path.parent for path in Path(jaxspec.__file__).parent.glob("pocket/*/config.json")]
     sizes = {folder.name: sum(f.stat().st_size for f in folder.iterdir()) for folder in folders}
-    assert max(sizes.values()) <= 16 * 2**20 and sum(sizes.values()) < 42e6, sizes
+    assert max(sizes.values()) <= 16 * 2**20 and sum(sizes.values()) < 58e6, sizes
     for folder in folders:
         assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"

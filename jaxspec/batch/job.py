@@ -7,7 +7,8 @@ finish_reason, stop_reason, seed, model, usage and acceptance; index if the requ
 OpenAI's form is answered in that form: see `openai`. A line of input that cannot be served goes to an errors file, with its number and
 the reason.
 
-A file `.run.json` next to the results says what the run was started with. It is locked while the run lasts.
+A file `.run.json` next to the results says what the run was started with. It is locked while the run lasts. If the drafter learns from the
+job's texts, it is kept in a folder `.drafter` next to the results.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from jaxspec.batch.places import Files, share_of
 from jaxspec.batch.results import ChangedInput, Known, append, digest_of, parsed, remove_errors, result_of, sync, write_line
 from jaxspec.checks import integer
 from jaxspec.engine.completion import Completion
+from jaxspec.engine.learn import Learning
 from jaxspec.engine.params import MAX_SEED, SamplingParams
+from jaxspec.learning.settings import Learn, learn_of
 
 SYNC_SECONDS = 1.0  # a power cut loses the results of about so long
 
@@ -73,6 +76,7 @@ def run_batch(
     token_ids: bool = False,
     include_prompt: bool = False,
     enable_thinking: bool = False,
+    learn: float | Learn | None = None,
 ) -> BatchResult:
     """Completes every request of a file, and appends each result to another file as soon as it is there. If a run is interrupted, the
     same call resumes it and ends with the same results.
@@ -85,6 +89,10 @@ def run_batch(
     SLURM or Open MPI, and "auto/n" takes i from them or from an indexed Job of Kubernetes. token_ids, include_prompt: whether to write
     token ids, and the prompt or messages, too. enable_thinking: goes to the chat template of messages.
 
+    learn: the share of the time, such as 0.05, that the drafter may take to learn from the texts of the job, or all settings as a `Learn`.
+    Texts stay the same. The learnt drafter is kept in the folder `OUT.drafter`, a checkpoint that `load` takes, which is written every two
+    minutes and at the end; a run that resumes goes on with it. See `LLM.learn`.
+
     A line that raises goes to the errors file, even if it raises while it is computed together with others. The others go on.
 
     Raises FileNotFoundError; ValueError or TypeError for arguments that make no sense, two lines with one id, results of another run,
@@ -92,7 +100,8 @@ def run_batch(
     full; what a device raises that concerns all requests. Results that were written stay, whatever is raised.
     """
     with BatchJob(in_path, out_path, errors=errors, shard=shard, together=_spans_processes(llm)) as job:
-        job.begin(llm, params, seed=seed, token_ids=token_ids, include_prompt=include_prompt, enable_thinking=enable_thinking)
+        shown = {"token_ids": token_ids, "include_prompt": include_prompt}
+        job.begin(llm, params, seed=seed, **shown, enable_thinking=enable_thinking, learn=learn)
         return job.run()
 
 
@@ -125,6 +134,7 @@ class BatchJob:
         self._asked = array.array("Q")  # by line number, the digest of the request that its result answers; 0 without a result
         self._seen = None if self._input.checked else dict[int, int]()  # digest of an id -> its line
         self._open = contextlib.ExitStack()
+        self._learning: Learning | None = None
         if self._writes:
             with contextlib.ExitStack() as files:
                 if self.out is None:
@@ -157,9 +167,10 @@ class BatchJob:
         token_ids: bool = False,
         include_prompt: bool = False,
         enable_thinking: bool = False,
+        learn: float | Learn | None = None,
     ) -> None:
-        """Sets the model and the settings, and writes them beside the results. Raises ValueError if results exist that were made with
-        other settings."""
+        """Sets the model and the settings, and writes them beside the results. With `learn` the drafter learns until the job is closed.
+        Raises ValueError if results exist that were made with other settings, and what `LLM.learn` raises."""
         self._llm, self._params = llm, SamplingParams() if params is None else params
         self._shown = {"model": llm.name, "token_ids": token_ids, "prompts": include_prompt}
         seed = integer("seed", seed, 0, MAX_SEED - 1)
@@ -177,9 +188,21 @@ class BatchJob:
             "enable_thinking": enable_thinking,
             **dataclasses.asdict(self._params),
         }
-        text = json.dumps(settings, indent=2) + "\n"
-        if not self._writes or self.out is None:
-            return
+        if self._writes and self.out is not None:
+            self._write_settings(json.dumps(settings, indent=2) + "\n")
+        self._learning = llm.learning
+        if learn is not None:
+            self._learning = self._open.enter_context(llm.learn(self.kept(learn)))
+
+    def kept(self, learn: float | Learn) -> Learn:
+        """The settings of learning, with the drafter kept beside the results, unless they name another folder. It goes on from what that
+        holds."""
+        asked = learn_of(learn)
+        out = self.files.drafter if asked.out is None else asked.out
+        return dataclasses.replace(asked, out=out, resume=out is not None)
+
+    def _write_settings(self, text: str) -> None:
+        """Writes what the run was started with, or checks it, if there are results."""
         if self._known.count:
             self._settings.seek(0)
             before, after = json.loads(self._settings.read()), json.loads(text)
@@ -220,8 +243,10 @@ class BatchJob:
                         tokens, steps = tokens + len(done.token_ids), steps + done.stats.steps
                         stepped += max(len(done.token_ids) - 1, 0)
                         line.left -= 1
-                        rate, length = tokens / (time.perf_counter() - began), stepped / steps if steps else 1.0
-                        bar.set_postfix_str(f"{rate:.1f} tokens/s, acceptance length {length:.2f}", refresh=False)
+                        rate, length = tokens / (time.perf_counter() - began), f"{stepped / steps if steps else 1.0:.2f}"
+                        if self._learning is not None:
+                            length = self._learning.stats.lengths
+                        bar.set_postfix_str(f"{rate:.1f} tokens/s, acceptance length {length}", refresh=False)
                         bar.update(int(not line.left))
                 finally:
                     self._sync()

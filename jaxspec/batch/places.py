@@ -28,6 +28,11 @@ class Files:
         assert self.result is not None
         return self.result.with_name(self.result.name + ".run.json")
 
+    @property
+    def drafter(self) -> Path | None:
+        """Folder of the drafter that learns from the results, beside them; None for standard output."""
+        return None if self.result is None else self.result.with_name(self.result.name + ".drafter")
+
     @classmethod
     def of(cls, in_path: Path, out_path: str | os.PathLike[str], errors: str | os.PathLike[str] | None, shard: int, shards: int) -> Files:
         """Raises ValueError where two of the files are the same, FileNotFoundError and IsADirectoryError."""

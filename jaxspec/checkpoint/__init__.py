@@ -5,6 +5,15 @@ from jaxspec.checkpoint.files import read_config, read_generation_config
 from jaxspec.checkpoint.formats import read_quantisation
 from jaxspec.checkpoint.hub import resolve
 from jaxspec.checkpoint.load import load_weights, read_headers
-from jaxspec.checkpoint.save import save_weights
+from jaxspec.checkpoint.save import save_json, save_weights
 
-__all__ = ["load_weights", "read_config", "read_generation_config", "read_headers", "read_quantisation", "resolve", "save_weights"]
+__all__ = [
+    "load_weights",
+    "read_config",
+    "read_generation_config",
+    "read_headers",
+    "read_quantisation",
+    "resolve",
+    "save_json",
+    "save_weights",
+]

@@ -35,8 +35,19 @@ def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: 
             tensor = value[part.index].reshape(part.shape)
             tensor = tensor.astype(np.float32) - np.float32(part.plus) if part.plus else tensor
             tensors[prefix + part.key] = np.ascontiguousarray(tensor.astype(wanted))
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-    # Under another name first: a run that is killed must not leave a truncated file under this one.
-    unfinished = folder / f".{WEIGHTS_FILE}.unfinished"
+    save_json(folder / "config.json", config)
+    unfinished = _unfinished(folder / WEIGHTS_FILE)
     save_file(tensors, unfinished, metadata={"format": "pt"})
     unfinished.replace(folder / WEIGHTS_FILE)
+
+
+def save_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes a config of a checkpoint."""
+    unfinished = _unfinished(path)
+    unfinished.write_text(json.dumps(dict(values), indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _unfinished(path: Path) -> Path:
+    """Where a file is written before it gets its name: a run that is killed must not leave a truncated file under that."""
+    return path.with_name(f".{path.name}.unfinished")

@@ -93,6 +93,10 @@ class Drafter(Protocol):
     - `bind(target: TargetConfig)` gives the drafter as it is used with that target, and raises ValueError, naming what was found and what
       was expected, if it does not fit.
     - `num_draft_tokens`: drafts a round where nobody asks for a number; None or no such member for 4, 0 for a drafter that never drafts.
+    - `readings`: where the config leaves open how the checkpoint is read, what either reading is called, the first being the one that is
+      used as it is; else (). `read_as(which)`, an int32 scalar, is the drafter by that reading: both have the same shapes, and keep the
+      same of a sequence. An LLM tries them: see `engine.trials`. `decided(config)` gives the drafter as its checkpoint holds it and the
+      config.json with the reading's key.
     - `watched`: False if hardly any accepted draft is no sign of a mistake; see `engine.acceptance_watch`.
 
     Loading and saving:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +13,21 @@ from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
 
 FRESH_LAYERS = 5  # of a drafter that is trained from the start
+SCALE, ANCHOR = "input_embedding_scale", "sample_from_anchor"
+
+
+@dataclasses.dataclass(frozen=True)
+class Undecided:
+    """A key that a config.json lacks, where readers disagree about what that means."""
+
+    key: str
+    values: tuple[float, float]  # what readers take; the first is taken where nothing is tried
+
+    @property
+    def readings(self) -> tuple[str, str]:
+        """What each value is called."""
+        first, second = (json.dumps(value if isinstance(value, bool) else round(value, 4)) for value in self.values)
+        return f"{self.key}={first}", f"{self.key}={second}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +56,19 @@ class BlockConfig:
     # Beginnings of the checkpoint's keys that nothing reads.
     unread: tuple[str, ...] = ()
     final_logit_softcapping: float | None = None
-    # Of the block's embeddings: 1 takes the rows of the target's table as they are, hidden_size ** 0.5 is what some ports use.
+    # Of the block's embeddings: 1 takes the rows of the target's table as they are.
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     # The first row of a block that guesses. 1: a row guesses the token at its own position, and the anchor's, which is known, none. 0:
     # every row guesses the token after its own.
     first_row: int = 1
+    # What the config leaves open; the field that follows from it is as with the first value.
+    undecided: Undecided | None = None
+
+    @property
+    def silent_rows(self) -> int:
+        """Rows of a block at most that guess nothing."""
+        return 1 if self.undecided is not None and self.undecided.key == ANCHOR else self.first_row
 
 
 def plain_fields(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
@@ -87,7 +110,7 @@ def plain_fields(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
         "own_mask": "mask_embedding" in keys,
         "unread": unread_keys(speculators, own_head=own_head, own_embedding=False, own_d2t=draft_vocab != vocab),
         "final_logit_softcapping": dflash.get("final_logit_softcapping", inner.get("final_logit_softcapping")),
-        "input_embedding_scale": float(dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0))),
+        SCALE: float(dflash.get(SCALE, config.get(SCALE, 1.0))),
         "output_multiplier": float(dflash.get("output_multiplier", config.get("output_multiplier", 1.0))),
     }
 

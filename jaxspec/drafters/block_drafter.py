@@ -8,10 +8,11 @@ The block's K and V are never stored, so there is nothing to undo when guesses a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jaxspec import checkpoint
 from jaxspec.checkpoint import layout
 from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Observed, Target
-from jaxspec.drafters.block_config import BlockConfig
+from jaxspec.drafters.block_config import ANCHOR, SCALE, BlockConfig
 from jaxspec.drafters.blocks import PlainDrafter, SiluMLP, check_target, head
 from jaxspec.drafters.training import XLA, pick, whole_cache
 from jaxspec.model import paged_kv as paged
@@ -90,7 +91,9 @@ class BlockDrafter(PlainDrafter):
 
     fc: [h, taps x h]. kv_proj: [layers, 2, KV, D, h], every layer's K and V; with k_eq_v [layers, 1, KV, D, h]. lm_head: [draft
     vocabulary, h] and d2t: [draft vocabulary] int32 (draft id i is token i + d2t[i]), where the checkpoint has its own. mask_embedding:
-    [h], or None for a row of the target's table. page_size: positions in a page of its cache.
+    [h], or None for a row of the target's table. page_size: positions in a page of its cache. reading: [] int32, which of
+    `config.undecided.values` is taken, None for the first: an array, so that both readings share compiled programs. What a drafter keeps
+    of a sequence is the same in both.
     """
 
     fc: Linear
@@ -103,6 +106,37 @@ class BlockDrafter(PlainDrafter):
     mask_embedding: Weight | None
     config: BlockConfig
     page_size: int
+    reading: jax.Array | None
+
+    @property
+    def readings(self) -> tuple[str, ...]:
+        """See `base.Drafter`."""
+        return () if self.config.undecided is None else self.config.undecided.readings
+
+    def read_as(self, which: jax.Array) -> Self:
+        """See `base.Drafter`."""
+        return dataclasses.replace(self, reading=which)  # pyright: ignore[reportArgumentType]
+
+    def decided(self, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """See `base.Drafter`."""
+        if self.config.undecided is None or self.reading is None:
+            return self, dict(config)
+        undecided = self.config.undecided
+        return dataclasses.replace(self, reading=None), {**config, undecided.key: undecided.values[int(self.reading)]}  # pyright: ignore
+
+    @property
+    def embedding_scale(self) -> float | jax.Array:
+        """What the block's embeddings are multiplied by; an array where the reading decides."""
+        undecided = self.config.undecided
+        if self.reading is None or undecided is None or undecided.key != SCALE:
+            return self.config.input_embedding_scale
+        return jnp.where(self.reading == 0, *map(jnp.float32, undecided.values))
+
+    @property
+    def first_row(self) -> int | jax.Array:
+        """The first row of a block that guesses; an array where the reading decides."""
+        undecided = self.config.undecided
+        return self.config.first_row if self.reading is None or undecided is None or undecided.key != ANCHOR else self.reading
 
     @property
     def kv_heads(self) -> tuple[KVHeads, ...]:
@@ -120,7 +154,7 @@ class BlockDrafter(PlainDrafter):
     @property
     def num_draft_tokens(self) -> int:
         """As many as the rows of a block that guess."""
-        return self.config.block_size - self.config.first_row
+        return self.config.block_size - self.config.silent_rows
 
     def bind(self, target: TargetConfig) -> Any:
         config, theirs = self.config, target.hidden_size
@@ -135,7 +169,7 @@ class BlockDrafter(PlainDrafter):
             holds = f"{self.num_draft_tokens} drafts"
             raise ValueError(
                 f"num_draft_tokens is {num_draft_tokens}; the drafter's block_size of {self.config.block_size} holds "
-                f"{f'the anchor and {holds}' if self.config.first_row else holds}"
+                f"{f'the anchor and {holds}' if self.config.silent_rows else holds}"
             )
         dtype = self.fc.weight.dtype
         # Only committed rows are stored, so that a sliding ring needs no room for drafts.
@@ -155,23 +189,37 @@ class BlockDrafter(PlainDrafter):
         return [layer.self_attn.keys_values(projected[:, :, i], positions) for i, layer in enumerate(self.layers)]
 
     def rows(self, state: BlockState, target: Target, count: int) -> jax.Array:
-        """Outputs after the final norm of a block with `count` rows that guess, which are its last: [B, config.first_row + count, h]."""
-        masks = jnp.full((target.slots.shape[0], self.config.first_row + count - 1), self.config.mask_token_id, jnp.int32)
-        return self.block(state, target, jnp.concatenate([target.anchor[:, None], masks], axis=1))
+        """Outputs after the final norm of a block with `count` rows that guess, which `guessing` picks: [B, T, h]. Where the reading
+        decides which these are, a last row may be there that no other row sees."""
+        batch, first = target.slots.shape[0], self.first_row
+        silent = first if isinstance(first, int) else self.config.silent_rows
+        masks = jnp.full((batch, silent + count - 1), self.config.mask_token_id, jnp.int32)
+        seen = None if isinstance(first, int) else jnp.broadcast_to(first + count, batch)
+        return self.block(state, target, jnp.concatenate([target.anchor[:, None], masks], axis=1), seen)
 
-    def block(self, state: BlockState, target: Target, ids: jax.Array) -> jax.Array:
-        """A block's outputs after the final norm. ids: [B, T] int32, at positions length .. length + T - 1 -> [B, T, h]."""
+    def guessing(self, rows: jax.Array, count: int) -> jax.Array:
+        """Of a block's rows those that guess: [..., T, h] -> [..., count, h]."""
+        first = self.first_row
+        if isinstance(first, int):
+            return rows[..., first : first + count, :]
+        return jax.lax.dynamic_slice_in_dim(rows, first, count, axis=rows.ndim - 2)
+
+    def block(self, state: BlockState, target: Target, ids: jax.Array, seen: jax.Array | None = None) -> jax.Array:
+        """A block's outputs after the final norm. ids: [B, T] int32, at positions length .. length + T - 1 -> [B, T, h]. seen: [B] int32,
+        how many of the rows are seen by others, by default all."""
         x = self.embed(target.model, ids)
+        seen = jnp.full_like(target.length, x.shape[1]) if seen is None else seen
         positions = target.length[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
         for i, layer in enumerate(self.layers):
             pools, table = state.cache.pages_of(i, target.slots)
             kv_proj = Linear(jax.lax.index_in_dim(self.kv_proj.weight, i, keepdims=False))
-            x = _layer(layer, kv_proj, x, positions, pools, table, target.length, self.config.causal[i], target.draft_attention)
+            causal, attention = self.config.causal[i], target.draft_attention
+            x = _layer(layer, kv_proj, x, positions, pools, table, target.length, seen, causal, attention)
         return self.norm(x)
 
     def embed(self, model: TargetModel, ids: jax.Array) -> jax.Array:
         """The block's embeddings. ids: [B, T] int32 -> [B, T, h]."""
-        dtype, scale = self.fc.weight.dtype, self.config.input_embedding_scale
+        dtype, scale = self.fc.weight.dtype, self.embedding_scale
         x = model.embed(ids, scale).astype(dtype)
         if self.mask_embedding is None:
             return x
@@ -193,7 +241,7 @@ class BlockDrafter(PlainDrafter):
         return nbytes(self) + head, batch * kv
 
     def rows_along(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, count: int) -> jax.Array:
-        """What `rows` gives from every place of a text: see `base.Drafter.guesses`. [B, A, config.first_row + count, h]"""
+        """What `rows` gives from every place of a text: see `base.Drafter.guesses`. [B, A, T, h]"""
         batch, length = ids.shape
         cache = whole_cache(self.config.layers, self.context(out.taps, jnp.arange(length, dtype=jnp.int32)[None, :]))
 
@@ -214,10 +262,12 @@ def _layer(
     pools: LayerKV,
     table: jax.Array,
     length: jax.Array,
+    seen: jax.Array,
     causal: bool,
     attention: str,
 ) -> jax.Array:
-    """One layer over a block. x: [B, T, h]; positions: [B, T]; kv_proj: [2 or 1, KV, D, h]; pools, table, length: the cached context."""
+    """One layer over a block. x: [B, T, h]; positions: [B, T]; kv_proj: [2 or 1, KV, D, h]; pools, table, length: the cached context;
+    seen: [B], rows that others see."""
     attn, spec = layer.self_attn, layer.self_attn.spec
 
     def attend(normed: jax.Array) -> jax.Array:
@@ -232,7 +282,7 @@ def _layer(
                 table,
                 length,
                 (k.astype(pools.k.dtype), v.astype(pools.v.dtype)),
-                jnp.full_like(length, x.shape[1]),
+                seen,
                 causal=causal,
                 window=spec.window,
                 scale=attn.scale,

@@ -112,6 +112,7 @@ class DFlash2(BlockDrafter):
     candidate_selector: CandidateSelector
     config: DFlash2Config = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
+    reading: jax.Array | None = None
 
     def draft(self, state: BlockState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, BlockState]:
         if num_draft_tokens == 0:

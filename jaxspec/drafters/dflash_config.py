@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxspec.drafters.block_config import BlockConfig, plain_fields
+from jaxspec.drafters.block_config import SCALE, BlockConfig, Undecided, plain_fields
 from jaxspec.drafters.blocks import named_taps, plain_config
+from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, expect
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
@@ -26,7 +27,18 @@ class DFlashConfig(BlockConfig):
         expect(config, "sample_from_anchor", (False, None))
         expect(config, "projector_type", ("dflash",))
         fields = plain_fields(config, keys)
-        return cls(**fields, taps=_taps(config, len(fields["layers"]), target.num_hidden_layers))
+        undecided = _undecided(config, fields["hidden_size"], target)
+        return cls(**fields, taps=_taps(config, len(fields["layers"]), target.num_hidden_layers), undecided=undecided)
+
+
+def _undecided(config: Mapping[str, Any], hidden: int, target: TargetConfig) -> Undecided | None:
+    """Gemma multiplies its embeddings by sqrt(hidden_size), and z-lab's configs for it do not say whether its drafters do. vLLM 0.33 and
+    z-lab's newest code take the table's rows as they are; SGLang 0.5 and z-lab's pull request to vLLM (#41703) multiply them. speculators
+    trains with the rows as they are."""
+    said = SCALE in config or SCALE in (config.get("dflash_config") or {})
+    if said or "speculators_model_type" in config or family_of(target) is not gemma4.FAMILY:
+        return None
+    return Undecided(SCALE, (1.0, hidden**0.5))
 
 
 def _taps(config: Mapping[str, Any], layers: int, depth: int) -> tuple[int, ...]:
@@ -64,6 +76,7 @@ def default_config(raw: Mapping[str, Any], target: TargetConfig) -> dict[str, An
                 {round(min(1, depth - 1) + i * (depth - 1 - min(1, depth - 1)) / max(taps - 1, 1)) for i in range(taps)}
             ),
             "final_logit_softcapping": target.final_logit_softcapping,
+            "input_embedding_scale": 1.0,
         },
     }
 

@@ -136,6 +136,7 @@ class DSpark(BlockDrafter):
     confidence_head: ConfidenceHead | None
     config: DSparkConfig = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
+    reading: jax.Array | None = None
 
     # The rows of markov_w1 that a round reads are few, and a sum over devices takes longer than they do: so it is whole everywhere.
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (
@@ -147,10 +148,11 @@ class DSpark(BlockDrafter):
         if num_draft_tokens == 0:
             return Drafts.joined([], target.slots.shape[0]), state
         rows = self.rows(state, target, num_draft_tokens)
-        base, ids = self.candidates(target.model, rows[:, self.config.first_row :], target.draft_attention)
+        guessing = self.guessing(rows, num_draft_tokens)
+        base, ids = self.candidates(target.model, guessing, target.draft_attention)
         previous, memory, steps = target.anchor, self.begin(rows, target.anchor), []
         for k in range(num_draft_tokens):
-            logits, memory = self.follow(base[:, k], previous, rows[:, self.config.first_row + k], memory)
+            logits, memory = self.follow(base[:, k], previous, guessing[:, k], memory)
             logits, among = logits[:, None], None if ids is None else ids[:, k : k + 1]
             token, logits, sampling = draw(logits, target.length[:, None] + k + 1, sampling, among)
             steps.append((token, logits, among))
@@ -163,9 +165,11 @@ class DSpark(BlockDrafter):
             return None
         hidden = rows[..., 0, :]
         memory = self.markov_head.begin(hidden)
-        if memory is None or self.config.first_row == 0:
+        first = self.first_row
+        if memory is None or (isinstance(first, int) and first == 0):
             return memory
-        return self.markov_head(self.markov_head.embed(anchor), hidden, memory)[1]  # training steps over the row that guesses nothing
+        stepped = self.markov_head(self.markov_head.embed(anchor), hidden, memory)[1]  # over the row that guesses nothing, as in training
+        return stepped if isinstance(first, int) or stepped is None else jnp.where(first == 0, memory, stepped)
 
     def follow(
         self, base: jax.Array, previous: jax.Array, hidden: jax.Array, memory: jax.Array | None
@@ -196,9 +200,9 @@ class DSpark(BlockDrafter):
 
     def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
         rows = self.rows_along(target, out, ids, at, steps)
-        memory = self.begin(rows, pick(ids, at + 1))
+        memory, guessing = self.begin(rows, pick(ids, at + 1)), self.guessing(rows, steps)
         for k in range(1, steps + 1):
-            hidden, previous = rows[:, :, self.config.first_row + k - 1], pick(ids, at + k)
+            hidden, previous = guessing[:, :, k - 1], pick(ids, at + k)
             base, tokens = self.candidates(target, hidden)
             logits, memory = self.follow(base, previous, hidden, memory)
             yield Guess(logits, None if tokens is None else tokens[0, 0], confidence=self.confidence(previous, hidden))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxspec.drafters.block_config import FRESH_LAYERS, BlockConfig, fresh_config, mask_token, plain_fields
+from jaxspec.drafters.block_config import ANCHOR, FRESH_LAYERS, BlockConfig, Undecided, fresh_config, mask_token, plain_fields
 from jaxspec.drafters.blocks import gemma_layers, named_taps, unread_keys
 from jaxspec.model.config import FULL, expect, require
 from jaxspec.model.target import TargetConfig
@@ -45,7 +45,7 @@ class DSparkConfig(BlockConfig):
         if head not in HEADS:
             raise ValueError(f"markov_head_type is {head!r}; implemented: {', '.join(map(repr, HEADS))}")
         confidence = bool(config.get("enable_confidence_head", True)) and CONFIDENCE in keys
-        fields = _gemma_fields(config) if gemma else {**plain_fields(config, keys), "first_row": _first_row(config)}
+        fields = _gemma_fields(config) if gemma else {**plain_fields(config, keys), **_first_row(config)}
         if not confidence:
             fields["unread"] = (*fields["unread"], "confidence_head.")
         return cls(
@@ -59,21 +59,18 @@ class DSparkConfig(BlockConfig):
         )
 
 
-def _first_row(config: Mapping[str, Any]) -> int:
-    """The first row of a block that guesses. Raises ValueError for a config that does not say which."""
-    anchor = config.get("sample_from_anchor")
-    if not isinstance(anchor, bool):
-        raise ValueError(
-            f"config.json has sample_from_anchor={anchor!r}, and readers disagree about what that means: speculators takes true (each of "
-            "block_size rows guesses the token after its own), vLLM false (the anchor's row guesses nothing, each other row the token at "
-            "its own position). Expected true or false: add the one that the drafter was trained with"
-        )
-    return 0 if anchor else 1
+def _first_row(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The first row of a block that guesses, and whether the config leaves that open. Without the key speculators takes true (each of
+    block_size rows guesses the token after its own), vLLM 0.33 false (the anchor's row guesses nothing, each other row the token at its
+    own position). Raises ValueError for what is neither true nor false."""
+    expect(config, ANCHOR, (True, False, None))
+    said = config.get(ANCHOR)
+    return {"first_row": 1 if said is False else 0, "undecided": Undecided(ANCHOR, (True, False)) if said is None else None}
 
 
 def _gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `BlockConfig`, but for taps, of a drafter with Gemma 4's layers. Its embedding and head are copies of the target's."""
-    expect(config, "sample_from_anchor", (True, None))
+    expect(config, ANCHOR, (True, None))
     layers, hidden, vocab = gemma_layers(config), int(require(config, "hidden_size")), int(require(config, "vocab_size"))
     if len({spec.k_eq_v for spec in layers}) > 1:
         raise ValueError("the drafter has layers with and without k_eq_v; expected one of both")

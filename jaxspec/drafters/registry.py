@@ -111,6 +111,8 @@ def load_drafter(
 
 def save_drafter(folder: Path, drafter: Any, config: Mapping[str, Any], dtype: Any = None) -> None:
     """Writes a drafter's config.json and weights as `load_drafter` reads them. dtype: of float weights, by default their own."""
+    decided = getattr(drafter, "decided", None)
+    drafter, config = (drafter, config) if decided is None else decided(config)
     prefixes = getattr(drafter, "key_prefixes", ("",))
     prefix = prefixes[0] if "text_config" in config else prefixes[-1]
     checkpoint.save_weights(folder, checkpoint_part(drafter), config, prefix=prefix, dtype=dtype)

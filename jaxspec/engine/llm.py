@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
+import os
 import random
-import sys
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -19,31 +17,32 @@ from tqdm.auto import tqdm
 
 from jaxspec.checks import integer
 from jaxspec.drafters.base import Drafter
+from jaxspec.engine import readings
 from jaxspec.engine.acceptance_watch import Watch
-from jaxspec.engine.completion import Chunk, Completion
+from jaxspec.engine.accounts import Accounts
+from jaxspec.engine.completion import Completion
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.draft_count import counts_up_to
-from jaxspec.engine.finish import completion_of, final_logprobs, look
 from jaxspec.engine.html import llm_html
 from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of
+from jaxspec.engine.learn import Learning, Origin, check, check_room, learner_of
 from jaxspec.engine.params import Defaults, SamplingParams
-from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import Runner
+from jaxspec.engine.serving import Serving
 from jaxspec.engine.settings import Settings
-from jaxspec.engine.shards import Shards, Turns
-from jaxspec.engine.stats import RoundStats, Stats
+from jaxspec.engine.shards import Shards
+from jaxspec.engine.stats import Stats
 from jaxspec.engine.stream import Stream
 from jaxspec.engine.structures import Structures
-from jaxspec.engine.turn import Turn
 from jaxspec.engine.warmup import warm_up
+from jaxspec.learning.settings import Learn
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Needs
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
 from jaxspec.text import TemplateOptions, Tokenizer
 from jaxspec.trees import packed_kinds
 
-WATCHED_STEPS = 8  # rounds of a call at most while requests have stop strings, which the host looks for between calls
 STREAM_STEPS = 4  # rounds between two chunks of a stream
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
@@ -60,6 +59,7 @@ class LLM:
 
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
+    origin: where the drafter comes from; by default it is a checkpoint's no more, and no heads of it are repeated.
     """
 
     def __init__(
@@ -73,25 +73,35 @@ class LLM:
         defaults: Defaults | None = None,
         placement: Placement = ONE_DEVICE,
         name: str = "",
+        origin: Origin | None = None,
     ):
         self.tokenizer, self.config, self.settings, self.name = tokenizer, target.config, settings, name
         self.progress = settings.progress
         self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults or Defaults()
-        self._totals = Stats()  # of requests that have ended
-        self._begun: float | None = None  # since when a call has been computing, by `_clock`
         self._lock = DeviceLock(placement.summing_devices)
         vocab_size = self.config.vocab_size
         self._structures = Structures(tokenizer, vocab_size, settings.structured_blocks, settings.structured_rows)
+        runners = list[Runner]()
+        reading = readings.comparison_of(drafter, settings)
+        self._accounts = Accounts(runners, settings.num_draft_tokens, Watch(drafter, settings.accept), reading)
         with self._lock():
-            own, more = settings.of_shard(placement.shards), {"structures": self._structures, "clock": self._worked}
-            self._shards = Shards([Runner(*weights, own, part, **more) for weights, part in placement.split((target, drafter))])
+            own, more = settings.of_shard(placement.shards), {"structures": self._structures, "clock": lambda: self._accounts.seconds}
+            for (theirs, its), part in placement.split((target, drafter)):
+                trial = None if reading is None else readings.trial_of(its, part, reading)
+                runners.append(Runner(theirs, its if trial is None else trial.weights, own, part, **more))
+                if trial is not None:
+                    runners[-1].begin_trial(trial)
+            self._shards = Shards(runners)
         self._lock.settle = functools.partial(self._shards.take, None)
         self._runner = self._shards.runners[0]
+        self._whole: Any = target, origin or Origin(drafter), placement  # what a drafter learns with; None once closed
         # Processes that compute together must choose alike, and each measures other times.
         adaptive = settings.adaptive and settings.num_draft_tokens > 0 and settings.accept.name == "coupled" and jax.process_count() == 1
         # The numbers of drafts that calls choose among once the LLM is warm; () where they never choose.
         self.draft_counts = counts_up_to(settings.num_draft_tokens) if adaptive else ()
-        self._watch = Watch(drafter, settings.accept)
+        self._serving = Serving(
+            self._shards, self._accounts, self._lock, tokenizer, vocab_size, lambda requests: self._needs(requests), self._check_open
+        )
         self._seeds = random.Random(settings.seed)
         self._closed = False
 
@@ -106,7 +116,9 @@ class LLM:
         streams that are open raise RuntimeError from now on. A second call does nothing."""
         with self._lock():
             if not self._closed:
-                self._closed = True
+                if self._serving.learning is not None:
+                    self._serving.learning.close()
+                self._closed, self._whole = True, None
                 self._shards.close()
                 self._structures.close()
 
@@ -153,20 +165,13 @@ class LLM:
     @property
     def stats(self) -> Stats:
         """Totals since the LLM was loaded. The difference of two is what happened in between."""
-        runners = self._shards.runners
-        times = max((runner.times for runner in runners), key=lambda times: times.busy_seconds)
-        return dataclasses.replace(
-            self._totals,
-            busy_seconds=times.busy_seconds,
-            host_times=tuple(times.host_times),
-            compilations=sum(len(runner.programs.compiled) for runner in runners),
-            compile_seconds=self._compile_seconds,
-            preemptions=sum(runner.preemptions for runner in runners),
-            state_bytes=sum(runner.state_bytes for runner in runners),
-            weight_bytes=self._runner.weight_bytes,
-            peak_bytes=self._runner.peak_bytes,
-            structured_bytes=dict(sum((collections.Counter(runner.pool.bytes_by_label) for runner in runners), collections.Counter())),
-        )
+        learning = self._serving.learning
+        return self._accounts.stats(learning=None if learning is None else learning.stats)
+
+    @property
+    def learning(self) -> Learning | None:
+        """What `learn`, or `load` with `learn`, began last; None if the drafter was never to learn."""
+        return self._serving.learning
 
     def __repr__(self) -> str:
         if self._closed:
@@ -194,6 +199,35 @@ class LLM:
         with self._lock():
             self._shards.take(None)
             warm_up(self._shards.runners, needs, self.draft_counts, requests, self.progress)
+
+    def learn(self, share: float | Learn = 0.05, out: str | os.PathLike[str] | None = None, **settings: Any) -> Learning:
+        """Lets the drafter learn from the texts that are written from now on, between calls of the device. Texts stay the same.
+
+        share: of the time spent generating that may go into it, or all settings as a `Learn`. out: a folder for the learnt drafter, a
+        checkpoint that `load` takes; it is written every two minutes of generating and at the end. settings: other fields of `Learn`.
+        Returns a Learning, which has `stats` and ends when it is closed: `with llm.learn(0.1): ...`. What was learnt stays in use.
+
+        Newer weights are taken once a trial on live traffic finds that they are accepted at least as much as those in use. After some
+        trials in a row that gained nothing, learning ends; so it does, with a warning, if a loss is not finite.
+
+        Raises ValueError for a drafter that has nothing to learn ("ngram", none), an acceptance rule other than "coupled", or settings out
+        of range; FileExistsError if `out` holds a drafter that learnt before and `resume` is not set; RuntimeError while the LLM learns
+        already; MemoryError if a device lacks the room: `load` with `learn` plans it."""
+        self._check_open()
+        learn = share if isinstance(share, Learn) else Learn(share=share, out=out, **settings)
+        before = self._serving.learning
+        if before is not None and before.going:
+            raise RuntimeError("the drafter of this LLM learns already; close that first")
+        target, origin, placement = self._whole
+        origin = origin if before is None else before.origin
+        check(origin.weights, self.settings.accept.name, self.num_draft_tokens)
+        check_room(self.target, origin.weights, learn, self.num_draft_tokens, self.max_len, placement)
+        with self._lock():
+            self._shards.take(None)
+            sizes = {"num_draft_tokens": self.num_draft_tokens, "max_len": self.max_len}
+            learner = learner_of(target, origin.weights, learn, placement=placement, **sizes)
+            self._serving.learning = Learning(learner, origin, self._shards, self._accounts, placement, self._lock)
+        return self._serving.learning
 
     def generate(
         self,
@@ -229,17 +263,7 @@ class LLM:
         """
         if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts is of type {type(prompts).__name__}, expected an iterable of prompts")
-        return self._as_completed(self._read(prompts, params_or_default(params)))
-
-    def _as_completed(self, requests: Iterator[Request]) -> Iterator[Completion]:
-        ended: list[Request] = []
-        with self._turn(requests) as turn:
-            while True:
-                with self._lock(), self._timed():
-                    completions = self._advance(turn, ended)
-                if not completions:
-                    return
-                yield from completions
+        return self._serving.apart(self._read(prompts, params_or_default(params)))
 
     def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises what `generate` would raise for this prompt with these params; computes nothing."""
@@ -254,20 +278,20 @@ class LLM:
             return self._maker.requests(index, prompt, given, self._draw_seed)
 
         def asked(request: Request) -> Request:
-            request.asked = self._clock()
+            request.asked = self._accounts.clock()
             return request
 
         return map(asked, Requests(items, made))
 
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
-        done, ended = dict[tuple[int, int], Completion](), list[Request]()
+        done = dict[tuple[int, int], Completion]()
         show = self.progress and len(requests) > 1 if use_tqdm is None else bool(use_tqdm)
         made = use_tqdm if callable(use_tqdm) else tqdm
-        with self._lock(), self._timed(), made(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar:
-            with self._turn(requests) as turn:
-                while some := self._advance(turn, ended):
-                    done |= {(c.prompt_index, c.index): c for c in some}
-                    bar.update(len(some))
+        parts = contextlib.closing(self._serving.together(requests))  # pyright: ignore[reportArgumentType]
+        with self._lock(), made(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar, parts as parts:
+            for some in parts:
+                done |= {(c.prompt_index, c.index): c for c in some}
+                bar.update(len(some))
         return [done[request.prompt_index, request.index] for request in requests]
 
     def stream(
@@ -289,7 +313,7 @@ class LLM:
         params = params_or_default(params)
         if params.n > 1:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
-        return Stream(self._stream(self._requests([prompt], params, keep=keep)[0], integer("steps", steps, 1)))
+        return Stream(self._serving.stream(self._requests([prompt], params, keep=keep)[0], integer("steps", steps, 1)))
 
     def chat(
         self,
@@ -353,107 +377,3 @@ class LLM:
 
     def _needs(self, requests: Sequence[Request]) -> Needs:
         return needs_of(requests, self.defaults.suppress_tokens)
-
-    @contextlib.contextmanager
-    def _turn(self, requests: Iterable[Request]) -> Iterator[Turn | Turns]:
-        """A turn of requests, which ends with the context."""
-        self._check_open()
-        known = requests if isinstance(requests, list) else []
-        for request in known:
-            request.asked = self._clock()
-        turn = self._shards.turn(iter(requests), self._needs, {r.profile: r for r in known})
-        try:
-            yield turn
-        finally:
-            with self._lock():
-                turn.close()
-
-    def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """One step of a turn. False once nothing is left to do."""
-        self._check_open()
-        going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]), meanwhile)
-        for request in turn.active:
-            if request.output and not request.first_token_seconds:
-                request.first_token_seconds = self._clock() - request.asked
-        return going
-
-    def _advance(self, turn: Turn | Turns, ended: list[Request]) -> list[Completion]:
-        """Runs a turn until there are completions, and returns them; none once the turn is over. ended: requests that have ended and whose
-        completions are still to be made, carried from one call of this to the next; that work is done while the device computes
-        prompts for others."""
-        completions: list[Completion] = []
-
-        def complete() -> None:
-            while ended:
-                request = ended.pop(0)
-                if not request.params.stop:
-                    look(request, self.tokenizer)
-                completions.append(self._completion(request, turn))
-
-        going = True
-        while going and not completions:
-            going = self._step(turn, meanwhile=complete)
-            for request in turn.active:
-                if request.params.stop:
-                    look(request, self.tokenizer)
-            ended += turn.end()
-            # Another pass over a text makes calls, which it cannot do in the middle of a step.
-            if not turn.waiting or any(request.rescored for request in ended):
-                complete()
-        return completions
-
-    def _stream(self, request: Request, steps: int) -> Generator[Chunk, None, None]:
-        known = 0
-        try:
-            with self._turn([request]) as turn:
-                while True:
-                    with self._lock(), self._timed():
-                        while len(request.output) == known and not request.ended:
-                            self._step(turn, steps)
-                        new, piece = look(request, self.tokenizer)
-                        completion = self._completion(request, turn) if turn.end() else None
-                    logprobs = request.logprobs[known:] if request.in_loop else None
-                    known = len(request.output)
-                    if completion is not None:
-                        yield Chunk(piece, new, completion.finish_reason, completion, logprobs)
-                        return
-                    yield Chunk(piece, new, logprobs=logprobs)
-        finally:
-            if request.output and not sys.is_finalizing():
-                with self._lock():
-                    if not request.accounted:
-                        self._account(request)
-
-    def _completion(self, request: Request, turn: Turn | Turns) -> Completion:
-        logprobs = final_logprobs(request, self.tokenizer, self.config.vocab_size, turn.score)
-        return completion_of(request, self.tokenizer, self._account(request), *logprobs)
-
-    def _account(self, request: Request) -> RoundStats:
-        """Adds the request's rounds to the totals, and returns them."""
-        request.accounted = True
-        flags, first = np.asarray(request.from_draft, bool), request.first_token_seconds
-        rounds = RoundStats.of(flags, request.drafted, self.num_draft_tokens, first, request.guessed)
-        self._totals = self._totals.plus(len(request.prompt), rounds, request.shared)
-        if self.num_draft_tokens:
-            self._watch.see(rounds.rounds_by_draft[0], rounds.steps - rounds.histogram[0], request.temperature)
-        return rounds
-
-    def _clock(self) -> float:
-        """A clock, in seconds, that stands still while programs are compiled."""
-        return time.perf_counter() - self._compile_seconds
-
-    @property
-    def _compile_seconds(self) -> float:
-        return max(runner.programs.compile_seconds for runner in self._shards.runners)
-
-    def _worked(self) -> float:
-        """What `stats.seconds` is at this moment."""
-        return self._totals.seconds + (0.0 if self._begun is None else self._clock() - self._begun)
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        self._begun = self._clock()
-        try:
-            yield
-        finally:
-            self._totals, self._begun = dataclasses.replace(self._totals, seconds=self._worked()), None

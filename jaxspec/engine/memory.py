@@ -12,10 +12,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxspec.checks import integer
 from jaxspec.engine.admission import init_state
 from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS
 from jaxspec.engine.settings import PAGE, PREFIX_BYTES
+from jaxspec.learning.settings import Learn, parts
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
@@ -32,6 +36,9 @@ LOGIT = 21
 # Bytes of temporaries of a product with a packed matrix in XLA, which unpacks a piece at a time: its codes, numbers and weights. XLA's
 # program for 512 rows and the 31B's largest matrix takes 70 to 80 MiB beside its result.
 UNPACKING = 3 * UNPACKED_BYTES
+# Arrays of the logits of a draft step, float32, that an update holds at a time: some, and some for each draft step. XLA's program for an
+# H200 and the E2B's assistant takes 7 of them where 4 tokens are drafted.
+LOGITS, LOGITS_STEP = 4, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Sizes:
     decode: int  # temporaries of a decode call, for each slot
     prefill: int  # temporaries of a prefill call
     unpacking: int  # temporaries of either, of products with packed matrices
+    learnt: int = 0  # of a drafter that learns: master weights, the optimiser's moments, and weights on trial
+    learning: int = 0  # temporaries of an update
 
     @property
     def weights(self) -> int:
@@ -55,11 +64,11 @@ class Sizes:
 
     def work(self, slots: int) -> int:
         """Temporaries of the largest call, of which one runs at a time."""
-        return max(slots * self.decode, self.prefill) + self.unpacking
+        return max(slots * self.decode, self.prefill, self.learning) + self.unpacking
 
     def kept(self, slots: int, pages: int) -> int:
         """What stays between calls: weights and state."""
-        return self.weights + self.fixed + slots * self.slot + pages * self.page
+        return self.weights + self.learnt + self.fixed + slots * self.slot + pages * self.page
 
 
 def sizes_of(
@@ -71,12 +80,14 @@ def sizes_of(
     kv_dtype: Any = None,
     kernels: bool = True,
     placement: Placement = ONE_DEVICE,
+    learn: Learn | None = None,
 ) -> Sizes:
     """What a target and a drafter need of a device, slots and pages being those of one data shard.
 
     target, drafter: abstract weights, or real ones. kernels: whether attention runs in kernels, which keep their scores to themselves;
-    XLA's attention gathers keys and values of max_len.
+    XLA's attention gathers keys and values of max_len. learn: how the drafter learns, None if it does not.
     """
+    learnt, learning = (0, 0) if learn is None else learning_bytes(target.config, drafter, learn, num_draft_tokens, max_len, placement)
     target, drafter = (placement.spread(placement.place(tree)) for tree in (target, drafter))
     sizes = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": kv_dtype, "page_size": PAGE}
     init = functools.partial(init_state, target, drafter, **sizes)
@@ -110,7 +121,26 @@ def sizes_of(
         decode=decode,
         prefill=prefill,
         unpacking=UNPACKING * any(map(is_packed, weights_of((target, drafter)))),
+        learnt=learnt,
+        learning=learning,
     )
+
+
+def learning_bytes(
+    config: TargetConfig, drafter: Any, learn: Learn, num_draft_tokens: int, max_len: int, placement: Placement
+) -> tuple[int, int]:
+    """(what stays between updates, temporaries of one), bytes of each device."""
+    placed = placement.place(drafter)
+    floats = [x for x in jax.tree.leaves(placed) if jnp.issubdtype(x.dtype, jnp.floating)]
+    own, master = bytes_per_device(floats), sum(4 * bytes_per_device([x]) // x.dtype.itemsize for x in floats)
+    count, texts = parts(learn, config.vocab_size, placement.shards)
+    texts, length = texts // placement.shards, min(learn.length, max_len)
+    logits = 4 * (LOGITS + LOGITS_STEP * num_draft_tokens) * texts * learn.anchors * config.vocab_size
+    scores = 6 * texts * length * length * max(spec.num_heads for spec in config.layers)
+    rows = 4 * _activations(config, texts * length)
+    # Three float32 of each weight stay, and the weights in use before the next trial. An update has gradients, and the weights as the
+    # drafter has them; of a batch in parts, the sum of its gradients too.
+    return 3 * master + 2 * own, (1 + (count > 1)) * master + own + logits + scores + rows
 
 
 def _activations(config: TargetConfig, rows: int) -> int:
@@ -164,9 +194,11 @@ def fit(
             pages = min(pages, max((left - min(PREFIX_BYTES, left // 8)) // sizes.page, sizes.width))
     if room is not None and sizes.kept(slots, pages) > room:
         told = size if show is None else show
+        learning = f", learning {told(sizes.learnt)}" if sizes.learnt else ""
+        state = sizes.kept(slots, pages) - sizes.weights - sizes.learnt
         raise ValueError(
-            f"the weights take {told(sizes.weights)} and {slots} slots with {pages} pages {told(sizes.kept(slots, pages) - sizes.weights)} "
-            f"of a device; there is {told(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction "
+            f"the weights take {told(sizes.weights)}{learning} and {slots} slots with {pages} pages {told(state)} of a device; there is "
+            f"{told(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction "
             "allows more"
         )
     return MemoryPlan(slots, pages, PREFIX_BYTES if left is None else min(PREFIX_BYTES, max(left - pages * sizes.page, 0)))

@@ -308,6 +308,10 @@ class Programs:
         finally:
             self._times.waited()
 
+    def wait(self) -> None:
+        """Waits until the device has nothing left to do."""
+        jax.block_until_ready(self._last)
+
     def lower(self, function: Callable[..., Any], *args: Any, structured: bool = False) -> Any:
         """Lowers a function (target, drafter, automata, state, *args) -> (state, more). The state is given away. structured: whether the
         function reads the automata; else it gets None for them."""

@@ -55,6 +55,8 @@ class Request:
     guessed: list[int] = dataclasses.field(default_factory=list)  # the number of tokens that each round guessed
     goals: list[int] = dataclasses.field(default_factory=list)  # rows at which its prompt is to be kept for others, ascending
     shared: int = 0  # rows of its prompt that had been computed for others
+    # In a trial whose variants are apart, the variant that alone has computed what its slot holds, see `Trial.writer`; else None.
+    writer: object = None
 
     # What it has.
     output: list[int] = dataclasses.field(default_factory=list)  # the new tokens, without what follows a stop string

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxspec import decode
+from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.automata_pool import Pool
@@ -27,6 +28,8 @@ from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stats import accepted_by_call, histogram_of
 from jaxspec.engine.structures import Structures
+from jaxspec.engine.trials import Tally, Trial
+from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
@@ -40,6 +43,7 @@ class Call(NamedTuple):
     requests: Sequence[Request | None]  # those it works on; None for one that is not to be told of it
     num_draft_tokens: int  # tokens that each of its rounds guesses, 0 where it computes prompts
     report: decode.Report  # what it returns
+    variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
 
 
 class Runner:
@@ -66,6 +70,9 @@ class Runner:
         self.drafter: Any = drafter
         self.buckets = Buckets(settings.max_slots, settings.max_len)
         self.adaptive: Adaptive | None = None  # chooses how many tokens rounds guess; None where all guess num_draft_tokens
+        self.trial: Trial | None = None  # of two variants of the drafter, as long as it is open; see `begin_trial`
+        self.watching = False  # whether `watched` counts
+        self.watched = np.zeros(2)  # rounds with drafts, and accepted drafts, of calls with the drafter in use
         self.times = Times(clock)  # where the device's time went
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
@@ -82,6 +89,12 @@ class Runner:
     @property
     def free_slots(self) -> int:
         return self.settings.max_slots - len(self.held.running)
+
+    @property
+    def drafter_owns_kv(self) -> bool:
+        """Whether the drafter keeps K and V of its own, which its weights have computed."""
+        parts = jax.tree.leaves(self.programs.state.drafter, is_leaf=lambda part: isinstance(part, PagedKV))
+        return any(isinstance(part, PagedKV) for part in parts)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -127,7 +140,9 @@ class Runner:
                     break  # the only idle slots are those that this call copies from; the next call can have them
                 request = left.popleft()
                 group.append(request)
-                if rows and (self.held.serve(source, request).over or slot < 0):
+                kept = self.held.serve(source, request) if rows else None
+                request.writer = self.held.writer if kept is None else kept.writer
+                if kept is not None and (kept.over or slot < 0):
                     slot = source
                 elif slot in self.held.kept:
                     ended.append(slot)
@@ -152,7 +167,7 @@ class Runner:
         if slot in self.held.ended:
             self.flush()
         self._fork(request.slot, slot, request.computed)
-        self.held.keep(slot, request.tokens[: request.computed + 1], request)
+        self.held.keep(slot, request.tokens[: request.computed + 1], request, request.writer)
 
     def evict(self, needed: bool = True, but: int = -1) -> bool:
         """Gives up the kept sequence that served longest ago; False if there is none. needed: whether it may be one that shares its pages
@@ -180,6 +195,7 @@ class Runner:
         """Starts one call that computes rows of some of the requests; the first ones come first."""
         goals, _, size, chunk = self._next_rows(requests)
         some = requests[:size]
+        self._written(some)
         until, known = padded(goals[:size], size), padded([r.length for r in some], size)
         return Call(some, 0, self.programs.run(Prefill(size, chunk, needs), self._ids(some, size), until, known))
 
@@ -202,32 +218,87 @@ class Runner:
         the settings' number; by default what `adaptive` chooses among the compiled numbers, or the settings' number without it."""
         size = smallest(self.buckets.decode, len(requests))
         count = self._count(size, needs) if num_draft_tokens is None else num_draft_tokens
+        variant = None if self.trial is None or num_draft_tokens is not None or not count else self.trial.name
+        self._written(requests)
         known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
         args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
-        return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args))
+        return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args), variant)
+
+    def use(self, drafter: Drafter) -> None:
+        """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings."""
+        self.drafter = self.programs.drafter = drafter
+        self.trial = self.held.writer = None
 
     def _count(self, size: int, needs: Needs) -> int:
         if self.adaptive is None:
             return self.settings.num_draft_tokens
         compiled = [k for k in self.adaptive.draft_counts if DecodeRounds(size, needs, k) in self.programs.compiled]
+        if self.trial is not None:  # rounds without drafts would never end it
+            compiled = [k for k in compiled if k] or compiled
         return self.adaptive.choose(size, compiled)
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests what they report. Returns whether a call lacked pages and left its requests as they
         were."""
-        reports = self.programs.fetch([report for *_, report in calls])
-        for (requests, count, _), report in zip(calls, reports, strict=True):
+        reports = self.programs.fetch([call.report for call in calls])
+        wanted = self.adaptive is not None or self.watching or self.trial is not None
+        for (requests, count, _, variant), report in zip(calls, reports, strict=True):
             self._free = int(report.free_pages)
+            seen, tally = list[np.ndarray](), Tally()
             for row, request in enumerate(requests):
                 if request is None:
                     continue
                 known = len(request.output)
                 request.advance(report, row, count)
-                if self.adaptive is not None and 0 < known < len(request.output):
+                if wanted and 0 < known < len(request.output):
                     accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
                     # The last round of a sequence that has ended was cut short, and says nothing.
-                    self.adaptive.see(histogram_of(accepted[:-1] if request.ended else accepted, count), count)
+                    seen.append(accepted[:-1] if request.ended else accepted)
+                    if request.writer is self.held.writer:
+                        tally += Tally(len(seen[-1]), int(seen[-1].sum()))
+            if seen:
+                self._see(np.concatenate(seen), tally, count, variant)
+        self.settle()
         return any(report.starved for report in reports)
+
+    def _see(self, accepted: np.ndarray, tally: Tally, num_draft_tokens: int, variant: str | None) -> None:
+        """Tells those who want to know what the rounds of a call accepted. tally: of those rounds that count in a trial."""
+        if self.adaptive is not None:
+            self.adaptive.see(histogram_of(accepted, num_draft_tokens), num_draft_tokens)
+        in_use = variant is None
+        if variant is not None and self.trial is not None:
+            in_use = self.trial.variants[variant] is self.drafter
+            self.trial.see(variant, tally)
+        if num_draft_tokens and self.watching and in_use:
+            self.watched = self.watched + (len(accepted), accepted.sum())
+
+    def begin_trial(self, trial: Trial) -> None:
+        """Lets variants of the drafter, which is one of them, take turns call by call, until there is a verdict: see `use`.
+
+        They must have its shapes, static fields and placement. Raises ValueError for an acceptance rule with which the text depends on the
+        drafter, and while another trial is open."""
+        rule = self.settings.accept.name
+        if rule != COUPLED.name:
+            raise ValueError(
+                f"the acceptance rule is {rule!r}; only with {COUPLED.name!r} can drafters be tried, since texts do not change"
+            )
+        if self.trial is not None:
+            raise ValueError(f"a trial of {' and '.join(self.trial.comparison.names)} is open; expected none")
+        self.trial = trial
+        self.settle()
+
+    def settle(self) -> None:
+        """Takes the variant of the next call; after the verdict of a trial that is the drafter, from now on."""
+        if self.trial is not None and self.trial.verdict is not None:
+            self.use(self.trial.weights)
+        elif self.trial is not None:
+            self.programs.drafter, self.held.writer = self.trial.weights, self.trial.writer
+
+    def _written(self, requests: Sequence[Request]) -> None:
+        """Notes that the next call computes rows of these requests."""
+        for request in requests:
+            if request.writer is not self.held.writer:
+                request.writer = None
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:
         """The log-probabilities of a whole text, by another pass over it in a free slot: entry i is of token i + 1, with the `count` most
@@ -256,7 +327,7 @@ class Runner:
         for request in requests:
             complete = request.status in (decode.STOPPED, decode.FULL_LENGTH) and request.text.found is None
             if request.keep and complete and request.slot >= 0 and request.computed == request.length - 1:
-                self.held.keep(request.slot, request.tokens)
+                self.held.keep(request.slot, request.tokens, writer=request.writer)
         self.held.take_from(requests)
 
     def close(self) -> None:
@@ -264,7 +335,7 @@ class Runner:
         self.held.clear()
         self.pool.clear()
         self._free = 0
-        self.target = self.drafter = None
+        self.target = self.drafter = self.trial = None
         self.programs.close()
 
     def ready(self) -> None:

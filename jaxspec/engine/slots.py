@@ -19,6 +19,7 @@ class KeptSequence:
     over: bool  # whether a prompt may continue it in its slot; else it is a snapshot, to be copied
     used: int  # when it last served a prompt, counted by the clock of `Slots`
     sharing: set[Request] = dataclasses.field(default_factory=set)  # requests with a slot that share its pages
+    writer: object = None  # as `Request.writer`
 
     @property
     def needed(self) -> bool:
@@ -35,6 +36,7 @@ class Slots:
     def __init__(self, count: int):
         self._holds: list[object] = [None] * count
         self._clock = itertools.count()  # counts how often kept sequences were made or served
+        self.writer: object = None  # the writer of the next call; if there is one, kept sequences of others serve no prompt
 
     @property
     def running(self) -> list[Request]:
@@ -57,7 +59,7 @@ class Slots:
         best = (-1, 0)
         for slot, kept in enumerate(self._holds):
             if isinstance(kept, KeptSequence) and best[1] < (size := len(kept.tokens)) - 1 < len(tokens):
-                if (kept.tokens == tokens[:size]).all():
+                if self.writer in (None, kept.writer) and (kept.tokens == tokens[:size]).all():
                     best = slot, size - 1
         return best
 
@@ -80,9 +82,9 @@ class Slots:
         self._holds[slot] = request
         request.slot = slot
 
-    def keep(self, slot: int, tokens: np.ndarray, by: Request | None = None) -> None:
+    def keep(self, slot: int, tokens: np.ndarray, by: Request | None = None, writer: object = None) -> None:
         """Keeps a sequence in a slot. by: the request whose prompt it is, if it is a snapshot; None if the slot may be continued."""
-        self._holds[slot] = KeptSequence(tokens, by is None, next(self._clock), set() if by is None else {by})
+        self._holds[slot] = KeptSequence(tokens, by is None, next(self._clock), set() if by is None else {by}, writer)
 
     def end(self, slots: Iterable[int]) -> None:
         """Marks slots as ended, except those that hold nothing."""

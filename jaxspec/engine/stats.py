@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from jaxspec.engine.device_clock import OCTAVE, SHORTEST
+from jaxspec.engine.trials import Findings
 
 
 def accepted_by_round(from_draft: np.ndarray) -> np.ndarray:
@@ -107,6 +108,43 @@ class RoundStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class LearningStats:
+    """What came of a drafter that learns while its LLM works."""
+
+    share: float
+    """The share of the time spent generating that may go into learning."""
+    spent: float
+    """The share that did."""
+    seconds: float
+    """The time that it took."""
+    updates: int
+    """Updates of the weights."""
+    loss: float
+    """Of the last update; NaN before the first."""
+    tried: int
+    """Trials of newer weights against those in use."""
+    taken: int
+    """Trials whose newer weights were taken."""
+    start: float | None
+    """Tokens a step before any newer weights were taken; None before the first round. Rounds without drafts do not count."""
+    now: float | None
+    """Tokens a step lately, with the weights in use."""
+    ended: str | None = None
+    """Why learning ended; None while it goes on."""
+
+    @property
+    def lengths(self) -> str:
+        """Tokens a step at the start and now, in words."""
+        return " -> ".join("?" if length is None else f"{length:.2f}" for length in (self.start, self.now))
+
+    def __str__(self) -> str:
+        told = (
+            f"{self.lengths} tokens a step, {self.spent:.1%} of the time, {self.updates} updates, {self.taken} of {self.tried} trials won"
+        )
+        return told if self.ended is None else f"{told}; ended: {self.ended}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """Totals of an engine since it was loaded, or of a part of its life: a later one less an earlier one.
 
@@ -157,6 +195,10 @@ class Stats:
     """Memory that the structured outputs take on the device, by a short form of each."""
     peak_bytes: int | None = None
     """The most memory that a device has had in use; None where it does not say."""
+    reading: Findings | None = None
+    """How the drafter's checkpoint is read, where its config leaves that open and both readings are or were tried; else None."""
+    learning: LearningStats | None = None
+    """What came of learning, since that began; None where the drafter does not learn."""
 
     def plus(self, prompt_tokens: int, rounds: RoundStats, cached_tokens: int = 0) -> Stats:
         """With one more request."""
@@ -176,8 +218,9 @@ class Stats:
         )
 
     def __sub__(self, earlier: Stats) -> Stats:
-        """What happened since. Memory is what it is now."""
-        memory, lists = ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes"), ("histogram", "rounds_by_draft", "host_times")
+        """What happened since. Memory, reading and learning are as they are now."""
+        memory = ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes", "reading", "learning")
+        lists = ("histogram", "rounds_by_draft", "host_times")
         names = [field.name for field in dataclasses.fields(self) if field.name not in memory + lists]
         less = {name: getattr(self, name) - getattr(earlier, name) for name in names}
         less |= {name: _added(getattr(self, name), tuple(-n for n in getattr(earlier, name))) for name in lists}
@@ -235,8 +278,10 @@ class Stats:
                 f"drafts             {self.accepted} of {self.drafted} accepted",
                 f"by position        {rates or 'nothing drafted'}",
                 f"histogram          {', '.join(map(str, self.histogram))} steps with 0 .. {most} drafts accepted",
+                *([] if self.reading is None else [f"reading            {self.reading}"]),
                 f"compiling          {self.compile_seconds:.1f} s, {self.compilations} programs",
                 f"memory             weights {self.weight_bytes / 2**20:.1f} MiB, state {self.state_bytes / 2**20:.1f} MiB{peak}",
+                *([] if self.learning is None else [f"learning           {self.learning}"]),
             ]
         )
 

@@ -84,6 +84,8 @@ def describe(pair: Pair, target: str, drafter: str | None = None, show: Callable
         count = "unset" if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens", "unset")
         yield f"drafter     {folder or drafter}"
         kind = type(draft).__name__
+        if readings := getattr(draft, "readings", ()):
+            yield f"            its config.json leaves open {' or '.join(readings)}: the first rounds try both"
         yield f"            {kind}, fits; {weight_count(draft):,} parameters, {show(nbytes(draft))}; num_assistant_tokens {count}"
 
 

@@ -170,7 +170,7 @@ class Gemma4:
     def dtype(self) -> Any:
         return self.norm.weight.dtype
 
-    def embed(self, ids: jax.Array, scale: float | None = None) -> jax.Array:
+    def embed(self, ids: jax.Array, scale: float | jax.Array | None = None) -> jax.Array:
         """Token embeddings by a scale, the model's own by default. ids: [...] int32 -> [..., H]."""
         table = self.embed_tokens if scale is None else dataclasses.replace(self.embed_tokens, scale=scale)
         return table(ids, self.dtype)

@@ -215,7 +215,7 @@ class Step3p5:
     def dtype(self) -> Any:
         return self.model.embed_tokens.weight.dtype
 
-    def embed(self, ids: jax.Array, scale: float | None = None) -> jax.Array:
+    def embed(self, ids: jax.Array, scale: float | jax.Array | None = None) -> jax.Array:
         """Token embeddings, by 1 unless a scale is given. ids: [...] int32 -> [..., H]."""
         table = self.embed_tokens if scale is None else dataclasses.replace(self.embed_tokens, scale=scale)
         return table(ids, self.dtype)

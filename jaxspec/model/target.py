@@ -154,7 +154,7 @@ class TargetModel(Protocol):
         """How many weights of matrices a row is multiplied with: before the layers, and in each of them. The head is not counted."""
         ...
 
-    def embed(self, ids: jax.Array, scale: float | None = None) -> jax.Array:
+    def embed(self, ids: jax.Array, scale: float | jax.Array | None = None) -> jax.Array:
         """Token embeddings as the first layer reads them: tap 0. ids: [...] int32 -> [..., H], in `dtype`. scale: what the table's rows
         are multiplied by instead, for a drafter without a table of its own."""
         ...

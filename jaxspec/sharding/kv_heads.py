@@ -23,6 +23,8 @@ from jaxspec.sharding.specs import SpecRules, fields_spec, is_whole, partitions_
 from jaxspec.trees import is_packed
 from pallas_kernels.packed import KINDS, Packed
 
+OVER = ("sum_over", "gather_over", "axis")  # fields in which a module of a tree of `spread` has the mesh axis
+
 
 def spread(tree: Any, mesh: Mesh) -> Any:
     """A target or a drafter as a device of the mesh computes with it inside `Layout.on`: KV heads repeated as often as "tensor" needs,
@@ -69,6 +71,25 @@ def _spread(tree: Any, path: tuple[str, ...], rows: SpecRules, mesh: Mesh) -> An
     if split is not None and TENSOR in spec_of(split, getattr(module, split)):
         changes["axis"] = TENSOR
     return dataclasses.replace(module, **changes)
+
+
+def unspread(tree: Any) -> Any:
+    """A tree of `spread` as plain functions compute with it, under `jax.jit` and outside of `shard_map`: no module sums or gathers by
+    itself, since XLA cuts the work up by where the weights lie. Repeated KV heads stay."""
+    if isinstance(tree, tuple):
+        return tuple(map(unspread, tree))
+    if isinstance(tree, dict):
+        return {name: unspread(x) for name, x in tree.items()}
+    if not dataclasses.is_dataclass(tree) or is_packed(tree):
+        return tree
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(tree):
+        value = getattr(tree, field.name)
+        if field.metadata.get("pytree_node", True):
+            changes[field.name] = unspread(value)
+        elif field.name in OVER and value == TENSOR:
+            changes[field.name] = None
+    return dataclasses.replace(tree, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def _with_repeated(static: Any, mesh: Mesh) -> Any:

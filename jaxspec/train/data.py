@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxspec import jsonl
+from jaxspec.learning.losses import Batch
 from jaxspec.text import Tokenizer
-from jaxspec.train.losses import Batch
 
 ANSWERS = ("assistant", "model")
 

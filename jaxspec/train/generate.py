@@ -13,9 +13,9 @@ from jaxspec import decode
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter, NoDraft
 from jaxspec.drafters.training import XLA
+from jaxspec.learning.losses import Batch
 from jaxspec.model.target import TargetModel
 from jaxspec.train.data import batch_of
-from jaxspec.train.losses import Batch
 
 
 def beginnings(texts: Batch, count: int, seed: int) -> list[list[int]]:

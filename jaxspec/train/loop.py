@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +22,13 @@ from jax.sharding import PartitionSpec
 from tqdm.auto import tqdm
 
 from jaxspec.collectives import DATA
+from jaxspec.learning import checkpoints
+from jaxspec.learning.update import Loss, join, optimizer, split, updater
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
 from jaxspec.targets import DTYPES
 from jaxspec.train.curves import draw_curves
 
-# loss(weights in compute dtype, fixed, batch, key) -> (scalar, metrics by name)
-Loss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 METRICS, CURVES, CHECKPOINTS, SETTINGS = "metrics.jsonl", "curves.png", "checkpoints", "settings.json"
-NEWEST = 2  # how many checkpoints stay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +77,6 @@ def schedule(peak: float, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(peak / rise, peak, rise - 1, max(steps - 1, rise), peak / 50)
 
 
-def optimizer(peak: float, steps: int, weight_decay: float = 0.1) -> optax.GradientTransformation:
-    """AdamW with the learning rate of `schedule`. Gradients are clipped at norm 1, and only matrices decay."""
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            schedule(peak, steps), b1=0.9, b2=0.95, weight_decay=weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
-        ),
-    )
-
-
 def fit(
     loss: Loss,
     weights: Any,
@@ -124,41 +112,18 @@ def fit(
     if texts % placement.shards:
         raise ValueError(f"{placement.shards} devices along the mesh's axis 'data' do not divide a batch of {texts} texts")
     out.mkdir(parents=True, exist_ok=True)
-    trained, kept = _split(weights)
+    trained, kept = split(weights)
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)  # copies, since steps donate them
-    tx = optimizer(run.peak, steps)
+    tx = optimizer(schedule(run.peak, steps))
     moments = tx.init(masters)
     copies, parts = placement.sharding(PartitionSpec()), placement.sharding(PartitionSpec(None, DATA))
     masters, moments, kept = jax.device_put((masters, moments, kept), copies)
 
     def rounded(masters: Any) -> Any:
-        return _join(jax.tree.map(lambda x: x.astype(dtype), masters), kept)
+        return join(jax.tree.map(lambda x: x.astype(dtype), masters), kept)
 
-    @jax.jit(donate_argnums=(0, 1), out_shardings=copies)
-    def update(masters: Any, moments: Any, fixed: Any, batch: Any, step: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        gradient = jax.value_and_grad(lambda m, part, key: loss(rounded(m), fixed, part, key), has_aux=True)
-
-        def one(part: Any, i: Any) -> Any:
-            (value, metrics), grads = gradient(masters, part, jax.random.fold_in(key, i))
-            return grads, {"loss": value, **metrics}
-
-        if accumulate == 1:
-            grads, metrics = one(jax.tree.map(lambda x: x[0], batch), 0)
-        else:
-            shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], batch), jnp.zeros((), jnp.int32))
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-            def add(total: Any, part: Any) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, total, one(*part)), None
-
-            total, _ = jax.lax.scan(add, zeros, (batch, jnp.arange(accumulate, dtype=jnp.int32)))
-            grads, metrics = jax.tree.map(lambda x: x / accumulate, total)
-        metrics["gradient"] = optax.tree.norm(grads)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            changes, moments = tx.update(grads, moments, masters)
-        return optax.apply_updates(masters, changes), moments, metrics
-
+    update = updater(loss, tx, rounded, seed=seed, accumulate=accumulate, shardings=copies)
+    one = jnp.ones((), jnp.float32)
     start, rows, good = 0, [], None
     in_compute = jax.jit(rounded)
 
@@ -168,7 +133,7 @@ def fit(
     if resume:
         start, masters, moments, good = _restore(out, masters, moments, wanted)
         rows = [row for row in read_metrics(out) if row["step"] <= start]
-    elif _steps(out / CHECKPOINTS):
+    elif checkpoints.steps_of(out / CHECKPOINTS):
         raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
     elif evaluate is not None:
         rows = [{"step": 0, "seconds": 0.0, **measured()}]
@@ -180,7 +145,7 @@ def fit(
     with tqdm(total=steps, initial=start, desc="Training", unit="step", disable=not progress) as bar:
         for step in range(start, steps):
             batch = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), draw(step))
-            masters, moments, metrics = update(masters, moments, fixed, jax.device_put(batch, parts), jnp.asarray(step))
+            masters, moments, metrics = update(masters, moments, fixed, jax.device_put(batch, parts), jnp.asarray(step), one)
             pending.append(metrics)
             bar.update()
             if (step + 1) % every and step + 1 != steps:
@@ -197,10 +162,10 @@ def fit(
             bar.set_postfix({name: f"{row[name]:.3f}" for name in ("loss", "measured_acceptance_length") if name in row})
             draw_curves(rows, out / CURVES)
             if save_every and ((step + 1) % save_every == 0 or step + 1 == steps):
-                good = _save(out, step + 1, masters, moments)
+                good = checkpoints.save(out / CHECKPOINTS, step + 1, masters, moments)
                 if save is not None and step + 1 < steps:
-                    save(_join(masters, kept))
-    result = _join(masters, kept)
+                    save(join(masters, kept))
+    result = join(masters, kept)
     if save is not None:
         save(result)
     return result
@@ -217,17 +182,6 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _split(weights: Any) -> tuple[Any, Any]:
-    """The tree with its float leaves alone and the tree with its other leaves alone; None stands for the missing ones."""
-    is_float = jax.tree.map(lambda x: bool(jnp.issubdtype(x.dtype, jnp.floating)), weights)
-    trained, kept = (jax.tree.map(lambda x, f, w=wanted: x if f is w else None, weights, is_float) for wanted in (True, False))
-    return trained, kept
-
-
-def _join(trained: Any, kept: Any) -> Any:
-    return jax.tree.map(lambda t, k: k if t is None else t, trained, kept, is_leaf=lambda x: x is None)
-
-
 def _check_finite(found: list[dict[str, Any]], first: int, good: Path | None) -> None:
     for step, metrics in enumerate(found, start=first):
         for name in ("loss", "gradient"):
@@ -236,30 +190,9 @@ def _check_finite(found: list[dict[str, Any]], first: int, good: Path | None) ->
                 raise FloatingPointError(f"the {name} at step {step} is {metrics[name]}; {last}")
 
 
-def _flat(*trees: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trees)}
-
-
-def _save(out: Path, step: int, masters: Any, moments: Any) -> Path:
-    """Writes a checkpoint. Removes all but the newest few, and unfinished ones of killed runs."""
-    import orbax.checkpoint as ocp
-
-    folder = (out / CHECKPOINTS).resolve()
-    folder.mkdir(exist_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:  # renames the folder when all of it is written
-        checkpointer.save(folder / str(step), _flat(masters, moments), force=True)
-    newest = {str(at) for at in _steps(folder)[-NEWEST:]}
-    for old in folder.iterdir():
-        if old.name not in newest:
-            shutil.rmtree(old)
-    return folder / str(step)
-
-
 def _restore(out: Path, masters: Any, moments: Any, settings: dict[str, Any]) -> tuple[int, Any, Any, Path]:
-    import orbax.checkpoint as ocp
-
-    folder = (out / CHECKPOINTS).resolve()
-    found = _steps(folder)
+    folder = out / CHECKPOINTS
+    found = checkpoints.steps_of(folder)
     if not found:
         raise FileNotFoundError(f"{out} has no checkpoint to resume from")
     before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
@@ -268,14 +201,5 @@ def _restore(out: Path, masters: Any, moments: Any, settings: dict[str, Any]) ->
             raise ValueError(
                 f"{name} is {settings.get(name)!r}; the run in {out} has {before.get(name)!r}, and a resumed run must have the same"
             )
-    flat = _flat(masters, moments)
-    with ocp.StandardCheckpointer() as checkpointer:
-        state = checkpointer.restore(folder / str(found[-1]), jax.tree.map(ocp.utils.to_shape_dtype_struct, flat))
-    leaves = [state[name] for name in flat]
-    masters, moments = jax.tree.unflatten(jax.tree.structure((masters, moments)), leaves)
-    return found[-1], masters, moments, folder / str(found[-1])
-
-
-def _steps(folder: Path) -> list[int]:
-    """The steps of a folder's checkpoints, in order."""
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+    masters, moments = checkpoints.restore(folder, masters, moments)
+    return found[-1], masters, moments, folder.resolve() / str(found[-1])

@@ -22,6 +22,7 @@ from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
+from jaxspec.learning.losses import Batch, distil_loss, target_loss
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
 from jaxspec.progress import watched
@@ -33,7 +34,6 @@ from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, take_rows
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
 from jaxspec.train.loop import Run, fit
-from jaxspec.train.losses import Batch, distil_loss, target_loss
 from pallas_kernels import dialect
 
 MEASURED = 16  # held-out texts that acceptance is measured on
@@ -203,6 +203,11 @@ def _drafter(
             found = abstract_drafter(folder, model.config, jnp.float32)
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")
+            if readings := getattr(found, "readings", ()):
+                raise ValueError(
+                    f"the config.json of init {folder} leaves open {' or '.join(readings)}; expected the one that the drafter was trained "
+                    "with: generate with it, and llm.stats says which accepts more"
+                )
             return load_drafter(folder, model.config, jnp.float32, progress=False), config, generation
     elif init is not None:
         config, generation = init, chosen.generation
@@ -210,7 +215,10 @@ def _drafter(
         config, generation = chosen.default_config(raw, model.config), chosen.generation
     else:
         raise ValueError(f"init is None, and drafter_kind {kind!r} has no default config; expected a config.json or a drafter")
-    return kinds.fresh(chosen, config, model, texts.ids, seed), config, generation
+    weights = kinds.fresh(chosen, config, model, texts.ids, seed)
+    if getattr(weights, "readings", ()):  # it learns the first, and its config.json says so
+        weights, config = weights.read_as(np.int32(0)).decided(config)
+    return weights, config, generation
 
 
 def _own(

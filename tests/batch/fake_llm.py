@@ -11,7 +11,7 @@ class FakeLLM:
     """Answers with the prompt's ids, its temperature and its seed, a few requests at a time, in any order. dies: after how many.
     raises: what the prompts in `poison` raise once they are under way, None there for any prompt."""
 
-    name, progress, max_len, target = "fake", False, 32, ()
+    name, progress, max_len, target, learning = "fake", False, 32, (), None
     text_settings = MappingProxyType({"model": "fake", "max_len": 32, "dtype": "float32"})
     tokenizer = SimpleNamespace(encode=lambda text: [ord(c) % 100 for c in text])
 

@@ -15,13 +15,13 @@ from jaxspec.decode import EMPTY, FAILED, FULL_LENGTH, RUNNING, STOPPED, accept
 from jaxspec.decode.rows import sound_choices
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import Drafts, NoDraft
+from jaxspec.learning.losses import whole_rows
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import AssistantConfig, Gemma4Config
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.choice import Needs, choose
 from jaxspec.sampling.filters import Filters
-from jaxspec.train.losses import whole_rows
 from pallas_kernels.noise import gumbel, row_keys
 
 # Few enough tokens that a random assistant is right now and then.

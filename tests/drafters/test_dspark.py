@@ -25,6 +25,7 @@ from jaxspec import released as shapes
 from jaxspec.decode import Round
 from jaxspec.drafters import dspark
 from jaxspec.drafters.dspark import CONFIDENCE, DSpark, DSparkConfig
+from jaxspec.drafters.training import whole_rows
 from jaxspec.model.config import SLIDING, Gemma4Config
 from jaxspec.model.layers import Linear
 
@@ -211,11 +212,7 @@ def changed(layout: str, **changes) -> dict:
         (changed("gemma", mask_token_id=None), "mask_token_id is None; expected an id below vocab_size 64"),
         (changed("gemma", layer_types=[SLIDING, "full_attention"]), "the drafter's layers have window 8; implemented: none"),
         (changed("gemma", sample_from_anchor=False), "sample_from_anchor=False; implemented: True, None"),
-        (changed("speculators", sample_from_anchor=None), "sample_from_anchor=None, and readers disagree .* Expected true or false: add"),
-        (
-            {key: value for key, value in DSPARK["rnn"].items() if key != "sample_from_anchor"},
-            "sample_from_anchor=None, and readers disagree .* speculators takes true .* vLLM false .* Expected true or false",
-        ),
+        (changed("speculators", sample_from_anchor="yes"), "sample_from_anchor='yes'; implemented: True, False"),
         (changed("speculators", markov_head_type="mlp"), "markov_head_type is 'mlp'; implemented: 'vanilla', 'gated', 'rnn'"),
         (changed("speculators", aux_hidden_state_layer_ids=[1, 9]), r"hidden states \[1, 9\]; this target has 0 .. 3"),
         (changed("speculators", quantization_config={"quant_method": "fp8"}), r"quantised \(quant_method 'fp8'\); a drafter's have to be"),
@@ -269,3 +266,34 @@ def test_released_drafters(name: str, target: str, parameters: int) -> None:
         assert model.taps == (1, 17, 29, 47, 58) and keys["lm_head.weight"] == (32_000, hidden)
         assert keys["markov_head.markov_w2.weight"] == (32_000, 256)
     check_round(model, config, model.num_draft_tokens)
+
+
+def read(config: dict, **changes) -> DSparkConfig:
+    return DSparkConfig.from_hf({**config, **changes}, rounds.target().config, KEYS)
+
+
+@pytest.mark.parametrize("layout", ["speculators", "rnn"])
+def test_a_config_that_does_not_say_which_rows_guess_has_two_readings(layout: str) -> None:
+    """Each drafts and trains as by a config that says it; a block then has room for one draft less."""
+    model = kinds.drafter("dspark" if layout == "speculators" else f"dspark {layout}")
+    config = {k: v for k, v in DSPARK[layout].items() if k != "sample_from_anchor"}
+    either = dataclasses.replace(model, config=read(config))
+    assert either.readings == ("sample_from_anchor=true", "sample_from_anchor=false") and model.readings == ()
+    assert either.num_draft_tokens == config["block_size"] - 1
+    with pytest.raises(ValueError, match=f"block_size of {config['block_size']} holds the anchor and {config['block_size'] - 1} drafts"):
+        either.init(2, 16, config["block_size"])
+    state, target = rounds.started(model), rounds.target()
+    rows, at = whole_rows(jnp.asarray(rounds.texts()[:2])), jnp.asarray([[3, 11], [5, 20]], jnp.int32)
+    out, _ = target(rows, None, taps=model.taps, attention="xla")
+    for which, anchor in enumerate((True, False)):
+        said, taken = dataclasses.replace(model, config=read(config, sample_from_anchor=anchor)), either.read_as(jnp.int32(which))
+        wanted, found = (guesses(target, drafter, state, 5)[0] for drafter in (said, taken))
+        close(found.logits, wanted.logits)
+        np.testing.assert_array_equal(found.tokens, wanted.tokens)
+        training = rounds.compiled(lambda drafter: [guess.logits for guess in drafter.guesses(target, out, rows.ids, at, 4)])
+        close(np.stack(training(taken)), np.stack(training(said)))
+        drafter, written = taken.decided(config)
+        assert drafter.reading is None and written == {**config, "sample_from_anchor": anchor}
+        assert read(written) == said.config
+    as_it_is, first = (guesses(target, drafter, state, 5)[0] for drafter in (either, either.read_as(jnp.int32(0))))
+    np.testing.assert_array_equal(as_it_is.tokens, first.tokens)

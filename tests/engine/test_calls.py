@@ -22,6 +22,7 @@ from locks import free
 from jaxspec import SamplingParams
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import turn
+from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.admission import init_state
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.llm import LLM
@@ -76,7 +77,7 @@ def llm_of(snapshots, shards=1):
     settings = Settings(max_slots=TOTAL - snapshots, **sizes)
     llm = LLM(model, drafter, tiny.Letters(), settings)
     more = [Runner(model, drafter, settings, ONE_DEVICE, structures=llm._structures) for _ in range(shards - 1)]
-    llm._shards = Shards([llm._runner, *more])
+    llm._shards = llm._serving._shards = Shards([llm._runner, *more])
     for runner in llm._shards.runners:
         assert runner.total_slots == TOTAL
         runner.programs.compiled = programs()
@@ -245,8 +246,8 @@ def few_and_many(work, few, many):
 
 
 def test_a_stream_that_is_closed_is_counted_while_nobody_else_computes(monkeypatch):
-    llm, account, others = reference(), LLM._account, []
-    monkeypatch.setattr(LLM, "_account", lambda *args: others.append(free(llm._lock)) or account(*args))
+    llm, account, others = reference(), Accounts.add, []
+    monkeypatch.setattr(Accounts, "add", lambda *args: others.append(free(llm._lock)) or account(*args))
     begin(llm)
     stream = llm.stream(STREAMED, params(40, 7))
     next(stream)

@@ -16,9 +16,9 @@ from jaxspec import SamplingParams
 from jaxspec.engine.params import Defaults
 from jaxspec.engine.programs import DecodeRounds, Programs
 from jaxspec.engine.runner import Runner
+from jaxspec.learning.losses import whole_rows
 from jaxspec.sampling import logprobs as logprobs
 from jaxspec.sampling.logit_edits import MAX_BAD_WORDS, MAX_IDS
-from jaxspec.train.losses import whole_rows
 
 MAX_LEN, K = 64, 3
 PROMPTS = ["def f(n):\n", [300], "import os, sys\n", list(range(200, 230))]

@@ -57,7 +57,7 @@ DRAFTERS = (
     "modules",
     "draft model",
 )
-POCKET = ("pocket-mtp", "pocket-dflash", "pocket-eagle3", "pocket-modules", "pocket-draft")
+POCKET = ("pocket-mtp", "pocket-dflash", "pocket-dflash2", "pocket-dspark", "pocket-eagle3", "pocket-modules", "pocket-draft")
 ALL = [(*mesh, member, kind) for mesh in MESHES for member in meshes.MEMBERS for kind in DRAFTERS]
 ALL += [(*mesh, "step", kind) for mesh in MESHES for kind in ("none", "ngram", "modules")]
 ALL += [(*mesh, "pocket", kind) for mesh in MESHES for kind in ("ngram", *POCKET)]

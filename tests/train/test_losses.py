@@ -12,8 +12,8 @@ import small
 from small import KINDS, VOCAB, log_softmax
 
 from jaxspec.drafters.training import Objective, whole_rows
-from jaxspec.train.loop import _join, _split
-from jaxspec.train.losses import Batch, distil_loss, places, target_loss
+from jaxspec.learning.losses import Batch, distil_loss, places, target_loss
+from jaxspec.learning.update import join, split
 
 STEPS = 3
 MIXED = Objective(steps=STEPS, decay=0.7, soft=0.8, hard=0.5, tv=0.6)
@@ -29,7 +29,7 @@ def batch():
 @functools.partial(jax.jit, static_argnums=3)
 def graded(trained, kept, batch, objective):
     """((loss, metrics), gradient) at all places."""
-    return jax.value_and_grad(lambda t: distil_loss(_join(t, kept), small.target(), batch, None, objective), has_aux=True)(trained)
+    return jax.value_and_grad(lambda t: distil_loss(join(t, kept), small.target(), batch, None, objective), has_aux=True)(trained)
 
 
 @jax.jit
@@ -57,7 +57,7 @@ def test_target_loss_is_the_cross_entropy_of_the_tokens_that_were_written():
 def test_distil_loss_is_the_mean_of_its_steps(kind):
     """The sum in NumPy, from the guesses of every place: a centroid head's, a shortlist's, a draft vocabulary's, and a confidence's."""
     drafter, texts = small.drafter(kind), batch()
-    (loss, metrics), _ = graded(*_split(drafter), texts, MIXED)
+    (loss, metrics), _ = graded(*split(drafter), texts, MIXED)
     truth, found = np.asarray(small.logits(texts.ids)), steps_of(drafter, texts.ids)
     totals, whole = [[] for _ in range(STEPS)], []
     recalls = [[] for _ in range(STEPS)]
@@ -110,7 +110,7 @@ def one(drafter, guess, p, truth, q, b, at):
 def test_gradients_equal_finite_differences(kind):
     """Along each leaf's gradient, which is nowhere zero. What a confidence is compared with changes with every weight, but makes no
     gradient: the confidence's own weights are looked at with its loss, all others without."""
-    trained, kept = _split(small.drafter(kind))
+    trained, kept = split(small.drafter(kind))
     leaves, tree = jax.tree.flatten(trained)
     of_all = dataclasses.replace(MIXED, confidence=0.0) if hasattr(trained, "confidence_head") else MIXED
     _, gradient = graded(trained, kept, batch(), of_all)
@@ -131,7 +131,7 @@ def test_gradients_equal_finite_differences(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_learns_a_batch_by_heart(kind):
     """Almost every draft along it is accepted in the end, and hardly any before."""
-    (trained, kept), texts = _split(small.drafter(kind)), batch()
+    (trained, kept), texts = split(small.drafter(kind)), batch()
     if kind in ("dspark", "eagle3"):  # a whole vocabulary's worth of drafts can be right only where the best tokens are in it
         ids = np.asarray(small.drafter(kind).d2t) + np.arange(24)
         texts = Batch(texts.ids, texts.first, np.where(np.isin(texts.ids, ids).all(axis=1), texts.length, 0).astype(np.int32))
@@ -172,7 +172,7 @@ def test_a_draft_vocabulary_is_found_in_any_order():
         d2t=jnp.asarray(ids[order] - np.arange(24), jnp.int32),
         lm_head=dataclasses.replace(drafter.lm_head, weight=drafter.lm_head.weight[order]),
     )
-    (loss, metrics), _ = graded(*_split(drafter), batch(), MIXED)
-    (again, others), _ = graded(*_split(shuffled), batch(), MIXED)
+    (loss, metrics), _ = graded(*split(drafter), batch(), MIXED)
+    (again, others), _ = graded(*split(shuffled), batch(), MIXED)
     np.testing.assert_allclose(again, loss, rtol=1e-5)
     assert {k: float(v) for k, v in others.items()} == pytest.approx({k: float(v) for k, v in metrics.items()})

@@ -7,10 +7,10 @@ import pytest
 import small
 
 from jaxspec.drafters.training import whole_rows
+from jaxspec.learning.losses import Batch, target_loss
 from jaxspec.train.data import windows
 from jaxspec.train.generate import generate
 from jaxspec.train.loop import Run
-from jaxspec.train.losses import Batch, target_loss
 from jaxspec.train.pocket import unlikelihood
 from jaxspec.train.pocket.unlikelihood import break_loops, repeats
 

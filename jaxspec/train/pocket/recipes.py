@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.learning.losses import Batch, target_loss
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.train import distil
 from jaxspec.train.data import batch_of, windows
 from jaxspec.train.kinds import initial
 from jaxspec.train.loop import Run, fit
-from jaxspec.train.losses import Batch, target_loss
 from jaxspec.train.pocket.unlikelihood import break_loops
 from jaxspec.train.tuning import save_target, scores
 
@@ -123,7 +123,12 @@ DFLASH_CONFIG = {
     "sliding_window": 128,
     "use_sliding_window": True,
     "block_size": 8,
-    "dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 3, 5, 7], "final_logit_softcapping": 30.0},
+    "dflash_config": {
+        "mask_token_id": 4,
+        "target_layer_ids": [1, 3, 5, 7],
+        "final_logit_softcapping": 30.0,
+        "input_embedding_scale": 1.0,
+    },
 }
 BLOCK_CONFIG = {  # as speculators lays it out
     "transformer_layer_config": {
@@ -223,12 +228,12 @@ RECIPES = {
     "mtp": Recipe("mtp", MTP_CONFIG, 6000, batch=96, length=384, self_generate=16384, objective={"anchors": 128}),
     # Blocks of 4 drafts, which is the default K. A later place is reached less often, and its weight falls by the same rate.
     "dflash": Recipe("dflash", DFLASH_CONFIG, 6000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
-    "dflash2": Recipe("dflash2", DFLASH2_CONFIG, 6000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
+    "dflash2": Recipe("dflash2", DFLASH2_CONFIG, 5000, self_generate=16384, objective={"steps": 4, "decay": 0.65}),
     # Cross-entropy teaches more in so few steps than the distance that the kind is made for.
     "dspark": Recipe(
         "dspark",
         DSPARK_CONFIG,
-        6000,
+        5000,
         self_generate=16384,
         objective={"steps": 4, "decay": 0.65, "soft": 1.0, "hard": 1.0, "tv": 0.0, "confidence": 0.3},
     ),

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.drafters.training import XLA, whole_rows
+from jaxspec.learning.losses import Batch, target_loss
 from jaxspec.model.gemma4 import Gemma4
 from jaxspec.train.generate import generate
 from jaxspec.train.loop import Run, fit
-from jaxspec.train.losses import Batch, target_loss
 from pallas_kernels.noise import row_keys
 
 

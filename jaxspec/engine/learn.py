@@ -1,0 +1,290 @@
+"""Learning while an LLM works: between calls of the loop, its drafter learns from the texts that were just written.
+
+Nothing of a text depends on the drafter with the rule "coupled", so weights may change at any time. The newest weights are taken only if
+a trial on live traffic finds that they are accepted at least as much as those in use. K and V that a drafter keeps of its own (DFlash,
+EAGLE-3, a draft model) stay as older weights computed them until their sequences end; this may cost a little acceptance. In trials of such
+drafters only those sequences count that one of both has served alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxspec import checkpoint
+from jaxspec.checkpoint import safetensors
+from jaxspec.drafters.registry import load_drafter, save_drafter
+from jaxspec.engine.accounts import Accounts
+from jaxspec.engine.memory import learning_bytes, memory_limit, size
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.shards import Shards
+from jaxspec.engine.stats import LearningStats
+from jaxspec.engine.trials import Comparison, Trial
+from jaxspec.learning import checkpoints
+from jaxspec.learning.pace import Pace
+from jaxspec.learning.settings import Learn, learnable
+from jaxspec.sharding.placement import Placement
+
+if TYPE_CHECKING:
+    from jaxspec.learning.learner import Learner
+
+CURRENT, CANDIDATE = "current", "candidate"
+STATE = "learning"  # folder of the state from which a killed run resumes
+TOGETHER = 4  # updates in a row where several data shards have to wait for each other first
+RECENT = 1000.0  # rounds after which one counts half, in the acceptance length of today
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a drafter comes from. weights: as `Placement.place` lays them out. folder: of its checkpoint, None if there is none."""
+
+    weights: Any
+    folder: Path | None = None
+
+
+class Learning:
+    """A drafter that learns while its LLM works: what `LLM.learn` returns. As a context it ends with it. The learnt drafter stays in use.
+
+    `stats` says what came of it, `save` writes the drafter now.
+    """
+
+    def __init__(self, learner: Learner, origin: Origin, shards: Shards, accounts: Accounts, placement: Placement, lock: Any):
+        self._learner, self._shards, self._accounts = learner, shards, accounts
+        self._placement, self._lock = placement, lock
+        self.origin = origin  # of the weights in use, which are its own
+        self._candidate: Any = None  # those on trial
+        self._trial: Comparison | None = None
+        self._out = None if learner.learn.out is None else Path(learner.learn.out)
+        self._offered = 0  # updates when weights were last on trial
+        self._fruitless = 0  # trials in a row that gained nothing
+        self._tried = self._taken = 0
+        self._ended: str | None = None  # why it ended
+        self._saved = 0.0  # when `out` was last written, by the pace's clock
+        self._start, self._recent = np.zeros(2), np.zeros(2)  # rounds and accepted drafts: before any weights changed, and lately
+        self._seen = sum((runner.watched for runner in self._runners), np.zeros(2))  # the same, since the LLM was loaded
+        self._together = TOGETHER if len(shards.runners) > 1 else 1
+        self._pace = Pace(learner.learn.share, lambda: accounts.seconds)
+        for runner in self._runners:
+            runner.watching = True
+        if self._out is not None:
+            self._begin_at(self._out)
+
+    def __enter__(self) -> Learning:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def going(self) -> bool:
+        """Whether it still learns."""
+        return self._ended is None
+
+    @property
+    def stats(self) -> LearningStats:
+        return LearningStats(
+            share=self._learner.learn.share,
+            spent=self._pace.share,
+            seconds=self._pace.spent,
+            updates=self._learner.steps,
+            loss=self._learner.loss,
+            tried=self._tried,
+            taken=self._taken,
+            start=_length(self._start),
+            now=_length(self._recent),
+            ended=self._ended,
+        )
+
+    def compile(self) -> None:
+        """Compiles what learning runs, if that is not done yet."""
+        before = self._learner.compile_seconds
+        self._learner.compile()
+        if self._learner.compile_seconds > before:
+            self._accounts.beside += self._learner.compile_seconds - before
+            self._pace.expected = self._learner.step_seconds
+
+    def add(self, request: Request) -> None:
+        """Takes in a request that has ended."""
+        if self.going and request.refusal is None:
+            self._learner.add(request.tokens, len(request.prompt))
+
+    def between(self) -> None:
+        """What there is to do between two calls of the loop. The caller holds the LLM's lock."""
+        if not self.going:
+            return
+        self._look()
+        if self._trial is not None and self._trial.verdict is not None:
+            self._settle(self._trial)
+        if self.going and self._learner.ready:
+            self.compile()
+            if self._pace.due(self._together):
+                self._work()
+        if self.going and self._trial is None and self._learner.steps - self._offered >= self._learner.learn.every:
+            self._offer()
+        if self._out is not None and self._pace.passed - self._saved >= self._learner.learn.save_seconds:
+            self.save()
+
+    def save(self) -> None:
+        """Writes the drafter in use to `out`, and the state from which learning resumes. A file is replaced when all of it is written."""
+        if self._out is None:
+            raise ValueError("out is None, so that there is nowhere to write the drafter to")
+        begun = time.perf_counter()
+        assert self.origin.folder is not None
+        config = checkpoint.read_config(self.origin.folder)
+        dtype = safetensors.FLOATS["BF16"] if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else np.float32
+        save_drafter(self._out, self.origin.weights, config, dtype)
+        generation = checkpoint.read_generation_config(self.origin.folder)
+        if generation:
+            checkpoint.save_json(self._out / "generation_config.json", generation)
+        if self.going:
+            checkpoints.save(self._out / STATE, self._learner.steps, *self._learner.state)
+        self._pace.cost(time.perf_counter() - begun)
+        self._saved = self._pace.passed
+
+    def close(self) -> None:
+        """Ends learning, and writes the drafter a last time if there is an `out`. A second call does nothing."""
+        with self._lock():
+            self._shards.take(None)
+            if self._learner.masters is None:
+                return
+            if self._out is not None:
+                self.save()
+            self._end("closed")
+            self._learner.close()
+
+    @property
+    def _runners(self) -> Sequence[Runner]:
+        return self._shards.runners
+
+    def _look(self) -> None:
+        """Takes in the rounds of the weights in use since the last time."""
+        before, self._seen = self._seen, sum((runner.watched for runner in self._runners), np.zeros(2))
+        new = self._seen - before
+        if not self._taken:
+            self._start += new
+        self._recent = self._recent * 0.5 ** (new[0] / RECENT) + new
+
+    def _work(self) -> None:
+        """Updates, while nothing else computes."""
+        begun = time.perf_counter()
+        self._shards.take(None)
+        for runner in self._runners:
+            runner.programs.wait()
+        if len(self._runners) == 1:  # it waited for what would have been computed anyhow
+            begun = time.perf_counter()
+        try:
+            for _ in range(self._together):
+                self._learner.step()
+        except FloatingPointError as error:
+            warnings.warn(f"the drafter learns no more: {error}; the weights in use stay", RuntimeWarning, stacklevel=2)
+            self._end(str(error))
+        self._pace.took(time.perf_counter() - begun, self._together)
+
+    def _offer(self) -> None:
+        """Puts the newest weights on trial."""
+        self._candidate = self._learner.candidate()
+        self._trial, self._offered = Comparison(CANDIDATE, CURRENT), self._learner.steps
+        self._tried += 1
+        self._shards.take(None)
+        for runner, weights in zip(self._runners, self._of_shards(self._candidate), strict=True):
+            variants = {CANDIDATE: weights, CURRENT: runner.drafter}
+            runner.begin_trial(Trial(variants, self._trial, apart=runner.drafter_owns_kv))
+
+    def _settle(self, trial: Comparison) -> None:
+        """Takes in the verdict of a trial, whose better weights are used from now on."""
+        self._shards.take(None)
+        candidate, self._candidate, self._trial = self._candidate, None, None
+        for runner in self._runners:
+            runner.settle()
+        if trial.verdict == CANDIDATE:
+            self.origin = dataclasses.replace(self.origin, weights=candidate)
+            self._taken += 1
+        else:
+            begun = time.perf_counter()
+            self._learner.go_back(self.origin.weights)
+            jax.block_until_ready(self._learner.masters)
+            self._pace.cost(time.perf_counter() - begun)
+            self._offered = self._learner.steps
+        findings = trial.findings
+        self._fruitless = 0 if -findings.gain > findings.error else self._fruitless + 1
+        if self._fruitless >= self._learner.learn.patience:
+            self._end(f"{self._fruitless} comparisons in a row gained nothing")
+
+    def _end(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        self._trial = self._candidate = None
+        for runner in self._runners:
+            runner.watching = False
+            if runner.drafter is not None:  # unless the LLM is closed
+                runner.use(runner.drafter)
+
+    def _of_shards(self, weights: Any) -> list[Any]:
+        """Weights as each data shard computes with them, of weights as `Placement.place` lays them out."""
+        return [drafter for (_, drafter), _ in self._placement.split(((), self._placement.spread(weights)))]
+
+    def _begin_at(self, out: Path) -> None:
+        """Makes sure that `out` can be written, and goes on from there if that was asked for. Raises ValueError or FileExistsError."""
+        if self.origin.folder is None:
+            raise ValueError(f"out is {str(out)!r}, but the drafter comes from no checkpoint, whose config.json would be written there")
+        if not checkpoints.steps_of(out / STATE):
+            return
+        if not self._learner.learn.resume:
+            raise FileExistsError(f"{out} holds a drafter that learnt before; give resume=True to go on from it, or another folder")
+        target = self._runners[0].target
+        weights = load_drafter(out, target.config, target.dtype, place=self._placement.place, progress=False)
+        self.origin = dataclasses.replace(self.origin, weights=weights)
+        for runner, weights in zip(self._runners, self._of_shards(self.origin.weights), strict=True):
+            runner.use(weights)
+        self._learner.state = checkpoints.restore(out / STATE, *self._learner.state)
+        self._offered = self._learner.steps
+
+
+def check(drafter: Any, rule: str, num_draft_tokens: int) -> None:
+    """Raises ValueError where learning would change texts, or where there is nothing to learn."""
+    learnable(drafter)
+    if readings := getattr(drafter, "readings", ()):
+        raise ValueError(
+            f"the drafter's config.json leaves open {' or '.join(readings)}; expected the one that it was trained with: generate with it, "
+            "and llm.stats says which accepts more"
+        )
+    if rule != "coupled":
+        raise ValueError(f"the acceptance rule is {rule!r}, with which texts depend on the drafter; only with 'coupled' may it learn")
+    if num_draft_tokens == 0:
+        raise ValueError("num_draft_tokens is 0, so that no draft would be accepted however much the drafter learns; expected at least 1")
+    if jax.process_count() > 1:
+        raise ValueError(f"there are {jax.process_count()} processes; a drafter learns in one process only")
+
+
+def check_room(target: Any, drafter: Any, learn: Learn, num_draft_tokens: int, max_len: int, placement: Placement) -> None:
+    """Raises MemoryError where a device says that it lacks the room to learn."""
+    device = jax.local_devices()[0]
+    limit, used = memory_limit(device), (device.memory_stats() or {}).get("bytes_in_use", 0)
+    kept, work = learning_bytes(target.config, drafter, learn, num_draft_tokens, max_len, placement)
+    if limit is not None and used + kept + work > limit:
+        raise MemoryError(
+            f"learning takes {size(kept)}, and {size(work)} for an update; of the device's {size(limit)}, {size(limit - used)} are free. "
+            "`load` with `learn` plans slots beside it; fewer anchors or a smaller batch take less"
+        )
+
+
+def learner_of(target: Any, drafter: Any, learn: Learn, **more: Any) -> Learner:
+    """See `Learner`, which needs optax. Raises ImportError where that is missing."""
+    try:
+        from jaxspec.learning.learner import Learner
+    except ImportError as error:
+        raise ImportError(f"a drafter learns with optax, which cannot be imported ({error}): pip install 'jaxspec[train]'") from error
+    return Learner(target, drafter, learn, **more)
+
+
+def _length(sums: np.ndarray) -> float | None:
+    """Tokens a step, None where no round was seen."""
+    rounds, accepted = sums.tolist()
+    return 1 + accepted / rounds if rounds else None

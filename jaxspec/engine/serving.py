@@ -1,0 +1,140 @@
+"""From requests to completions: the turns of calls and streams, and what is made of the sequences that end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+
+from jaxspec.engine.accounts import Accounts
+from jaxspec.engine.completion import Chunk, Completion
+from jaxspec.engine.device_lock import DeviceLock
+from jaxspec.engine.finish import completion_of, final_logprobs, look
+from jaxspec.engine.learn import Learning
+from jaxspec.engine.programs import STEPS
+from jaxspec.engine.request import Request
+from jaxspec.engine.shards import Shards, Turns
+from jaxspec.engine.turn import Turn
+from jaxspec.sampling.choice import Needs
+from jaxspec.text import Tokenizer
+
+WATCHED_STEPS = 8  # rounds of a call at most while requests have stop strings, which the host looks for between calls
+
+
+class Serving:
+    """Runs the requests of calls and streams.
+
+    lock: held while anything computes. needs_of: what a call that works on some requests must be compiled for. check_open: raises once
+    the LLM is closed.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        accounts: Accounts,
+        lock: DeviceLock,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        needs_of: Callable[[Sequence[Request]], Needs],
+        check_open: Callable[[], None],
+    ):
+        self._shards, self._accounts, self._lock = shards, accounts, lock
+        self.learning: Learning | None = None
+        self._tokenizer, self._vocab_size, self._needs_of, self._check_open = tokenizer, vocab_size, needs_of, check_open
+
+    def together(self, requests: list[Request]) -> Iterator[list[Completion]]:
+        """Runs requests to their ends, with the lock held throughout, and gives completions as they come."""
+        ended: list[Request] = []
+        with self._lock(), self._accounts.timed(), self._turn(requests) as turn:
+            while some := self._advance(turn, ended):
+                yield some
+
+    def apart(self, requests: Iterator[Request]) -> Iterator[Completion]:
+        """The same with requests that are read as slots come free. The lock is free whenever the caller has a completion."""
+        ended: list[Request] = []
+        with self._turn(requests) as turn:
+            while True:
+                with self._lock(), self._accounts.timed():
+                    completions = self._advance(turn, ended)
+                if not completions:
+                    return
+                yield from completions
+
+    def stream(self, request: Request, steps: int) -> Generator[Chunk, None, None]:
+        """Gives the text of one request as it comes, what `steps` rounds add at a time."""
+        known = 0
+        try:
+            with self._turn([request]) as turn:
+                while True:
+                    with self._lock(), self._accounts.timed():
+                        while len(request.output) == known and not request.ended:
+                            self._step(turn, steps)
+                        new, piece = look(request, self._tokenizer)
+                        completion = self._completion(request, turn) if turn.end() else None
+                    logprobs = request.logprobs[known:] if request.in_loop else None
+                    known = len(request.output)
+                    if completion is not None:
+                        yield Chunk(piece, new, completion.finish_reason, completion, logprobs)
+                        return
+                    yield Chunk(piece, new, logprobs=logprobs)
+        finally:
+            if request.output and not sys.is_finalizing():
+                with self._lock():
+                    if not request.accounted:
+                        self._accounts.add(request)
+
+    @contextlib.contextmanager
+    def _turn(self, requests: Iterable[Request]) -> Iterator[Turn | Turns]:
+        """A turn of requests, which ends with the context."""
+        self._check_open()
+        known = requests if isinstance(requests, list) else []
+        for request in known:
+            request.asked = self._accounts.clock()
+        turn = self._shards.turn(iter(requests), self._needs_of, {r.profile: r for r in known})
+        try:
+            yield turn
+        finally:
+            with self._lock():
+                turn.close()
+
+    def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """One step of a turn. False once nothing is left to do."""
+        self._check_open()
+        if self.learning is not None:
+            self.learning.between()
+        going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]), meanwhile)
+        for request in turn.active:
+            if request.output and not request.first_token_seconds:
+                request.first_token_seconds = self._accounts.clock() - request.asked
+        return going
+
+    def _advance(self, turn: Turn | Turns, ended: list[Request]) -> list[Completion]:
+        """Runs a turn until there are completions, and returns them; none once the turn is over. ended: requests that have ended and whose
+        completions are still to be made, carried from one call of this to the next; that work is done while the device computes
+        prompts for others."""
+        completions: list[Completion] = []
+
+        def complete() -> None:
+            while ended:
+                request = ended.pop(0)
+                if not request.params.stop:
+                    look(request, self._tokenizer)
+                completions.append(self._completion(request, turn))
+
+        going = True
+        while going and not completions:
+            going = self._step(turn, meanwhile=complete)
+            for request in turn.active:
+                if request.params.stop:
+                    look(request, self._tokenizer)
+            ended += turn.end()
+            # Another pass over a text makes calls, which it cannot do in the middle of a step.
+            if not turn.waiting or any(request.rescored for request in ended):
+                complete()
+        return completions
+
+    def _completion(self, request: Request, turn: Turn | Turns) -> Completion:
+        if self.learning is not None:
+            self.learning.add(request)
+        logprobs = final_logprobs(request, self._tokenizer, self._vocab_size, turn.score)
+        return completion_of(request, self._tokenizer, self._accounts.add(request), *logprobs)

@@ -1,0 +1,81 @@
+"""The settings of learning while an LLM works."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.checks import integer
+from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.registry import KINDS
+
+PART = 2**25  # logits of a draft step that are computed at a time, about: see `parts`
+
+
+@dataclasses.dataclass(frozen=True)
+class Learn:
+    """How a drafter learns from the texts that an LLM writes. Raises ValueError or TypeError for values that make no sense."""
+
+    share: float = 0.05
+    """The share of the time spent generating that goes into learning, at most."""
+    out: str | os.PathLike[str] | None = None
+    """Folder for the drafter, as a checkpoint that `load` takes, and for what a killed run needs to resume. None writes nothing."""
+    resume: bool = False
+    """Whether to go on from what `out` holds, if it holds anything."""
+    batch: int = 4
+    """Texts of an update."""
+    length: int = 512
+    """Tokens of a text at most. Of a longer one, a part of this length is drawn."""
+    anchors: int = 32
+    """Places of each text that draft, drawn anew for each update."""
+    rate: float = 5e-4
+    """The learning rate, reached after WARM updates. From there it falls as the inverse square root of the number of updates."""
+    texts: int = 1024
+    """Texts to learn from that are remembered. Each new one takes the place of one at random."""
+    every: int = 8
+    """Updates, at least, before the newest weights are compared with those in use."""
+    patience: int = 6
+    """Comparisons in a row that gain nothing, after which learning ends."""
+    save_seconds: float = 120.0
+    """Time spent generating, in seconds, between two writings to `out`."""
+    seed: int = 0
+    """For everything that is drawn at random."""
+    objective: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of `Objective` that shall differ from the kind's; its draft steps are those of the LLM."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float):
+            raise TypeError(f"share is {self.share!r}, expected a number above 0 and below 1")
+        if not 0 < self.share < 1:
+            raise ValueError(f"share is {self.share}, expected more than 0 and less than 1")
+        for name, least in {"batch": 1, "length": 8, "anchors": 1, "texts": 1, "every": 1, "patience": 1, "seed": 0}.items():
+            integer(name, getattr(self, name), least)
+        if not self.rate > 0:
+            raise ValueError(f"rate is {self.rate}, expected more than 0")
+        if not self.save_seconds >= 0:
+            raise ValueError(f"save_seconds is {self.save_seconds}, expected at least 0")
+        fixed = {"steps", "anchors"} & set(self.objective)
+        if fixed:
+            raise ValueError(f"the objective names {', '.join(sorted(fixed))}; expected other fields, since drafts and `anchors` say these")
+
+
+def learn_of(learn: float | Learn) -> Learn:
+    """The settings that a share or settings stand for."""
+    return learn if isinstance(learn, Learn) else Learn(share=learn)
+
+
+def learnable(drafter: Any) -> Kind:
+    """The kind of a drafter that can learn. Raises ValueError for others."""
+    kind = next((kind for kind in KINDS.values() if type(drafter) is kind.made), None)
+    if kind is None or kind.objective is None:
+        able = ", ".join(sorted(kind.made.__name__ for kind in KINDS.values() if kind.objective is not None))
+        raise ValueError(f"the drafter is a {type(drafter).__name__}, which has nothing to learn; expected one of {able}")
+    return kind
+
+
+def parts(learn: Learn, vocab_size: int, shards: int) -> tuple[int, int]:
+    """(parts, texts of a part): a batch of an update, in parts that are small enough for their logits, and that the data shards divide."""
+    texts = max(min(learn.batch // shards, PART // (learn.anchors * vocab_size)), 1)
+    return -(-learn.batch // (texts * shards)), texts * shards

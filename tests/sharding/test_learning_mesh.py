@@ -1,0 +1,69 @@
+"""A drafter learns on meshes what it learns on one device: shards train together, and texts stay the same."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import Learn, SamplingParams
+from jaxspec.engine import learn as engine_learn
+from jaxspec.engine import trials
+from jaxspec.engine.learn import learner_of
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
+LEARN = Learn(share=0.9, batch=4, length=32, anchors=8, rate=1e-2, every=1)
+SIZES = {"num_draft_tokens": 2, "max_slots": 4, "max_len": 64, "progress": False}
+PROMPTS = np.random.default_rng(0).integers(100, 4000, (6, 9)).tolist()
+# The assistant's one KV head of the sliding layer is repeated on two devices.
+MESHES = [{"data": 2}, {"tensor": 2}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow)]
+
+
+def loaded(folders, **axes):
+    return jaxspec.load(*folders, mesh=jaxspec.mesh(**axes) if axes else None, **SIZES)
+
+
+def texts(llm):
+    params = [SamplingParams(max_tokens=24, seed=i, temperature=float(i % 2), ignore_eos=True) for i in range(len(PROMPTS))]
+    return [c.token_ids for c in llm.generate(PROMPTS, params)]
+
+
+def learnt(llm, steps=3):
+    """(losses, master weights) of some updates on the same texts."""
+    target, origin, placement = llm._whole
+    learner = learner_of(target, origin.weights, LEARN, num_draft_tokens=2, max_len=64, placement=placement)
+    rng, losses = np.random.default_rng(1), []
+    for _ in range(8):
+        learner.add(rng.integers(100, 4000, 30).astype(np.int32), 8)
+    before = jax.device_get(learner.masters)
+    learner.compile()
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, jax.device_get(learner.masters))), strict=True))
+    for _ in range(steps):
+        learner.step()
+        losses.append(learner.loss)
+    return losses, before, jax.device_get(learner.masters), learner
+
+
+@pytest.mark.parametrize("axes", MESHES)
+def test_meshes_learn_what_one_device_learns(folders, axes, monkeypatch):
+    monkeypatch.setattr(trials, "LEAST", 1)
+    monkeypatch.setattr(trials, "ALIKE", 1e9)
+    with loaded(folders) as llm:
+        expected = texts(llm)
+        one, before, masters, _ = learnt(llm)
+    with loaded(folders, **axes) as llm:
+        losses, _, found, learner = learnt(llm)
+        assert losses == pytest.approx(one, rel=1e-3) and one[-1] < one[0]
+        # AdamW makes large steps of small gradients, whose last digits differ.
+        pairs = zip(*map(jax.tree.leaves, (before, masters, found)), strict=True)
+        off, moved = np.mean([(np.abs(a - b).mean(), np.abs(a - x).mean()) for x, a, b in pairs], axis=0)
+        assert off < 0.05 * moved
+        drafter = learner.candidate()
+        assert jax.tree.map(lambda x: x.sharding, drafter) == jax.tree.map(lambda x: x.sharding, llm._whole[1].weights)
+        with llm.learn(dataclasses.replace(LEARN, patience=1000)) as learning:
+            for _ in range(12):
+                assert texts(llm) == expected
+                if learning.stats.taken:
+                    break
+        assert learning.stats.taken and learning.stats.updates >= engine_learn.TOGETHER * (axes.get("data", 1) > 1)
