@@ -20,12 +20,12 @@ from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.automata_pool import Pool
 from jaxspec.engine.buckets import Buckets, padded, smallest, useful_rows
 from jaxspec.engine.device_clock import Times
-from jaxspec.engine.draft_count import Adaptive
+from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import Request
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
-from jaxspec.engine.stats import accepted_by_call, histogram_of
+from jaxspec.engine.stats import accepted_by_call
 from jaxspec.engine.structures import Structures
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN, Needs
@@ -38,7 +38,8 @@ class Call(NamedTuple):
     """A call that is under way."""
 
     requests: Sequence[Request | None]  # those it works on; None for one that is not to be told of it
-    num_draft_tokens: int  # tokens that each of its rounds guesses, 0 where it computes prompts
+    size: int  # its bucket
+    shape: RoundShape  # of its rounds; no drafts where it computes prompts
     report: decode.Report  # what it returns
 
 
@@ -65,7 +66,7 @@ class Runner:
         self.target: Any = target  # this and the next: None once it is closed
         self.drafter: Any = drafter
         self.buckets = Buckets(settings.max_slots, settings.max_len)
-        self.adaptive: Adaptive | None = None  # chooses how many tokens rounds guess; None where all guess num_draft_tokens
+        self.adaptive: Adaptive | None = None  # chooses the shape of rounds; None where all guess num_draft_tokens and verify them
         self.times = Times(clock)  # where the device's time went
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
@@ -95,23 +96,24 @@ class Runner:
             self._free = int(self.programs.fetch(self._free))
         return self._free
 
-    def programs_for(self, needs: Needs, draft_counts: Sequence[int] = ()) -> list[Program]:
-        """All programs that requests with these needs use. draft_counts: numbers of drafts beside the runner's own."""
-        counts = sorted({self.settings.num_draft_tokens, *draft_counts})
+    def programs_for(self, needs: Needs, adaptive: bool = False) -> list[Program]:
+        """All programs that requests with these needs use. adaptive: whether calls choose the shape of rounds."""
+        most = self.settings.num_draft_tokens
+        shapes = {size: round_shapes(size, most) if adaptive else (RoundShape(most),) for size in self.buckets.decode}
         return [
-            *(DecodeRounds(size, needs, count) for size in self.buckets.decode for count in counts),
+            *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
             *(Prefill(size, chunk, needs) for size, chunk in self.buckets.prefill),
             *(Admit(size) for size in self.buckets.admit),
             Fork(),
             *((PlaceStates(), FillMasks()) if needs.structured else ()),
         ]
 
-    def warmup(self, needs: Needs, draft_counts: Sequence[int] = ()) -> Iterator[str]:
+    def warmup(self, needs: Needs, adaptive: bool = False) -> Iterator[str]:
         """Compiles every program that requests with these needs use, and gives a line about each that is ready."""
         self.ready()
         if needs.structured:
             self.pool.begin()
-        return self.programs.compile(self.programs_for(needs, draft_counts))
+        return self.programs.compile(self.programs_for(needs, adaptive))
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Puts requests into slots, together with the rows of their tokens that are kept. `prefill` computes the rest. There must be slots
@@ -181,7 +183,7 @@ class Runner:
         goals, _, size, chunk = self._next_rows(requests)
         some = requests[:size]
         until, known = padded(goals[:size], size), padded([r.length for r in some], size)
-        return Call(some, 0, self.programs.run(Prefill(size, chunk, needs), self._ids(some, size), until, known))
+        return Call(some, size, NO_DRAFTS, self.programs.run(Prefill(size, chunk, needs), self._ids(some, size), until, known))
 
     def used(self, requests: Sequence[Request]) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1."""
@@ -196,37 +198,42 @@ class Runner:
         return goals, left, *self.buckets.best_prefill(left)
 
     def decode(
-        self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, num_draft_tokens: int | None = None
+        self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, shape: RoundShape | None = None
     ) -> Call:
-        """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. num_draft_tokens: of each round, at most
-        the settings' number; by default what `adaptive` chooses among the compiled numbers, or the settings' number without it."""
+        """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. shape: of each round, with at most the
+        settings' number of drafts; by default what `adaptive` chooses among the compiled shapes, or the settings' number without it."""
         size = smallest(self.buckets.decode, len(requests))
-        count = self._count(size, needs) if num_draft_tokens is None else num_draft_tokens
+        shape = self._shape(size, len(requests), needs) if shape is None else shape
         known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
         args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
-        return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args))
+        return Call(requests, size, shape, self.programs.run(DecodeRounds(size, needs, *shape), *args))
 
-    def _count(self, size: int, needs: Needs) -> int:
+    def _shape(self, size: int, sequences: int, needs: Needs) -> RoundShape:
         if self.adaptive is None:
-            return self.settings.num_draft_tokens
-        compiled = [k for k in self.adaptive.draft_counts if DecodeRounds(size, needs, k) in self.programs.compiled]
-        return self.adaptive.choose(size, compiled)
+            return RoundShape(self.settings.num_draft_tokens)
+        compiled = [shape for shape in self.adaptive.shapes(size) if DecodeRounds(size, needs, *shape) in self.programs.compiled]
+        return self.adaptive.choose(size, sequences, compiled)
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests what they report. Returns whether a call lacked pages and left its requests as they
         were."""
-        reports = self.programs.fetch([report for *_, report in calls])
-        for (requests, count, _), report in zip(calls, reports, strict=True):
+        reports = self.programs.fetch([call.report for call in calls])
+        for call, report in zip(calls, reports, strict=True):
             self._free = int(report.free_pages)
-            for row, request in enumerate(requests):
+            rounds = list[tuple[np.ndarray, np.ndarray]]()
+            for row, request in enumerate(call.requests):
                 if request is None:
                     continue
-                known = len(request.output)
-                request.advance(report, row, count)
+                known, before = len(request.output), len(request.guessed)
+                request.advance(report, row, call.shape.num_draft_tokens)
                 if self.adaptive is not None and 0 < known < len(request.output):
                     accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
                     # The last round of a sequence that has ended was cut short, and says nothing.
-                    self.adaptive.see(histogram_of(accepted[:-1] if request.ended else accepted, count), count)
+                    accepted = accepted[:-1] if request.ended else accepted
+                    rounds.append((accepted, np.asarray(request.guessed[before : before + len(accepted)])))
+            if self.adaptive is not None and rounds:
+                accepted, verified = (np.concatenate(part) for part in zip(*rounds, strict=True))
+                self.adaptive.see(accepted, verified, call.size, call.shape, len(rounds))
         return any(report.starved for report in reports)
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:
