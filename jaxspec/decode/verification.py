@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxspec.drafters.base import Drafts
 
 # What a sequence that is not known yet is taken for: so many drafts that were tried, and so many of them that were accepted.
-PRIOR_TRIED, PRIOR_KEPT = 8.0, 5.6
-HALF_LIFE = 32.0  # rounds of a sequence after which what it tried counts half
+PRIOR_TRIED, PRIOR_KEPT = 16.0, 11.2
+HALF_LIFE = 64.0  # rounds of a sequence after which what it tried counts half
 
 
 def survival(drafts: Drafts, acceptance: jax.Array) -> jax.Array:
