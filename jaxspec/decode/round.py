@@ -33,7 +33,8 @@ class Round:
             raise ValueError(
                 f"rows is {self.rows} and the acceptance rule is {self.accept.name!r}, which needs a row for each draft; expected 'coupled'"
             )
-        if not size <= self.rows <= (most := size * (self.num_draft_tokens + 1)):
+        most = size * (self.num_draft_tokens + 1)
+        if not size <= self.rows <= most:
             raise ValueError(
                 f"rows is {self.rows} for {size} sequences of {self.num_draft_tokens} drafts; expected {size} .. {most}: one for each "
                 "sequence, and at most one more for each draft"

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 HALF_LIFE = 2000.0  # rounds, summed over sequences, after which a count is halved
-HOPED, HOPED_ROUNDS = 0.8, 10.0  # the c_i that is assumed where nothing is known, and the number of rounds that it counts for
+# The c_i that is assumed where nothing is known, or the c_i of the draft before if that is more, and the rounds that it counts for.
+HOPED, HOPED_ROUNDS = 0.8, 10.0
 TRUSTED_TOKENS = 500.0  # tokens of a shape that must come before what they make of its promises counts more than the promises
 MARGIN = 1.02  # how much faster another shape must promise to be
 # Rows for each sequence to choose among, beside 1 and K + 1. The steps are small about where a pass stops waiting for the weights: for 32
@@ -91,9 +92,7 @@ class Adaptive:
     def see(self, accepted: np.ndarray, verified: np.ndarray, size: int, shape: RoundShape, sequences: int) -> None:
         """Takes in rounds of a call. accepted, verified: [N] int, the drafts that each round accepted, and those that it verified.
         sequences: how many the call had, at most `size`."""
-        forgotten, count = 0.5 ** (len(accepted) / HALF_LIFE), len(self._tried)
-        promised = len(accepted) * self._tokens(size, shape, sequences)
-        draft = np.arange(count)
+        forgotten, draft = 0.5 ** (len(accepted) / HALF_LIFE), np.arange(len(self._tried))
         self._tried = forgotten * self._tried + np.sum((accepted[:, None] >= draft) & (verified[:, None] > draft), axis=0)
         self._kept = forgotten * self._kept + np.sum(accepted[:, None] > draft, axis=0)
         for sums in (self._given, self._promised):
@@ -101,13 +100,17 @@ class Adaptive:
                 sums[key] *= forgotten
         if (size, shape) in self.costs:
             self._given[size, shape] += len(accepted) + float(accepted.sum())
-            self._promised[size, shape] += promised
+            self._promised[size, shape] += len(accepted) * self._tokens(size, shape, sequences)
 
     @property
     def rates(self) -> tuple[float, ...]:
         """The estimate of r_1 .. r_K."""
-        shares = (self._kept + HOPED * HOPED_ROUNDS) / (self._tried + HOPED_ROUNDS)
-        return tuple(np.cumprod(shares).tolist())
+        rates, rate, hoped = [], 1.0, HOPED
+        for tried, kept in zip(self._tried, self._kept, strict=True):
+            share = (kept + hoped * HOPED_ROUNDS) / (tried + HOPED_ROUNDS)
+            rate, hoped = rate * share, max(HOPED, share)
+            rates.append(float(rate))
+        return tuple(rates)
 
     def speed(self, size: int, shape: RoundShape, sequences: int | None = None) -> float:
         """Expected tokens a second of each sequence. size: one of `sizes`. sequences: how many there are, by default `size`."""
