@@ -243,9 +243,7 @@ class Report:
         return None if ring is None else [int(ring[r % VERIFIED_ROUNDS]) for r in range(first, last)]
 
 
-def report(
-    state: DecodeState, slots: jax.Array, start: jax.Array, width: int, logprobs: bool = False, verified: bool = False
-) -> Report:
+def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, logprobs: bool = False, verified: bool = False) -> Report:
     """slots: [B] int32, an id >= slots reports nonsense. start: [B] int32, how many tokens of each the host knows. width (static): how
     many more it can have. logprobs, verified (static): whether to report them."""
 

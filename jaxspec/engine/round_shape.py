@@ -1,14 +1,14 @@
 """The shape of rounds: before each call of the loop, the one of a few compiled shapes with the most expected tokens a second.
 
-A shape says how many tokens a round guesses, K, and how many rows the target's pass has for the guesses of all sequences: a row for every
-guess, or fewer. With r rows for each sequence a round gives 1 + r_1 + ... + r_(r - 1) tokens or more, where r_i is the share of rounds that
+A shape says how many tokens a round guesses, K, and how many rows the target's pass has for the guesses of all sequences: one for every
+guess, or fewer. With n rows for each sequence a round gives 1 + r_1 + ... + r_(n - 1) tokens or more, where r_i is the share of rounds that
 accept draft i and all before it: more, since the rows go to the best guesses of all sequences (`decode.verification`). It takes as long as
 such a round took at warm-up with as many sequences. r_i is the product c_1 ... c_i, where c_i is the share of drafts i that are accepted
 once all drafts before them are. Rounds that verify i drafts or more measure c_i, so those of one shape tell about others.
 
-Three rules let the choice change, but not for little. Old counts fade: they halve every HALF_LIFE rounds, and are mixed with a few rounds of
-a good drafter, so that a position that has not been tried for long looks worth a try again. What a shape gave is compared with what these
-counts promised, since a guess that was worth a row is a better one than most: later promises are multiplied by the ratio. And another
+Three rules let the choice change, but not for little. Old counts fade: they halve every HALF_LIFE rounds, and are mixed with a few rounds
+of a good drafter, so that a position that has not been tried for long looks worth a try again. What a shape gave is compared with what
+these counts promised, since a guess that was worth a row is better than most: later promises are multiplied by the ratio. And another
 shape is taken only if it promises MARGIN times the speed. With every rule but "coupled" acceptance decides the text, and the shape stays
 as it is.
 """
@@ -44,8 +44,8 @@ NO_DRAFTS = RoundShape(0)
 def round_shapes(size: int, num_draft_tokens: int) -> tuple[RoundShape, ...]:
     """The shapes to choose among for a call of `size` sequences, where the drafter's own number of drafts is K.
 
-    With few sequences rows cost nothing, and only guessing does: no drafts, half of K and K. With many there is always a shape near the best,
-    and a sequence may have half as many rows more than the average.
+    With few sequences rows cost nothing, and only guessing does: no drafts, half of K and K. With many there is always a shape near the
+    best, and a sequence may have half as many rows more than the average.
     """
     most = num_draft_tokens
     if size * (most + 1) <= FREE_ROWS:

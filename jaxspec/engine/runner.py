@@ -20,9 +20,9 @@ from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.automata_pool import Pool
 from jaxspec.engine.buckets import Buckets, padded, smallest, useful_rows
 from jaxspec.engine.device_clock import Times
-from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import Request
+from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stats import accepted_by_call

@@ -35,9 +35,7 @@ def warm_up(runners: Sequence[Runner], needs: Needs, adaptive: bool, requests: C
                 runner.adaptive = Adaptive(costs) if costs else None
 
 
-def measured(
-    runner: Runner, needs: Needs, requests: Callable[[int], list[Request]]
-) -> dict[tuple[int, RoundShape], float] | None:
+def measured(runner: Runner, needs: Needs, requests: Callable[[int], list[Request]]) -> dict[tuple[int, RoundShape], float] | None:
     """Seconds of a round for each batch size and shape, from a few rounds of short sequences; None if there is no room for them.
 
     Everything must be compiled. requests: makes so many requests with short prompts, which end at max_len only.

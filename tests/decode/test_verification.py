@@ -186,7 +186,10 @@ def test_what_was_accepted_decides_where_nothing_is_said():
     [
         ({"rows": 6}, "rows is 6 for 7 sequences of 2 drafts; expected 7 .. 21: one for each sequence"),
         ({"rows": 22}, "rows is 22 for 7 sequences of 2 drafts; expected 7 .. 21"),
-        ({"rows": 8, "accept": accept.Rule("standard")}, "acceptance rule is 'standard', which needs a row for each draft; expected 'coupled'"),
+        (
+            {"rows": 8, "accept": accept.Rule("standard")},
+            "acceptance rule is 'standard', which needs a row for each draft; expected 'coupled'",
+        ),
         ({"rows": 8, "accept": accept.Rule("block")}, "acceptance rule is 'block', which needs a row for each draft"),
     ],
 )

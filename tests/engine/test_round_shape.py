@@ -275,7 +275,7 @@ def test_what_cannot_adapt_is_refused(folders, settings, error, message):
 
 
 def test_rounds_of_few_rows_change_no_text(folders, monkeypatch):
-    """Five requests in three slots and too few pages, with rounds of ever other shapes: some are preempted, and what was verified counts."""
+    """Five requests in three slots, with rounds of ever other shapes: the texts are those without drafts, and what was verified counts."""
     prompts, each = [[5 + i, 6, 7] for i in range(5)], [params(i) for i in range(5)]
     sizes = {"max_len": 64, "progress": False, "max_slots": 3}
     with jaxspec.load(folders[0], None, **sizes) as alone:
