@@ -196,9 +196,9 @@ class Placed:
     def texts(self, k: int, rule: accept.Rule = accept.COUPLED, rows: int | None = None) -> tuple[np.ndarray, decode.DecodeState]:
         """Every sequence to its end. rows: of a data shard's rounds. [SLOTS, MAX_LEN]"""
         each = np.arange(SLOTS).reshape(self.shards, -1)
-        rows = np.concatenate([each, each[:, :1]], axis=1).reshape(-1)
+        order = np.concatenate([each, each[:, :1]], axis=1).reshape(-1)
         admit = compiled(self.layout.on(decode.admit), out_shardings=self.shardings)
-        state = admit(self.state, self.slots, requests(self.target.config.vocab_size, rows))
+        state = admit(self.state, self.slots, requests(self.target.config.vocab_size, order))
         prefill = self.run(decode.prefill, chunk=CHUNK)
         for _ in range(-(-LENGTHS.max() // CHUNK)):
             state = prefill(self.target, self.drafter, state, self.slots)

@@ -44,8 +44,8 @@ def step_bytes(
 ) -> StepBytes:
     """What one step of `batch` sequences with `context` cached positions each has to read.
 
-    target, drafter: weights or their shapes. rows: of the target's pass, None for one of each draft and anchor. Of experts those are counted
-    that random routing of all rows is expected to choose, and of a centroid head the same.
+    target, drafter: weights or their shapes. rows: of the target's pass, None for one of each draft and anchor. Of experts those are
+    counted that random routing of all rows is expected to choose, and of a centroid head the same.
     """
     rows = batch * (num_draft_tokens + 1) if rows is None else rows
     kv = traffic.visible_kv((spec for spec in target.config.layers if spec.owns_kv), target.dtype, context)

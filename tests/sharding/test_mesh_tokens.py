@@ -99,7 +99,7 @@ FEW_ROWS = [(2, 2, "31B", "dspark gemma", 7)]
 @pytest.mark.parametrize(("data", "tensor", "member", "kind", "rows"), FEW_ROWS)
 def test_tokens_are_those_of_one_device_whatever_is_verified(data, tensor, member, kind, rows):
     _, state = check(data, tensor, member, kind, rows=rows)
-    assert (np.asarray(state.drafted) < meshes.MAX_K * np.asarray(state.rounds)).all()
+    assert np.sum(state.drafted) < meshes.MAX_K * np.sum(state.rounds)
 
 
 @pytest.mark.slow
