@@ -270,7 +270,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
         (["--config", "pocket", "--rows", "0"], "rows is 0, expected at least 1"),
         (["--config", "pocket", "--rows", "2"], "rows is 2 for 1 sequences of 0 drafts; expected 1 .. 1: one for each sequence"),
         (
-            ["--config", "pocket", "--drafter", "pocket-mtp", "--batch", "8", "--rows", "9", "--acceptance", "block"],
+            ["--config", "pocket", "--drafter", "pocket-mtp", "--context", "64", "--batch", "8", "--rows", "9", "--acceptance", "block"],
             "rows is 9 and the acceptance rule is 'block', which needs a row for each draft; expected 'coupled'",
         ),
         (["--config", "pocket", "--repeats", "0"], "repeats is 0, expected at least 1"),
@@ -315,7 +315,7 @@ def test_a_round_of_few_rows_reads_and_computes_less():
 
 
 def test_rows_are_dealt_out_to_data_shards():
-    settings = {"num_draft_tokens": 3, "batches": (8,), "mesh": jaxspec.mesh(data=2)}
+    settings = {"num_draft_tokens": 3, "batches": (8,), "context": 64, "mesh": jaxspec.mesh(data=2)}
     assert workload.plan_bench("pocket", "pocket-mtp", rows=20, **settings).work.round.rows == 10
     with pytest.raises(ValueError, match="rows is 19 and the mesh has 2 data shards; expected a multiple of 2"):
         workload.plan_bench("pocket", "pocket-mtp", rows=19, **settings)

@@ -96,7 +96,7 @@ def of_rounds(state, field="verified"):
     return np.where(np.arange(VERIFIED_ROUNDS) < rounds[:, None], numbers(state, field), 0)
 
 
-@pytest.mark.parametrize("rows", [7, 13, 40])
+@pytest.mark.parametrize("rows", [13, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (7, 40))])
 def test_the_text_does_not_depend_on_what_is_verified(rows):
     """A list of seven slots, one of them nobody's, whose row the others share; pages of five, rings of three such."""
     state = loops.run_rounds(decode.Round(7, rows=rows), loops.parrot())
@@ -122,7 +122,7 @@ def test_stop_ids_and_limits_hold():
     assert STOPPED in numbers(alone, "status")
 
 
-@pytest.mark.parametrize("scope", ["top", "whole"])
+@pytest.mark.parametrize("scope", ["top", pytest.param("whole", marks=pytest.mark.slow)])
 def test_filters_edits_and_log_probabilities_hold(scope):
     stops = np.tile(np.arange(40, 44), (len(ROWS), 1))
     static = {"needs": Needs(scope, edits=True, suppress_tokens=(11, 50), logprobs=MAX_LOGPROBS)}
