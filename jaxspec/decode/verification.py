@@ -2,8 +2,8 @@
 
 Every draft has a chance to survive: that it and all drafts before it are accepted. The rows of a round go to the drafts with the best
 chances, whichever sequences they are of. Chances fall along a sequence, so that what is verified of its drafts is a prefix, and drafts that
-are not verified are never accepted: with a rule that shares noise the text is the same. After DSpark (arXiv 2607.05147, section on
-confidence-scheduled verification) and vLLM's `enable_adaptive_verification`.
+are not verified are never accepted: with a rule that shares noise the text is the same. After DSpark (arXiv 2607.05147) and vLLM's
+`enable_adaptive_verification`.
 """
 
 from __future__ import annotations

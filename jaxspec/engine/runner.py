@@ -233,7 +233,7 @@ class Runner:
                     rounds.append((accepted, np.asarray(request.guessed[before : before + len(accepted)])))
             if self.adaptive is not None and rounds:
                 accepted, verified = (np.concatenate(part) for part in zip(*rounds, strict=True))
-                self.adaptive.see(accepted, verified, call.size, call.shape, len(rounds))
+                self.adaptive.see(accepted, verified, call.size, call.shape, len(call.requests))
         return any(report.starved for report in reports)
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:
