@@ -22,6 +22,7 @@ HERE = {
     "num_speculative_tokens": "num_draft_tokens",
     "num_assistant_tokens": "num_draft_tokens",
     "speculative_num_draft_tokens": "num_draft_tokens",
+    "enable_adaptive_verification": "adaptive_verification",
     "torch_dtype": "dtype",
     "quantization": "quantize",
     "quantization_config": "quantize",

@@ -40,6 +40,7 @@ def load(
     drafter: str | os.PathLike[str] | Drafter | None = None,
     *,
     num_draft_tokens: int | None = None,
+    adaptive_verification: bool | None = None,
     dtype: Any = "auto",
     quantize: str | None = None,
     quantize_embedding: str | None = None,
@@ -71,7 +72,11 @@ def load(
 
     num_draft_tokens: tokens guessed in each round. By default what the drafter's generation_config.json says, else what its kind was
     made for (the rows of a DFlash or DSpark block that guess, the number in an EAGLE-3 speculator's config, one for each MTP module),
-    else 4. By default, calls after `LLM.warmup` also guess fewer where that is faster.
+    else 4.
+
+    adaptive_verification: whether calls after `LLM.warmup` choose how many tokens a round guesses, up to num_draft_tokens, and how many of
+    the guesses it verifies: those that are most likely accepted, by the drafter's confidence (DSpark has one) or by what was accepted so
+    far. Texts are the same. By default they do if num_draft_tokens is not given; without, each round guesses and verifies just as many.
 
     dtype: of weights and cache, "float32" or "bfloat16". "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for float16,
     whose range activations exceed.
@@ -138,6 +143,10 @@ def load(
     rule.check(count)
     if learning is not None:
         check_learning(pair.drafter, rule.name, count)
+    if adaptive_verification not in (None, True, False):
+        raise TypeError(f"adaptive_verification is {adaptive_verification!r}, expected True, False or None")
+    if adaptive_verification and (obstacle := _adaptive_obstacle(rule, count)):
+        raise ValueError(f"adaptive_verification is True and {obstacle}")
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     shards = placement.shards
@@ -157,7 +166,7 @@ def load(
         kv_dtype=KV_DTYPES[kv_dtype],
         kv_pages=chosen.pages,
         prefix_bytes=chosen.prefix_bytes,
-        adaptive=num_draft_tokens is None,
+        adaptive=num_draft_tokens is None if adaptive_verification is None else adaptive_verification,
         seed=seed,
         progress=progress,
     )
@@ -197,6 +206,17 @@ def check_names(**chosen: str) -> None:
             raise ValueError(f"{name} is {value!r}; available: {', '.join(map(repr, offered[name]))}")
         if value == "triton" and (obstacle := dialect.obstacle()):
             raise ValueError(f"{name} is 'triton', but {obstacle}")
+
+
+def _adaptive_obstacle(rule: Rule, num_draft_tokens: int) -> str | None:
+    """Why rounds cannot choose what they verify, or None."""
+    if not num_draft_tokens:
+        return "no tokens are drafted; expected a drafter"
+    if rule.name != "coupled":
+        return f"accept is {rule.name!r}, with which the text would depend on it; expected 'coupled'"
+    if jax.process_count() > 1:
+        return f"there are {jax.process_count()} processes, which could not choose alike; expected one"
+    return None
 
 
 def _placement(mesh: jax.sharding.Mesh | None, tensor: int | None) -> Placement:

@@ -193,15 +193,15 @@ class Placed:
         """Compiled: (target, drafter, state, ...) -> state."""
         return compiled(self.layout.on(functools.partial(function, **static)), out_shardings=self.shardings, donate_argnums=2)
 
-    def texts(self, k: int, rule: accept.Rule = accept.COUPLED) -> tuple[np.ndarray, decode.DecodeState]:
-        """Every sequence to its end. [SLOTS, MAX_LEN]"""
+    def texts(self, k: int, rule: accept.Rule = accept.COUPLED, rows: int | None = None) -> tuple[np.ndarray, decode.DecodeState]:
+        """Every sequence to its end. rows: of a data shard's rounds. [SLOTS, MAX_LEN]"""
         each = np.arange(SLOTS).reshape(self.shards, -1)
-        rows = np.concatenate([each, each[:, :1]], axis=1).reshape(-1)
+        order = np.concatenate([each, each[:, :1]], axis=1).reshape(-1)
         admit = compiled(self.layout.on(decode.admit), out_shardings=self.shardings)
-        state = admit(self.state, self.slots, requests(self.target.config.vocab_size, rows))
+        state = admit(self.state, self.slots, requests(self.target.config.vocab_size, order))
         prefill = self.run(decode.prefill, chunk=CHUNK)
         for _ in range(-(-LENGTHS.max() // CHUNK)):
             state = prefill(self.target, self.drafter, state, self.slots)
-        loop = self.run(decode.decode_loop, round=decode.Round(k, rule))
+        loop = self.run(decode.decode_loop, round=decode.Round(k, rule, rows=rows))
         state = loop(self.target, self.drafter, state, self.slots, np.int32(1000), np.bool_(False))
         return np.asarray(state.tokens), state

@@ -351,6 +351,8 @@ def test_arguments_have_their_meaning(asked):
     for config, ends in (({"prompt_lookup_max": 4, "prompt_lookup_min": 2}, (4, 2)), ({"prompt_lookup_max": 3}, (3, 3)), ({}, (5, 5))):
         drafter = asked("pocket", speculative_config={"method": "ngram", **config})["drafter"]
         assert (drafter.longest, drafter.shortest) == ends
+    asked("pocket", speculative_config={"method": "ngram", "num_speculative_tokens": 3, "enable_adaptive_verification": True})
+    assert found["adaptive_verification"] is True and found["num_draft_tokens"] == 3
 
 
 def test_arguments_that_only_tune_are_accepted_and_told_in_one_warning(asked):

@@ -39,13 +39,15 @@ class StepBytes:
         return StepBytes(*(size / devices for size in dataclasses.astuple(self)))
 
 
-def step_bytes(target: TargetModel, drafter: Any, *, batch: int, num_draft_tokens: int, context: float) -> StepBytes:
+def step_bytes(
+    target: TargetModel, drafter: Any, *, batch: int, num_draft_tokens: int, context: float, rows: int | None = None
+) -> StepBytes:
     """What one step of `batch` sequences with `context` cached positions each has to read.
 
-    target, drafter: weights or their shapes. Of experts those are counted that random routing of all rows is expected to choose, and
-    of a centroid head the same.
+    target, drafter: weights or their shapes. rows: of the target's pass, None for one of each draft and anchor. Of experts those are
+    counted that random routing of all rows is expected to choose, and of a centroid head the same.
     """
-    rows = batch * (num_draft_tokens + 1)
+    rows = batch * (num_draft_tokens + 1) if rows is None else rows
     kv = traffic.visible_kv((spec for spec in target.config.layers if spec.owns_kv), target.dtype, context)
     drafted = bytes_read(drafter, target, batch=batch, num_draft_tokens=num_draft_tokens, context=context)
     return StepBytes(target.weights_read(rows), batch * kv, *drafted)
@@ -68,14 +70,14 @@ def prefill_flops(target: TargetModel, length: int, chunk: int, taps: tuple[int,
     return flops
 
 
-def step_flops(target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> float:
+def step_flops(target: TargetModel, *, batch: int, num_draft_tokens: int, context: float, rows: int | None = None) -> float:
     """Floating-point operations of the target's pass of a step, counted as those of a prompt. A drafter needs some percent of that, which
-    are left out."""
+    are left out. rows: as for `step_bytes`."""
     before, of_layers = target.weights_multiplied()
     flops = 2.0 * (target.head[0].size + before)
     for spec, weights in zip(target.config.layers, of_layers, strict=True):
         flops += 2.0 * weights + 4.0 * spec.num_heads * spec.head_dim * min(context, spec.window or context)
-    return batch * (num_draft_tokens + 1) * flops
+    return (batch * (num_draft_tokens + 1) if rows is None else rows) * flops
 
 
 def _seen(length: int, window: int | None) -> int:

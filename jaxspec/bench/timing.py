@@ -186,7 +186,8 @@ def _decode(
         # A trace holds the kernels of all devices, which do the same. We want one device's.
         found = tuple(kernel_times.read_trace(folder, loop.as_text(), traced * plan.placement.size))
     step, context = Spread.of(times), statistics.mean(contexts)
-    devices, shape = plan.devices_of_a_shard, {"batch": batch // plan.shards, "num_draft_tokens": work.num_draft_tokens, "context": context}
+    devices, drafts = plan.devices_of_a_shard, {"num_draft_tokens": work.num_draft_tokens, "rows": work.rows}
+    shape: dict[str, Any] = {"batch": batch // plan.shards, "context": context, **drafts}
     size = roofline.step_bytes(plan.target_tree, plan.drafter_tree, **shape).over(devices)
     flops = roofline.step_flops(plan.target_tree, **shape) / devices
     floor = 1e3 * max(size.total / rates[0], flops / rates[1])

@@ -37,6 +37,7 @@ class Workload:
 
     num_draft_tokens: int
     accept: Rule
+    rows: int | None = None  # of the target's pass, for all sequences of a data shard together; None for K + 1 of each
     context: int = 512  # tokens of a prompt
     tokens: int = 128  # new tokens of a sequence in a timed call, about
     temperature: float = 0.0  # of every sequence, as top_k and top_p are
@@ -68,7 +69,7 @@ class Workload:
         plain = not self.temperature or (not self.top_k and self.top_p == 1)
         needs = PLAIN if plain else Needs("top" if 0 < self.top_k <= CANDIDATES else "search")
         needs = dataclasses.replace(needs, structured=self.structured > 0)
-        return decode.Round(self.num_draft_tokens, self.accept, needs, self.attention, self.draft_attention)
+        return decode.Round(self.num_draft_tokens, self.accept, needs, self.attention, self.draft_attention, self.rows)
 
     def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
         """An empty state for this workload."""
@@ -118,6 +119,7 @@ def plan_bench(
     drafter: str = "none",
     *,
     num_draft_tokens: int | None = None,
+    rows: int | None = None,
     batches: Sequence[int] = (1,),
     temperatures: Sequence[float] = (0.0,),
     prefill: Sequence[int] = (),
@@ -131,7 +133,8 @@ def plan_bench(
     """Checks a request to time steps of each batch size at each temperature, and prompts of each length in `prefill`.
 
     config: a key of `released.TARGETS`, or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
-    `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. acceptance: rates, as for
+    `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. rows: of the target's pass, for all
+    sequences together, which go to the drafts that are most likely accepted; by default every draft has one. acceptance: rates, as for
     `accept.synthetic`, or the name of a rule; a rule accepts hardly any random draft, but takes the time that it takes. quantize,
     quantize_embedding: as in `jaxspec.load`; without them a folder's weights are quantised as its config says. mesh: from
     `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload: other fields of `Workload`.
@@ -150,14 +153,19 @@ def plan_bench(
         raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
     accept = rule_of(acceptance) if isinstance(acceptance, str) else synthetic(acceptance)
     accept.check(count)
-    work = Workload(count, accept, **workload)
+    placement = placement_of(mesh)
+    if rows is not None and integer("rows", rows, 1) % placement.shards:
+        raise ValueError(f"rows is {rows} and the mesh has {placement.shards} data shards; expected a multiple of {placement.shards}")
+    work = Workload(count, accept, None if rows is None else rows // placement.shards, **workload)
     _check(work, target_config, batches, temperatures, prefill)
-    cells, placement = (tuple(batches), tuple(temperatures), tuple(prefill)), placement_of(mesh)
+    cells = tuple(batches), tuple(temperatures), tuple(prefill)
     names = config, drafter, dtype, quantize, quantize_embedding
     made = BenchPlan(*names, target, draft, *cells, work, placement)
     for batch in [*batches, *[1] * len(prefill)]:
         if batch % made.shards:
             raise ValueError(f"batch is {batch} and the mesh has {made.shards} data shards; expected a multiple of {made.shards}")
+    for batch in batches:
+        work.round.check(batch // made.shards)
     _check_memory(made)
     return made
 

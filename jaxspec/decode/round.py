@@ -22,6 +22,23 @@ class Round:
     attention: str = "auto"
     # The same for the drafter. With "auto" a drafter that reads the target's cache takes `attention`, and any other chooses for itself.
     draft_attention: str = "auto"
+    # The rows of the target's pass for all sequences of a call together, at least one for each: see `verification`. None for K + 1 of each.
+    rows: int | None = None
+
+    def check(self, size: int) -> None:
+        """Raises ValueError for rows that a call of so many sequences cannot use, or that the acceptance rule forbids."""
+        if self.rows is None:
+            return
+        if not self.accept.shares_noise:
+            raise ValueError(
+                f"rows is {self.rows} and the acceptance rule is {self.accept.name!r}, which needs a row for each draft; expected 'coupled'"
+            )
+        most = size * (self.num_draft_tokens + 1)
+        if not size <= self.rows <= most:
+            raise ValueError(
+                f"rows is {self.rows} for {size} sequences of {self.num_draft_tokens} drafts; expected {size} .. {most}: one for each "
+                "sequence, and at most one more for each draft"
+            )
 
 
 NO_DRAFTS = Round(0)

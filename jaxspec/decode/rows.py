@@ -20,12 +20,12 @@ from jaxspec.decode.state import (
 )
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.rows import take_row
+from jaxspec.model.rows import Packing, take_row
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.automata import Automata, Constraint
 from jaxspec.sampling.choice import Needs, Sampling, choose, choose_by_head
-from jaxspec.sampling.logprobs import MAX_LOGPROBS, token_logprobs
+from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs, token_logprobs
 
 
 @struct.dataclass
@@ -45,18 +45,6 @@ class SlotRows:
     def ready(self) -> jax.Array:
         """Whether the slot can decode: all of its known tokens but the last have K and V. [B] bool."""
         return self.live & (self.computed == self.length - 1)
-
-    def edited(self, logits: jax.Array, needs: Needs, drafts: Drafts | None = None, states: jax.Array | None = None) -> jax.Array:
-        """The logits that tokens are chosen by. logits: [B, K + 1, V], the target's after the known tokens and after each draft. states:
-        [B, K + 1] int32, of the automata at each, None without a constraint."""
-        if self.sampling.constraint is not None and states is not None:
-            logits = self.sampling.constraint.masked(logits, states, self.sampling.shard)
-        if needs.suppress_tokens:
-            logits = suppress(logits, needs.suppress_tokens, self.sampling.shard)
-        if self.sampling.tables is None:
-            return logits
-        none = jnp.zeros((logits.shape[0], 0), jnp.int32)
-        return self.sampling.tables.verified(full_logits(logits, self.sampling.shard), none if drafts is None else drafts.tokens)
 
 
 def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: TargetModel, automata: Automata | None = None) -> SlotRows:
@@ -83,6 +71,26 @@ def gather_slots(state: DecodeState, slots: jax.Array, needs: Needs, target: Tar
     return SlotRows(live, computed, prompt, limit, length, stop_ids, rounds, sampling)
 
 
+def edited(
+    logits: jax.Array,
+    sampling: Sampling,
+    needs: Needs,
+    drafts: jax.Array | None = None,
+    states: jax.Array | None = None,
+    first: jax.Array | None = None,
+) -> jax.Array:
+    """The logits that tokens are chosen by. logits: [B, T, V], the target's after the known tokens and after each draft. drafts: [B, K]
+    int32, or None. states: [B, T] int32, of the automata at each row, None without a constraint. first: as for `Tables.verified`."""
+    if sampling.constraint is not None and states is not None:
+        logits = sampling.constraint.masked(logits, states, sampling.shard)
+    if needs.suppress_tokens:
+        logits = suppress(logits, needs.suppress_tokens, sampling.shard)
+    if sampling.tables is None:
+        return logits
+    drafts = jnp.zeros((logits.shape[0], 0), jnp.int32) if drafts is None else drafts
+    return sampling.tables.verified(full_logits(logits, sampling.shard), drafts, first)
+
+
 def reserve_rows(state: DecodeState, slots: jax.Array, start: jax.Array, count: jax.Array, most: int) -> tuple[DecodeState, jax.Array]:
     """Gives each slot pages for its next `count` rows. All slots get them, or none does: then the state is `starved` and all counts are 0.
 
@@ -102,36 +110,61 @@ class Choices:
     logits: jax.Array | None  # [B, T, V] float32, what it is chosen by, edits included; None where the head alone chose
     raw: jax.Array | None  # the same without edits, of which log-probabilities are reported
     states: jax.Array | None = None  # [B, T] int32, of the automata before each token; None without a constraint
+    packing: Packing | None = None  # of packed rows: then `logits` and `raw` are of those, [M, 1, V]
+
+    def logprobs(self, tokens: jax.Array, shard: Shard | None) -> Logprobs:
+        """Of tokens [B, T]."""
+        assert self.raw is not None
+        raw = full_logits(self.raw, shard)
+        if self.packing is None:
+            return token_logprobs(raw, tokens, MAX_LOGPROBS)
+        return jax.tree.map(self.packing.unpacked, token_logprobs(raw, self.packing.packed(tokens), MAX_LOGPROBS))
 
 
 def target_choices(
-    target: TargetModel, rows: SlotRows, hidden: jax.Array, positions: jax.Array, round: Round, drafts: Drafts | None = None
+    target: TargetModel,
+    rows: SlotRows,
+    hidden: jax.Array,
+    positions: jax.Array,
+    round: Round,
+    drafts: Drafts | None = None,
+    packing: Packing | None = None,
 ) -> Choices:
     """Chooses the tokens at `positions`: by the head alone, without a row of logits in memory, where nothing else needs the logits.
 
     hidden: [B, T, H], after the final norm, of the rows before. positions: [B, T] int32. drafts: the T - 1 guesses that the rows after
-    the first are of; without them the token is a text's first, which every acceptance rule chooses alike.
+    the first are of; without them the token is a text's first, which every acceptance rule chooses alike. packing: of packed rows: then
+    hidden is [M, 1, H], and so much is computed; tokens where no row is are any.
     """
-    chosen, shard = drafts is None or round.accept.shares_noise, rows.sampling.shard
+    chosen, sampling = drafts is None or round.accept.shares_noise, rows.sampling
+    guesses, first, states = None if drafts is None else drafts.tokens, None, None
+    if sampling.constraint is not None:
+        states = sampling.constraint.state[:, None] if guesses is None else sampling.constraint.along(guesses)
+    of_rows = states
+    if packing is not None:
+        sampling, positions, first = sampling.taken(packing.owner), packing.packed(positions), packing.place
+        guesses = None if guesses is None else packing.of_owners(guesses)
+        of_rows = None if states is None else packing.packed(states)
     if chosen and round.needs.choice_alone:
         weight, softcap = target.head
         tokens, most = choose_by_head(
             hidden,
             weight,
             positions,
-            rows.sampling,
+            sampling,
             softcap=softcap,
             suppressed=round.needs.suppress_tokens,
             implementation=round.attention,
         )
-        return Choices(tokens, sound_choices(most, None, hidden), None, None)
-    raw, constraint, states = target.unembed(hidden, round.attention), rows.sampling.constraint, None
-    if constraint is not None:
-        states = constraint.state[:, None] if drafts is None else constraint.along(drafts.tokens)
-    logits = rows.edited(raw, round.needs, drafts, states)
-    sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, shard))
-    tokens = choose(logits, positions, dataclasses.replace(rows.sampling, tables=None)) if chosen else None
-    return Choices(tokens, sound, logits, raw, states)
+        sound, logits, raw = sound_choices(most, None, hidden), None, None
+    else:
+        raw = target.unembed(hidden, round.attention)
+        logits = edited(raw, sampling, round.needs, guesses, of_rows, first)
+        sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, sampling.shard))
+        tokens = choose(logits, positions, dataclasses.replace(sampling, tables=None)) if chosen else None
+    if packing is not None:
+        tokens, sound = None if tokens is None else packing.unpacked(tokens), packing.unpacked(sound)
+    return Choices(tokens, sound, logits, raw, states, packing)
 
 
 def sound_choices(most: jax.Array, shard: Shard | None, hidden: jax.Array | None = None) -> jax.Array:
@@ -174,12 +207,11 @@ def append_tokens(
     changed = jnp.where(failed | (count > 0), slots, state.slots)
     at = jnp.where(row < count[:, None], rows.length[:, None] + row, state.tokens.shape[1])
     if needs.logprobs is not None:
-        assert choices.raw is not None
         slot = jnp.where(row < count[:, None], slots[:, None], state.slots)
         ring = jax.tree.map(
             lambda kept, new: kept.at[slot, (rows.length[:, None] + row) % kept.shape[1]].set(new, mode="drop"),
             state.logprobs,
-            token_logprobs(full_logits(choices.raw, rows.sampling.shard), tokens, MAX_LOGPROBS),
+            choices.logprobs(tokens, rows.sampling.shard),
         )
         state = dataclasses.replace(state, logprobs=ring)
     if choices.states is not None:

@@ -19,6 +19,7 @@ from jaxspec.sampling.logit_edits import Edits
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs, ring_rows
 
 EMPTY, RUNNING, STOPPED, FULL_LENGTH, FAILED = 0, 1, 2, 3, 4
+VERIFIED_ROUNDS = 64  # the newest rounds of a sequence of which the state tells how many drafts they verified
 
 
 @struct.dataclass
@@ -30,7 +31,9 @@ class DecodeState:
     max_len. status: [S] int32, EMPTY, RUNNING, STOPPED (by a stop id), FULL_LENGTH or FAILED (the logits of the next token are no numbers).
     stop_ids: [S, N] int32, padded with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits: how each slot chooses, see
     `Sampling` and `Edits`. automaton, automaton_start: [S] int32, the state of what a structured text must be and the one that it begins
-    in, see `Constraint`; 0 for other texts. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted so far.
+    in, see `Constraint`; 0 for other texts. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted so far,
+    without those that were not verified. verified: [S, 64] int32, how many drafts round r verified, at r modulo 64, of rounds with
+    `Round.rows`. acceptance: [S, 2] float32, how many of the newest drafts were tried and how many accepted, see `verification.seen`.
     logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool, the last
     call needed more full-attention pages than were free and left every sequence as it was. drafter: the drafter's state. mail: of a state
     on a mesh, what kernels that sum over its devices have to know, or None; see `sharding`."""
@@ -53,6 +56,8 @@ class DecodeState:
     automaton_start: jax.Array
     rounds: jax.Array
     drafted: jax.Array
+    verified: jax.Array
+    acceptance: jax.Array
     logprobs: Logprobs
     starved: jax.Array
     mail: Any = None
@@ -133,6 +138,8 @@ def init_state(
         automaton_start=per_slot(),
         rounds=per_slot(),
         drafted=per_slot(),
+        verified=per_slot(VERIFIED_ROUNDS),
+        acceptance=per_slot(2, dtype=jnp.float32),
         logprobs=Logprobs(
             chosen=per_slot(rows, dtype=jnp.float32),
             rank=per_slot(rows),
@@ -173,6 +180,7 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         automaton_start=put(state.automaton_start, zero if requests.automaton_start is None else requests.automaton_start),
         rounds=put(state.rounds, zero if requests.rounds is None else requests.rounds),
         drafted=put(state.drafted, zero if requests.drafted is None else requests.drafted),
+        acceptance=put(state.acceptance, jnp.zeros((count, 2), jnp.float32)),
     )
 
 
@@ -213,11 +221,12 @@ def fork(state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Arr
 class Report:
     """What the host learns of B slots after a call, in one array since each has its cost. rows: [B, 7 + W] int32, of each slot the length,
     computed, status, rounds and drafted, see DecodeState; of all, how many full pages are unused and whether the call was starved; then the
-    tokens at the positions that the host did not know, as many as the length grew, at most W, and ~token where it was a draft. logprobs:
-    of the same tokens, or None."""
+    tokens at the positions that the host did not know, as many as the length grew, at most W, and ~token where it was a draft. With
+    `verified` 64 more columns are that field of the state. logprobs: of the same tokens, or None."""
 
     rows: jax.Array
     logprobs: Logprobs | None
+    verified: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def free_pages(self) -> int:
@@ -227,10 +236,16 @@ class Report:
     def starved(self) -> bool:
         return bool(self.rows[0, 6])
 
+    def verified_by(self, row: int, first: int, last: int) -> list[int] | None:
+        """How many drafts each of a slot's rounds first .. last - 1 verified, at most the newest 64; None where that is not told. row: the
+        slot's."""
+        ring = self.rows[row, -VERIFIED_ROUNDS:] if self.verified else None
+        return None if ring is None else [int(ring[r % VERIFIED_ROUNDS]) for r in range(first, last)]
 
-def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, logprobs: bool = False) -> Report:
+
+def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, logprobs: bool = False, verified: bool = False) -> Report:
     """slots: [B] int32, an id >= slots reports nonsense. start: [B] int32, how many tokens of each the host knows. width (static): how
-    many more it can have. logprobs (static): whether to report them."""
+    many more it can have. logprobs, verified (static): whether to report them."""
 
     def of(field: jax.Array) -> jax.Array:
         return field.at[slots].get(mode="clip")
@@ -241,8 +256,10 @@ def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, l
     pages = (jnp.broadcast_to(x, slots.shape) for x in (state.cache.free_count, state.starved.astype(jnp.int32)))
     numbers = jnp.stack([*map(of, (state.length, state.computed, state.status, state.rounds, state.drafted)), *pages], axis=1)
     tokens, from_draft = (x.at[slots[:, None], at].get(mode="clip") for x in (state.tokens, state.from_draft))
+    more = [of(state.verified)] if verified else []
     return Report(
-        jnp.concatenate([numbers, jnp.where(from_draft, ~tokens, tokens)], axis=1),
+        jnp.concatenate([numbers, jnp.where(from_draft, ~tokens, tokens), *more], axis=1),
+        verified=verified,
         logprobs=jax.tree.map(lambda x: x.at[slots[:, None], kept].get(mode="clip"), state.logprobs) if logprobs else None,
     )
 

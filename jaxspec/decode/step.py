@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from jaxspec.decode.round import Round
 from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
-from jaxspec.decode.state import DecodeState
+from jaxspec.decode.state import VERIFIED_ROUNDS, DecodeState
+from jaxspec.decode.verification import best_prefixes, seen, survival
 from jaxspec.drafters.base import Drafter, Observed, Target
 from jaxspec.model.rows import Rows, take_row
 from jaxspec.model.target import TargetModel
@@ -30,13 +31,14 @@ def spec_step(
 
     slots: [B] int32, ids >= slots stand for no sequence. round: static. automata: of the structured texts, needed if
     `round.needs.structured`. Where full pages run out the state is `starved` and no slot changes. Raises ValueError where the acceptance
-    rule has no rate for a draft.
+    rule has no rate for a draft, and for `round.rows` that do not fit.
     """
+    round.check(len(slots))
     rows, k = gather_slots(state, slots, round.needs, target, automata), round.num_draft_tokens
     start, room = rows.computed, state.tokens.shape[1] - rows.computed
     count = jnp.where(rows.ready, jnp.minimum(room, k + 1), 0)
     state, count = reserve_rows(state, slots, start, count, k + 1)
-    live = count > 0
+    live, acceptance = count > 0, state.acceptance.at[slots].get(mode="clip")
 
     with jax.named_scope("draft"):
         anchor = state.tokens.at[slots, start].get(mode="clip")
@@ -45,25 +47,41 @@ def spec_step(
         # An id below 0 is no token, which nothing accepts; one past the vocabulary is none either.
         drafts = dataclasses.replace(drafts, tokens=jnp.where(drafts.tokens < target.config.vocab_size, drafts.tokens, -1))
     with jax.named_scope("verify"):
+        at = jnp.arange(k, dtype=jnp.int32)[None, :]
+        if round.rows is not None:
+            count = jnp.where(live, 1 + best_prefixes(survival(drafts, acceptance), count - 1, round.rows), 0)
+            drafts = dataclasses.replace(drafts, tokens=jnp.where(at < count[:, None] - 1, drafts.tokens, -1))
         block = Rows(jnp.concatenate([anchor[:, None], drafts.tokens], axis=1), start, count, slots)
-        out, cache = target(block, state.cache, taps=drafter.taps, attention=round.attention)
+        verified = block if round.rows is None else block.packed(round.rows)
+        out, cache = target(verified, state.cache, taps=drafter.taps, attention=round.attention)
         assert cache is not None
-        positions = block.positions + 1
-        choices = target_choices(target, rows, out.hidden, positions, round, drafts)
+        positions, packing = block.positions + 1, verified.packing
+        choices = target_choices(target, rows, out.hidden, positions, round, drafts, packing)
+        hidden, taps = out.hidden, out.taps
+        if packing is not None:
+            hidden, *taps = map(packing.unpacked, (hidden, *taps))
     with jax.named_scope("accept"):
         tokens, accepted = round.accept(drafts, choices.logits, positions, rows.sampling, rows.rounds, choices.tokens)
 
     state = dataclasses.replace(state, cache=cache, drafter=drafter_state)
     state, kept = append_tokens(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, choices, round.needs)
     last = jnp.maximum(kept - 1, 0)
-    hidden, newest = take_row(out.hidden, last)[:, 0], take_row(tokens, last)[:, 0]
-    observed = Observed(target, slots, block.ids, block.positions, hidden, out.taps, kept, newest, round.draft_attention)
+    newest = take_row(tokens, last)[:, 0]
+    hidden = take_row(hidden, last)[:, 0]
+    observed = Observed(target, slots, block.ids, block.positions, hidden, tuple(taps), kept, newest, round.draft_attention)
+    checked = jnp.maximum(count - 1, 0)
+    if round.rows is not None:
+        state = dataclasses.replace(state, verified=state.verified.at[slots, rows.rounds % VERIFIED_ROUNDS].set(checked, mode="drop"))
+    if k:
+        guessed = jnp.sum(jnp.cumprod((drafts.tokens >= 0) & (at < checked[:, None]), axis=1, dtype=jnp.int32), axis=1)
+        after = jnp.where(live[:, None], seen(acceptance, guessed, accepted), acceptance)
+        state = dataclasses.replace(state, acceptance=state.acceptance.at[slots].set(after, mode="drop"))
     return dataclasses.replace(
         state,
         drafter=drafter.observe(state.drafter, observed),
         computed=state.computed.at[slots].add(kept, mode="drop"),
         rounds=state.rounds.at[slots].add(live.astype(jnp.int32), mode="drop"),
-        drafted=state.drafted.at[slots].add(live.astype(jnp.int32) * k, mode="drop"),
+        drafted=state.drafted.at[slots].add(jnp.where(live, k if round.rows is None else checked, 0), mode="drop"),
     )
 
 

@@ -64,14 +64,16 @@ class Target:
 class Drafts:
     """Guessed tokens. tokens: [B, K] int32; ids that the vocabulary does not have are rejected. logits: [B, K, C] float32, what each was
     chosen from, before temperature; None if a guess has no distribution (a lookup). ids: [B, K, C] int32, the candidates' token ids; None
-    if candidate i is token i.
+    if candidate i is token i. confidence: [B, K] float32, the probability that each is accepted if those before it are, by which rounds
+    choose what to verify; None where the drafter has no opinion.
 
-    An acceptance rule that does not use the logits costs nothing for them: they are never computed.
+    A round that does not use the logits or the confidence costs nothing for them: they are never computed.
     """
 
     tokens: jax.Array
     logits: jax.Array | None = None
     ids: jax.Array | None = None
+    confidence: jax.Array | None = None
 
     @classmethod
     def joined(cls, steps: Sequence[tuple[jax.Array, jax.Array | None, jax.Array | None]], batch: int) -> Drafts:

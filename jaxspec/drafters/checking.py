@@ -110,15 +110,15 @@ class _View:
 
     def _check_drafts(self, drafts: Drafts) -> None:
         wanted = (BATCH, self.count)
-        dtypes = {"tokens": jnp.int32, "logits": jnp.float32, "ids": jnp.int32}
+        dtypes = {"tokens": jnp.int32, "logits": jnp.float32, "ids": jnp.int32, "confidence": jnp.float32}
         for what, dtype in dtypes.items():
             array: Any = getattr(drafts, what)
             if array is None and what != "tokens":
                 continue
-            shape = getattr(array, "shape", None)
-            fits = shape is not None and shape[:2] == wanted and len(shape) == (2 if what == "tokens" else 3)
+            shape, of_each = getattr(array, "shape", None), what in ("tokens", "confidence")
+            fits = shape is not None and shape[:2] == wanted and len(shape) == (2 if of_each else 3)
             if not fits or getattr(array, "dtype", None) != dtype:
-                expected = [*wanted] if what == "tokens" else [*wanted, "C"]
+                expected = [*wanted] if of_each else [*wanted, "C"]
                 raise ValueError(
                     f"draft of the drafter {self.name} gives {what} {_told(array)}; expected {jnp.dtype(dtype).name} "
                     f"[{', '.join(map(str, expected))}] for {BATCH} sequences and K = {self.count}"

@@ -150,14 +150,17 @@ class DSpark(BlockDrafter):
         rows = self.rows(state, target, num_draft_tokens)
         guessing = self.guessing(rows, num_draft_tokens)
         base, ids = self.candidates(target.model, guessing, target.draft_attention)
-        previous, memory, steps = target.anchor, self.begin(rows, target.anchor), []
+        previous, memory, steps, odds = target.anchor, self.begin(rows, target.anchor), [], []
         for k in range(num_draft_tokens):
-            logits, memory = self.follow(base[:, k], previous, guessing[:, k], memory)
+            hidden = guessing[:, k]
+            odds.append(self.confidence(previous, hidden))
+            logits, memory = self.follow(base[:, k], previous, hidden, memory)
             logits, among = logits[:, None], None if ids is None else ids[:, k : k + 1]
             token, logits, sampling = draw(logits, target.length[:, None] + k + 1, sampling, among)
             steps.append((token, logits, among))
             previous = token[:, 0]
-        return Drafts.joined(steps, target.slots.shape[0]), state
+        confidence = None if self.confidence_head is None else jax.nn.sigmoid(jnp.stack(odds, axis=1))
+        return dataclasses.replace(Drafts.joined(steps, target.slots.shape[0]), confidence=confidence), state
 
     def begin(self, rows: jax.Array, anchor: jax.Array) -> jax.Array | None:
         """What the Markov head remembers before the first guess. rows: [..., T, h]; anchor: [...] int32."""

@@ -22,7 +22,6 @@ from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.device_lock import DeviceLock
-from jaxspec.engine.draft_count import counts_up_to
 from jaxspec.engine.html import llm_html
 from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of
 from jaxspec.engine.learn import Learning, Origin, check, check_room, learner_of
@@ -97,8 +96,7 @@ class LLM:
         self._whole: Any = target, origin or Origin(drafter), placement  # what a drafter learns with; None once closed
         # Processes that compute together must choose alike, and each measures other times.
         adaptive = settings.adaptive and settings.num_draft_tokens > 0 and settings.accept.name == "coupled" and jax.process_count() == 1
-        # The numbers of drafts that calls choose among once the LLM is warm; () where they never choose.
-        self.draft_counts = counts_up_to(settings.num_draft_tokens) if adaptive else ()
+        self.adaptive = adaptive  # whether calls choose what rounds guess and verify once the LLM is warm
         self._serving = Serving(
             self._shards, self._accounts, self._lock, tokenizer, vocab_size, lambda requests: self._needs(requests), self._check_open
         )
@@ -188,8 +186,8 @@ class LLM:
         """Compiles everything that a run with requests of these params can use, with a progress bar. Without params: what requests that say
         nothing use. Requests that need more (filters; penalties and the like; logprobs) compile it when they come.
 
-        If `load` was given no num_draft_tokens, this also compiles and times rounds with fewer drafts and with none. From then on calls
-        guess as many tokens as acceptance and these times make fastest. The tokens are the same."""
+        With adaptive verification, see `load`, this also compiles and times rounds that guess fewer tokens or none, and rounds that verify
+        some of their guesses. From then on calls take those that acceptance and these times make fastest. The tokens are the same."""
         self._check_open()
         needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
 
@@ -198,7 +196,7 @@ class LLM:
 
         with self._lock():
             self._shards.take(None)
-            warm_up(self._shards.runners, needs, self.draft_counts, requests, self.progress)
+            warm_up(self._shards.runners, needs, self.adaptive, requests, self.progress)
 
     def learn(self, share: float | Learn = 0.05, out: str | os.PathLike[str] | None = None, **settings: Any) -> Learning:
         """Lets the drafter learn from the texts that are written from now on, between calls of the device. Texts stay the same.

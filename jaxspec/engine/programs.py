@@ -17,7 +17,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxspec import decode
-from jaxspec.decode.state import DecodeState
+from jaxspec.decode.state import VERIFIED_ROUNDS, DecodeState
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import cuda_graphs
 from jaxspec.engine.admission import arrays_of, init_state
@@ -32,7 +32,8 @@ from jaxspec.sharding.placement import Placement
 from jaxspec.sharding.specs import WHOLE
 from jaxspec.structured.vocabulary import Vocabulary
 
-STEPS = 64  # rounds of a decode call at most; it bounds how long an interrupt waits
+# Rounds of a decode call at most; it bounds how long an interrupt waits, and the state tells of no more what they verified.
+STEPS = VERIFIED_ROUNDS
 
 
 def bare(state: DecodeState) -> DecodeState:
@@ -63,7 +64,7 @@ def prefill(target, drafter, automata, state, slots, until, known, *, chunk, rou
 
 def decode_rounds(target, drafter, automata, state, slots, known, steps, until_any, *, width, round) -> Any:
     state = decode.decode_loop(target, drafter, state, slots, steps, until_any, round=round, automata=automata)
-    return state, decode.report(state, slots, known, width, round.needs.logprobs is not None)
+    return state, decode.report(state, slots, known, width, round.needs.logprobs is not None, round.rows is not None)
 
 
 def score(target, drafter, automata, state, slots, **static) -> Any:
@@ -144,15 +145,16 @@ class DecodeRounds(Program):
     size: int  # sequences
     needs: Needs  # what sampling is compiled for
     num_draft_tokens: int  # tokens that each round guesses
+    rows: int | None = None  # of the target's pass, see `decode.Round`
     loops: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return f"decode {self.size} {self.num_draft_tokens}"
+        return f"decode {self.size} {self.num_draft_tokens}" + ("" if self.rows is None else f" {self.rows}")
 
     def lower(self, programs: Programs) -> Any:
         settings, needs = programs.settings, self.needs
         width = programs.steps_for(needs, STEPS) * (settings.num_draft_tokens + 1)
-        function = functools.partial(decode_rounds, width=width, round=settings.round(needs, self.num_draft_tokens))
+        function = functools.partial(decode_rounds, width=width, round=settings.round(needs, self.num_draft_tokens, self.rows))
         return programs.lower(function, *[programs.no_slots(self.size)] * 2, np.int32(0), np.bool_(False), structured=self.structured)
 
 

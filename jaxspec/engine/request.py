@@ -52,7 +52,7 @@ class Request:
     computed: int = 0
     rounds: int = 0
     drafted: int = 0
-    guessed: list[int] = dataclasses.field(default_factory=list)  # the number of tokens that each round guessed
+    guessed: list[int] = dataclasses.field(default_factory=list)  # the number of tokens that each round guessed and verified
     goals: list[int] = dataclasses.field(default_factory=list)  # rows at which its prompt is to be kept for others, ascending
     shared: int = 0  # rows of its prompt that had been computed for others
     # In a trial whose variants are apart, the variant that alone has computed what its slot holds, see `Trial.writer`; else None.
@@ -128,7 +128,8 @@ class Request:
         """Takes in what a call reports about it. row: its row of the report. num_draft_tokens: tokens that each of the call's rounds
         guessed."""
         length, self.computed, self.status, rounds, self.drafted = report.rows[row, :5].tolist()
-        self.guessed += [num_draft_tokens] * (rounds - self.rounds)
+        told = report.verified_by(row, self.rounds, rounds)
+        self.guessed += [num_draft_tokens] * (rounds - self.rounds) if told is None else told
         self.rounds, new = rounds, length - self.length
         tokens = report.rows[row, 7 : 7 + new]
         self.output += np.where(tokens < 0, ~tokens, tokens).tolist()

@@ -21,12 +21,12 @@ from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.automata_pool import Pool
 from jaxspec.engine.buckets import Buckets, padded, smallest, useful_rows
 from jaxspec.engine.device_clock import Times
-from jaxspec.engine.draft_count import Adaptive
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import Request
+from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
-from jaxspec.engine.stats import accepted_by_call, histogram_of
+from jaxspec.engine.stats import accepted_by_call
 from jaxspec.engine.structures import Structures
 from jaxspec.engine.trials import Tally, Trial
 from jaxspec.model.paged_kv import PagedKV
@@ -41,7 +41,8 @@ class Call(NamedTuple):
     """A call that is under way."""
 
     requests: Sequence[Request | None]  # those it works on; None for one that is not to be told of it
-    num_draft_tokens: int  # tokens that each of its rounds guesses, 0 where it computes prompts
+    size: int  # its bucket
+    shape: RoundShape  # of its rounds; no drafts where it computes prompts
     report: decode.Report  # what it returns
     variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
 
@@ -69,7 +70,7 @@ class Runner:
         self.target: Any = target  # this and the next: None once it is closed
         self.drafter: Any = drafter
         self.buckets = Buckets(settings.max_slots, settings.max_len)
-        self.adaptive: Adaptive | None = None  # chooses how many tokens rounds guess; None where all guess num_draft_tokens
+        self.adaptive: Adaptive | None = None  # chooses the shape of rounds; None where all guess num_draft_tokens and verify them
         self.trial: Trial | None = None  # of two variants of the drafter, as long as it is open; see `begin_trial`
         self.watching = False  # whether `watched` counts
         self.watched = np.zeros(2)  # rounds with drafts, and accepted drafts, of calls with the drafter in use
@@ -108,23 +109,24 @@ class Runner:
             self._free = int(self.programs.fetch(self._free))
         return self._free
 
-    def programs_for(self, needs: Needs, draft_counts: Sequence[int] = ()) -> list[Program]:
-        """All programs that requests with these needs use. draft_counts: numbers of drafts beside the runner's own."""
-        counts = sorted({self.settings.num_draft_tokens, *draft_counts})
+    def programs_for(self, needs: Needs, adaptive: bool = False) -> list[Program]:
+        """All programs that requests with these needs use. adaptive: whether calls choose the shape of rounds."""
+        most = self.settings.num_draft_tokens
+        shapes = {size: round_shapes(size, most) if adaptive else (RoundShape(most),) for size in self.buckets.decode}
         return [
-            *(DecodeRounds(size, needs, count) for size in self.buckets.decode for count in counts),
+            *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
             *(Prefill(size, chunk, needs) for size, chunk in self.buckets.prefill),
             *(Admit(size) for size in self.buckets.admit),
             Fork(),
             *((PlaceStates(), FillMasks()) if needs.structured else ()),
         ]
 
-    def warmup(self, needs: Needs, draft_counts: Sequence[int] = ()) -> Iterator[str]:
+    def warmup(self, needs: Needs, adaptive: bool = False) -> Iterator[str]:
         """Compiles every program that requests with these needs use, and gives a line about each that is ready."""
         self.ready()
         if needs.structured:
             self.pool.begin()
-        return self.programs.compile(self.programs_for(needs, draft_counts))
+        return self.programs.compile(self.programs_for(needs, adaptive))
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Puts requests into slots, together with the rows of their tokens that are kept. `prefill` computes the rest. There must be slots
@@ -197,7 +199,7 @@ class Runner:
         some = requests[:size]
         self._written(some)
         until, known = padded(goals[:size], size), padded([r.length for r in some], size)
-        return Call(some, 0, self.programs.run(Prefill(size, chunk, needs), self._ids(some, size), until, known))
+        return Call(some, size, NO_DRAFTS, self.programs.run(Prefill(size, chunk, needs), self._ids(some, size), until, known))
 
     def used(self, requests: Sequence[Request]) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1."""
@@ -212,64 +214,66 @@ class Runner:
         return goals, left, *self.buckets.best_prefill(left)
 
     def decode(
-        self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, num_draft_tokens: int | None = None
+        self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, shape: RoundShape | None = None
     ) -> Call:
-        """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. num_draft_tokens: of each round, at most
-        the settings' number; by default what `adaptive` chooses among the compiled numbers, or the settings' number without it."""
+        """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. shape: of each round, with at most the
+        settings' number of drafts; by default what `adaptive` chooses among the compiled shapes, or the settings' number without it."""
         size = smallest(self.buckets.decode, len(requests))
-        count = self._count(size, needs) if num_draft_tokens is None else num_draft_tokens
-        variant = None if self.trial is None or num_draft_tokens is not None or not count else self.trial.name
+        chosen = self._shape(size, len(requests), needs) if shape is None else shape
+        variant = None if self.trial is None or shape is not None or not chosen.num_draft_tokens else self.trial.name
         self._written(requests)
         known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
         args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
-        return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args), variant)
+        return Call(requests, size, chosen, self.programs.run(DecodeRounds(size, needs, *chosen), *args), variant)
 
     def use(self, drafter: Drafter) -> None:
         """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings."""
         self.drafter = self.programs.drafter = drafter
         self.trial = self.held.writer = None
 
-    def _count(self, size: int, needs: Needs) -> int:
+    def _shape(self, size: int, sequences: int, needs: Needs) -> RoundShape:
         if self.adaptive is None:
-            return self.settings.num_draft_tokens
-        compiled = [k for k in self.adaptive.draft_counts if DecodeRounds(size, needs, k) in self.programs.compiled]
+            return RoundShape(self.settings.num_draft_tokens)
+        compiled = [shape for shape in self.adaptive.shapes(size) if DecodeRounds(size, needs, *shape) in self.programs.compiled]
         if self.trial is not None:  # rounds without drafts would never end it
-            compiled = [k for k in compiled if k] or compiled
-        return self.adaptive.choose(size, compiled)
+            compiled = [shape for shape in compiled if shape.num_draft_tokens] or compiled
+        return self.adaptive.choose(size, sequences, compiled)
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests what they report. Returns whether a call lacked pages and left its requests as they
         were."""
         reports = self.programs.fetch([call.report for call in calls])
         wanted = self.adaptive is not None or self.watching or self.trial is not None
-        for (requests, count, _, variant), report in zip(calls, reports, strict=True):
+        for call, report in zip(calls, reports, strict=True):
             self._free = int(report.free_pages)
-            seen, tally = list[np.ndarray](), Tally()
-            for row, request in enumerate(requests):
+            rounds, tally = list[tuple[np.ndarray, np.ndarray]](), Tally()
+            for row, request in enumerate(call.requests):
                 if request is None:
                     continue
-                known = len(request.output)
-                request.advance(report, row, count)
+                known, before = len(request.output), len(request.guessed)
+                request.advance(report, row, call.shape.num_draft_tokens)
                 if wanted and 0 < known < len(request.output):
                     accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
                     # The last round of a sequence that has ended was cut short, and says nothing.
-                    seen.append(accepted[:-1] if request.ended else accepted)
+                    accepted = accepted[:-1] if request.ended else accepted
+                    rounds.append((accepted, np.asarray(request.guessed[before : before + len(accepted)])))
                     if request.writer is self.held.writer:
-                        tally += Tally(len(seen[-1]), int(seen[-1].sum()))
-            if seen:
-                self._see(np.concatenate(seen), tally, count, variant)
+                        tally += Tally(len(accepted), int(accepted.sum()))
+            if rounds:
+                accepted, verified = (np.concatenate(part) for part in zip(*rounds, strict=True))
+                self._see(accepted, verified, tally, call)
         self.settle()
         return any(report.starved for report in reports)
 
-    def _see(self, accepted: np.ndarray, tally: Tally, num_draft_tokens: int, variant: str | None) -> None:
-        """Tells those who want to know what the rounds of a call accepted. tally: of those rounds that count in a trial."""
+    def _see(self, accepted: np.ndarray, verified: np.ndarray, tally: Tally, call: Call) -> None:
+        """Tells those who want to know what the rounds of a call verified and accepted. tally: of those rounds that count in a trial."""
         if self.adaptive is not None:
-            self.adaptive.see(histogram_of(accepted, num_draft_tokens), num_draft_tokens)
-        in_use = variant is None
-        if variant is not None and self.trial is not None:
-            in_use = self.trial.variants[variant] is self.drafter
-            self.trial.see(variant, tally)
-        if num_draft_tokens and self.watching and in_use:
+            self.adaptive.see(accepted, verified, call.size, call.shape, len(call.requests))
+        in_use = call.variant is None
+        if call.variant is not None and self.trial is not None:
+            in_use = self.trial.variants[call.variant] is self.drafter
+            self.trial.see(call.variant, tally)
+        if call.shape.num_draft_tokens and self.watching and in_use:
             self.watched = self.watched + (len(accepted), accepted.sum())
 
     def begin_trial(self, trial: Trial) -> None:

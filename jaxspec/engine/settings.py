@@ -34,8 +34,8 @@ class Settings:
     # Blocks of 128 states, and different sets of allowed tokens, of all structured outputs that a data shard holds at a time.
     structured_blocks: int = 256
     structured_rows: int = 8192
-    # Whether warm-up measures what rounds cost, so that calls then choose how many tokens a round guesses, up to num_draft_tokens. It
-    # takes effect with the rule "coupled" and in one process only.
+    # Whether warm-up measures what rounds cost, so that calls then choose how many tokens a round guesses, up to num_draft_tokens, and how
+    # many of these it verifies. It takes effect with the rule "coupled" and in one process only.
     adaptive: bool = False
     seed: int = 0  # from which seeds are drawn for requests that name none
     progress: bool = True  # whether to show progress bars
@@ -60,10 +60,11 @@ class Settings:
         sizes = {"max_len": self.max_len, "num_draft_tokens": self.num_draft_tokens, "kv_dtype": self.kv_dtype}
         return {**sizes, "page_size": self.page_size, "full_pages": self.kv_pages}
 
-    def round(self, needs: Needs, num_draft_tokens: int | None = None) -> Round:
-        """What a call is compiled for whose requests have these needs and whose rounds guess so many tokens, by default the most."""
+    def round(self, needs: Needs, num_draft_tokens: int | None = None, rows: int | None = None) -> Round:
+        """What a call is compiled for whose requests have these needs and whose rounds guess so many tokens, by default the most. rows: see
+        `Round`."""
         count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        return Round(count, self.accept, needs, self.attention, self.draft_attention)
+        return Round(count, self.accept, needs, self.attention, self.draft_attention, rows)
 
 
 def check_pages(kv_pages: int, max_len: int, page_size: int = PAGE) -> None:

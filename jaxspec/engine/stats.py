@@ -40,7 +40,7 @@ def histogram_of(accepted: np.ndarray, num_draft_tokens: int) -> tuple[int, ...]
 
 def rates_of(histogram: Iterable[int], tried: Iterable[int] | None = None) -> tuple[float, ...]:
     """Unconditional acceptance of each draft position: the share of rounds that accepted draft i and all before it, i = 1 .. K. tried:
-    rounds that made draft i; by default all did."""
+    rounds that verified draft i; by default all did."""
     counts = np.asarray(tuple(histogram), np.int64)
     at_least = counts[::-1].cumsum()[::-1][1:]
     rounds = [int(counts.sum())] * len(at_least) if tried is None else tried
@@ -52,7 +52,7 @@ class RoundStats:
     """The rounds of one sequence."""
 
     drafted: int
-    """Tokens that the drafter guessed."""
+    """Tokens that the drafter guessed and the target verified."""
     histogram: tuple[int, ...]
     """Rounds by how many drafts they accepted, 0 .. K."""
     from_draft: tuple[bool, ...] = dataclasses.field(repr=False)
@@ -60,7 +60,7 @@ class RoundStats:
     first_token_seconds: float = dataclasses.field(default=0.0, compare=False)
     """From the call until the first token was known. Waiting for a slot counts, compiling does not."""
     tried: tuple[int, ...] | None = None
-    """Rounds that guessed at least i tokens, i = 1 .. K; None where all guessed K."""
+    """Rounds that verified at least i guesses, i = 1 .. K; None where all verified K."""
 
     @classmethod
     def of(
@@ -72,7 +72,7 @@ class RoundStats:
         by_round: Sequence[int] | None = None,
     ) -> RoundStats:
         """From the flags of a sequence's new tokens [N] and the state's count of drafted tokens, of which those of rounds that left no
-        token are not counted. by_round: how many tokens each round guessed, where it was not always num_draft_tokens."""
+        token are not counted. by_round: how many guesses each round verified, where it was not always num_draft_tokens."""
         accepted, tried = accepted_by_round(from_draft), None
         drafted = min(int(drafted), len(accepted) * num_draft_tokens)
         if by_round is not None:
@@ -83,7 +83,7 @@ class RoundStats:
 
     @property
     def rounds_by_draft(self) -> tuple[int, ...]:
-        """Rounds that made draft i, i = 1 .. K."""
+        """Rounds that verified draft i, i = 1 .. K."""
         return (self.steps,) * (len(self.histogram) - 1) if self.tried is None else self.tried
 
     @property
@@ -103,7 +103,7 @@ class RoundStats:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Of the steps that made draft i the share that accepted it and all before it, for i = 1 .. K."""
+        """Of the steps that verified draft i the share that accepted it and all before it, for i = 1 .. K."""
         return rates_of(self.histogram, self.rounds_by_draft)
 
 
@@ -160,7 +160,7 @@ class Stats:
     steps: int = 0
     """Draft/verify rounds, summed over requests, as are the next two, histogram and rounds_by_draft."""
     drafted: int = 0
-    """Tokens that the drafter guessed."""
+    """Tokens that the drafter guessed and the target verified."""
     accepted: int = 0
     """Drafts that became tokens."""
     stepped_tokens: int = 0
@@ -168,7 +168,7 @@ class Stats:
     histogram: tuple[int, ...] = ()
     """Steps by how many drafts they accepted, 0 .. K."""
     rounds_by_draft: tuple[int, ...] = ()
-    """Steps that guessed at least i tokens, i = 1 .. K; empty where all guessed K."""
+    """Steps that verified at least i guesses, i = 1 .. K; empty where all verified K."""
     cached_tokens: int = 0
     """Prompt tokens that had been computed for other requests."""
     preemptions: int = 0
@@ -233,7 +233,7 @@ class Stats:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Of the steps that made draft i the share that accepted it and all before it, for i = 1 .. K."""
+        """Of the steps that verified draft i the share that accepted it and all before it, for i = 1 .. K."""
         return rates_of(self.histogram, self.rounds_by_draft or None)
 
     @property

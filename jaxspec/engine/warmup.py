@@ -1,14 +1,14 @@
-"""Warm-up: everything is compiled, and then rounds are timed, for the choice of how many tokens they guess."""
+"""Warm-up: everything is compiled, and then rounds are timed, for the choice of what they guess and verify."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from tqdm.auto import tqdm
 
-from jaxspec.engine.draft_count import Adaptive
 from jaxspec.engine.request import Request
+from jaxspec.engine.round_shape import Adaptive, RoundShape, round_shapes
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling.choice import Needs
 
@@ -17,54 +17,57 @@ from jaxspec.sampling.choice import Needs
 WARM, TIMED, CALLS = 3, 4, 3
 
 
-def warm_up(
-    runners: Sequence[Runner], needs: Needs, draft_counts: Sequence[int], requests: Callable[[int], list[Request]], progress: bool
-) -> None:
-    """Compiles all programs that requests with these needs use, with a progress bar. Where there are draft counts to choose among, it then
+def warm_up(runners: Sequence[Runner], needs: Needs, adaptive: bool, requests: Callable[[int], list[Request]], progress: bool) -> None:
+    """Compiles all programs that requests with these needs use, with a progress bar. If calls are to choose the shape of rounds, it then
     times rounds of each, if that is not done yet, and the runners choose from then on.
 
     runners: of all data shards. requests: makes so many requests, as `measured` takes them.
     """
-    total = len(runners) * len(runners[0].programs_for(needs, draft_counts))
+    total = len(runners) * len(runners[0].programs_for(needs, adaptive))
     with tqdm(total=total, desc="Compiling", disable=not progress) as bar:
         for runner in runners:
-            for line in runner.warmup(needs, draft_counts):
+            for line in runner.warmup(needs, adaptive):
                 bar.set_postfix_str(line)
                 bar.update()
-        if draft_counts and runners[0].adaptive is None:
-            costs = measured(runners[0], draft_counts, needs, requests)
+        if adaptive and runners[0].adaptive is None:
+            costs = measured(runners[0], needs, requests)
             for runner in runners:
-                runner.adaptive = Adaptive(draft_counts, costs) if costs else None
+                runner.adaptive = Adaptive(costs) if costs else None
 
 
-def measured(
-    runner: Runner, draft_counts: Iterable[int], needs: Needs, requests: Callable[[int], list[Request]]
-) -> dict[tuple[int, int], float] | None:
-    """Seconds of a round for each (batch size, number of drafts), from a few rounds of short sequences; None if there is no room for them.
+def measured(runner: Runner, needs: Needs, requests: Callable[[int], list[Request]]) -> dict[tuple[int, RoundShape], float] | None:
+    """Seconds of a round for each batch size and shape, from a few rounds of short sequences; None if there is no room for them.
 
     Everything must be compiled. requests: makes so many requests with short prompts, which end at max_len only.
     """
-    counts, costs, settings = sorted(draft_counts), {}, runner.settings
-    rounds = min(TIMED, ((settings.max_len - 2) // sum(k + 1 for k in counts) - WARM) // CALLS - 2)
+    costs, settings = {}, runner.settings
+    rounds = min(TIMED, ((settings.max_len - 2) // (settings.num_draft_tokens + 1) - WARM) // CALLS - 2)
     if rounds < 1 or runner.free_slots < settings.max_slots:
         return None
     for size in runner.buckets.decode:
-        active = requests(size)
-        try:
-            runner.admit(active)
-            while waiting := [r for r in active if not r.ready]:
-                if runner.read([runner.prefill(waiting, needs)]):
-                    return None
-            for k in counts:
-                fastest = dict.fromkeys((WARM, 1, 1 + rounds), float("inf"))
-                for count in (WARM, *[1] * CALLS, *[1 + rounds] * CALLS):
-                    before, begun = active[0].rounds, time.perf_counter()
-                    runner.read([runner.decode(active, count, needs=needs, num_draft_tokens=k)])
-                    fastest[count] = min(fastest[count], time.perf_counter() - begun)
-                    if active[0].rounds - before < count:
-                        return None
-                short, long = fastest[1], fastest[1 + rounds]
-                costs[size, k] = (long - short) / rounds if long > short else long / (1 + rounds)
-        finally:
-            runner.end(active)
+        for shape in round_shapes(size, settings.num_draft_tokens):
+            cost = _cost(runner, requests(size), rounds, needs, shape)
+            if cost is None:
+                return None
+            costs[size, shape] = cost
     return costs
+
+
+def _cost(runner: Runner, active: list[Request], rounds: int, needs: Needs, shape: RoundShape) -> float | None:
+    """Seconds of a round of these requests, None where a call did less than it was asked for."""
+    fastest = dict.fromkeys((WARM, 1, 1 + rounds), float("inf"))
+    try:
+        runner.admit(active)
+        while waiting := [r for r in active if not r.ready]:
+            if runner.read([runner.prefill(waiting, needs)]):
+                return None
+        for count in (WARM, *[1] * CALLS, *[1 + rounds] * CALLS):
+            before, begun = active[0].rounds, time.perf_counter()
+            runner.read([runner.decode(active, count, needs=needs, shape=shape)])
+            fastest[count] = min(fastest[count], time.perf_counter() - begun)
+            if active[0].rounds - before < count:
+                return None
+    finally:
+        runner.end(active)
+    short, long = fastest[1], fastest[1 + rounds]
+    return (long - short) / rounds if long > short else long / (1 + rounds)

@@ -64,12 +64,17 @@ def attend(
             keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
         else:
             keys = dataclasses.replace(keys, fresh=(k, v))
+    table, length, packing = keys.table, keys.length, keys.packing
+    if packing is not None:  # its rows are in the pages by now
+        assert table is not None and keys.store_first
+        q, positions, table = packing.unpacked(q), packing.positions, jnp.take(table, packing.begin, axis=0, mode="clip")
+        length = packing.start + packing.count
     heads = paged_attention(
         q,
         positions,
         None if keys.pools is None else (keys.pools.k, keys.pools.v),
-        keys.table,
-        keys.length,
+        table,
+        length,
         keys.fresh,
         keys.count,
         keys.weight,
@@ -78,7 +83,7 @@ def attend(
         scale=scale,
         implementation=attention,
     )
-    return heads, keys
+    return heads if packing is None else packing.packed(heads), keys
 
 
 def keys_of(
@@ -92,8 +97,11 @@ def keys_of(
 
 def keys_for(cache: PagedKV | None, layer: int, spec: LayerSpec, rows: Rows, weight: jax.Array | None = None) -> Keys:
     """The keys before these rows of a layer that owns K and V, to which it adds the rows' own."""
-    keys = keys_of(cache, layer, rows.slots, rows.start, rows.count, weight)
-    return dataclasses.replace(keys, store_first=cache is not None and paged.has_room(cache, spec, rows.ids.shape[1]))
+    keys, width = keys_of(cache, layer, rows.slots, rows.start, rows.count, weight), rows.ids.shape[1]
+    if rows.packing is not None:
+        assert cache is not None
+        width = rows.packing.width
+    return dataclasses.replace(keys, store_first=cache is not None and paged.has_room(cache, spec, width), packing=rows.packing)
 
 
 def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys]) -> PagedKV:

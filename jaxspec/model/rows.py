@@ -15,17 +15,75 @@ class Rows:
 
     ids: [B, T] int32. start: [B] int32, the position of a sequence's first row, which is also how many positions its cache holds.
     count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
-    sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0.
+    sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0. packing: of rows that `packed` gave,
+    else None.
     """
 
     ids: jax.Array
     start: jax.Array
     count: jax.Array
     slots: jax.Array
+    packing: Packing | None = None
 
     @property
     def positions(self) -> jax.Array:
         return self.start[:, None] + jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None, :]
+
+    def packed(self, size: int) -> Rows:
+        """The real rows alone, one after the other: `size` blocks of one row, of which those that are left over are nobody's.
+
+        size: at least the sum of `count`. All that a layer computes of single rows takes them as they are; attention, which can read a
+        sequence's keys once for all of its rows, puts them back into blocks by `packing`.
+        """
+        ends = jnp.cumsum(self.count)
+        at = jnp.arange(size, dtype=jnp.int32)
+        owner = jnp.sum(ends[None, :] <= at[:, None], axis=1, dtype=jnp.int32)
+        real, owner = owner < len(ends), jnp.minimum(owner, len(ends) - 1)
+        begin = ends - self.count
+        place = jnp.where(real, at - jnp.take(begin, owner), 0)
+        packing = Packing(self.start, self.count, begin, owner, place, self.ids.shape[1])
+        return Rows(
+            ids=jnp.where(real[:, None], packing.packed(self.ids), 0),
+            start=packing.of_owners(self.start) + place,
+            count=real.astype(jnp.int32),
+            slots=jnp.where(real, packing.of_owners(self.slots), jnp.iinfo(jnp.int32).max),
+            packing=packing,
+        )
+
+
+@struct.dataclass
+class Packing:
+    """Where M packed rows belong among blocks of T rows of B sequences. A sequence's rows lie side by side.
+
+    start, count: [B] int32, as in `Rows`. begin: [B] int32, the packed row that is a sequence's first. owner: [M] int32, the sequence
+    that a packed row is of, and place: [M] int32, its place in the block; some sequence's first row for a row that is nobody's. width: T.
+    """
+
+    start: jax.Array
+    count: jax.Array
+    begin: jax.Array
+    owner: jax.Array
+    place: jax.Array
+    width: int = struct.field(pytree_node=False)
+
+    @property
+    def positions(self) -> jax.Array:
+        """Of the rows in blocks: [B, T] int32, -1 where there is none, so that it sees no key."""
+        at = jnp.arange(self.width, dtype=jnp.int32)[None, :]
+        return jnp.where(at < self.count[:, None], self.start[:, None] + at, -1)
+
+    def of_owners(self, x: jax.Array) -> jax.Array:
+        """What each packed row's sequence has. [B, ...] -> [M, ...]"""
+        return jnp.take(x, self.owner, axis=0, mode="clip")
+
+    def packed(self, x: jax.Array) -> jax.Array:
+        """[B, T, ...] -> [M, 1, ...]"""
+        return x.at[self.owner, self.place].get(mode="clip")[:, None]
+
+    def unpacked(self, x: jax.Array) -> jax.Array:
+        """[M, 1, ...] -> [B, T, ...], with any other row's numbers where a block has no row."""
+        at = self.begin[:, None] + jnp.arange(self.width, dtype=jnp.int32)[None, :]
+        return jnp.take(x[:, 0], at, axis=0, mode="clip")
 
 
 @struct.dataclass
@@ -46,7 +104,8 @@ class Keys:
     pools, table ([B, W] int32): the owning layer's pages, or None. length: [B] int32. fresh: K [B, T, KV, key_dims] and V
     [B, T, KV, D] of rows that are not in the pages yet, or None; count: [B] int32. weight: [D], the owner's k_norm where its keys
     are stored in part (`LayerSpec.key_dims`), else None. store_first: the owner puts its rows into the pages and then reads them
-    there, so that none are fresh; it must have places for them beside all that they see.
+    there, so that none are fresh; it must have places for them beside all that they see. packing: of packed rows, for which B is the
+    number of rows; else None.
     """
 
     pools: LayerKV | None
@@ -56,6 +115,7 @@ class Keys:
     count: jax.Array
     weight: jax.Array | None
     store_first: bool = struct.field(pytree_node=False, default=False)
+    packing: Packing | None = None
 
 
 def take_row(x: jax.Array, index: jax.Array) -> jax.Array:

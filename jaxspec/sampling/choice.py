@@ -8,6 +8,7 @@ of noise and each round (`stream_seed`).
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,19 @@ class Sampling:
     """The device's share of a vocabulary that is spread over several devices, or None."""
     weighed: bool = struct.field(pytree_node=False, default=False)
     """For drafts: whether the acceptance rule needs the logits that each is chosen from."""
+
+    def taken(self, owner: jax.Array) -> Sampling:
+        """How the requests owner[0], owner[1], ... choose. owner: [M] int32."""
+
+        def of(field: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.take(x, owner, axis=0, mode="clip"), field)
+
+        constraint = self.constraint
+        if constraint is not None:
+            own = of((constraint.state, constraint.begin, constraint.stop_ids))
+            constraint = Constraint(constraint.automata, *own)
+        own = {name: of(getattr(self, name)) for name in ("seed", "temperature", "filters", "tables")}
+        return dataclasses.replace(self, **own, constraint=constraint)
 
 
 def seed_words(seed: int) -> tuple[int, int]:

@@ -50,14 +50,15 @@ class Tables:
             return self._value(logits, self.bias[:, None], self.seen[:, None], self.count[:, None])
         return self._value(logits, _at(self.bias, ids), _at(self.seen, ids), _at(self.count, ids))
 
-    def verified(self, logits: jax.Array, drafts: jax.Array) -> jax.Array:
-        """Logits with all edits, for a block whose row i chooses the token after drafts 0 .. i - 1.
+    def verified(self, logits: jax.Array, drafts: jax.Array, first: jax.Array | None = None) -> jax.Array:
+        """Logits with all edits, for rows of a block whose row i chooses the token after drafts 0 .. i - 1.
 
-        logits: [B, K + 1, V] float32; drafts: [B, K] int32, of which ids below 0 are none.
+        logits: [B, T, V] float32; drafts: [B, K] int32, of which ids below 0 are none. first: [B] int32, which row of its block is the
+        first of the T; None for 0.
         """
-        batch, count = drafts.shape
-        edited = self.applied(logits)
-        slot, row = jnp.arange(batch)[:, None, None], jnp.arange(count + 1, dtype=jnp.int32)[None, :, None]
+        (batch, count), edited = drafts.shape, self.applied(logits)
+        slot, at = jnp.arange(batch)[:, None, None], jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :, None]
+        row = at if first is None else at + first[:, None, None]
         if count:
             # The drafts that a row sees have other counts than `applied` took. We edit their logits again.
             earlier = jnp.arange(count, dtype=jnp.int32)[None, None, :] < row
@@ -65,15 +66,16 @@ class Tables:
             again = jnp.sum(ids[:, :, :, None] == ids[:, :, None, :], axis=-1, dtype=jnp.int32)
             raw = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
             value = self._value(raw, _at(self.bias, ids), jnp.ones(ids.shape, bool), _at(self.count, ids) + again)
-            edited = edited.at[slot, row, ids].set(value, mode="drop")
+            edited = edited.at[slot, at, ids].set(value, mode="drop")
         early = (self.produced[:, None, None] + row < self.edits.min_tokens[:, None, None]) & (self.stop_ids >= 0)[:, None, :]
         stops = jnp.where(early, self.stop_ids[:, None, :], NOBODY)
         known = jnp.concatenate([self.recent, drafts], axis=1)
-        before = jnp.stack([known[:, i : i + MAX_BAD_WORD_TOKENS - 1] for i in range(count + 1)], axis=1)[:, :, None, :]
+        window = row + jnp.arange(MAX_BAD_WORD_TOKENS - 1, dtype=jnp.int32)[None, None, :]
+        before = known[slot, jnp.broadcast_to(window, (batch, *window.shape[1:]))][:, :, None, :]
         prefix, last = self.edits.bad_words[:, None, :, :-1], self.edits.bad_words[:, None, :, -1]
         complete = jnp.all((prefix == -1) | (prefix == before), axis=-1) & (last >= 0)
         forbidden = jnp.concatenate([stops, jnp.where(complete, last, NOBODY)], axis=-1)
-        return edited.at[slot, row, forbidden].set(-jnp.inf, mode="drop")
+        return edited.at[slot, at, forbidden].set(-jnp.inf, mode="drop")
 
     def _value(self, logits: jax.Array, bias: jax.Array, seen: jax.Array, count: jax.Array) -> jax.Array:
         repetition, frequency, presence = (x[:, None, None] for x in (self.edits.repetition, self.edits.frequency, self.edits.presence))

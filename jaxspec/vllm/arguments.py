@@ -91,7 +91,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_speculative_tokens": ((None,), "it belongs into speculative_config"),
 }
 # Keys of speculative_config: those that are read, those that only tune vLLM, and those that are refused.
-SPECULATION_READ = ("model", "method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "revision")
+ADAPTIVE = "enable_adaptive_verification"
+SPECULATION_READ = ("model", "method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "revision", ADAPTIVE)
 SPECULATION_TUNING = (
     "attention_backend",
     "disable_by_batch_size",
@@ -171,7 +172,7 @@ def mesh_of(tensor: Any, data: Any) -> Any:
 
 
 def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[dict[str, Any], list[str]]:
-    """(`drafter` and `num_draft_tokens` of `load`, the keys that only tune vLLM). hub: of the target.
+    """(arguments of `load` by name: the drafter and how it is used, the keys that only tune vLLM). hub: of the target.
 
     Raises TypeError or ValueError for what cannot be served, a model that is not of the method's kind among it."""
     if config is None:
@@ -186,6 +187,8 @@ def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[di
     tuning = [f"speculative_config[{key!r}]" for key in config if key in SPECULATION_TUNING]
     method, model = config.get("method"), config.get("model")
     chosen = {"num_draft_tokens": config.get("num_speculative_tokens")}
+    if ADAPTIVE in config:
+        chosen["adaptive_verification"] = config[ADAPTIVE]
     if method in NGRAM_METHODS or model in NGRAM_METHODS:
         most, least = config.get("prompt_lookup_max"), config.get("prompt_lookup_min")
         longest, shortest = most or least or 5, least or most or 5  # vLLM's defaults

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
+import jaxspec
 from jaxspec import cli, released
 from jaxspec.bench import kernel_times, random_weights, roofline, workload
 from jaxspec.decode.accept import COUPLED
@@ -266,6 +267,27 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
         (["--config", "pocket", "--dtype", "float16"], "dtype is 'float16'; available: 'float32', 'bfloat16'"),
         (["--config", "pocket", "--temperature", "-1"], "temperature is -1.0, expected a finite number of at least 0"),
         (["--config", "pocket", "--draft-attention", "flash"], "draft_attention is 'flash'; available: 'auto', 'xla', "),
+        (["--config", "pocket", "--rows", "0"], "rows is 0, expected at least 1"),
+        (["--config", "pocket", "--rows", "2"], "rows is 2 for 1 sequences of 0 drafts; expected 1 .. 1: one for each sequence"),
+        (
+            [
+                "--config",
+                "pocket",
+                "--drafter",
+                "pocket-mtp",
+                "--tokens",
+                "8",
+                "--context",
+                "64",
+                "--batch",
+                "8",
+                "--rows",
+                "9",
+                "--acceptance",
+                "block",
+            ],
+            "rows is 9 and the acceptance rule is 'block', which needs a row for each draft; expected 'coupled'",
+        ),
         (["--config", "pocket", "--repeats", "0"], "repeats is 0, expected at least 1"),
         (["--config", "pocket", "--batch", "8,0"], "batch is 0, expected at least 1"),
         (["--config", "e2b", "--context", "131000"], "context 131000 and 3 timed calls of 128 steps may take 131401 positions; the config"),
@@ -296,6 +318,22 @@ def test_options_that_are_no_numbers(capsys, options):
 )
 def test_filters_that_do_nothing_are_not_compiled(sampling, scope):
     assert workload.Workload(4, COUPLED, **sampling).round.needs.scope == scope
+
+
+def test_a_round_of_few_rows_reads_and_computes_less():
+    target, drafter = pair("26b")
+    shape = {"batch": 8, "num_draft_tokens": 15, "context": 512}
+    whole, few = (roofline.step_flops(target, **shape, rows=rows) for rows in (None, 32))
+    assert whole == pytest.approx(4 * few)
+    sizes = [roofline.step_bytes(target, drafter, **shape, rows=rows) for rows in (None, 128, 32)]
+    assert sizes[0] == sizes[1] and sizes[2].target < sizes[0].target and sizes[2].target_kv == sizes[0].target_kv
+
+
+def test_rows_are_dealt_out_to_data_shards():
+    settings = {"num_draft_tokens": 3, "batches": (8,), "context": 64, "mesh": jaxspec.mesh(data=2)}
+    assert workload.plan_bench("pocket", "pocket-mtp", rows=20, **settings).work.round.rows == 10
+    with pytest.raises(ValueError, match="rows is 19 and the mesh has 2 data shards; expected a multiple of 2"):
+        workload.plan_bench("pocket", "pocket-mtp", rows=19, **settings)
 
 
 def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(capsys, monkeypatch):

@@ -127,6 +127,12 @@ def run(drafter, k, slots=ROWS, rows=ROWS, **requests):
     return loop(prefill(admit(empty(), slots, rows, **requests), slots), slots, drafter, k)
 
 
+def run_rounds(round, drafter, **requests):
+    """The same with other rounds."""
+    state = prefill(admit(empty(), ROWS, **requests), ROWS)
+    return jit_loop(target(), drafter, state, padded(ROWS), 1000, False, round=round)
+
+
 def numbers(state, name, slots=ROWS):
     return np.asarray(getattr(state, name))[np.asarray(slots)]
 

@@ -88,6 +88,11 @@ WRONG = {
         ValueError,
         r"gives logits float32 \[2, 4\]; expected float32 \[2, 4, C\]",
     ),
+    "confidence": (
+        draft_with(lambda d, s: (dataclasses.replace(d, confidence=jnp.zeros((2, 4, 1))), s)),
+        ValueError,
+        r"gives confidence float32 \[2, 4, 1\]; expected float32 \[2, 4\]",
+    ),
     "another state": (draft_with(lambda d, s: (d, {**s, "more": s["rows"]})), None, None),  # which observe drops again
     "dtype of a state": (
         broken(observe=lambda self, state, rows: {"rows": state["rows"].astype(jnp.float32)}),

@@ -190,7 +190,8 @@ def test_heads_that_a_checkpoint_lacks(tmp_path: Path, folder: Path) -> None:
     assert dspark.abstract(plain).markov_head is None and not plain.confidence_with_markov
     full = kinds.drafter("dspark gemma")
     markov = dataclasses.replace(full.markov_head, markov_w2=Linear(jnp.zeros_like(full.markov_head.markov_w2.weight)))
-    without, silent = dataclasses.replace(full, markov_head=None), dataclasses.replace(full, markov_head=markov)
+    without = dataclasses.replace(full, markov_head=None, confidence_head=None)
+    silent = dataclasses.replace(full, markov_head=markov)
     found, wanted = (guesses(rounds.target(), model, rounds.started(model), 2)[0] for model in (without, silent))
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     close(found.logits, wanted.logits)

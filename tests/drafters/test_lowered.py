@@ -41,13 +41,13 @@ def drafter(name, target):
 
 
 @functools.cache
-def kernels(name, k, draft_attention):
+def kernels(name, k, draft_attention, rows=None):
     """How many calls of attention the program of a round has, and whether all of its state is updated in place. Equal layers share one."""
     config = Gemma4Config.from_hf(TEXT)
     weights = gemma4.abstract(config), drafter(name, config)
     state = jax.eval_shape(functools.partial(decode.init_state, slots=2, max_len=1024, num_draft_tokens=k), *weights)
     step = jax.jit(decode.spec_step, static_argnames="round", donate_argnums=2)
-    round = decode.Round(k, attention="triton", draft_attention=draft_attention)
+    round = decode.Round(k, attention="triton", draft_attention=draft_attention, rows=rows)
     text = for_cuda(step, *weights, state, jax.ShapeDtypeStruct((1,), jnp.int32), round=round)
     in_place = text.count("tf.aliasing_output") == len(jax.tree.leaves(state)) - 1  # all but `starved`
     return len(re.findall(r'name = "paged_attention"', text)), in_place
@@ -59,6 +59,11 @@ def test_attention_over_an_own_cache_is_the_kernels(name, k, own):
     one more row that is not stored, and its pass over the rows of a round. The target has two kinds of layers."""
     assert kernels(name, k, "xla") == (2, True)
     assert kernels(name, k, "triton") == (2 + own, True)
+
+
+def test_a_round_of_few_rows_reads_keys_once_for_all_rows_of_a_sequence():
+    """Rows are packed for everything but attention, of which there is a call for each kind of layer as ever, and nothing is copied."""
+    assert kernels("dflash", 15, "xla", rows=5) == (2, True)
 
 
 def only(protocol, name, found):

@@ -16,6 +16,7 @@ from jaxspec import SamplingParams
 from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine.llm import LLM
+from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.settings import Settings
 from jaxspec.sampling.choice import Needs
 from jaxspec.structured.vocabulary import Vocabulary
@@ -41,14 +42,15 @@ def vocabulary():
     return Vocabulary(data, length, strips_space=False, opening=-1, closing=-1, think=-1)
 
 
-def texts(kind, count=0, rule=COUPLED):
-    """The completions of all expressions. kind: of the drafter, which guesses so many tokens."""
+def texts(kind, count=0, rule=COUPLED, rows=None):
+    """The completions of all expressions. kind: of the drafter, which guesses so many tokens. rows: of each round."""
     drafter = NoDraft() if kind is None else kinds.weights(LAYOUTS[kind](), 3)
     with few_programs():
         settings = Settings(num_draft_tokens=count, max_slots=3, max_len=64, page_size=8, accept=rule, progress=False)
         with LLM(rounds.target(), drafter, tiny.Letters(), settings, eos_token_ids=EOS) as llm:
             llm._structures.__dict__["vocabulary"] = vocabulary()
             llm._needs = lambda requests: Needs(structured=True)
+            llm._runner._shape = lambda *_: RoundShape(count, rows)
             asked = [
                 SamplingParams(temperature=1.0, seed=i, max_tokens=40, structured_outputs=None if e is None else {"regex": e})
                 for i, e in enumerate(EXPRESSIONS)
@@ -68,6 +70,11 @@ def without_drafts():
 @pytest.mark.parametrize("kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.slow) for k in LAYOUTS])
 def test_texts_match_and_are_those_without_drafts(kind):
     assert texts(kind, 3)[0] == without_drafts()
+
+
+@pytest.mark.parametrize("rows", [5, pytest.param(3, marks=pytest.mark.slow), pytest.param(11, marks=pytest.mark.slow)])
+def test_texts_match_whatever_is_verified(rows):
+    assert texts("assistant", 3, rows=rows)[0] == without_drafts()
 
 
 @pytest.mark.slow

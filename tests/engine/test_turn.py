@@ -48,7 +48,7 @@ class Notes:
     def prefill(self, requests, needs):
         self.calls.append(("prefill", [r.order for r in requests]))
         goal = next((goal for goal in requests[0].goals if goal > requests[0].computed), requests[0].goal)
-        return Call(requests[:1], "prefill", min(requests[0].computed + 8, goal))
+        return Call(requests[:1], "prefill", min(requests[0].computed + 8, goal), None)
 
     def used(self, requests):
         return min(requests[0].goal - requests[0].computed, 8) / 8
@@ -56,7 +56,7 @@ class Notes:
     def decode(self, requests, steps, until_any=False, needs=PLAIN):
         self.calls.append(("decode", [r.order for r in requests]))
         self.steps = steps
-        return Call(requests, "decode", 0)
+        return Call(requests, "decode", 0, None)
 
     def read(self, calls):
         starved, self.starved = self.starved, False
