@@ -25,9 +25,10 @@ HALF_LIFE = 2000.0  # rounds, summed over sequences, after which a count is halv
 HOPED, HOPED_ROUNDS = 0.8, 10.0
 TRUSTED_TOKENS = 500.0  # tokens of a shape that must come before what they make of its promises counts more than the promises
 MARGIN = 1.02  # how much faster another shape must promise to be
-# Rows for each sequence to choose among, beside 1 and K + 1. The steps are small about where a pass stops waiting for the weights: for 32
-# sequences of a bfloat16 model on an H200, at 5.
-EACH = (2, 3, 4, 5, 6, 8, 12, 16, 24)
+# Rows for each sequence to choose among, beside 1 and K + 1: as a block of as many, and shared out among drafts.
+EACH = (3, 5, 8, 16)
+# What shared rows are hoped to give more than blocks of as many, which take some percent less time, before it is known.
+HOPED_GAIN = 1.1
 FREE_ROWS = 128  # fewer rows than these save hardly any time: the pass waits for the weights
 
 
@@ -50,8 +51,10 @@ def round_shapes(size: int, num_draft_tokens: int) -> tuple[RoundShape, ...]:
     most = num_draft_tokens
     if size * (most + 1) <= FREE_ROWS:
         return tuple(RoundShape(count) for count in sorted({0, (most + 1) // 2, most}))
-    between = [RoundShape(min(each + each // 2, most), size * each) for each in EACH if 4 * each <= 3 * (most + 1)]
-    return (NO_DRAFTS, *between, RoundShape(most))
+    some = [each for each in EACH if 4 * each <= 3 * (most + 1)]
+    blocks = [RoundShape(each - 1) for each in some]
+    shared = [RoundShape(min(each + each // 2, most), size * each) for each in some]
+    return (NO_DRAFTS, *blocks, *shared, RoundShape(most))
 
 
 class Adaptive:
@@ -114,7 +117,8 @@ class Adaptive:
 
     def speed(self, size: int, shape: RoundShape, sequences: int | None = None) -> float:
         """Expected tokens a second of each sequence. size: one of `sizes`. sequences: how many there are, by default `size`."""
-        gain = (self._given[size, shape] + TRUSTED_TOKENS) / (self._promised[size, shape] + TRUSTED_TOKENS)
+        hoped = 1.0 if shape.rows is None else HOPED_GAIN
+        gain = (self._given[size, shape] + hoped * TRUSTED_TOKENS) / (self._promised[size, shape] + TRUSTED_TOKENS)
         return gain * self._tokens(size, shape, size if sequences is None else sequences) / self.costs[size, shape]
 
     def _tokens(self, size: int, shape: RoundShape, sequences: int) -> float:
