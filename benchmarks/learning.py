@@ -2,7 +2,10 @@
 
 The target is pocket, fine-tuned on log lines; the drafter is the bundled assistant, which does not know these. The job runs without
 learning and then with it, and texts are compared token by token. With `--target pocket`, prompts are the bundled target's own domain,
-Python code. Prints tokens a step and seconds of each quarter of the job as rows of a Markdown table.
+Python code. Prints tokens a step of each twelfth of the job, and seconds, as rows of a Markdown table.
+
+`--shape 31b` runs on random weights of a released model's shape and its assistant's instead, and prints the share of the time that went
+into learning, and the memory that was planned and in use.
 """
 
 from __future__ import annotations
@@ -15,12 +18,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 import jaxspec
-from jaxspec import SamplingParams
-from jaxspec.learning.settings import Learn
+from jaxspec import Learn, SamplingParams, checkpoint, released
+from jaxspec.bench.random_weights import random_weights
+from jaxspec.engine.llm import LLM
+from jaxspec.engine.memory import fit, memory_limit, sizes_of
+from jaxspec.engine.settings import Settings
+from jaxspec.model import gemma4
+from jaxspec.targets import DTYPES
+from jaxspec.text import load_tokenizer
 from jaxspec.train import finetune
+from pallas_kernels import dialect
 
 PARTS = 12  # of a job, for which acceptance is told
 GIVEN = 64  # tokens of a prompt of code
@@ -67,18 +78,49 @@ def job(args: argparse.Namespace, target: Any, learn: Learn | None) -> tuple[lis
         if learning is not None:
             learning.compile()
         texts: list[list[int]] = [[] for _ in prompts]
-        begun, last, lengths = time.perf_counter(), llm.stats, list[float]()
+        begun, lengths, stepped, steps = time.perf_counter(), list[float](), 0, 0
         for count, done in enumerate(llm.as_completed(zip(prompts, asked, strict=True)), start=1):
             texts[done.prompt_index] = done.token_ids
+            stepped, steps = stepped + len(done.token_ids) - 1, steps + done.stats.steps
             if count * PARTS // len(prompts) > len(lengths):
-                now = llm.stats
-                lengths.append((now - last).acceptance_length)
-                last = now
-                print(f"  {count} prompts, {time.perf_counter() - begun:.1f} s, {lengths[-1]:.2f}, {now.learning or ''}", flush=True)
+                lengths.append(stepped / steps)
+                stepped = steps = 0
+                told = llm.stats.learning or ""
+                print(f"  {count} prompts, {time.perf_counter() - begun:.1f} s, {lengths[-1]:.2f}, {told}", flush=True)
         seconds, stats = time.perf_counter() - begun, llm.stats
         if learning is not None:
             learning.close()
         return texts, lengths, seconds, stats
+
+
+def dummy(args: argparse.Namespace, learn: Learn) -> None:
+    """A job on random weights. Drafts are hardly ever accepted, and the drafter learns what there is to learn of noise."""
+    config = released.target_config(args.shape)
+    dtype = DTYPES["float32" if args.shape == "pocket" else config.dtype]
+    target = random_weights(gemma4.abstract(config, dtype), 0)
+    drafter = random_weights(released.abstract_drafter("mtp", args.shape, config, dtype), 1)
+    kernels = dialect.obstacle() is None
+    sizes = sizes_of(target, drafter, max_len=args.max_len, num_draft_tokens=args.k, kernels=kernels, learn=learn)
+    limit = memory_limit(jax.local_devices()[0])
+    chosen = fit(sizes, None if limit is None else int(0.9 * limit), args.slots or None)
+    more = {"max_slots": chosen.slots, "kv_pages": chosen.pages, "prefix_bytes": chosen.prefix_bytes, "progress": False}
+    settings = Settings(num_draft_tokens=args.k, max_len=args.max_len, **more)
+    planned = sizes.kept(chosen.slots, chosen.pages) + chosen.prefix_bytes + sizes.work(chosen.slots)
+    with LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings) as llm:
+        prompts = np.random.default_rng(0).integers(2, config.vocab_size, (args.prompts, GIVEN)).tolist()
+        asked = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True)
+        llm.warmup()
+        with llm.learn(learn) as learning:
+            learning.compile()
+            print(f"compiled in {llm.stats.compile_seconds:.0f} s; {chosen.slots} slots", flush=True)
+            begun = time.perf_counter()
+            llm.generate(prompts, asked)
+            seconds, told = time.perf_counter() - begun, learning.stats
+        print(f"{seconds:.1f} s, {llm.stats.tokens_per_second:.0f} tokens/s; asked for {learn.share:.1%}: {told}")
+        peak = llm.stats.peak_bytes
+        found = "unknown here" if peak is None else f"{peak / 2**30:.2f} GiB"
+        print(f"peak memory {found}, planned {planned / 2**30:.2f} GiB: of it learning {sizes.learnt / 2**30:.2f} GiB and an update's work "
+              f"{sizes.learning / 2**30:.2f} GiB")  # fmt: skip
 
 
 def main() -> None:
@@ -95,7 +137,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=float, default=getattr(Learn(), name))
     for name in ("batch", "length", "anchors", "every"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Learn(), name))
+    parser.add_argument("--shape", help="e2b, e4b, 12b, 26b, 31b: random weights of this shape")
+    parser.add_argument("--max-len", type=int, default=1024, help="for --shape: tokens of the longest sequence")
     args = parser.parse_args()
+    if args.shape is not None:
+        dummy(
+            args, Learn(**{name: getattr(args, name) for name in ("share", "rate", "batch", "length", "anchors", "every")}, patience=1000)
+        )
+        return
     with tempfile.TemporaryDirectory() as folder:
         target = args.target or tuned(args.keep or Path(folder))
         learn = Learn(**{name: getattr(args, name) for name in ("share", "rate", "batch", "length", "anchors", "every")})

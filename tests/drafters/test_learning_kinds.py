@@ -8,7 +8,7 @@ import engines
 import jax
 import numpy as np
 import pytest
-from engines import PLAIN, llm_of, only
+from engines import PLAIN, fixed, llm_of, only
 from kinds import KINDS
 from test_requests import alone, prompts, same
 
@@ -18,8 +18,8 @@ from jaxspec.engine import trials
 from jaxspec.learning.learner import Learner
 
 LEARN = Learn(share=0.9, batch=2, length=48, anchors=8, rate=0.05, every=2, patience=1000)
-LEARNERS = [kind for kind in KINDS if kind != "ngram"]
-FEW = ("assistant", "dflash")
+LEARNERS = [kind for kind in KINDS if kind not in ("ngram", "dflash")]  # this dflash leaves its scale open, see below
+FEW = ("assistant", "eagle3")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,11 +37,11 @@ def soon(monkeypatch):
     monkeypatch.setattr(engine_learn, "Trial", functools.partial(trials.Trial, turn=6))
 
 
-def asked_for(rng, count, longest):
+def asked_for(rng):
     asked = []
-    for i, prompt in enumerate(prompts(rng, count, longest)):
-        settings = {**PLAIN, "temperature": float(rng.integers(2)), "max_tokens": int(rng.integers(8, 50)), "seed": i}
-        asked.append((prompt, SamplingParams(**{**settings, "n": 2 if settings["temperature"] and i % 3 == 0 else 1})))
+    for i, prompt in enumerate([*fixed(3, 120), *prompts(rng, 6, 60)]):
+        settings = {**PLAIN, "temperature": float(rng.integers(2)), "max_tokens": 48 if i < 3 else int(rng.integers(8, 50)), "seed": i}
+        asked.append((prompt, SamplingParams(**{**settings, "n": 2 if settings["temperature"] and i % 4 == 0 else 1})))
     return asked
 
 
@@ -49,11 +49,12 @@ def asked_for(rng, count, longest):
 def test_texts_are_the_same_and_nothing_is_compiled_anew(kind, caplog):
     """Prompts that begin alike, few pages, sampled texts and several samples of a prompt, while weights are updated, tried and taken."""
     llm, rng = llm_of(kind), np.random.default_rng(5)
-    asked = asked_for(rng, 10, 60)
+    asked = asked_for(rng)
     expected = [[alone(prompt, dataclasses.replace(p, n=1, seed=p.seed + i)) for i in range(p.n)] for prompt, p in asked]
     before = jax.device_get(llm.drafter)
-    with only(llm, pages=60):
+    with only(llm, pages=52):
         with llm.learn(LEARN) as learning:
+            llm.warmup()
             llm.generate([p for p, _ in asked], [p for _, p in asked])
             compiled = llm.stats.compilations
             with caplog.at_level(logging.WARNING, "jax"), jax.log_compiles():
@@ -134,6 +135,7 @@ def test_a_loss_that_is_not_finite_ends_learning_and_not_the_job(monkeypatch):
     [
         ("ngram", {}, "the drafter is a NGram, which has nothing to learn"),
         (None, {}, "the drafter is a NoDraft, which has nothing to learn"),
+        ("dflash", {}, "the drafter's config.json leaves open input_embedding_scale=1.0 or"),
         ("assistant", {"num_draft_tokens": 0}, "num_draft_tokens is 0, so that no draft would be accepted"),
         ("assistant", {"accept": "standard"}, "the acceptance rule is 'standard', with which texts depend on the drafter"),
     ],

@@ -1,0 +1,96 @@
+"""A drafter that learns is written as a checkpoint, resumes where it was, and its memory is planned."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import Learn, SamplingParams, released
+from jaxspec.engine import learn as engine_learn
+from jaxspec.engine import memory, trials
+from jaxspec.model import gemma4
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
+SIZES = {"num_draft_tokens": 2, "max_slots": 4, "max_len": 64, "progress": False}
+LEARN = Learn(share=0.9, batch=2, length=32, anchors=4, rate=1e-2, every=1, patience=1000)
+
+
+def texts(llm):
+    prompts = np.random.default_rng(0).integers(100, 4000, (6, 9)).tolist()
+    return [c.token_ids for c in llm.generate(prompts, SamplingParams(max_tokens=24, seed=1, temperature=1.0, ignore_eos=True))]
+
+
+def arrays(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(arrays(a), arrays(b), strict=True))
+
+
+def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeypatch):
+    """A run that is killed after a save goes on from there: its weights in use, master weights and moments are the same."""
+    monkeypatch.setattr(trials, "LEAST", 1)
+    monkeypatch.setattr(trials, "ALIKE", 1e9)
+    out, killed = tmp_path / "drafter", tmp_path / "killed"
+    learn = dataclasses.replace(LEARN, out=out)
+    with jaxspec.load(*folders, learn=learn, **SIZES) as llm:
+        learning = llm.learning
+        first = texts(llm)
+        while not learning.stats.taken:
+            assert texts(llm) == first
+        learning.save()
+        shutil.copytree(out, killed)
+        state, weights, updates = jax.device_get(learning._learner.state), jax.device_get(llm.drafter), learning.stats.updates
+    with pytest.raises(FileExistsError, match="holds a drafter that learnt before; give resume=True"):
+        jaxspec.load(*folders, learn=learn, **SIZES)
+    with jaxspec.load(*folders, **SIZES) as llm, llm.learn(dataclasses.replace(learn, out=killed, resume=True)) as learning:
+        assert same(learning._learner.state, state) and learning.stats.updates == updates
+        pairs = zip(_floats(llm.drafter), _floats(weights), strict=True)  # the config.json says bfloat16, and so are the files
+        assert all(np.array_equal(x, y.astype(jnp.bfloat16).astype(np.float32)) for x, y in pairs)
+        assert texts(llm) == first
+    with jaxspec.load(folders[0], killed, **SIZES) as llm:
+        assert texts(llm) == first and type(llm.drafter).__name__ == "Gemma4MTP"
+
+
+def _floats(tree):
+    return [x for x in arrays(tree) if x.dtype == np.float32]
+
+
+def test_only_what_can_learn_is_loaded_to_learn(folders):
+    with pytest.raises(ValueError, match="the drafter is a NGram, which has nothing to learn"):
+        jaxspec.load(folders[0], "ngram", learn=0.1, **SIZES)
+    with pytest.raises(ValueError, match="the acceptance rule is 'block', with which texts depend on the drafter"):
+        jaxspec.load(*folders, learn=0.1, accept="block", **SIZES)
+    with pytest.raises(ValueError, match=r"share is 1.5, expected more than 0 and less than 1"):
+        jaxspec.load(*folders, learn=1.5, **SIZES)
+
+
+def test_what_learning_takes_is_planned():
+    """Three float32 of each weight, and two more copies as the drafter has them; slots make room."""
+    target = gemma4.abstract(released.target_config("31b"), jnp.bfloat16)
+    drafter = released.abstract_drafter("mtp", "31b", target.config, jnp.bfloat16)
+    sizes = {"max_len": 4096, "num_draft_tokens": 4}
+    plain, learns = (memory.sizes_of(target, drafter, learn=learn, **sizes) for learn in (None, Learn()))
+    count = sum(x.size for x in jax.tree.leaves(drafter) if x.dtype == jnp.bfloat16)
+    assert learns.learnt == (3 * 4 + 2 * 2) * count and (plain.learnt, plain.learning) == (0, 0)
+    # XLA's program for an H200 takes 2.55 GiB of temporaries.
+    assert 2.55 * 2**30 < learns.learning < 2 * 2.55 * 2**30
+    assert learns.kept(5, 9) == plain.kept(5, 9) + learns.learnt
+    room = plain.kept(16, 600) + plain.work(16)
+    assert memory.fit(learns, room).slots < memory.fit(plain, room).slots
+    with pytest.raises(ValueError, match=r"the weights take .*, learning .* and 64 slots"):
+        memory.fit(learns, room, 64)
+    halves = memory.learning_bytes(target.config, drafter, Learn(batch=2, anchors=16), 4, 4096, memory.ONE_DEVICE)
+    assert halves[0] == learns.learnt and halves[1] < learns.learning
+
+
+def test_a_device_without_room_says_so(folders, monkeypatch):
+    with jaxspec.load(*folders, **SIZES) as llm:
+        monkeypatch.setattr(engine_learn, "memory_limit", lambda device: 1000)
+        with pytest.raises(MemoryError, match="learning takes .* of the device's .*`load` with `learn` plans slots beside it"):
+            llm.learn(0.1)
