@@ -49,7 +49,7 @@ DFLASH = {
         "block_size": 16,
         "num_target_layers": 3,
         "final_logit_softcapping": 2.0,
-        "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 2]},
+        "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 2], "input_embedding_scale": 1.0},
     },
     "speculators": {
         "architectures": ["DFlashSpeculator"],

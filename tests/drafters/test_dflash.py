@@ -262,18 +262,19 @@ def test_the_embedding_scale_is_a_setting(scale: float) -> None:
 
 def test_a_config_for_gemma_that_names_no_scale_has_two_readings(tmp_path: Path) -> None:
     """By each the embeddings are those of a config that names it, and what is saved names it."""
-    model = kinds.drafter("dflash")
-    assert model.config.undecided is not None and model.readings == ("input_embedding_scale=1.0", "input_embedding_scale=5.6569")
+    config = {**DFLASH["z-lab"], "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 2]}}
+    model = dataclasses.replace(kinds.drafter("dflash"), config=DFlashConfig.from_hf(config, rounds.target().config))
+    assert kinds.drafter("dflash").readings == () and model.readings == ("input_embedding_scale=1.0", "input_embedding_scale=5.6569")
     table = np.asarray(rounds.target().embed_tokens.weight)[[3, 4]]
     for which, scale in enumerate((1.0, 32**0.5)):
         taken = model.read_as(jnp.int32(which))
         close(jax.jit(lambda model: model.embed(rounds.target(), jnp.asarray([[3, 4]], jnp.int32)))(taken)[0], table * scale)
-        drafters.save_drafter(tmp_path / str(which), taken, DFLASH["z-lab"])
+        drafters.save_drafter(tmp_path / str(which), taken, config)
         saved = drafters.load_drafter(tmp_path / str(which), rounds.target().config, jnp.float32, progress=False)
         assert isinstance(saved, DFlash) and saved.readings == () and saved.config.input_embedding_scale == scale
     # speculators does not scale them, and neither do targets of other families.
     assert DFlashConfig.from_hf(DFLASH["speculators"], rounds.target().config, ("lm_head.weight",)).undecided is None
-    assert DFlashConfig.from_hf(DFLASH["z-lab"], shapes.target_config("step3p5")).undecided is None
+    assert DFlashConfig.from_hf(config, shapes.target_config("step3p5")).undecided is None
 
 
 REAL = {"31B": shapes.drafter_config("dflash", "31b"), "26B-A4B": shapes.drafter_config("dflash", "26b")}
