@@ -180,8 +180,8 @@ class Runner:
         """Starts one call that computes rows of some of the requests; the first ones come first."""
         goals, _, size, chunk = self._next_rows(requests)
         some = requests[:size]
-        until, known = padded(goals[:size], size), padded([r.length for r in some], size)
-        return Call(some, 0, self.programs.run(Prefill(size, chunk, needs), self._ids(some, size), until, known))
+        columns = self._columns(some, size, goals[:size], [r.length for r in some])
+        return Call(some, 0, self.programs.run(Prefill(size, chunk, needs), columns))
 
     def used(self, requests: Sequence[Request]) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1."""
@@ -202,9 +202,9 @@ class Runner:
         the settings' number; by default what `adaptive` chooses among the compiled numbers, or the settings' number without it."""
         size = smallest(self.buckets.decode, len(requests))
         count = self._count(size, needs) if num_draft_tokens is None else num_draft_tokens
-        known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
-        args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
-        return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), *args))
+        steps = self.programs.steps_for(needs, steps)
+        columns = self._columns(requests, size, [r.length for r in requests], [steps] * size, [until_any] * size)
+        return Call(requests, count, self.programs.run(DecodeRounds(size, needs, count), columns))
 
     def _count(self, size: int, needs: Needs) -> int:
         if self.adaptive is None:
@@ -277,6 +277,10 @@ class Runner:
     def _ids(self, requests: Sequence[Request], size: int) -> np.ndarray:
         return padded([request.slot for request in requests], size, self.total_slots)
 
+    def _columns(self, requests: Sequence[Request], size: int, *values: Sequence[int]) -> np.ndarray:
+        """Slot ids and further numbers of requests as one array [size, 1 + values], since handing over each array has its cost."""
+        return np.stack([self._ids(requests, size), *(padded(of, size) for of in values)], axis=1)
+
     def _release(self, ended: Sequence[int], requests: Sequence[Request]) -> None:
         """Releases slots, then puts requests into theirs."""
         size = smallest(self.buckets.admit, len(requests))
@@ -286,4 +290,4 @@ class Runner:
         self._free = free
 
     def _fork(self, source: int, slot: int, rows: int) -> None:
-        self._free = self.programs.run(Fork(), *(padded([n], 1) for n in (source, slot, rows)))
+        self._free = self.programs.run(Fork(), np.asarray([[source, slot, rows]], np.int32))
