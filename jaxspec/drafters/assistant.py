@@ -26,7 +26,7 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, pick
 from jaxspec.model import traffic
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig
-from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, coming_weights, decoder_layer, next_weights
+from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.gemma4_fresh import narrow, text_config, with_query_norms
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.model.rows import Hidden, Keys
@@ -122,9 +122,8 @@ class Gemma4MTP:
         dtype = self.pre_projection.weight.dtype
         x = self.pre_projection(jnp.concatenate([embedded.astype(dtype), hidden.astype(dtype)], axis=-1))
         layers, out = self.model.layers, self.model.layers[0].input_layernorm(x)
-        following = zip(next_weights(layers, self.model.norm), coming_weights(layers, self.post_projection.weight), strict=True)
-        for layer, (next_weight, coming) in zip(layers, following, strict=True):
-            x, out, _ = decoder_layer(layer, x, out, positions, keys[layer.self_attn.spec.kind], None, next_weight, attention, coming)
+        for layer, next_weight in zip(layers, next_weights(layers, self.model.norm), strict=True):
+            x, out, _ = decoder_layer(layer, x, out, positions, keys[layer.self_attn.spec.kind], None, next_weight, attention)
         return out, self.post_projection(out)
 
     def candidates(

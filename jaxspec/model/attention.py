@@ -28,11 +28,9 @@ class AttentionWeights(Protocol):
     @property
     def spec(self) -> LayerSpec: ...
 
-    def heads(
-        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any, coming: tuple[Any, ...]
-    ) -> Heads:
+    def heads(self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any) -> Heads:
         """Normed and rotated queries [B, T, KV, G, D] of a projection or its parts, and the keys and values, or the pools that hold
-        them, in `dtype`; coming: weights that are read next. See `pallas_kernels.qkv`."""
+        them, in `dtype`: see `pallas_kernels.qkv`."""
         ...
 
 
@@ -44,17 +42,16 @@ def attend(
     dtype: Any,
     attention: str,
     scale: float = 1.0,
-    coming: tuple[Any, ...] = (),
 ) -> tuple[jax.Array, Keys]:
     """Attention of a layer's rows. projected: what `weights.heads` takes; positions: [B, T]; dtype: of the rows; scale: of the scores;
-    attention: the implementation; coming: weights that are read after it. Returns the heads [B, T, KV, G, D] and the keys that they attended to: those given, with the rows' own
+    attention: the implementation. Returns the heads [B, T, KV, G, D] and the keys that they attended to: those given, with the rows' own
     if the layer owns any."""
     assert not isinstance(projected, Unsummed)
     spec, pages, pools = weights.spec, None, keys.pools
     if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == dtype and pools.scales is None:
         assert keys.table is not None
         pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
-    q, k, v = weights.heads(projected, positions, pages, attention, dtype, coming)
+    q, k, v = weights.heads(projected, positions, pages, attention, dtype)
     if pages is not None:
         assert k is not None and v is not None
         keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)

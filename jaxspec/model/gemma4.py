@@ -66,15 +66,13 @@ class Attention:
     def kv_heads(self) -> tuple[KVHeads, ...]:
         return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
-    def heads(
-        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any, coming: tuple[Any, ...]
-    ) -> Heads:
+    def heads(self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any) -> Heads:
         """See `AttentionWeights.heads`."""
         spec = self.spec
         cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        settings = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": dtype, "coming": coming}
-        return qkv(projected, cos, sin, self.q_norm.weight, k_weight, pages, **settings, implementation=implementation)
+        settings = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": dtype, "implementation": implementation}
+        return qkv(projected, cos, sin, self.q_norm.weight, k_weight, pages, **settings)
 
     @property
     def key_weight(self) -> jax.Array | None:
@@ -121,16 +119,12 @@ class DecoderLayer:
         per_layer_input: PerLayerInput | None,
         next_weight: jax.Array | None,
         implementation: str,
-        coming: tuple[Weight, ...] = (),
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The layer after attention, whose output it adds first. x: [B, T, H]; attended: the same, or parts of it; coming: as for
-        `decoder_layer`.
+        """The layer after attention, whose output it adds first. x: [B, T, H]; attended: the same, or parts of it.
         Returns the stream and its norm with next_weight (None without), [B, T, H] each."""
         add = functools.partial(add_norm, eps=self.post_attention_layernorm.eps, implementation=implementation)
         if self.router is None:
-            entering = (self.pre_feedforward_layernorm.weight,)
-            weights = (self.mlp.gate_up_proj.weight,)
-            x, normed = add(x, attended, self.post_attention_layernorm.weight, next_weights=entering, coming=weights)
+            x, normed = add(x, attended, self.post_attention_layernorm.weight, next_weights=(self.pre_feedforward_layernorm.weight,))
             out = self.mlp.parts(normed, implementation)
         else:
             assert self.experts and self.post_feedforward_layernorm_1
@@ -145,8 +139,7 @@ class DecoderLayer:
         weight = self.post_feedforward_layernorm.weight
         if per_layer_input is not None:
             assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm
-            weights = (self.per_layer_input_gate.weight, self.per_layer_projection.weight, *coming)
-            (x,) = add(x, out, weight, coming=weights)
+            (x,) = add(x, out, weight)
             rows, inputs = x.reshape(-1, x.shape[-1]), per_layer_input.all
             inputs = inputs.reshape(-1, *inputs.shape[-2:])
             gate = self.per_layer_input_gate.weight
@@ -154,8 +147,7 @@ class DecoderLayer:
             gated = gated_by(rows, gate, inputs, per_layer_input.layer, implementation=chosen)
             out = self.per_layer_projection.parts(gated.reshape(*x.shape[:-1], -1), implementation)
             weight = self.post_per_layer_input_norm.weight
-        next_weights = () if next_weight is None else (next_weight,)
-        x, *normed = add(x, out, weight, scalar=self.layer_scalar, next_weights=next_weights, coming=coming)
+        x, *normed = add(x, out, weight, scalar=self.layer_scalar, next_weights=() if next_weight is None else (next_weight,))
         return x, normed[0] if normed else None
 
 
@@ -258,8 +250,7 @@ class Gemma4:
         fresh: dict[int, Keys] = {}
         tapped: dict[int, jax.Array] = {}
         normed = self.layers[0].input_layernorm(x)
-        following = zip(next_weights(self.layers, self.norm), coming_weights(self.layers, self.head[0]), strict=True)
-        for i, (layer, (next_weight, coming)) in enumerate(zip(self.layers, following, strict=True)):
+        for i, (layer, next_weight) in enumerate(zip(self.layers, next_weights(self.layers, self.norm), strict=True)):
             if i in taps:
                 tapped[i] = x
             if i == cut:
@@ -272,7 +263,7 @@ class Gemma4:
                 keys = fresh[source]
             else:
                 keys = keys_for(cache, source, spec, rows, self.layers[source].self_attn.key_weight)
-            x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention, coming)
+            x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
         if last_only and cut == config.num_hidden_layers:
@@ -299,11 +290,6 @@ def next_weights(layers: tuple[DecoderLayer, ...], norm: RMSNorm) -> tuple[Weigh
     return (*(layer.input_layernorm.weight for layer in layers[1:]), norm.weight)
 
 
-def coming_weights(layers: tuple[DecoderLayer, ...], last: Weight) -> tuple[tuple[Weight, ...], ...]:
-    """For each layer the matrices that are multiplied with after it: the next layer's, and `last` after the last."""
-    return (*((layer.self_attn.qkv_proj.weight,) for layer in layers[1:]), (last,))
-
-
 # Jitted by itself so that layers with equal specs are traced once; XLA inlines it.
 @jax.jit(static_argnames="attention")
 def decoder_layer(
@@ -315,19 +301,16 @@ def decoder_layer(
     per_layer_input: PerLayerInput | None,
     next_weight: jax.Array | None,
     attention: str,
-    coming: tuple[Weight, ...] = (),
 ) -> tuple[jax.Array, jax.Array | None, Keys]:
     """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; next_weight: [H], of the norm
-    that reads the output, or None. attention: implementation of attention and of the kernels around it. coming: matrices that are read
-    after the layer, see `pallas_kernels.prefetch`. Returns x, that norm of it (or
+    that reads the output, or None. attention: implementation of attention and of the kernels around it. Returns x, that norm of it (or
     None), and the keys that the layer attended to: those given, with its own fresh K and V if it owns any."""
     attn = layer.self_attn
     with jax.named_scope(attn.spec.kind):
-        weights = (attn.o_proj.weight, layer.mlp.gate_up_proj.weight)
-        heads, keys = attend(attn, attn.qkv_proj.parts(normed, attention), positions, keys, x.dtype, attention, coming=weights)
+        heads, keys = attend(attn, attn.qkv_proj.parts(normed, attention), positions, keys, x.dtype, attention)
         attended = attn.o_proj.parts(heads, attention, over=3)
     with jax.named_scope("feed_forward"):
-        return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention, coming), keys
+        return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention), keys
 
 
 def abstract(config: Gemma4Config, dtype: Any = jnp.bfloat16) -> Gemma4:

@@ -7,7 +7,6 @@ import jax
 from pallas_kernels import dialect
 from pallas_kernels.add_norm import reference, triton
 from pallas_kernels.all_reduce import Unsummed
-from pallas_kernels.packed import Packed
 
 # What is added: one output, or several, each with its norm's weight or None, whose norms are summed first. An output may be in parts, and
 # these on several devices.
@@ -23,7 +22,6 @@ def add_norm(
     scalar: jax.Array | None = None,
     next_weights: tuple[jax.Array, ...] = (),
     eps: float,
-    coming: tuple[jax.Array | Packed, ...] = (),
     implementation: str = "auto",
 ) -> tuple[jax.Array, ...]:
     """(x + norm(y, weight)) * scalar, followed by the norm of that with each of next_weights. All returned arrays are like x.
@@ -31,7 +29,7 @@ def add_norm(
     x: [..., H], the residual stream. y: [..., H], or several pairs of such an array and a weight; then y is the sum of their norms. An
     array [S, ..., H], with one axis more than x, stands for the sum of its S parts (`linear.partials`). `Unsummed` stands for such a sum
     over devices, which only kernels serve. weight, next_weights: [H] each. scalar: [1], or None for 1. Norms are RMS norms with `eps`; with
-    None in the place of a weight, what it would norm is taken as it is. coming: weights that kernels after this one read, see `prefetch`.
+    None in the place of a weight, what it would norm is taken as it is.
 
     Arithmetic is in float32. Norms, sums and products are rounded to x's dtype, which y has too unless it is in parts.
     implementation: see `dialect.select`. Raises ValueError for an unknown one.
@@ -41,7 +39,7 @@ def add_norm(
         return reference.add_norm(x, y, weight, scalar, next_weights, eps)
     if isinstance(y, tuple):
         y = tuple((part.summed(x.dtype) if isinstance(part, Unsummed) else part, w) for part, w in y)
-    return triton.add_norm(x, y, weight, scalar, next_weights, eps, coming=coming, interpret=chosen == "triton-interpret")
+    return triton.add_norm(x, y, weight, scalar, next_weights, eps, interpret=chosen == "triton-interpret")
 
 
 __all__ = ["Addend", "add_norm"]

@@ -8,7 +8,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect, prefetch
+from pallas_kernels import dialect
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.all_reduce.triton import read_mail, sum_over_devices, turn_ends
 from pallas_kernels.dialect import pl, plgpu
@@ -18,7 +18,7 @@ WARP = 512  # numbers of a row that a warp holds: for each array a thread has tw
 MOST_WARPS = 16
 
 
-def add_norm(x, y, weight, scalar, next_weights, eps, *, coming=(), interpret=False, num_warps=None):
+def add_norm(x, y, weight, scalar, next_weights, eps, *, interpret=False, num_warps=None):
     """See `pallas_kernels.add_norm.add_norm`."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
@@ -27,34 +27,26 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, coming=(), interpret=Fa
     parts = tuple((part.reshape(*part.shape[: part.ndim - x.ndim], *rows.shape), w) for part, w in addends)
     inputs, tree = jax.tree.flatten((rows, parts, weight, scalar, next_weights, mail))
     outputs = [jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(next_weights))
-    warps = num_warps or max(1, min(MOST_WARPS, pl.next_power_of_2(width) // WARP))
-    # With mailboxes every program is a row that all devices have.
-    ahead = prefetch.ahead(() if mail is not None else coming, rows.shape[0], interpret)
-    shapes = outputs + ahead.out_shapes(warps)
     out = dialect.call(
-        functools.partial(_row, tree=tree, eps=eps, ahead=ahead),
+        functools.partial(_row, tree=tree, eps=eps),
         name="add_norm",
-        grid=(rows.shape[0] + ahead.programs,),
-        in_specs=[ANY] * len(inputs) + ahead.in_specs(warps),
-        out_specs=[ANY] * len(shapes),
-        out_shape=shapes,
-        num_warps=warps,
+        grid=(rows.shape[0],),
+        in_specs=[ANY] * len(inputs),
+        out_specs=[ANY] * len(outputs),
+        out_shape=outputs,
+        num_warps=num_warps or max(1, min(MOST_WARPS, pl.next_power_of_2(width) // WARP)),
         num_stages=1,
         interpret=interpret,
-    )(*inputs, *ahead.views)
-    return tuple(a.reshape(x.shape) for a in out[: len(outputs)])
+    )(*inputs)
+    return tuple(a.reshape(x.shape) for a in out)
 
 
-def _row(*refs, tree, eps, ahead):
+def _row(*refs, tree, eps):
     x_ref, part_refs, weight_ref, scalar_ref, next_refs, mail_ref = tree.unflatten(refs[: tree.num_leaves])
-    views, outputs = refs[tree.num_leaves :][: len(ahead.views)], refs[tree.num_leaves + len(ahead.views) :]
-    sum_ref, *normed_refs = outputs[: 1 + len(next_refs)]
-    row, (rows, width), dtype = pl.program_id(0), x_ref.shape, x_ref.dtype
+    sum_ref, *normed_refs = refs[tree.num_leaves :]
+    row, (_, width), dtype = pl.program_id(0), x_ref.shape, x_ref.dtype
     column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     inside = column < width
-    if ahead:
-        inside &= row < rows
-        prefetch.ask(ahead, views, outputs[-1], row - rows)
 
     def load(ref, *index):
         return plgpu.load(ref.at[*index, column], mask=inside, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)

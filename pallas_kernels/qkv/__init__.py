@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import dialect
-from pallas_kernels.packed import Packed
 from pallas_kernels.qkv import reference, triton
 
 
@@ -34,7 +33,6 @@ def qkv(
     eps: float,
     value_norm: bool = True,
     dtype: Any = None,
-    coming: tuple[jax.Array | Packed, ...] = (),
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """The normed and rotated query heads of a block of rows, and its keys and values.
@@ -47,7 +45,7 @@ def qkv(
 
     Returns q [B, T, KV, group, D], k and v, in `dtype`, by default q_weight's. Without pages k and v are those of the rows,
     [B, T, KV, key_dims] and [B, T, KV, D]. With pages they are the pools, which then hold the rows, and every count must be at most
-    W * page. Without k_weight they are None. coming: weights that kernels after this one read, see `prefetch`.
+    W * page. Without k_weight they are None.
 
     implementation: see `dialect.select`. Raises ValueError for an unknown one.
     """
@@ -55,7 +53,7 @@ def qkv(
     settings = {"group": group, "key_dims": key_dims, "eps": eps, "value_norm": value_norm, "dtype": dtype or q_weight.dtype}
     if chosen == "xla":
         return reference.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings)
-    return triton.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings, coming=coming, interpret=chosen == "triton-interpret")
+    return triton.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings, interpret=chosen == "triton-interpret")
 
 
 __all__ = ["Pages", "qkv"]

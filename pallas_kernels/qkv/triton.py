@@ -8,7 +8,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect, prefetch
+from pallas_kernels import dialect
 from pallas_kernels.dialect import pl, plgpu
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
@@ -16,7 +16,7 @@ HEADS = 16  # heads of a program, if there are many rows
 MANY_ROWS = 32  # of all sequences; with fewer rows each KV head has a program, to keep the GPU busy
 
 
-def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, value_norm, dtype, coming=(), interpret=False):
+def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, value_norm, dtype, interpret=False):
     """See `pallas_kernels.qkv.qkv`."""
     if projected.ndim == 5:
         projected = projected[None]
@@ -35,30 +35,26 @@ def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps,
             outputs |= {"k": jax.ShapeDtypeStruct(pages.k.shape, pages.k.dtype), "v": jax.ShapeDtypeStruct(pages.v.shape, pages.v.dtype)}
     tile = pl.next_power_of_2(heads)
     together = max(1, min(pl.next_power_of_2(kv_heads), HEADS // tile)) if batch * rows >= MANY_ROWS else 1
-    blocks, warps = pl.cdiv(kv_heads, together), 8 if together * tile * dim > 4096 else 4
-    ahead = prefetch.ahead(coming, batch * rows, interpret)
-    shapes = [*outputs.values(), *ahead.out_shapes(warps)]
-    names = (*inputs, *range(len(ahead.views)), *outputs, *(["asked"] if ahead else []))
     out = dialect.call(
         functools.partial(
-            _heads, names=names, together=together, group=group, key_dims=key_dims, eps=eps, value_norm=value_norm, ahead=ahead
+            _heads, names=(*inputs, *outputs), together=together, group=group, key_dims=key_dims, eps=eps, value_norm=value_norm
         ),
         name="qkv",
-        grid=(batch * rows + pl.cdiv(ahead.programs, blocks), blocks),
-        in_specs=[ANY] * len(inputs) + ahead.in_specs(warps),
-        out_specs=[ANY] * len(shapes),
-        out_shape=shapes,
-        num_warps=warps,
+        grid=(batch * rows, pl.cdiv(kv_heads, together)),
+        in_specs=[ANY] * len(inputs),
+        out_specs=[ANY] * len(outputs),
+        out_shape=list(outputs.values()),
+        num_warps=8 if together * tile * dim > 4096 else 4,
         num_stages=1,
         interpret=interpret,
         input_output_aliases=aliases,
-    )(*inputs.values(), *ahead.views)
-    return (out[0], None, None) if k_weight is None else tuple(out[:3])
+    )(*inputs.values())
+    return (*out, None, None) if k_weight is None else tuple(out)
 
 
-def _heads(*refs, names, together, group, key_dims, eps, value_norm, ahead):
+def _heads(*refs, names, together, group, key_dims, eps, value_norm):
     refs = dict(zip(names, refs, strict=True))
-    parts, batch, rows, kv_heads, heads, dim = refs["projected"].shape
+    parts, _, rows, kv_heads, heads, dim = refs["projected"].shape
     dtype, half, tile = refs["q"].dtype, dim // 2, pl.next_power_of_2(heads)
     b, t = pl.program_id(0) // rows, pl.program_id(0) % rows
     lane = jnp.arange(together * tile, dtype=jnp.int32)
@@ -66,10 +62,6 @@ def _heads(*refs, names, together, group, key_dims, eps, value_norm, ahead):
     real = (head < kv_heads) & (member < heads)
     column = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
     inside = column < half
-    if ahead:
-        real, inside, b = real & (b < batch), inside & (b < batch), jnp.minimum(b, batch - 1)
-        number = (pl.program_id(0) - batch * rows) * pl.cdiv(kv_heads, together) + pl.program_id(1)
-        prefetch.ask(ahead, [refs[i] for i in range(len(ahead.views))], refs["asked"], number)
 
     def halves(load):
         return load(column).astype(jnp.float32), load(column + half).astype(jnp.float32)
