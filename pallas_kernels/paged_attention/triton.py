@@ -20,6 +20,8 @@ from pallas_kernels.paged_attention.reference import MASKED
 
 LOG2_E = math.log2(math.e)
 ANY = pl.BlockSpec(memory_space=pl.ANY)
+MERGED = 128, 1  # columns and warps of a program that merges
+MOST_SPLITS, EXTRA = 16, 0
 PROGRAMS = 512  # about four for each of an H200's 132 multiprocessors, which keeps its memory busy
 
 
@@ -65,7 +67,7 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
         tile, keys = (64 if rows > 64 else 32), 32
     keys = min(keys, page & -page if page else keys, max(16, pl.next_power_of_2(visible)))
     programs = batch * heads * pl.cdiv(rows, tile)
-    splits = max(1, min(pl.cdiv(PROGRAMS, programs), visible // keys, 16))
+    splits = max(1, min(pl.cdiv(PROGRAMS, programs), visible // keys + EXTRA, MOST_SPLITS))
     if splits == 1 and tile == 16 and dim == 256 and not wide_numbers:
         keys, warps = min(keys, 32), 2
     return Tiles(tile, keys, splits, warps, num_stages=2)
@@ -241,31 +243,41 @@ def merged(parts, q, splits, interpret):
     weights, [B, KV, splits, rows] float32 each. There are T * G rows, or more.
     """
     batch, queries, heads, group, dim = q.shape
+    width, num_warps = MERGED
+
+    width = min(width, _padded(dim))
 
     def merge(acc_ref, top_ref, total_ref, out_ref):
-        row, b, head = pl.program_id(0), pl.program_id(1) // heads, pl.program_id(1) % heads
+        row, b, head = pl.program_id(0), pl.program_id(2) // heads, pl.program_id(2) % heads
         part = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
-        real = part < splits
-        part = jnp.minimum(part, splits - 1)
-        wide = jnp.arange(_padded(dim), dtype=jnp.int32)
-        inside = wide < dim
-        columns = jnp.minimum(wide, dim - 1)
-        top = plgpu.load(top_ref.at[b, head, part, row], mask=real, other=jnp.float32(MASKED))
+        column = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
+        # No mask where all are there: then loads are wide.
+        real = None if pl.next_power_of_2(splits) == splits else part < splits
+        inside = None if dim % width == 0 else column < dim
+        mask = real if inside is None else inside
+        if real is not None and inside is not None:
+            mask = real[:, None] & inside[None, :]
+        elif mask is not None:
+            mask = jnp.broadcast_to(mask[:, None] if inside is None else mask[None, :], (part.size, width))
+
+        def load(ref, index, mask, other):
+            return plgpu.load(ref.at[b, head, *index], mask=mask, other=None if mask is None else jnp.float32(other))
+
+        acc = load(acc_ref, (part[:, None], row, column[None, :]), mask, 0.0)
+        top, total = load(top_ref, (part, row), real, MASKED), load(total_ref, (part, row), real, 0.0)
         share = jnp.exp2(top - jnp.max(top))
-        total = jnp.sum(share * plgpu.load(total_ref.at[b, head, part, row], mask=real, other=jnp.float32(0.0)))
-        mask = real[:, None] & inside[None, :]
-        acc = plgpu.load(acc_ref.at[b, head, part[:, None], row, columns[None, :]], mask=mask, other=jnp.float32(0.0))
+        total = jnp.sum(share * total)
         value = jnp.where(total > 0, jnp.sum(acc * share[:, None], axis=0) / jnp.maximum(total, 1e-30), 0.0)
-        plgpu.store(out_ref.at[b, row // group, head, row % group, wide], value.astype(out_ref.dtype), mask=inside)
+        plgpu.store(out_ref.at[b, row // group, head, row % group, column], value.astype(out_ref.dtype), mask=inside)
 
     return dialect.call(
         merge,
         name="paged_attention_merge",
-        grid=(queries * group, batch * heads),
+        grid=(queries * group, pl.cdiv(dim, width), batch * heads),
         in_specs=[ANY] * 3,
         out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        num_warps=8 if dim > 256 else 4,
+        num_warps=num_warps,
         num_stages=1,
         interpret=interpret,
     )(*parts)
