@@ -201,8 +201,9 @@ class Programs:
 
     def __init__(self, target: TargetModel, drafter: Drafter, settings: Settings, *, slots: int, placement: Placement, times: Times):
         self.settings, self.slots = settings, slots
-        # Calls take and return flat lists of arrays: trees of so many take longer to hand over. The weights are None once they are closed.
-        self._weights: Any
+        self.target: Any = target  # this and the next: None once they are closed
+        self._drafter: Any = drafter
+        # Calls take and return flat lists of arrays: to hand over trees of as many arrays takes longer.
         self._weights, self._models = jax.tree.flatten((target, drafter))
         self._leaves: Any = None  # of the state
         self.compiled: dict[Program, Callable[..., Any]] = {}
@@ -216,6 +217,16 @@ class Programs:
         self._gaps = cuda_graphs.keep_apart(self._devices)
 
     @property
+    def drafter(self) -> Any:
+        """The drafter whose weights the next call takes. What replaces it must be like it in all but the numbers."""
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._weights = self._models.flatten_up_to((self.target, drafter))
+        self._drafter = drafter
+
+    @property
     def state(self) -> Any:
         """The state of all slots; None once a call that failed has taken it along, until `begin`."""
         return None if self._leaves is None else self._form.unflatten(self._leaves)
@@ -226,7 +237,8 @@ class Programs:
             self._leaves = None
             return
         self._leaves, self._form = jax.tree.flatten(state)
-        self._bare, self._bare_form = jax.tree.flatten(bare(self._form.unflatten(range(len(self._leaves)))))  # of its leaves: which
+        numbered = self._form.unflatten(range(len(self._leaves)))
+        self._bare, self._bare_form = jax.tree.flatten(bare(numbered))  # which of the leaves a bare state has
 
     def begin(self) -> None:
         """Makes an empty state."""
@@ -251,7 +263,8 @@ class Programs:
         """Gives up the weights, the state and all programs, which stay in the count of those that were compiled."""
         for array in jax.tree.leaves((self.state, self.automata)):
             array.delete()
-        self.automata = self.state = self._last = self._layout = self._weights = None
+        self.automata = self.state = self._last = self._layout = self.target = self._drafter = None
+        self._weights = []
         self.compiled = dict.fromkeys(self.compiled, refuse)
 
     def steps_for(self, needs: Needs, steps: int) -> int:
@@ -326,7 +339,7 @@ class Programs:
 
         def flat(weights: Any, automata: Any, leaves: Any, *args: Any) -> Any:
             state, more = whole(*models.unflatten(weights), automata, form.unflatten(leaves), *args)
-            return jax.tree.leaves(state), more
+            return form.flatten_up_to(state), more
 
         taken = self._weights, self.automata if structured else None, self._leaves
         return jax.jit(flat, donate_argnums=2).lower(*taken, *args)
@@ -341,7 +354,7 @@ class Programs:
 
         def flat(leaves: Any, *args: Any) -> Any:
             state, more = whole(form.unflatten(leaves), *args)
-            return jax.tree.leaves(state), more
+            return form.flatten_up_to(state), more
 
         return jax.jit(flat, donate_argnums=0).lower([self._leaves[i] for i in self._bare], *args)
 
