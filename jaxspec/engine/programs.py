@@ -21,7 +21,6 @@ from jaxspec.decode.state import VERIFIED_ROUNDS, DecodeState
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import cuda_graphs
 from jaxspec.engine.admission import arrays_of, init_state
-from jaxspec.engine.buckets import padded
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.settings import Settings
 from jaxspec.model.target import TargetModel
@@ -41,29 +40,25 @@ def bare(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=()), drafter=None, logprobs=None)
 
 
-def with_arrays(bare: DecodeState, state: DecodeState) -> DecodeState:
-    """A bare state with the arrays of another state that hold what was computed."""
-    cache = dataclasses.replace(bare.cache, layers=state.cache.layers)
-    return dataclasses.replace(bare, cache=cache, drafter=state.drafter, logprobs=state.logprobs)
-
-
 def admit(state: DecodeState, ended: jax.Array, slots: jax.Array, requests: Any) -> Any:
     state = decode.admit(decode.release(state, ended), slots, requests)
     return state, state.cache.free_count + 0  # a new array: the next call takes the state's own
 
 
-def fork(target: Any, drafter: Any, automata: None, state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Array) -> Any:
-    state = decode.fork(state, sources, slots, rows)
+def fork(target: Any, drafter: Any, automata: None, state: DecodeState, columns: jax.Array) -> Any:
+    state = decode.fork(state, *columns.T)
     return state, state.cache.free_count + 0
 
 
-def prefill(target, drafter, automata, state, slots, until, known, *, chunk, round) -> Any:
+def prefill(target, drafter, automata, state, columns, *, chunk, round) -> Any:
+    slots, until, known = columns.T
     state = decode.prefill(target, drafter, state, slots, until, chunk=chunk, round=round, automata=automata)
     return state, decode.report(state, slots, known, 1, round.needs.logprobs is not None)
 
 
-def decode_rounds(target, drafter, automata, state, slots, known, steps, until_any, *, width, round) -> Any:
-    state = decode.decode_loop(target, drafter, state, slots, steps, until_any, round=round, automata=automata)
+def decode_rounds(target, drafter, automata, state, columns, *, width, round) -> Any:
+    slots, known, steps, until_any = columns.T
+    state = decode.decode_loop(target, drafter, state, slots, steps[0], until_any[0] != 0, round=round, automata=automata)
     return state, decode.report(state, slots, known, width, round.needs.logprobs is not None, round.rows is not None)
 
 
@@ -108,7 +103,7 @@ class Admit(Program):
 
     def lower(self, programs: Programs) -> Any:
         requests = arrays_of([], self.size, programs.settings.max_len)
-        return programs.lower_bare(admit, programs.no_slots(programs.slots), programs.no_slots(self.size), requests)
+        return programs.lower_bare(admit, programs.no_slots(programs.slots, 1)[:, 0], programs.no_slots(self.size, 1)[:, 0], requests)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +114,7 @@ class Fork(Program):
         return "fork"
 
     def lower(self, programs: Programs) -> Any:
-        return programs.lower(fork, *[programs.no_slots(1)] * 3)
+        return programs.lower(fork, programs.no_slots(1, 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +130,7 @@ class Prefill(Program):
 
     def lower(self, programs: Programs) -> Any:
         function = functools.partial(prefill, chunk=self.chunk, round=programs.settings.round(self.needs))
-        return programs.lower(function, *[programs.no_slots(self.size)] * 3, structured=self.structured)
+        return programs.lower(function, programs.no_slots(self.size, 3), structured=self.structured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +150,7 @@ class DecodeRounds(Program):
         settings, needs = programs.settings, self.needs
         width = programs.steps_for(needs, STEPS) * (settings.num_draft_tokens + 1)
         function = functools.partial(decode_rounds, width=width, round=settings.round(needs, self.num_draft_tokens, self.rows))
-        return programs.lower(function, *[programs.no_slots(self.size)] * 2, np.int32(0), np.bool_(False), structured=self.structured)
+        return programs.lower(function, programs.no_slots(self.size, 4), structured=self.structured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +166,7 @@ class Score(Program):
 
     def lower(self, programs: Programs) -> Any:
         function = functools.partial(score, chunk=self.chunk, count=self.count, attention=programs.settings.attention)
-        return programs.lower(function, programs.no_slots(self.size))
+        return programs.lower(function, programs.no_slots(self.size, 1)[:, 0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,17 +204,43 @@ class Programs:
     def __init__(self, target: TargetModel, drafter: Drafter, settings: Settings, *, slots: int, placement: Placement, times: Times):
         self.settings, self.slots = settings, slots
         self.target: Any = target  # this and the next: None once they are closed
-        self.drafter: Any = drafter
+        self._drafter: Any = drafter
+        # Calls take and return flat lists of arrays: to hand over trees of as many arrays takes longer.
+        self._weights, self._models = jax.tree.flatten((target, drafter))
+        self._leaves: Any = None  # of the state
         self.compiled: dict[Program, Callable[..., Any]] = {}
         self.compile_seconds = 0.0  # spent on making programs ready
-        self.state: Any = None  # None once a call that failed has taken it along, until `begin`
         self.automata: Any = None  # those of structured texts; None until there are any
         self._times, self._whole = times, placement.sharding(WHOLE)
         self._layout: Any = placement.layout(drafter, functools.partial(init_state, target, drafter, slots=slots, **settings.state_sizes))
         self._last: Any = None  # what the newest call returns
         self.begin()
-        self._devices = jax.tree.leaves(self.state)[0].devices()
+        self._devices = self._leaves[0].devices()
         self._gaps = cuda_graphs.keep_apart(self._devices)
+
+    @property
+    def drafter(self) -> Any:
+        """The drafter whose weights the next call takes. What replaces it must be like it in all but the numbers."""
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._weights = self._models.flatten_up_to((self.target, drafter))
+        self._drafter = drafter
+
+    @property
+    def state(self) -> Any:
+        """The state of all slots; None once a call that failed has taken it along, until `begin`."""
+        return None if self._leaves is None else self._form.unflatten(self._leaves)
+
+    @state.setter
+    def state(self, state: DecodeState | None) -> None:
+        if state is None:
+            self._leaves = None
+            return
+        self._leaves, self._form = jax.tree.flatten(state)
+        numbered = self._form.unflatten(range(len(self._leaves)))
+        self._bare, self._bare_form = jax.tree.flatten(bare(numbered))  # which of the leaves a bare state has
 
     def begin(self) -> None:
         """Makes an empty state."""
@@ -244,7 +265,8 @@ class Programs:
         """Gives up the weights, the state and all programs, which stay in the count of those that were compiled."""
         for array in jax.tree.leaves((self.state, self.automata)):
             array.delete()
-        self.automata = self.state = self._last = self._layout = self.target = self.drafter = None
+        self.automata = self.state = self._last = self._layout = self.target = self._drafter = None
+        self._weights = []
         self.compiled = dict.fromkeys(self.compiled, refuse)
 
     def steps_for(self, needs: Needs, steps: int) -> int:
@@ -284,16 +306,18 @@ class Programs:
         """Replaces the state by what a program makes of it, and returns what else the program gives. A program that fails takes the state
         along."""
         compiled = self.ready(program)
-        state, self.state = self.state, None
+        leaves, self._leaves = self._leaves, None
         # Before the call: the device begins while the host still hands over arguments. A loop on a GPU may ask the host before each round
         # whether to go on, and then the call returns after its last round only.
         self._times.handed(going=not all(x.is_ready() for x in jax.tree.leaves(self._last)))
         with self._explained():
             if program.takes_bare_state:
-                changed, found = compiled(bare(state), *args)
-                self.state = with_arrays(changed, state)
+                changed, found = compiled([leaves[i] for i in self._bare], *args)
+                for i, leaf in zip(self._bare, changed, strict=True):
+                    leaves[i] = leaf
+                self._leaves = leaves
             else:
-                self.state, found = compiled(self.target, self.drafter, self.automata if program.structured else None, state, *args)
+                self._leaves, found = compiled(self._weights, self.automata if program.structured else None, leaves, *args)
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._last = found
@@ -317,8 +341,14 @@ class Programs:
     def lower(self, function: Callable[..., Any], *args: Any, structured: bool = False) -> Any:
         """Lowers a function (target, drafter, automata, state, *args) -> (state, more). The state is given away. structured: whether the
         function reads the automata; else it gets None for them."""
-        taken = self.target, self.drafter, self.automata if structured else None, self.state
-        return jax.jit(self._layout.on(function, WHOLE), donate_argnums=3).lower(*taken, *args)
+        whole, models, form = self._layout.on(function, WHOLE), self._models, self._form
+
+        def flat(weights: Any, automata: Any, leaves: Any, *args: Any) -> Any:
+            state, more = whole(*models.unflatten(weights), automata, form.unflatten(leaves), *args)
+            return form.flatten_up_to(state), more
+
+        taken = self._weights, self.automata if structured else None, self._leaves
+        return jax.jit(flat, donate_argnums=2).lower(*taken, *args)
 
     def lower_automata(self, function: Callable[..., Any], *args: Any) -> Any:
         """Lowers a function (automata, *args) -> automata. The automata are given away."""
@@ -326,11 +356,17 @@ class Programs:
 
     def lower_bare(self, function: Callable[..., Any], *args: Any) -> Any:
         """Lowers a function (bare state, *args) -> (bare state, more). The state is given away."""
-        return jax.jit(self._layout.on(function, WHOLE), donate_argnums=0).lower(bare(self.state), *args)
+        whole, form = self._layout.on(function, WHOLE), self._bare_form
 
-    def no_slots(self, size: int) -> np.ndarray:
-        """A list of slot ids that names no slot: [size] int32."""
-        return padded([], size, self.slots)
+        def flat(leaves: Any, *args: Any) -> Any:
+            state, more = whole(form.unflatten(leaves), *args)
+            return form.flatten_up_to(state), more
+
+        return jax.jit(flat, donate_argnums=0).lower([self._leaves[i] for i in self._bare], *args)
+
+    def no_slots(self, size: int, columns: int) -> np.ndarray:
+        """What a program takes for each slot of a call, of no slot: [size, columns] int32."""
+        return np.full((size, columns), self.slots, np.int32)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -198,8 +198,8 @@ class Runner:
         goals, _, size, chunk = self._next_rows(requests)
         some = requests[:size]
         self._written(some)
-        until, known = padded(goals[:size], size), padded([r.length for r in some], size)
-        return Call(some, size, NO_DRAFTS, self.programs.run(Prefill(size, chunk, needs), self._ids(some, size), until, known))
+        columns = self._columns(some, size, goals[:size], [r.length for r in some])
+        return Call(some, size, NO_DRAFTS, self.programs.run(Prefill(size, chunk, needs), columns))
 
     def used(self, requests: Sequence[Request]) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1."""
@@ -222,9 +222,9 @@ class Runner:
         chosen = self._shape(size, len(requests), needs) if shape is None else shape
         variant = None if self.trial is None or shape is not None or not chosen.num_draft_tokens else self.trial.name
         self._written(requests)
-        known, steps = padded([r.length for r in requests], size), self.programs.steps_for(needs, steps)
-        args = self._ids(requests, size), known, np.int32(steps), np.bool_(until_any)
-        return Call(requests, size, chosen, self.programs.run(DecodeRounds(size, needs, *chosen), *args), variant)
+        steps = self.programs.steps_for(needs, steps)
+        columns = self._columns(requests, size, [r.length for r in requests], [steps] * size, [until_any] * size)
+        return Call(requests, size, chosen, self.programs.run(DecodeRounds(size, needs, *chosen), columns), variant)
 
     def use(self, drafter: Drafter) -> None:
         """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings."""
@@ -352,6 +352,10 @@ class Runner:
     def _ids(self, requests: Sequence[Request], size: int) -> np.ndarray:
         return padded([request.slot for request in requests], size, self.total_slots)
 
+    def _columns(self, requests: Sequence[Request], size: int, *values: Sequence[int]) -> np.ndarray:
+        """Slot ids and further numbers of requests as one array [size, 1 + values], since handing over each array has its cost."""
+        return np.stack([self._ids(requests, size), *(padded(of, size) for of in values)], axis=1)
+
     def _release(self, ended: Sequence[int], requests: Sequence[Request]) -> None:
         """Releases slots, then puts requests into theirs."""
         size = smallest(self.buckets.admit, len(requests))
@@ -361,4 +365,4 @@ class Runner:
         self._free = free
 
     def _fork(self, source: int, slot: int, rows: int) -> None:
-        self._free = self.programs.run(Fork(), *(padded([n], 1) for n in (source, slot, rows)))
+        self._free = self.programs.run(Fork(), np.asarray([[source, slot, rows]], np.int32))

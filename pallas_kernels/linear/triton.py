@@ -29,6 +29,7 @@ MOST_SPLITS = 8
 LEFT, RIGHT = 64, 16  # least rows of a tensor core's left operand, least columns of its right one
 SLICES = (128, 64)  # numbers of a part in a step: the first that divides the width, or else the last
 LEAST_STAGES = 3
+LEAST_COLUMNS = 4
 PROGRAM_BYTES = 98_304  # of shared memory: an L4 has 101,376 for a program, an H200 room for two such programs
 IN_FLIGHT = 65_536  # bytes of weights in flight for each multiprocessor
 
@@ -90,12 +91,13 @@ def choose_tiles(rows: int, columns: int, width: int, itemsize: int, *, matrices
             tile //= 2
     waves = pl.cdiv(columns * splits, tile * cores)
     # So many columns that each multiprocessor gets this many programs.
-    block = min(tile, max(pl.next_power_of_2(rows) // 4 + 1, pl.cdiv(columns, max(1, waves * cores // splits))))
+    block = min(tile, max(LEAST_COLUMNS, pl.next_power_of_2(rows) // 4 + 1, pl.cdiv(columns, max(1, waves * cores // splits))))
     if itemsize > 2:  # no tensor cores: parts would cost as much as they save
         return Tiles(LEFT, splits, 32, 4, LEAST_STAGES)
     cuts = [Tiles(block, splits, numbers, 4, LEAST_STAGES) for numbers in SLICES]
     cut = next((c for c in cuts if width % c.depth == 0 and 4 * c.step(rows, matrices, itemsize) <= PROGRAM_BYTES), cuts[-1])
-    stages = max(LEAST_STAGES, 1 + pl.cdiv(IN_FLIGHT, min(waves, 3) * matrices * block * cut.depth * itemsize))
+    in_flight = min(pl.cdiv(width, cut.depth), pl.cdiv(IN_FLIGHT, min(waves, 3) * matrices * block * cut.depth * itemsize))  # steps
+    stages = max(LEAST_STAGES, 1 + in_flight)
     return dataclasses.replace(cut, num_stages=min(stages, PROGRAM_BYTES // cut.step(rows, matrices, itemsize)))
 
 

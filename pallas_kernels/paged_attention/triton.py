@@ -20,6 +20,9 @@ from pallas_kernels.paged_attention.reference import MASKED
 
 LOG2_E = math.log2(math.e)
 ANY = pl.BlockSpec(memory_space=pl.ANY)
+MOST_SPLITS = 32
+# Of a program that merges, which is one warp: most columns, with which a thread loads 16 bytes at a time, and most numbers.
+MERGE_COLUMNS, MERGE_NUMBERS = 128, 4096
 PROGRAMS = 512  # about four for each of an H200's 132 multiprocessors, which keeps its memory busy
 
 
@@ -63,9 +66,16 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
         tile, keys = (32, 32) if rows > 64 and not (small and narrow) else (16, 64 if rotary and not small else 32)
     elif rows > 16:
         tile, keys = (64 if rows > 64 else 32), 32
-    keys = min(keys, page & -page if page else keys, max(16, pl.next_power_of_2(visible)))
     programs = batch * heads * pl.cdiv(rows, tile)
-    splits = max(1, min(pl.cdiv(PROGRAMS, programs), visible // keys, 16))
+
+    def blocks(keys):  # two more, since the oldest key may lie inside a block and fresh rows have blocks of their own
+        return visible // keys + 2
+
+    if dim <= 256 and tile <= 32 and not wide_numbers:
+        # The fewest keys with which all blocks are computed at once, each by a program of its own.
+        keys = next((n for n in (32, 64) if programs * blocks(n) <= dialect.MULTIPROCESSORS), keys)
+    keys = min(keys, page & -page if page else keys, max(16, pl.next_power_of_2(visible)))
+    splits = min(pl.cdiv(PROGRAMS, programs), blocks(keys), MOST_SPLITS)
     if splits == 1 and tile == 16 and dim == 256 and not wide_numbers:
         keys, warps = min(keys, 32), 2
     return Tiles(tile, keys, splits, warps, num_stages=2)
@@ -235,37 +245,36 @@ def _attend(*refs, names, tiles, causal, window, scale):
 
 
 def merged(parts, q, splits, interpret):
-    """Merges the partial results of all splits: [B, T, KV, G, D] in q's dtype. A program merges one query row.
+    """Merges the partial results of all splits: [B, T, KV, G, D] in q's dtype. A program merges some columns of one query row.
 
     parts: for each split, the weighted sums of V [B, KV, splits, rows, D] float32, the largest score of each row and the sum of its
     weights, [B, KV, splits, rows] float32 each. There are T * G rows, or more.
     """
     batch, queries, heads, group, dim = q.shape
+    width = min(MERGE_COLUMNS, MERGE_NUMBERS // pl.next_power_of_2(splits), _padded(dim))
 
     def merge(acc_ref, top_ref, total_ref, out_ref):
-        row, b, head = pl.program_id(0), pl.program_id(1) // heads, pl.program_id(1) % heads
+        row, b, head = pl.program_id(0), pl.program_id(2) // heads, pl.program_id(2) % heads
         part = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
-        real = part < splits
-        part = jnp.minimum(part, splits - 1)
-        wide = jnp.arange(_padded(dim), dtype=jnp.int32)
-        inside = wide < dim
-        columns = jnp.minimum(wide, dim - 1)
-        top = plgpu.load(top_ref.at[b, head, part, row], mask=real, other=jnp.float32(MASKED))
-        share = jnp.exp2(top - jnp.max(top))
-        total = jnp.sum(share * plgpu.load(total_ref.at[b, head, part, row], mask=real, other=jnp.float32(0.0)))
+        column = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
+        real, inside = part < splits, column < dim
         mask = real[:, None] & inside[None, :]
-        acc = plgpu.load(acc_ref.at[b, head, part[:, None], row, columns[None, :]], mask=mask, other=jnp.float32(0.0))
+        acc = plgpu.load(acc_ref.at[b, head, part[:, None], row, column[None, :]], mask=mask, other=jnp.float32(0.0))
+        top = plgpu.load(top_ref.at[b, head, part, row], mask=real, other=jnp.float32(MASKED))
+        total = plgpu.load(total_ref.at[b, head, part, row], mask=real, other=jnp.float32(0.0))
+        share = jnp.exp2(top - jnp.max(top))
+        total = jnp.sum(share * total)
         value = jnp.where(total > 0, jnp.sum(acc * share[:, None], axis=0) / jnp.maximum(total, 1e-30), 0.0)
-        plgpu.store(out_ref.at[b, row // group, head, row % group, wide], value.astype(out_ref.dtype), mask=inside)
+        plgpu.store(out_ref.at[b, row // group, head, row % group, column], value.astype(out_ref.dtype), mask=inside)
 
     return dialect.call(
         merge,
         name="paged_attention_merge",
-        grid=(queries * group, batch * heads),
+        grid=(queries * group, pl.cdiv(dim, width), batch * heads),
         in_specs=[ANY] * 3,
         out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        num_warps=8 if dim > 256 else 4,
+        num_warps=1,
         num_stages=1,
         interpret=interpret,
     )(*parts)

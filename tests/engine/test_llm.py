@@ -150,6 +150,22 @@ def test_any_number_of_drafts_and_any_batch_gives_the_same_tokens(load, parrot, 
         assert completions[0].stats.acceptance_length > 1.5
 
 
+def test_the_next_call_takes_the_weights_of_a_drafter_that_replaces_another(speculative, expected):
+    programs = speculative._runner.programs
+    before = programs.drafter
+    programs.drafter = dataclasses.replace(before, wrong=jnp.ones_like(before.wrong))
+    try:
+        completions = generate(speculative, [0, 1])
+    finally:
+        programs.drafter = before
+    assert tokens(completions) == expected[:2]
+    assert [c.stats.acceptance_length for c in completions] == [1, 1]
+    with pytest.raises(ValueError, match="NoDraft"):
+        programs.drafter = NoDraft()
+    assert programs.drafter is before
+    assert generate(speculative, [0])[0].stats.acceptance_length > 1.5
+
+
 def test_prompts_may_be_one_or_many_text_or_ids(speculative):
     text, short = "import os", SamplingParams(max_tokens=4, temperature=0)
     ids = speculative.tokenizer.encode(text)

@@ -12,7 +12,7 @@ from pallas_kernels import linear
 from pallas_kernels.activation import Activation
 from pallas_kernels.linear import bench, triton
 from pallas_kernels.linear.shapes import SHAPES, Shape
-from pallas_kernels.linear.triton import Tiles
+from pallas_kernels.linear.triton import Tiles, choose_tiles
 
 # Unoptimised code compiles in half the time, and computes the same.
 OPTIONS = {"xla_backend_optimization_level": 0}
@@ -89,6 +89,11 @@ TILES = {
     "uneven splits": Tiles(20, 3, 16, 4, 3),
     "a tile above the left operand": Tiles(100, 2, 32, 4, 3),
 }
+
+
+def test_a_program_has_four_columns_at_least_and_no_more_stages_than_steps():
+    assert choose_tiles(4, 256, 1536, 2) == Tiles(4, 1, 64, 4, 3)
+    assert choose_tiles(32, 256, 1536, 2) == Tiles(9, 1, 64, 4, 4)  # blocks that are wider for their rows stay as they are
 
 
 @pytest.mark.parametrize("rows", [1, 7, 33])

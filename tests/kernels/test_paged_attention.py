@@ -285,6 +285,62 @@ def test_the_kernel_with_any_number_of_splits(splits):
     check_kernel(Case(16, KERNEL_LENGTHS, page=16, rotary=4), tiles=triton.Tiles(16, 16, splits, 4, 2))
 
 
+@pytest.mark.parametrize(
+    ("tiles", "settings"),
+    [
+        (triton.Tiles(32, 32, 18, 4, 2), {"window": 512, "group": 8}),
+        (triton.Tiles(32, 64, 10, 4, 2), {"window": 512, "group": 8}),
+        (triton.Tiles(16, 32, 18, 4, 2), {"window": 512, "queries": 1, "fresh": 0, "group": 4}),
+        (triton.Tiles(16, 32, 22, 4, 2), {"group": 8, "queries": 2, "fresh": 2}),
+    ],
+    ids=["verify", "verify many", "draft", "no window"],
+)
+def test_the_kernel_with_a_split_for_each_block(tiles, settings):
+    """Of lengths on and around the edges of blocks of keys: the window begins in a block, and the fresh rows have one of their own."""
+    lengths = [5, 512, 575, 576, 640]
+    positions = None if settings.get("fresh", 1) else [[n - 1] for n in lengths]
+    case = Case(21, lengths, kv=1, dim=32, page=64, width=10, positions=positions, **settings)
+    check_kernel(case, tiles=tiles)
+
+
+@pytest.mark.parametrize("dim", [24, 128, 200, 256])
+@pytest.mark.parametrize("splits", [2, 16, 18, 33])  # of 33, blocks are narrower
+def test_the_merge_is_the_sum_over_all_splits(splits, dim):
+    """A split without keys has no weight, whatever its sums hold, and a row without any gives zeros. There are more rows than queries."""
+    rng = np.random.default_rng(22)
+    acc = rng.standard_normal((2, 3, splits, 16, dim)).astype(np.float32)
+    top, total = rng.standard_normal((2, 2, 3, splits, 16)).astype(np.float32) * 3
+    total, none = np.abs(total) + 0.1, rng.random(total.shape) < 0.3
+    none[1, 2, :, 1] = True  # row 1 is query 0's second head
+    acc[none], top[none], total[none] = 0, -1e30, 0
+    weights = np.exp2(top.astype(np.float64) - top.max(2, keepdims=True))
+    whole = (total * weights).sum(2)
+    expected = (acc * weights[..., None]).sum(2) / np.where(whole > 0, whole, 1)[..., None]
+    q = jnp.zeros((2, 5, 3, 3, dim), jnp.float32)
+    found = np.asarray(jax.jit(lambda *parts: triton.merged(parts, q, splits, True))(acc, top, total))
+    np.testing.assert_allclose(found, np.moveaxis(expected[:, :, :15].reshape(2, 3, 5, 3, dim), 1, 2), rtol=2e-5, atol=2e-6)
+    assert not found[1, 0, 2, 1].any() and found[1, 0, 2, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "context", "keys", "splits"),
+    [
+        ("e2b-sliding", 1, 650, 32, 18),  # 512 keys and 4 fresh rows: 16 blocks, one more at each end
+        ("e2b-assistant-sliding", 1, 650, 32, 18),
+        ("e2b-sliding", 8, 650, 64, 10),  # with blocks of 32 there would be more programs than multiprocessors
+        ("e2b-sliding", 32, 650, 32, 16),  # too many programs for either
+        ("e2b-full", 1, 650, 32, 24),
+        ("e2b-full", 1, 4000, 32, 32),  # more blocks than splits may be
+        ("31b-sliding", 1, 4000, 64, 18),
+        ("31b-sliding-prefill", 1, 4000, 32, 1),
+    ],
+)
+def test_each_block_of_keys_has_a_split_where_there_is_room(name, batch, context, keys, splits):
+    q, _, cached, table, _, fresh, _, weight, _ = described(SHAPES[name], batch, context)
+    tiles = triton.tiles_for(q, cached, table, fresh, weight, SHAPES[name].window)
+    assert (tiles.keys, tiles.splits) == (keys, splits)
+
+
 def test_the_kernel_without_pages():
     check_kernel(Case(17, [0, 6, 0], width=0, queries=20, fresh=20, counts=[20, 3, 0], window=9))
 
