@@ -98,7 +98,8 @@ def dummy(args: argparse.Namespace, learn: Learn) -> None:
     config = released.target_config(args.shape)
     dtype = DTYPES["float32" if args.shape == "pocket" else config.dtype]
     target = random_weights(gemma4.abstract(config, dtype), 0)
-    drafter = random_weights(released.abstract_drafter("mtp", args.shape, config, dtype), 1)
+    name = str(checkpoint.resolve("pocket-mtp")) if args.shape == "pocket" else "mtp"
+    drafter = random_weights(released.abstract_drafter(name, args.shape, config, dtype), 1)
     kernels = dialect.obstacle() is None
     sizes = sizes_of(target, drafter, max_len=args.max_len, num_draft_tokens=args.k, kernels=kernels, learn=learn)
     limit = memory_limit(jax.local_devices()[0])
@@ -137,7 +138,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=float, default=getattr(Learn(), name))
     for name in ("batch", "length", "anchors", "every"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Learn(), name))
-    parser.add_argument("--shape", help="e2b, e4b, 12b, 26b, 31b: random weights of this shape")
+    parser.add_argument("--shape", help="e2b, e4b, 12b, 26b, 31b or pocket: random weights of this shape")
     parser.add_argument("--max-len", type=int, default=1024, help="for --shape: tokens of the longest sequence")
     args = parser.parse_args()
     if args.shape is not None:
