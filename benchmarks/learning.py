@@ -73,7 +73,7 @@ def job(args: argparse.Namespace, target: Any, learn: Learn | None) -> tuple[lis
     with jaxspec.load(target, args.drafter, **more) as llm:
         prompts = prompts_of(llm, args.prompts, args.target == "pocket")
         asked = [SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=i, ignore_eos=True) for i in range(len(prompts))]
-        llm.warmup()
+        llm.warmup(asked[0])
         learning = None if learn is None else llm.learn(learn)
         if learning is not None:
             learning.compile()
@@ -110,7 +110,7 @@ def dummy(args: argparse.Namespace, learn: Learn) -> None:
     with LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings) as llm:
         prompts = np.random.default_rng(0).integers(2, config.vocab_size, (args.prompts, GIVEN)).tolist()
         asked = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True)
-        llm.warmup()
+        llm.warmup(asked)
         with llm.learn(learn) as learning:
             learning.compile()
             print(f"compiled in {llm.stats.compile_seconds:.0f} s; {chosen.slots} slots", flush=True)

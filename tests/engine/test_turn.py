@@ -60,7 +60,7 @@ class Notes:
 
     def read(self, calls):
         starved, self.starved = self.starved, False
-        for requests, name, rows, _ in calls:
+        for requests, name, rows, *_ in calls:
             for request in requests:
                 if request is None:
                     continue
