@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxspec.drafters.block_config import SCALE, BlockConfig, Undecided, plain_fields
 from jaxspec.drafters.blocks import named_taps, plain_config
-from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, expect
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
@@ -36,7 +35,7 @@ def _undecided(config: Mapping[str, Any], hidden: int, target: TargetConfig) -> 
     z-lab's newest code take the table's rows as they are; SGLang 0.5 and z-lab's pull request to vLLM (#41703) multiply them. speculators
     trains with the rows as they are."""
     said = SCALE in config or SCALE in (config.get("dflash_config") or {})
-    if said or "speculators_model_type" in config or family_of(target) is not gemma4.FAMILY:
+    if said or "speculators_model_type" in config or not family_of(target).scales_embeddings:
         return None
     return Undecided(SCALE, (1.0, hidden**0.5))
 

@@ -394,6 +394,7 @@ FAMILY = Family(
     draft_config=draft_config,
     fresh=with_query_norms,
     mask_token=MASK_TOKEN,
+    scales_embeddings=True,
     modules=ModulesFamily(
         model_types=(gemma4_modules.MODEL_TYPE,),
         within=lambda config: False,

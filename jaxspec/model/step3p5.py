@@ -386,6 +386,7 @@ FAMILY = Family(
     draft_config=draft_config,
     fresh=lambda tree: tree,
     mask_token=PAD_TOKEN,
+    scales_embeddings=False,
     modules=ModulesFamily(
         model_types=MODULES_TYPES,
         within=has_modules,

@@ -275,5 +275,7 @@ class Family:
     fresh: Callable[[Any], Any]
     # The id of a token that stands for unknown ones and that no text has.
     mask_token: int
+    # Whether it multiplies rows of its embedding table by sqrt(hidden_size).
+    scales_embeddings: bool
     # MTP modules of its layers.
     modules: ModulesFamily

@@ -6,19 +6,22 @@ import logging
 
 import engines
 import jax
+import kinds
 import numpy as np
 import pytest
+import rounds
 from engines import PLAIN, fixed, llm_of, only
 from kinds import KINDS
 from test_requests import alone, prompts, same
 
 from jaxspec import Learn, SamplingParams
+from jaxspec.drafters.dflash import DFlashConfig
 from jaxspec.engine import learn as engine_learn
 from jaxspec.engine import trials
 from jaxspec.learning.learner import Learner
 
 LEARN = Learn(share=0.9, batch=2, length=48, anchors=8, rate=0.05, every=2, patience=1000)
-LEARNERS = [kind for kind in KINDS if kind not in ("ngram", "dflash")]  # this dflash leaves its scale open, see below
+LEARNERS = [kind for kind in KINDS if kind != "ngram"]
 FEW = ("assistant", "eagle3")
 
 
@@ -135,7 +138,6 @@ def test_a_loss_that_is_not_finite_ends_learning_and_not_the_job(monkeypatch):
     [
         ("ngram", {}, "the drafter is a NGram, which has nothing to learn"),
         (None, {}, "the drafter is a NoDraft, which has nothing to learn"),
-        ("dflash", {}, "the drafter's config.json leaves open input_embedding_scale=1.0 or"),
         ("assistant", {"num_draft_tokens": 0}, "num_draft_tokens is 0, so that no draft would be accepted"),
         ("assistant", {"accept": "standard"}, "the acceptance rule is 'standard', with which texts depend on the drafter"),
     ],
@@ -147,6 +149,13 @@ def test_what_cannot_learn_is_refused(kind, changes, told):
     llm = engines.llm_of.__wrapped__(kind, **changes)
     with pytest.raises(ValueError, match=told):
         llm.learn(0.1)
+
+
+def test_a_drafter_whose_reading_is_open_is_refused():
+    config = {**kinds.DFLASH["z-lab"], "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 2]}}
+    drafter = dataclasses.replace(kinds.drafter("dflash"), config=DFlashConfig.from_hf(config, rounds.target().config))
+    with pytest.raises(ValueError, match=r"the drafter's config.json leaves open input_embedding_scale=1.0 or"):
+        engine_learn.check(drafter, "coupled", 4)
 
 
 def test_an_llm_learns_once_at_a_time_and_a_drafter_without_a_folder_is_not_written(tmp_path):
