@@ -20,7 +20,7 @@ from jaxspec.engine.learn import check as check_learning
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import check_limits, memory_limit
 from jaxspec.engine.params import MAX_SEED
-from jaxspec.engine.settings import Settings, check_pages
+from jaxspec.engine.settings import Settings, adaptive_obstacle, check_pages
 from jaxspec.foreign_names import answers_foreign_names
 from jaxspec.learning.settings import Learn, learn_of
 from jaxspec.planning import KV_DTYPES, pair_of, plan
@@ -145,7 +145,7 @@ def load(
         check_learning(pair.drafter, rule.name, count)
     if adaptive_verification not in (None, True, False):
         raise TypeError(f"adaptive_verification is {adaptive_verification!r}, expected True, False or None")
-    if adaptive_verification and (obstacle := _adaptive_obstacle(rule, count)):
+    if adaptive_verification and (obstacle := adaptive_obstacle(rule, count)):
         raise ValueError(f"adaptive_verification is True and {obstacle}")
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
@@ -206,17 +206,6 @@ def check_names(**chosen: str) -> None:
             raise ValueError(f"{name} is {value!r}; available: {', '.join(map(repr, offered[name]))}")
         if value == "triton" and (obstacle := dialect.obstacle()):
             raise ValueError(f"{name} is 'triton', but {obstacle}")
-
-
-def _adaptive_obstacle(rule: Rule, num_draft_tokens: int) -> str | None:
-    """Why rounds cannot choose what they verify, or None."""
-    if not num_draft_tokens:
-        return "no tokens are drafted; expected a drafter"
-    if rule.name != "coupled":
-        return f"accept is {rule.name!r}, with which the text would depend on it; expected 'coupled'"
-    if jax.process_count() > 1:
-        return f"there are {jax.process_count()} processes, which could not choose alike; expected one"
-    return None
 
 
 def _placement(mesh: jax.sharding.Mesh | None, tensor: int | None) -> Placement:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxspec import checkpoint
+from jaxspec.checkpoint import safetensors
 from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.drafters import assistant, base, dflash, dflash2, draft_model, dspark, eagle3, mtp_modules, ngram
 from jaxspec.drafters.base import Drafter, fitted
@@ -116,6 +119,15 @@ def save_drafter(folder: Path, drafter: Any, config: Mapping[str, Any], dtype: A
     prefixes = getattr(drafter, "key_prefixes", ("",))
     prefix = prefixes[0] if "text_config" in config else prefixes[-1]
     checkpoint.save_weights(folder, checkpoint_part(drafter), config, prefix=prefix, dtype=dtype)
+
+
+def save_trained(folder: Path, drafter: Any, config: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+    """Writes a drafter as its checkpoint has it: float weights in config.json's dtype, "bfloat16" or else float32, and
+    generation_config.json where there is anything in it. A file is replaced when all of it is written."""
+    dtype = safetensors.FLOATS["BF16"] if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else np.float32
+    save_drafter(folder, drafter, config, dtype)
+    if generation:
+        checkpoint.save_json(folder / "generation_config.json", generation)
 
 
 def checkpoint_part(drafter: Any) -> Any:

@@ -19,8 +19,7 @@ import jax
 import numpy as np
 
 from jaxspec import checkpoint
-from jaxspec.checkpoint import safetensors
-from jaxspec.drafters.registry import load_drafter, save_drafter
+from jaxspec.drafters.registry import load_drafter, save_trained
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.memory import learning_bytes, memory_limit, size
 from jaxspec.engine.request import Request
@@ -133,17 +132,14 @@ class Learning:
             self.save()
 
     def save(self) -> None:
-        """Writes the drafter in use to `out`, and the state from which learning resumes. A file is replaced when all of it is written."""
+        """Writes the drafter in use to `out`, and the state from which learning resumes. A file is replaced when all of it is written.
+        Raises ValueError where there is no `out`."""
         if self._out is None:
             raise ValueError("out is None, so that there is nowhere to write the drafter to")
         begun = time.perf_counter()
         assert self.origin.folder is not None
-        config = checkpoint.read_config(self.origin.folder)
-        dtype = safetensors.FLOATS["BF16"] if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else np.float32
-        save_drafter(self._out, self.origin.weights, config, dtype)
-        generation = checkpoint.read_generation_config(self.origin.folder)
-        if generation:
-            checkpoint.save_json(self._out / "generation_config.json", generation)
+        config, generation = checkpoint.read_config(self.origin.folder), checkpoint.read_generation_config(self.origin.folder)
+        save_trained(self._out, self.origin.weights, config, generation)
         if self.going:
             checkpoints.save(self._out / STATE, self._learner.steps, *self._learner.state)
         self._pace.cost(time.perf_counter() - begun)

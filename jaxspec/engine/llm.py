@@ -29,7 +29,7 @@ from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.serving import Serving
-from jaxspec.engine.settings import Settings
+from jaxspec.engine.settings import Settings, adaptive_obstacle
 from jaxspec.engine.shards import Shards
 from jaxspec.engine.stats import Stats
 from jaxspec.engine.stream import Stream
@@ -94,9 +94,8 @@ class LLM:
         self._lock.settle = functools.partial(self._shards.take, None)
         self._runner = self._shards.runners[0]
         self._whole: Any = target, origin or Origin(drafter), placement  # what a drafter learns with; None once closed
-        # Processes that compute together must choose alike, and each measures other times.
-        adaptive = settings.adaptive and settings.num_draft_tokens > 0 and settings.accept.name == "coupled" and jax.process_count() == 1
-        self.adaptive = adaptive  # whether calls choose what rounds guess and verify once the LLM is warm
+        # Whether calls choose what rounds guess and verify once the LLM is warm.
+        self.adaptive = settings.adaptive and adaptive_obstacle(settings.accept, settings.num_draft_tokens) is None
         self._serving = Serving(
             self._shards, self._accounts, self._lock, tokenizer, vocab_size, lambda requests: self._needs(requests), self._check_open
         )
@@ -210,7 +209,7 @@ class LLM:
 
         Raises ValueError for a drafter that has nothing to learn ("ngram", none), an acceptance rule other than "coupled", or settings out
         of range; FileExistsError if `out` holds a drafter that learnt before and `resume` is not set; RuntimeError while the LLM learns
-        already; MemoryError if a device lacks the room: `load` with `learn` plans it."""
+        already, and ImportError without optax; MemoryError if a device lacks the room: `load` with `learn` plans it."""
         self._check_open()
         learn = share if isinstance(share, Learn) else Learn(share=share, out=out, **settings)
         before = self._serving.learning

@@ -225,6 +225,8 @@ class Programs:
 
     @drafter.setter
     def drafter(self, drafter: Drafter) -> None:
+        if drafter is self._drafter:
+            return
         self._weights = self._models.flatten_up_to((self.target, drafter))
         self._drafter = drafter
 

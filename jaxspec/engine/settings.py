@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.decode.round import Round
 from jaxspec.sampling.choice import Needs
@@ -65,6 +67,17 @@ class Settings:
         `Round`."""
         count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         return Round(count, self.accept, needs, self.attention, self.draft_attention, rows)
+
+
+def adaptive_obstacle(rule: Rule, num_draft_tokens: int) -> str | None:
+    """Why calls cannot choose what rounds guess and verify, or None."""
+    if not num_draft_tokens:
+        return "no tokens are drafted; expected a drafter"
+    if rule.name != COUPLED.name:
+        return f"accept is {rule.name!r}, with which the text would depend on it; expected {COUPLED.name!r}"
+    if jax.process_count() > 1:  # each measures other times
+        return f"there are {jax.process_count()} processes, which could not choose alike; expected one"
+    return None
 
 
 def check_pages(kv_pages: int, max_len: int, page_size: int = PAGE) -> None:

@@ -1,20 +1,17 @@
-"""The kinds of drafters that can be trained: what a fresh one is made of, how it begins, and how it is written to a folder."""
+"""The kinds of drafters that can be trained: what a fresh one is made of, and how it begins."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint import safetensors
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
-from jaxspec.drafters.registry import save_drafter, trainable
+from jaxspec.drafters.registry import trainable
 from jaxspec.model.target import TargetModel
 from pallas_kernels.packed import Packed, unpack
 
@@ -54,11 +51,3 @@ def initial(abstract: Any, seed: int, width: int) -> Any:
         return jnp.asarray(0.8 * width**-0.5 * rng.standard_normal(leaf.shape, np.float32), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, abstract)
-
-
-def save(folder: Path, drafter: Any, config: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
-    """Writes config.json, model.safetensors and, where there is anything in it, generation_config.json. Weights get the config's dtype."""
-    dtype = safetensors.FLOATS["BF16"] if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else np.float32
-    save_drafter(folder, drafter, config, dtype)
-    if generation:
-        (folder / "generation_config.json").write_text(json.dumps(dict(generation), indent=2) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from jaxspec import checkpoint
 from jaxspec.checkpoint import safetensors
 from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE
 from jaxspec.drafters.base import NoDraft
-from jaxspec.drafters.registry import abstract_drafter, load_drafter
+from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
 from jaxspec.learning.losses import Batch, distil_loss, target_loss
 from jaxspec.model.families import family_of
@@ -98,7 +98,7 @@ def distil(
         return distil_loss(drafter, model, batch, key, goal)
 
     def save(drafter: Any) -> None:
-        kinds.save(out, drafter, config, generation)
+        save_trained(out, drafter, config, generation)
 
     settings = {
         "drafter_kind": drafter_kind,

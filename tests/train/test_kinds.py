@@ -15,6 +15,7 @@ from jaxspec import drafters
 from jaxspec.drafters.assistant import balanced_clusters
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.blocks import draft_vocabulary
+from jaxspec.drafters.registry import save_trained
 from jaxspec.model.config import Gemma4Config
 from jaxspec.train import kinds
 from jaxspec.train.pocket.recipes import RECIPES
@@ -33,7 +34,7 @@ def test_another_word_lists_every_kind():
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_what_is_loaded(kind, tmp_path):
     weights = small.drafter(kind)
-    kinds.save(tmp_path, weights, small.CONFIGS[kind], {"num_assistant_tokens": 3})
+    save_trained(tmp_path, weights, small.CONFIGS[kind], {"num_assistant_tokens": 3})
     found = drafters.load_drafter(tmp_path, small.CONFIG, jnp.float32, progress=False)
     # Written in bfloat16 where the config says so.
     exact = small.CONFIGS[kind].get("dtype") != "bfloat16"
@@ -45,7 +46,7 @@ def test_what_is_written_is_what_is_loaded(kind, tmp_path):
 def test_transformers_loads_a_draft_model_that_is_written(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    kinds.save(tmp_path, small.drafter("draft-model"), small.CONFIGS["draft-model"], {})
+    save_trained(tmp_path, small.drafter("draft-model"), small.CONFIGS["draft-model"], {})
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(model).__name__ == "Gemma4ForCausalLM"
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -14,10 +14,11 @@ import tiny
 import jaxspec
 from jaxspec import cli
 from jaxspec.drafters import NoDraft
+from jaxspec.drafters.registry import save_trained
 from jaxspec.engine import memory
 from jaxspec.learning.losses import Batch
 from jaxspec.sharding.placement import ONE_DEVICE
-from jaxspec.train import distil, finetune, kinds, tuning
+from jaxspec.train import distil, finetune, tuning
 from jaxspec.train.loop import read_metrics
 
 SOURCE = Path(jaxspec.__file__)
@@ -202,9 +203,9 @@ def test_what_a_config_leaves_open_is_decided_for_a_fresh_drafter_and_asked_for_
     config, model, texts = small.CONFIGS["dflash"], small.target(), Batch(np.arange(8, dtype=np.int32)[None], None, None)
     fresh, written, _ = tuning._drafter("dflash", config, {}, model, texts, 0)
     assert fresh.reading is None and written == {**config, "input_embedding_scale": 1.0}
-    kinds.save(tmp_path / "open", fresh, config, {})
+    save_trained(tmp_path / "open", fresh, config, {})
     message = "leaves open input_embedding_scale=1.0 or input_embedding_scale=.*; expected the one that the drafter was trained with"
     with pytest.raises(ValueError, match=message):
         tuning._drafter("dflash", tmp_path / "open", {}, model, texts, 0)
-    kinds.save(tmp_path / "said", fresh, written, {})
+    save_trained(tmp_path / "said", fresh, written, {})
     assert tuning._drafter("dflash", tmp_path / "said", {}, model, texts, 0)[0].readings == ()
