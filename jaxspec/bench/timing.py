@@ -30,6 +30,7 @@ from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, ProgramCost, Spread
 from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.engine import cuda_graphs
+from jaxspec.engine.programs import decode_rounds, flat
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, Needs, seed_words
 from jaxspec.sampling.filters import Filters
@@ -140,20 +141,25 @@ def _decode(
     if work.structured:
         pool = jax.device_put(automata.made(plan.target_tree.config.vocab_size, work.structured, work.seed), plan.placement.sharding(WHOLE))
 
-    def decode_loop(target: Any, drafter: Any, pool: Any, *args: Any) -> Any:
-        return decode.decode_loop(target, drafter, *args, round=work.round, automata=pool)
+    weights, models = jax.tree.flatten((target, drafter))
+    leaves, form = jax.tree.flatten(state)
+    rounds = functools.partial(decode_rounds, width=work.num_draft_tokens + 1, round=work.round)
+    function = flat(on(rounds, WHOLE), models, form)  # as the engine calls it
 
-    arguments = target, drafter, pool, state, slots, np.int32(0), np.bool_(False)
-    loop, loop_cost = _compiled(on(decode_loop), *arguments, state_at=3)
+    def columns(steps: int) -> np.ndarray:
+        return np.stack(np.broadcast_arrays(slots, 0, steps, 0), axis=1).astype(np.int32)
+
+    loop, loop_cost = _compiled(function, weights, pool, leaves, columns(0))
 
     def call(steps: int) -> float:
-        nonlocal state
+        nonlocal leaves
         begun = time.perf_counter()
-        state = jax.block_until_ready(loop(target, drafter, pool, state, slots, np.int32(steps), np.bool_(False)))
+        leaves, _ = jax.block_until_ready(loop(weights, pool, leaves, columns(steps)))
         return time.perf_counter() - begun
 
     def counts() -> tuple[np.ndarray, np.ndarray]:
-        fields = jax.device_get((state.length, state.rounds, state.status))
+        now = form.unflatten(leaves)
+        fields = jax.device_get((now.length, now.rounds, now.status))
         length, rounds, status = (x.reshape(plan.shards, -1)[:, : batch // plan.shards].reshape(-1) for x in fields)
         if not (status == decode.RUNNING).all():
             raise RuntimeError(f"{(status != decode.RUNNING).sum()} of {batch} sequences ended while they were timed")
@@ -176,8 +182,7 @@ def _decode(
     found: tuple[kernel_times.KernelTime, ...] = ()
     if work.profile is not None:
         if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
-            arguments = target, drafter, pool, state, slots, np.int32(0), np.bool_(False)
-            loop, _ = _compiled(on(decode_loop), *arguments, state_at=3, compiler=cuda_graphs.without)
+            loop, _ = _compiled(function, weights, pool, leaves, columns(0), compiler=cuda_graphs.without)
             call(1)  # loads the kernels
         folder, (_, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", counts()
         with jax.profiler.trace(str(folder)):
@@ -191,7 +196,7 @@ def _decode(
     size = roofline.step_bytes(plan.target_tree, plan.drafter_tree, **shape).over(devices)
     flops = roofline.step_flops(plan.target_tree, **shape) / devices
     floor = 1e3 * max(size.total / rates[0], flops / rates[1])
-    return state, DecodeFigures(
+    return form.unflatten(leaves), DecodeFigures(
         batch=batch,
         temperature=work.temperature,
         num_draft_tokens=work.num_draft_tokens,
@@ -270,11 +275,11 @@ def _requests(work: Workload, config: TargetConfig, batch: int, length: int, lim
     return decode.Requests(**fields, filters=Filters(*filters))
 
 
-def _compiled(function: Callable[..., Any], *args: Any, state_at: int = 2, compiler: Any = cuda_graphs.compiled) -> tuple[Any, ProgramCost]:
-    """A compiled program, and what it took to make. state_at: which argument is the state, which is donated. compiler: a function of
+def _compiled(function: Callable[..., Any], *args: Any, compiler: Any = cuda_graphs.compiled) -> tuple[Any, ProgramCost]:
+    """A compiled program, and what it took to make. The third argument is the state, which is donated. compiler: a function of
     `cuda_graphs`."""
     begun = time.perf_counter()
-    lowered = jax.jit(function, donate_argnums=state_at).lower(*args)
+    lowered = jax.jit(function, donate_argnums=2).lower(*args)
     traced = time.perf_counter()
     program = compiler(lowered, jax.tree.leaves(args[0])[0].devices())
     memory = program.memory_analysis()

@@ -67,6 +67,20 @@ def score(target, drafter, automata, state, slots, **static) -> Any:
     return state, (found, state.starved | False)
 
 
+def flat(function: Callable[..., Any], models: Any, form: Any) -> Callable[..., Any]:
+    """A function (target, drafter, automata, state, *args) -> (state, more) with flat lists of arrays in place of the trees: (weights,
+    automata, leaves, *args) -> (leaves, more). To hand over trees of as many arrays takes longer.
+
+    models: the structure of (target, drafter). form: that of the state.
+    """
+
+    def flat_call(weights: Any, automata: Any, leaves: Any, *args: Any) -> Any:
+        state, more = function(*models.unflatten(weights), automata, form.unflatten(leaves), *args)
+        return form.flatten_up_to(state), more
+
+    return flat_call
+
+
 def refuse(*_: Any) -> None:
     """Stands for a program whose LLM was closed."""
     raise RuntimeError("the LLM is closed")
@@ -205,7 +219,6 @@ class Programs:
         self.settings, self.slots = settings, slots
         self.target: Any = target  # this and the next: None once they are closed
         self._drafter: Any = drafter
-        # Calls take and return flat lists of arrays: to hand over trees of as many arrays takes longer.
         self._weights, self._models = jax.tree.flatten((target, drafter))
         self._leaves: Any = None  # of the state
         self.compiled: dict[Program, Callable[..., Any]] = {}
@@ -343,14 +356,8 @@ class Programs:
     def lower(self, function: Callable[..., Any], *args: Any, structured: bool = False) -> Any:
         """Lowers a function (target, drafter, automata, state, *args) -> (state, more). The state is given away. structured: whether the
         function reads the automata; else it gets None for them."""
-        whole, models, form = self._layout.on(function, WHOLE), self._models, self._form
-
-        def flat(weights: Any, automata: Any, leaves: Any, *args: Any) -> Any:
-            state, more = whole(*models.unflatten(weights), automata, form.unflatten(leaves), *args)
-            return form.flatten_up_to(state), more
-
         taken = self._weights, self.automata if structured else None, self._leaves
-        return jax.jit(flat, donate_argnums=2).lower(*taken, *args)
+        return jax.jit(flat(self._layout.on(function, WHOLE), self._models, self._form), donate_argnums=2).lower(*taken, *args)
 
     def lower_automata(self, function: Callable[..., Any], *args: Any) -> Any:
         """Lowers a function (automata, *args) -> automata. The automata are given away."""

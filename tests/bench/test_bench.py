@@ -210,7 +210,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
     compiled = []  # seconds that XLA took for each loop
 
     def listen(event, seconds, **more):
-        if event.endswith("backend_compile_duration") and "decode_loop" in more.get("fun_name", ""):
+        if event.endswith("backend_compile_duration") and "flat_call" in more.get("fun_name", ""):
             compiled.append(seconds)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
