@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     option("repeats", "number of timed calls (default: 3)", type=int, metavar="N")
     option("mesh", "devices to spread the model over, such as tensor=4 or data=2,tensor=2 (default: one)", metavar="AXIS=N,...")
     option("json", "write every figure to this file", metavar="FILE")
-    option("profile", "trace one more call, write the trace to this folder and print its kernels", metavar="DIR")
+    option("profile", "trace one more call of each kind, write the traces to this folder and print their kernels", metavar="DIR")
     return bench
 
 

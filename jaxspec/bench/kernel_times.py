@@ -47,18 +47,18 @@ def read_trace(folder: Path, program: str, steps: int) -> list[KernelTime]:
     return sorted(kinds, key=lambda kind: -kind.ms)
 
 
-def kernel_lines(kernels: list[KernelTime], step_ms: float, most: int = 25) -> Iterator[str]:
-    """Lines of text: the sum of all kernels beside the time of a step, then the `most` kernels that take the longest."""
+def kernel_lines(kernels: list[KernelTime], whole_ms: float, whole: str = "step", most: int = 25) -> Iterator[str]:
+    """Lines of text: the sum of all kernels beside the time of a whole step or prompt, then the `most` kernels that take the longest."""
     total = sum(kernel.ms for kernel in kernels)
-    ratio = total / step_ms
-    yield f"kernels of a step: {total:.3f} ms in all, without CUDA graphs; a step takes {step_ms:.3f} ms, the ratio is {ratio:.2f}"
+    ratio = total / whole_ms
+    yield f"kernels of a {whole}: {total:.3f} ms in all, without CUDA graphs; a {whole} takes {whole_ms:.3f} ms, the ratio is {ratio:.2f}"
     if abs(ratio - 1) > TOLERANCE:
         reasons = (
-            "a step waits between kernels, or kernels are missing in the trace"
+            f"a {whole} waits between kernels, or kernels are missing in the trace"
             if ratio < 1
             else "kernels ran at once, or were slower in the trace"
         )
-        yield f"the kernels do not add up to the step, within {TOLERANCE:.0%}: {reasons}"
+        yield f"the kernels do not add up to the {whole}, within {TOLERANCE:.0%}: {reasons}"
     yield f"{'ms':>9} {'share':>6} {'count':>7} {'us each':>9}  kernel: operation"
     for kernel in kernels[:most]:
         share, each = kernel.ms / total if total else 0.0, 1e3 * kernel.ms / kernel.count

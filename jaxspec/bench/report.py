@@ -70,6 +70,7 @@ class PrefillFigures:
     flops: float  # that the prompt needs, on all devices together
     matmul_share: float  # flops over what the devices could compute in that time, at the measured rate of matrix products
     program: ProgramCost
+    kernels: tuple[KernelTime, ...] = ()  # where its time goes, if a profile was asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +141,10 @@ def report_lines(report: BenchReport) -> Iterator[str]:
         if f.kernels:
             yield f"\nbatch {f.batch} at temperature {f.temperature}"
             yield from kernel_lines(list(f.kernels), f.step_ms.median)
+    for p in report.prefill:
+        if p.kernels:
+            yield f"\nprompt of {p.length}"
+            yield from kernel_lines(list(p.kernels), p.ms.median, "prompt")
 
 
 def write_json(report: BenchReport, path: str | os.PathLike[str]) -> None:

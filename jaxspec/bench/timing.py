@@ -227,28 +227,40 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
     programs: dict[int, tuple[Any, ProgramCost]] = {}
     for length in plan.prefill:
         chunk = min(work.prefill_chunk, length)
+        function = functools.partial(decode.prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=_free(work.round.needs)))
         stage(f"prompt of {length}: compile")
         if chunk not in programs:
-            prefill = functools.partial(decode.prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=_free(work.round.needs)))
-            programs[chunk] = _compiled(on(prefill), target, drafter, state, slots)
+            programs[chunk] = _compiled(on(function), target, drafter, state, slots)
         program, cost = programs[chunk]
         requests, calls = _requests(work, target.config, 1, length, length + 2), math.ceil(length / chunk)
 
-        stage(f"prompt of {length}: time")
-        times, warm_ups = [], math.ceil(WARM_UPS / calls)
-        for _ in range(warm_ups + work.repeats):
+        def compute(program: Any, calls: int = calls, length: int = length, requests: decode.Requests = requests) -> float:
+            nonlocal state
             state = jax.block_until_ready(admit(state, slots, requests))
             begun = time.perf_counter()
             for _ in range(calls):
                 state = program(target, drafter, state, slots)
             jax.block_until_ready(state)
-            times.append(1e3 * (time.perf_counter() - begun))
+            took = 1e3 * (time.perf_counter() - begun)
             if int(state.length[0]) != length + 1:
                 raise RuntimeError(f"a prompt of {length} tokens was not computed: the sequence has {int(state.length[0])}")
-        spread = Spread.of(times[warm_ups:])
+            return took
+
+        stage(f"prompt of {length}: time")
+        warm_ups = math.ceil(WARM_UPS / calls)
+        spread = Spread.of([compute(program) for _ in range(warm_ups + work.repeats)][warm_ups:])
+        found: tuple[kernel_times.KernelTime, ...] = ()
+        if work.profile is not None:
+            if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
+                program, _ = _compiled(on(function), target, drafter, state, slots, compiler=cuda_graphs.without)
+                compute(program)  # loads the kernels
+            folder = Path(work.profile) / f"prompt-{length}"
+            with jax.profiler.trace(str(folder)):
+                compute(program)
+            found = tuple(kernel_times.read_trace(folder, program.as_text(), plan.placement.size))
         flops = roofline.prefill_flops(plan.target_tree, length, chunk, drafter.taps)
         share = 1e3 * flops / spread.median / (rate * plan.devices_of_a_shard)
-        yield PrefillFigures(length, chunk, spread, 1e3 * length / spread.median, flops, share, cost)
+        yield PrefillFigures(length, chunk, spread, 1e3 * length / spread.median, flops, share, cost, found)
 
 
 def _admit(state: decode.DecodeState, ended: jax.Array, requests: decode.Requests) -> decode.DecodeState:

@@ -200,7 +200,7 @@ def folders(tmp_path_factory):
 
 
 def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
-    used, without, traced = iter([True, False]), cuda_graphs.without, []
+    used, without, traced = iter([True, False, False]), cuda_graphs.without, []
     monkeypatch.setattr(cuda_graphs, "used_on", lambda devices: next(used))  # as if the greedy run's were a GPU
     monkeypatch.setattr(cuda_graphs, "without", lambda *args: traced.append(args) or without(*args))
     model = ["--config", str(folders / "target"), "--drafter", str(folders / "assistant"), "--dtype", "float32", "--k", "2"]
@@ -235,6 +235,8 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
     for cell in (greedy, step):
         assert 1.0 in {kernel["count"] for kernel in cell["kernels"] if kernel["operation"].startswith("verify/")}
     assert prompt["tokens_per_s"] == pytest.approx(24e3 / prompt["ms"]["median"])
+    products = [kernel["count"] for kernel in prompt["kernels"] if "dot_general" in kernel["operation"]]
+    assert products and all(count % 2 == 0 for count in products)  # 24 tokens are two calls
     printed = capsys.readouterr().out
     for wanted in (
         "where a temperature is, top_k 9 and top_p 0.9",
@@ -242,6 +244,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
         f"{step['step_ms']['median']:8.3f}",
         f"{prompt['ms']['median']:8.2f}",
         "kernels of a step",
+        "kernels of a prompt",
     ):
         assert wanted in printed
 
