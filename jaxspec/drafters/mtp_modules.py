@@ -205,7 +205,7 @@ class MTPModules:
             ids = jnp.pad(ids, ((0, 0), (0, used)))
             for s in range(used):
                 x, keys = self._run(s, rows.model.embed(ids[:, s : s + longest]), x, base, done, cache, rows.slots, rows.draft_attention)
-                cache = _store(cache, s, keys, base, done)
+                cache = _store(cache, s, keys, base, paged.known_after(x, done))
             kept = kept.without(done)
         slots = jnp.where(live, rows.slots, state.kept.base.shape[0])
         return ModulesState(cache, state.kept.put(slots, kept))
@@ -230,7 +230,7 @@ class MTPModules:
             embedded = target.model.embed(ids[:, s : s + width])
             x, keys = self._run(s, embedded, x, base, count, cache, target.slots, target.draft_attention)
             if s < used:
-                cache = _store(cache, s, keys, base, done)
+                cache = _store(cache, s, keys, base, paged.known_after(x, done))
             if s < num_draft_tokens:
                 logits = self.logits(s, take_row(x, jnp.maximum(count - 1, 0)))
                 token, logits, sampling = draw(logits, target.length[:, None] + s + 1, sampling)

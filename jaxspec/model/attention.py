@@ -83,6 +83,8 @@ def attend(
         scale=scale,
         implementation=attention,
     )
+    if keys.fresh is not None and keys.pools is not None:
+        keys = dataclasses.replace(keys, count=paged.known_after(heads, keys.count))
     return heads if packing is None else packing.packed(heads), keys
 
 
@@ -111,7 +113,7 @@ def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys]) -> PagedKV:
     for i, keys in fresh.items():
         assert keys.pools is not None and keys.table is not None
         pools = keys.pools
-        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, rows.count, *keys.fresh)
+        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, keys.count, *keys.fresh)
     return dataclasses.replace(cache, layers=tuple(layers))
 
 

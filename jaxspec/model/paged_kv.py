@@ -138,6 +138,16 @@ def write(layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, 
     return LayerKV(*pools, layer.scales)
 
 
+def known_after(x: jax.Array, count: jax.Array) -> jax.Array:
+    """The same count, in a way that XLA computes after x: for a `write` to pages that x was read from.
+
+    XLA overwrites a pool in place if no write can come before a read of what it was. Else it copies the pool first, every slot's pages.
+    """
+    bits = jax.lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.int32)
+    most = jax.lax.shift_right_logical(bits | 0x7FFFFFFF, 1)  # 2^30 - 1 or 2^31 - 1, whatever the bits
+    return jnp.minimum(count, most)
+
+
 def write_all(cache: PagedKV, slots: jax.Array, start: jax.Array, count: jax.Array, keys: Iterable[tuple[jax.Array, jax.Array]]) -> PagedKV:
     """Stores rows of these slots in every layer. keys: K and V of each; the rest as in `write`."""
     layers = tuple(write(*cache.pages_of(i, slots), start, count, k, v) for i, (k, v) in enumerate(keys))
