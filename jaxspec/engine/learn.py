@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 CURRENT, CANDIDATE = "current", "candidate"
 STATE = "learning"  # folder of the state from which a killed run resumes
+CLEAR = 2.0  # standard errors by which weights on trial have to be worse for learning to go back to those in use
 TOGETHER = 4  # updates in a row where several data shards have to wait for each other first
 RECENT = 1000.0  # rounds after which one counts half, in the acceptance length of today
 
@@ -198,18 +199,18 @@ class Learning:
         """Takes in the verdict of a trial, whose better weights are used from now on."""
         self._shards.take(None)
         candidate, self._candidate, self._trial = self._candidate, None, None
+        findings = trial.findings
         for runner in self._runners:
             runner.settle()
         if trial.verdict == CANDIDATE:
             self.origin = dataclasses.replace(self.origin, weights=candidate)
             self._taken += 1
-        else:
+        elif findings.gain > CLEAR * findings.error:  # else it is open which are better, and it learns on
             begun = time.perf_counter()
             self._learner.go_back(self.origin.weights)
             jax.block_until_ready(self._learner.masters)
             self._pace.cost(time.perf_counter() - begun)
             self._offered = self._learner.steps
-        findings = trial.findings
         self._fruitless = 0 if -findings.gain > findings.error else self._fruitless + 1
         if self._fruitless >= self._learner.learn.patience:
             self._end(f"{self._fruitless} comparisons in a row gained nothing")
