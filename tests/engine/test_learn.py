@@ -56,6 +56,46 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
         assert texts(llm) == first and type(llm.drafter).__name__ == "Gemma4MTP"
 
 
+def test_a_mean_of_the_newest_weights_is_offered(folders):
+    """The first update counts for itself alone, update n for 5 / (n + 4) of the mean and for a hundredth at least; a step back begins anew."""
+    with jaxspec.load(*folders, **SIZES) as llm, llm.learn(dataclasses.replace(LEARN, share=1e-9)) as learning:
+        learner, mean = learning._learner, None
+        for text in np.random.default_rng(0).integers(100, 4000, (6, 20)).astype(np.int32):
+            learner.add(text, 4)
+        for n in (1, 2, 3, 1, 2):
+            if n == 1:
+                learner.go_back(llm.drafter)
+            learner.step()
+            share = 5 / (n + 4)
+            masters = arrays(learner.masters)
+            mean = masters if n == 1 else [a + share * (b - a) for a, b in zip(mean, masters, strict=True)]
+            offered = [x for x in arrays(learner.candidate()) if x.dtype == np.float32]
+            for a, b in zip(mean, offered, strict=True):
+                np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-7)
+        assert not same(learner.masters, learner._mean)
+        learner._counted = 1000
+        before = arrays(learner._mean)
+        learner.step()
+        for a, b, c in zip(before, arrays(learner.masters), arrays(learner._mean), strict=True):
+            np.testing.assert_allclose(c, a + 0.01 * (b - a), rtol=1e-5, atol=1e-7)
+
+
+def test_a_drafter_learns_beside_a_quantised_target(folders, monkeypatch):
+    """Matrices and embedding in int8, which stay packed: texts are those without learning, whatever weights are tried and taken."""
+    monkeypatch.setattr(trials, "LEAST", 1)
+    monkeypatch.setattr(trials, "ALIKE", 1e9)
+    packed = {"quantize": "int8", "quantize_embedding": "int8", **SIZES}
+    with jaxspec.load(*folders, learn=LEARN, **packed) as llm:
+        kinds = llm.text_settings["quantised"]
+        assert "int8" in kinds and "int8 embedding" in kinds
+        begun, first = arrays(llm.drafter), texts(llm)
+        while not llm.learning.stats.taken:
+            assert texts(llm) == first
+        assert texts(llm) == first and not all(map(np.array_equal, begun, arrays(llm.drafter)))
+    with jaxspec.load(*folders, **packed) as llm:
+        assert texts(llm) == first
+
+
 def test_only_what_can_learn_is_loaded_to_learn(folders):
     with pytest.raises(ValueError, match="the drafter is a NGram, which has nothing to learn"):
         jaxspec.load(folders[0], "ngram", learn=0.1, **SIZES)
