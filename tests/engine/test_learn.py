@@ -57,7 +57,7 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
 
 
 def test_a_mean_of_the_newest_weights_is_offered(folders):
-    """The first update counts for itself alone, update n for 5 / (n + 4) of the mean and for a hundredth at least; a step back begins anew."""
+    """Update n counts for 5 / (n + 4) of the mean, so that the first counts alone, and for a hundredth at least. A step back begins anew."""
     with jaxspec.load(*folders, **SIZES) as llm, llm.learn(dataclasses.replace(LEARN, share=1e-9)) as learning:
         learner, mean = learning._learner, None
         for text in np.random.default_rng(0).integers(100, 4000, (6, 20)).astype(np.int32):
