@@ -55,7 +55,7 @@ class Sizes:
     decode: int  # temporaries of a decode call, for each slot
     prefill: int  # temporaries of a prefill call
     unpacking: int  # temporaries of either, of products with packed matrices
-    learnt: int = 0  # of a drafter that learns: master weights, their mean, the optimiser's moments, and weights on trial
+    learnt: int = 0  # of a drafter that learns: master weights, the optimiser's moments, and weights on trial
     learning: int = 0  # temporaries of an update
 
     @property
@@ -138,9 +138,9 @@ def learning_bytes(
     logits = 4 * (LOGITS + LOGITS_STEP * num_draft_tokens) * texts * learn.anchors * config.vocab_size
     scores = 6 * texts * length * length * max(spec.num_heads for spec in config.layers)
     rows = 4 * _activations(config, texts * length)
-    # Four float32 of each weight stay, and the weights in use before the next trial. An update has gradients, and the weights as the
+    # Three float32 of each weight stay, and the weights in use before the next trial. An update has gradients, and the weights as the
     # drafter has them; of a batch in parts, the sum of its gradients too.
-    return 4 * master + 2 * own, (1 + (count > 1)) * master + own + logits + scores + rows
+    return 3 * master + 2 * own, (1 + (count > 1)) * master + own + logits + scores + rows
 
 
 def _activations(config: TargetConfig, rows: int) -> int:

@@ -1,10 +1,5 @@
 """A learner: the float32 master weights of a drafter, and updates of them on texts that a target has written.
 
-What it offers is a mean of the master weights over the last updates, in which more of them count the more there were. A drafter that fits
-was trained to the end of a schedule, where steps are tiny. Steps that are large enough to learn anything lead away from there at first, and
-a mean of them does not (Polyak and Juditsky 1992; with these weights Shamir and Zhang, arXiv 1212.1824). Nobody knows when a job ends,
-so there is no end of a schedule to wait for.
-
 An update is another pass of the target over whole texts, as in `jaxspec.train`: what the loop computed of them is gone by then (rings of
 sliding layers, hidden states), and to keep it would take more than the pass. See benchmarks/results/2026-11-22-learning.md.
 
@@ -37,8 +32,6 @@ from jaxspec.sharding.specs import WHOLE
 
 WARM = 10  # updates until the learning rate is reached, from the beginning and after weights were given up
 LEAST = 2  # batches of texts that there must be before the first update
-# Of n updates the newest counts for (MEAN + 1) / (MEAN + n) of the mean, so that about the last n / MEAN make it, and for OLD at least.
-MEAN, OLD = 4, 0.01
 
 
 def rate_of(rate: float) -> optax.Schedule:
@@ -76,8 +69,6 @@ class Learner:
         self._kept, self._dtypes = kept, jax.tree.map(lambda x: x.dtype, trained)
         self._scale = 1.0  # of the learning rate
         self.masters: Any = _copied(trained)
-        self._mean: Any = _copied(trained)  # of masters
-        self._counted = 0  # updates that it is of
         whole = placement.sharding(WHOLE)
         self._shardings: Any = None  # of masters, moments and the rest
         if whole is not None:
@@ -94,7 +85,6 @@ class Learner:
 
         self._update: Any = updater(loss, self._tx, self._rounded, seed=learn.seed, accumulate=self._shape[0], shardings=self._shardings)
         self._candidate: Any = jax.jit(self._rounded, out_shardings=None if whole is None else jax.tree.map(lambda x: x.sharding, drafter))
-        self._averaged: Any = jax.jit(_nearer, donate_argnums=0, out_shardings=None if whole is None else of_masters)
         self._compiled: Any = None
 
     @property
@@ -111,7 +101,6 @@ class Learner:
             for _ in range(2):  # the first run takes longer
                 started = time.perf_counter()
                 self.masters, self.moments, _ = jax.block_until_ready(self._compiled(*self._arguments(self._empty())))
-                self._mean = jax.block_until_ready(self._averaged(self._mean, self.masters, np.float32(0)))
                 self.step_seconds = time.perf_counter() - started
             self.moments, self._scale = kept, scale
             jax.block_until_ready(self.candidate())
@@ -130,8 +119,6 @@ class Learner:
         batch = self.texts.batch(self.steps, count * size, self.length)
         shaped = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), batch)
         self.masters, self.moments, metrics = self._compiled(*self._arguments(shaped))
-        self._counted += 1
-        self._mean = self._averaged(self._mean, self.masters, np.float32(max((MEAN + 1) / (MEAN + self._counted), OLD)))
         found = jax.device_get(metrics)
         self.steps += 1
         self.loss = float(found["loss"])
@@ -140,30 +127,31 @@ class Learner:
                 raise FloatingPointError(f"the {name} of update {self.steps} is {found[name]}")
 
     def candidate(self) -> Any:
-        """The newest mean as the drafter has its weights, as `Placement.place` lays them out."""
-        return self._candidate(self._mean, self._kept)
+        """The newest weights as the drafter has them, as `Placement.place` lays them out."""
+        return self._candidate(self.masters, self._kept)
 
-    def go_back(self, drafter: Any) -> None:
-        """Gives up the newest weights for a drafter's, and learns from there in steps of half the size."""
-        trained = split(drafter)[0]
-        self.masters, self._mean, self._counted = _copied(trained), _copied(trained), 0
-        self.moments = self._begin(self.masters)
+    def slow_down(self) -> None:
+        """Learns in steps of half the size from now on."""
         self._scale /= 2
 
+    def go_back(self, drafter: Any) -> None:
+        """Gives up the newest weights for a drafter's, and learns from there."""
+        self.masters = _copied(split(drafter)[0])
+        self.moments = self._begin(self.masters)
+
     @property
-    def state(self) -> tuple[Any, Any, Any, np.ndarray]:
-        """What a killed run needs to resume: masters, their mean, moments, and (updates, those of the mean, scale of the learning rate)."""
-        return self.masters, self._mean, self.moments, np.asarray([self.steps, self._counted, self._scale])
+    def state(self) -> tuple[Any, Any, np.ndarray]:
+        """What a killed run needs to resume: masters, moments and (updates, scale of the learning rate)."""
+        return self.masters, self.moments, np.asarray([self.steps, self._scale])
 
     @state.setter
-    def state(self, state: tuple[Any, Any, Any, Any]) -> None:
-        self.masters, self._mean, self.moments, (steps, counted, scale) = state
-        self.steps, self._counted, self._scale = int(steps), int(counted), float(scale)
+    def state(self, state: tuple[Any, Any, Any]) -> None:
+        self.masters, self.moments, (steps, scale) = state
+        self.steps, self._scale = int(steps), float(scale)
 
     def close(self) -> None:
         """Gives the devices' memory back."""
-        self._target = self.masters = self._mean = self.moments = self._kept = None
-        self._compiled = self._update = self._candidate = self._averaged = None
+        self._target = self.masters = self.moments = self._kept = self._compiled = self._update = self._candidate = None
 
     def _rounded(self, masters: Any, kept: Any) -> Any:
         return join(jax.tree.map(lambda x, dtype: x.astype(dtype), masters, self._dtypes), kept)
@@ -183,8 +171,3 @@ class Learner:
 def _copied(weights: Any) -> Any:
     """float32 copies, since updates take them along."""
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
-
-
-def _nearer(mean: Any, masters: Any, share: jax.Array) -> Any:
-    """The mean, moved by a share of the way to the master weights."""
-    return jax.tree.map(lambda a, b: a + share * (b - a), mean, masters)

@@ -88,9 +88,9 @@ def work(llm, seeds=range(8)):
 
 
 @pytest.mark.parametrize("clear", [True, False])
-def test_a_lost_trial_goes_back(monkeypatch, clear):
-    """The weights in use stay. If they are clearly better, the master weights begin from them again, at half the rate; else they learn on.
-    After some trials without gain, it ends."""
+def test_lost_trials_slow_down_and_go_back(monkeypatch, clear):
+    """The weights in use stay. Weights that are clearly worse are learnt on at half the rate; every second time, as they are no better than
+    before, the master weights begin from those in use again. After some trials without gain, it ends."""
     llm = engines.llm_of.__wrapped__("assistant")
     lost = {"verdict": engine_learn.CURRENT, "_count": 4, "_sum": 4.0, "_squares": 4.0 if clear else 64.0}
     monkeypatch.setattr(trials.Comparison, "add", lambda self, *_: vars(self).update(lost))
@@ -103,11 +103,13 @@ def test_a_lost_trial_goes_back(monkeypatch, clear):
         went.append((self._scale, all(np.array_equal(a, b) for a, b in zip(masters, _floats(before), strict=True))))
 
     monkeypatch.setattr(Learner, "go_back", seen)
-    learning = llm.learn(dataclasses.replace(LEARN, patience=3))
+    learning = llm.learn(dataclasses.replace(LEARN, patience=4))
     while learning.going and len(went) < 9:
         work(llm)
-    assert went == ([(0.5, True), (0.25, True), (0.125, True)] if clear else [])
-    assert learning.stats.ended == "3 comparisons in a row gained nothing" and learning.stats.taken == 0 and learning.stats.tried == 3
+    assert went == ([(0.25, True), (0.0625, True)] if clear else []) and learning._learner._scale == (0.0625 if clear else 1.0)
+    assert learning.stats.ended == "4 comparisons in a row gained nothing" and learning.stats.taken == 0 and learning.stats.tried == 4
+    # Updates between trials: 2, 4, 8 and 16, or with a step back 2, 4, and so again.
+    assert learning.stats.updates >= (12 if clear else 30)
     assert all(np.array_equal(a, b) for a, b in zip(_floats(before), _floats(llm.drafter), strict=True))
     updates = learning.stats.updates
     work(llm)
