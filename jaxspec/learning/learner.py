@@ -68,7 +68,7 @@ class Learner:
         trained, kept = split(drafter)
         self._kept, self._dtypes = kept, jax.tree.map(lambda x: x.dtype, trained)
         self._scale = 1.0  # of the learning rate
-        self.masters: Any = _copied(trained)
+        self.masters: Any = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)  # copies, since updates take them along
         whole = placement.sharding(WHOLE)
         self._shardings: Any = None  # of masters, moments and the rest
         if whole is not None:
@@ -130,14 +130,11 @@ class Learner:
         """The newest weights as the drafter has them, as `Placement.place` lays them out."""
         return self._candidate(self.masters, self._kept)
 
-    def slow_down(self) -> None:
-        """Learns in steps of half the size from now on."""
-        self._scale /= 2
-
     def go_back(self, drafter: Any) -> None:
-        """Gives up the newest weights for a drafter's, and learns from there."""
-        self.masters = _copied(split(drafter)[0])
+        """Gives up the newest weights for a drafter's, and learns from there in steps of half the size."""
+        self.masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), split(drafter)[0])
         self.moments = self._begin(self.masters)
+        self._scale /= 2
 
     @property
     def state(self) -> tuple[Any, Any, np.ndarray]:
@@ -166,8 +163,3 @@ class Learner:
         whole = self._placement.sharding(WHOLE)
         step, scale = jax.device_put((np.int32(self.steps), np.float32(self._scale)), whole)
         return self.masters, self.moments, self._kept, self._target, batch, step, scale
-
-
-def _copied(weights: Any) -> Any:
-    """float32 copies, since updates take them along."""
-    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
