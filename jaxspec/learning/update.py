@@ -34,10 +34,10 @@ def updater(
     along.
 
     rounded: (masters, kept) -> the weights that the loss takes; see `split`. What is kept is an argument, not a constant, as XLA computes
-    with constants while it compiles (an order of 262,144 tokens was sorted for 16 s). accumulate: parts of a batch, whose gradients are averaged; a batch's arrays
-    are [accumulate, texts of a part, ...]. step: [] int32; with `seed` it determines the random numbers. scale: [] float32, which the
-    change of the weights is multiplied by. shardings: of what is returned, None for one device. Metrics: "loss", "gradient" (its norm)
-    and those of the loss.
+    with constants while it compiles (an order of 262,144 tokens was sorted for 16 s). accumulate: parts of a batch, whose gradients are
+    averaged; a batch's arrays are [accumulate, texts of a part, ...]. step: [] int32; with `seed` it determines the random numbers. scale:
+    [] float32, which the change of the weights is multiplied by. shardings: of what is returned, None for one device. Metrics: "loss",
+    "gradient" (its norm) and those of the loss.
     """
 
     def update(masters: Any, moments: Any, kept: Any, fixed: Any, batch: Any, step: jax.Array, scale: jax.Array) -> tuple[Any, Any, Any]:
