@@ -145,8 +145,9 @@ def plan(
     """What each device holds, and what a data shard makes of its memory. room: bytes of a device that may be taken, None where it does
     not say. slots, pages, default_slots: as for `memory.fit`. show: how bytes are told. learn: how the drafter
     learns, None if it does not. Raises ValueError if it does not fit, with what would help."""
-    sizes = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": KV_DTYPES[kv_dtype], "kernels": kernels}
-    found = sizes_of(pair.target, pair.drafter, placement=placement, learn=learn, **sizes)
+    sizes: dict[str, Any] = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": KV_DTYPES[kv_dtype], "kernels": kernels}
+    sizes["learn"] = learn
+    found = sizes_of(pair.target, pair.drafter, placement=placement, **sizes)
     try:
         return found, fit(found, room, slots, pages, default_slots=default_slots, show=show)
     except ValueError as error:

@@ -63,6 +63,18 @@ def test_released_shapes_need_no_network(name, capsys):
     assert any(line.startswith("plan        64 slots") for line in lines) or name == "31b"
 
 
+def test_what_learning_takes_is_told(capsys):
+    """Beside it fewer sequences fit, and the same as `load` with `learn` plans."""
+    asked = ("31b", "--drafter", "mtp", "--memory", "H200", "--max-len", "4096")
+    plain, learns = said(capsys, *asked), said(capsys, *asked, "--learn")
+    # 16 bytes for each of 469,518,596 parameters.
+    assert "learning    7.5 GB kept, 4.6 GB for an update of 4 texts of 512 tokens" in learns
+    slots = [next(int(line.split()[1]) for line in lines if line.startswith("plan ")) for lines in (plain, learns)]
+    assert slots[1] < slots[0] and not any(line.startswith("learning") for line in plain)
+    assert "the drafter is a NoDraft, which has nothing to learn" in refused(capsys, "31b", "--memory", "H200", "--learn")
+    assert "--learn is about a model, and none is named" in refused(capsys, "--memory", "24GB", "--learn")
+
+
 def test_what_a_drafters_config_leaves_open_is_told(capsys):
     """z-lab's configs for Gemma name no scale."""
     line = "            its config.json leaves open input_embedding_scale=1.0 or input_embedding_scale=73.3212: the first rounds try both"

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 CURRENT, CANDIDATE = "current", "candidate"
 STATE = "learning"  # folder of the state from which a killed run resumes
+CLEAR = 2.0  # standard errors by which weights on trial are worse for sure
+LOST = 3  # trials in a row that have to find so, the last one no less than the one before, for learning to go back
 TOGETHER = 4  # updates in a row where several data shards have to wait for each other first
 RECENT = 1000.0  # rounds after which one counts half, in the acceptance length of today
 
@@ -63,6 +65,8 @@ class Learning:
         self._trial: Comparison | None = None
         self._out = None if learner.learn.out is None else Path(learner.learn.out)
         self._offered = 0  # updates when weights were last on trial
+        self._every = learner.learn.every  # updates between trials
+        self._losses: list[float] = []  # by how much the weights of the last trials in a row were worse for sure
         self._fruitless = 0  # trials in a row that gained nothing
         self._tried = self._taken = 0
         self._ended: str | None = None  # why it ended
@@ -126,7 +130,7 @@ class Learning:
             self.compile()
             if self._pace.due(self._together):
                 self._work()
-        if self.going and self._trial is None and self._learner.steps - self._offered >= self._learner.learn.every:
+        if self.going and self._trial is None and self._learner.steps - self._offered >= self._every:
             self._offer()
         if self._out is not None and self._pace.passed - self._saved >= self._learner.learn.save_seconds:
             self.save()
@@ -195,24 +199,34 @@ class Learning:
             runner.begin_trial(Trial(variants, self._trial, apart=runner.drafter_owns_kv))
 
     def _settle(self, trial: Comparison) -> None:
-        """Takes in the verdict of a trial, whose better weights are used from now on."""
+        """Takes in the verdict of a trial, whose better weights are used from now on.
+
+        A drafter that fits gets worse before it gets better, as steps that teach it anything first lead away from where its training ended.
+        So weights that lost are learnt on, with twice as many updates until the next trial. Only if they stay worse, learning goes back.
+        """
         self._shards.take(None)
         candidate, self._candidate, self._trial = self._candidate, None, None
+        findings = trial.findings
         for runner in self._runners:
             runner.settle()
+        gained = -findings.gain > findings.error
+        self._fruitless, self._every = (0, self._every) if gained else (self._fruitless + 1, 2 * self._every)
         if trial.verdict == CANDIDATE:
             self.origin = dataclasses.replace(self.origin, weights=candidate)
             self._taken += 1
-        else:
-            begun = time.perf_counter()
-            self._learner.go_back(self.origin.weights)
-            jax.block_until_ready(self._learner.masters)
-            self._pace.cost(time.perf_counter() - begun)
-            self._offered = self._learner.steps
-        findings = trial.findings
-        self._fruitless = 0 if -findings.gain > findings.error else self._fruitless + 1
+        self._losses = [*self._losses, findings.gain] if findings.gain > CLEAR * findings.error else []
+        if len(self._losses) >= LOST and self._losses[-1] >= self._losses[-2]:
+            self._go_back()
         if self._fruitless >= self._learner.learn.patience:
             self._end(f"{self._fruitless} comparisons in a row gained nothing")
+
+    def _go_back(self) -> None:
+        """Gives up the newest weights for those in use, and learns from there in steps of half the size."""
+        begun = time.perf_counter()
+        self._learner.go_back(self.origin.weights)
+        jax.block_until_ready(self._learner.masters)
+        self._pace.cost(time.perf_counter() - begun)
+        self._offered, self._every, self._losses = self._learner.steps, self._learner.learn.every, []
 
     def _end(self, reason: str) -> None:
         self._ended = self._ended or reason

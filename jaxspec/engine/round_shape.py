@@ -83,6 +83,7 @@ class Adaptive:
         # Of each shape the tokens that its rounds gave, and those that were promised, gradually forgotten too.
         self._given, self._promised = (dict.fromkeys(costs, 0.0) for _ in range(2))
         self._using = dict(self._full)  # shape of the last call, by batch size
+        self._rates = self._estimated()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -98,6 +99,7 @@ class Adaptive:
         forgotten, draft = 0.5 ** (len(accepted) / HALF_LIFE), np.arange(len(self._tried))
         self._tried = forgotten * self._tried + np.sum((accepted[:, None] >= draft) & (verified[:, None] > draft), axis=0)
         self._kept = forgotten * self._kept + np.sum(accepted[:, None] > draft, axis=0)
+        self._rates = self._estimated()
         for sums in (self._given, self._promised):
             for key in sums:
                 sums[key] *= forgotten
@@ -108,12 +110,7 @@ class Adaptive:
     @property
     def rates(self) -> tuple[float, ...]:
         """The estimate of r_1 .. r_K."""
-        rates, rate, hoped = [], 1.0, HOPED
-        for tried, kept in zip(self._tried, self._kept, strict=True):
-            share = (kept + hoped * HOPED_ROUNDS) / (tried + HOPED_ROUNDS)
-            rate, hoped = rate * share, max(HOPED, share)
-            rates.append(float(rate))
-        return tuple(rates)
+        return tuple(self._rates.tolist())
 
     def speed(self, size: int, shape: RoundShape, sequences: int | None = None) -> float:
         """Expected tokens a second of each sequence. size: one of `sizes`. sequences: how many there are, by default `size`."""
@@ -123,17 +120,26 @@ class Adaptive:
 
     def _tokens(self, size: int, shape: RoundShape, sequences: int) -> float:
         """Of a round of a sequence, if every sequence has as many rows and all have the same rates."""
-        rates = np.asarray(self.rates[: shape.num_draft_tokens])
+        rates = self._rates[: shape.num_draft_tokens]
         each = np.inf if shape.rows is None else shape.rows / sequences
         return 1 + float(np.sum(rates * np.clip(each - 1 - np.arange(len(rates)), 0, 1)))
+
+    def _estimated(self) -> np.ndarray:
+        """See `rates`. [K] float64"""
+        shares, hoped = np.empty_like(self._tried), HOPED
+        for i, (tried, kept) in enumerate(zip(self._tried, self._kept, strict=True)):
+            shares[i] = (kept + hoped * HOPED_ROUNDS) / (tried + HOPED_ROUNDS)
+            hoped = max(HOPED, shares[i])
+        return np.cumprod(shares)
 
     def choose(self, size: int, sequences: int | None = None, among: Collection[RoundShape] | None = None) -> RoundShape:
         """The shape of the next call. size: one of `sizes`. sequences: as for `speed`. among: the shapes that may be taken, all by default.
         Where the last call's is not among them, that of most rows stands in for it."""
         among = self.shapes(size) if among is None else among
         now = self._using[size] if self._using[size] in among else self._full[size]
-        best = max(among, key=lambda shape: self.speed(size, shape, sequences), default=now)
-        if self.speed(size, best, sequences) > MARGIN * self.speed(size, now, sequences):
+        speeds = {shape: self.speed(size, shape, sequences) for shape in {now, *among}}
+        best = max(among, key=speeds.__getitem__, default=now)
+        if speeds[best] > MARGIN * speeds[now]:
             now = best
         self._using[size] = now
         return now

@@ -246,22 +246,24 @@ class Runner:
         wanted = self.adaptive is not None or self.watching or self.trial is not None
         for call, report in zip(calls, reports, strict=True):
             self._free = int(report.free_pages)
-            rounds, tally = list[tuple[np.ndarray, np.ndarray]](), Tally()
+            flags, verified, rounds, drafts = list[bool](), list[int](), 0, 0
             for row, request in enumerate(call.requests):
                 if request is None:
                     continue
                 known, before = len(request.output), len(request.guessed)
                 request.advance(report, row, call.shape.num_draft_tokens)
                 if wanted and 0 < known < len(request.output):
-                    accepted = accepted_by_call(np.asarray(request.from_draft[known:]))
-                    # The last round of a sequence that has ended was cut short, and says nothing.
-                    accepted = accepted[:-1] if request.ended else accepted
-                    rounds.append((accepted, np.asarray(request.guessed[before : before + len(accepted)])))
+                    some = request.from_draft[known:]
+                    if request.ended:  # the last round was cut short, and says nothing
+                        accepted = accepted_by_call(np.asarray(some))[:-1]
+                        some = some[: len(accepted) + int(accepted.sum())]
+                    kept = sum(some)
+                    flags += some
+                    verified += request.guessed[before : before + len(some) - kept]
                     if request.writer is self.held.writer:
-                        tally += Tally(len(accepted), int(accepted.sum()))
-            if rounds:
-                accepted, verified = (np.concatenate(part) for part in zip(*rounds, strict=True))
-                self._see(accepted, verified, tally, call)
+                        rounds, drafts = rounds + len(some) - kept, drafts + kept
+            if flags:
+                self._see(accepted_by_call(np.asarray(flags)), np.asarray(verified), Tally(rounds, drafts), call)
         self.settle()
         return any(report.starved for report in reports)
 

@@ -25,6 +25,7 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> argparse.Argument
     info.add_argument("--max-len", type=int, metavar="N", help="for --plan: most tokens of a sequence, including its prompt")
     info.add_argument("--max-slots", type=int, metavar="N", help="for --plan: most sequences at a time")
     info.add_argument("--k", type=int, metavar="K", help="for --plan: number of tokens to draft in each round")
+    info.add_argument("--learn", action="store_true", default=None, help="for --plan: with a drafter that learns while it works")
     return info
 
 
@@ -34,13 +35,14 @@ def lines(args: argparse.Namespace, hub: Any, jax_fraction: float) -> list[str]:
     from jaxspec import drafters
     from jaxspec.info import describe as info
     from jaxspec.info.cards import card_named
+    from jaxspec.learning.settings import Learn
 
     if args.drafter in drafters.without_checkpoints():
         raise ValueError(f"the drafter {args.drafter!r} is not a checkpoint: it has no weights and fits every target")
     named = None if args.target is None else card_named(args.target)
     card, shares = _card(args, named, jax_fraction)
     if args.target is None or named is not None:
-        about = ("drafter", "adapter", "quantize", "quantize_embedding", "mesh", "kv_dtype", "max_len", "max_slots", "k")
+        about = ("drafter", "adapter", "quantize", "quantize_embedding", "mesh", "kv_dtype", "max_len", "max_slots", "k", "learn")
         given = [name for name in about if getattr(args, name) is not None]
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} is about a model, and none is named")
@@ -54,6 +56,8 @@ def lines(args: argparse.Namespace, hub: Any, jax_fraction: float) -> list[str]:
     if args.mesh is not None:
         found += info.describe_mesh(pair, args.mesh, **shown)
     settings = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots, "kv_dtype": args.kv_dtype}
+    if args.learn:
+        settings["learn"] = Learn()
     settings = {name: value for name, value in settings.items() if value is not None}
     if args.plan or args.memory is not None or settings:
         found += info.describe_plan(pair, card, **shares, **settings, mesh=args.mesh)

@@ -16,6 +16,7 @@ from jaxspec.drafters.base import NoDraft
 from jaxspec.engine.memory import Sizes, check_limits, fit, most_slots, size, sizes_of
 from jaxspec.engine.settings import PAGE
 from jaxspec.info.cards import Card, gigabytes
+from jaxspec.learning.settings import Learn, learnable
 from jaxspec.loading import MAX_SLOTS, check_names
 from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
@@ -100,6 +101,7 @@ def describe_plan(
     max_slots: int | None = None,
     kv_dtype: str = "auto",
     mesh: str | None = None,
+    learn: Learn | None = None,
 ) -> Iterator[str]:
     """Yields lines about how `jaxspec.load` would use a device's memory, in the checkpoint's dtype.
 
@@ -110,9 +112,11 @@ def describe_plan(
     check_names(kv_dtype=kv_dtype)
     config, max_len, placement = pair.config, max_len_of(pair.config, max_len), abstract_placement_of(mesh)
     count, show = pair.num_draft_tokens(num_draft_tokens, max_len), size if card is None else card.show
+    if learn is not None:
+        learnable(pair.drafter)
     kernels, wanted = card is None or card.kernels, None if max_slots is None else -(-max_slots // placement.shards)
     room = None if card is None else int(memory_fraction * jax_fraction * card.memory)
-    settings: dict[str, Any] = {"num_draft_tokens": count, "kernels": kernels, "placement": placement}
+    settings: dict[str, Any] = {"num_draft_tokens": count, "kernels": kernels, "placement": placement, "learn": learn}
     sizes, chosen = plan(pair, room, max_len=max_len, kv_dtype=kv_dtype, slots=wanted, default_slots=MAX_SLOTS, show=show, **settings)
     slots, pages = chosen.slots, chosen.pages
     snapshots = min(chosen.prefix_bytes // sizes.slot, slots)  # as Runner takes them
@@ -123,6 +127,8 @@ def describe_plan(
         if not kernels:
             yield f"            no kernels: the {card.name} runs XLA, whose attention takes more memory"
     yield f"weights     {show(sizes.target)} target, {show(sizes.drafter)} drafter"
+    if learn is not None:
+        yield f"learning    {show(sizes.learnt)} kept, {show(sizes.learning)} for an update of {learn.batch} texts of {learn.length} tokens"
     yield f"slot        {show(sizes.slot)}: sliding rings {show(sizes.rings)}; all else {show(sizes.slot - sizes.rings)}"
     yield f"page        {show(sizes.page)}: {PAGE} positions of full layers; {sizes.width} pages for max_len {max_len}"
     yield f"calls       about {show(sizes.work(slots))} for activations and logits, K = {count}"

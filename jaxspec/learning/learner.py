@@ -128,7 +128,7 @@ class Learner:
 
     def candidate(self) -> Any:
         """The newest weights as the drafter has them, as `Placement.place` lays them out."""
-        return self._candidate(self.masters)
+        return self._candidate(self.masters, self._kept)
 
     def go_back(self, drafter: Any) -> None:
         """Gives up the newest weights for a drafter's, and learns from there in steps of half the size."""
@@ -150,8 +150,8 @@ class Learner:
         """Gives the devices' memory back."""
         self._target = self.masters = self.moments = self._kept = self._compiled = self._update = self._candidate = None
 
-    def _rounded(self, masters: Any) -> Any:
-        return join(jax.tree.map(lambda x, dtype: x.astype(dtype), masters, self._dtypes), self._kept)
+    def _rounded(self, masters: Any, kept: Any) -> Any:
+        return join(jax.tree.map(lambda x, dtype: x.astype(dtype), masters, self._dtypes), kept)
 
     def _empty(self) -> Batch:
         count, size = self._shape
@@ -162,4 +162,4 @@ class Learner:
         batch = jax.device_put(batch, self._placement.sharding(PartitionSpec(None, DATA)))
         whole = self._placement.sharding(WHOLE)
         step, scale = jax.device_put((np.int32(self.steps), np.float32(self._scale)), whole)
-        return self.masters, self.moments, self._target, batch, step, scale
+        return self.masters, self.moments, self._kept, self._target, batch, step, scale

@@ -112,7 +112,8 @@ def _distance(guess: Guess, truth: jax.Array, best: jax.Array, objective: Object
         mass = jnp.take(p, ordering, axis=-1).reshape(*best.shape, count, -1).sum(-1)
         distance -= jnp.sum(mass * jax.nn.log_softmax(scores, axis=-1), axis=-1)
         among = jax.lax.top_k(scores, guess.centroids.top_k)[1]
-        centroid_of = jnp.argsort(ordering) // (ordering.shape[0] // count)
+        size = ordering.shape[0] // count
+        centroid_of = jnp.zeros_like(ordering).at[ordering].set(jnp.arange(count * size, dtype=ordering.dtype) // size)
         allowed = jnp.take(jnp.any(jax.nn.one_hot(among, count, dtype=bool), axis=-2), centroid_of, axis=-1)
         offered = jnp.take_along_axis(allowed, best[..., None], axis=-1)[..., 0]
         # What inference drafts: the best of the tokens that the centroids offer.

@@ -35,7 +35,7 @@ class Learn:
     texts: int = 1024
     """Texts to learn from that are remembered. Each new one takes the place of one at random."""
     every: int = 8
-    """Updates, at least, before the newest weights are compared with those in use."""
+    """Updates, at least, before the newest weights are compared with those in use; twice as many after each comparison without gain."""
     patience: int = 6
     """Comparisons in a row that gain nothing, after which learning ends."""
     save_seconds: float = 120.0

@@ -119,7 +119,7 @@ def fit(
     copies, parts = placement.sharding(PartitionSpec()), placement.sharding(PartitionSpec(None, DATA))
     masters, moments, kept = jax.device_put((masters, moments, kept), copies)
 
-    def rounded(masters: Any) -> Any:
+    def rounded(masters: Any, kept: Any) -> Any:
         return join(jax.tree.map(lambda x: x.astype(dtype), masters), kept)
 
     update = updater(loss, tx, rounded, seed=seed, accumulate=accumulate, shardings=copies)
@@ -128,7 +128,7 @@ def fit(
     in_compute = jax.jit(rounded)
 
     def measured() -> dict[str, float]:
-        return {} if evaluate is None else {name: round(float(value), 4) for name, value in evaluate(in_compute(masters)).items()}
+        return {} if evaluate is None else {name: round(float(value), 4) for name, value in evaluate(in_compute(masters, kept)).items()}
 
     if resume:
         start, masters, moments, good = _restore(out, masters, moments, wanted)
@@ -145,7 +145,7 @@ def fit(
     with tqdm(total=steps, initial=start, desc="Training", unit="step", disable=not progress) as bar:
         for step in range(start, steps):
             batch = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), draw(step))
-            masters, moments, metrics = update(masters, moments, fixed, jax.device_put(batch, parts), jnp.asarray(step), one)
+            masters, moments, metrics = update(masters, moments, kept, fixed, jax.device_put(batch, parts), jnp.asarray(step), one)
             pending.append(metrics)
             bar.update()
             if (step + 1) % every and step + 1 != steps:

@@ -87,10 +87,13 @@ def work(llm, seeds=range(8)):
     return [c.token_ids for c in llm.generate([[3, 5, 7, 11]] * len(params), params)]
 
 
-def test_a_lost_trial_goes_back(monkeypatch):
-    """The weights in use stay, the master weights begin from them again, at half the rate; after some trials without gain, it ends."""
+@pytest.mark.parametrize(("clear", "trials_in_all"), [(True, 6), (False, 4)])
+def test_lost_trials_go_back(monkeypatch, clear, trials_in_all):
+    """The weights in use stay, and those that lost are learnt on. If they are clearly worse for the third time, and no better than the last
+    time, the master weights begin from those in use again, at half the rate. After some trials without gain, it ends."""
     llm = engines.llm_of.__wrapped__("assistant")
-    monkeypatch.setattr(trials.Comparison, "add", lambda self, *_: vars(self).update(verdict=engine_learn.CURRENT, _sum=1.0))
+    lost = {"verdict": engine_learn.CURRENT, "_count": 4, "_sum": 4.0, "_squares": 4.0 if clear else 64.0}
+    monkeypatch.setattr(trials.Comparison, "add", lambda self, *_: vars(self).update(lost))
     before, went = jax.device_get(llm.drafter), []
     back = Learner.go_back
 
@@ -100,11 +103,14 @@ def test_a_lost_trial_goes_back(monkeypatch):
         went.append((self._scale, all(np.array_equal(a, b) for a, b in zip(masters, _floats(before), strict=True))))
 
     monkeypatch.setattr(Learner, "go_back", seen)
-    learning = llm.learn(dataclasses.replace(LEARN, patience=3))
+    learning = llm.learn(dataclasses.replace(LEARN, patience=trials_in_all))
     while learning.going and len(went) < 9:
         work(llm)
-    assert went == [(0.5, True), (0.25, True), (0.125, True)]
-    assert learning.stats.ended == "3 comparisons in a row gained nothing" and learning.stats.taken == 0 and learning.stats.tried == 3
+    assert went == ([(0.5, True), (0.25, True)] if clear else [])
+    assert learning.stats.ended == f"{trials_in_all} comparisons in a row gained nothing"
+    assert learning.stats.taken == 0 and learning.stats.tried == trials_in_all
+    # Updates between trials: 2, 4, 8 and 16, and 2 again after a step back.
+    assert learning.stats.updates >= (28 if clear else 30)
     assert all(np.array_equal(a, b) for a, b in zip(_floats(before), _floats(llm.drafter), strict=True))
     updates = learning.stats.updates
     work(llm)

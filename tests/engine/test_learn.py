@@ -56,6 +56,22 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
         assert texts(llm) == first and type(llm.drafter).__name__ == "Gemma4MTP"
 
 
+def test_a_drafter_learns_beside_a_quantised_target(folders, monkeypatch):
+    """Matrices and embedding in int8, which stay packed: texts are those without learning, whatever weights are tried and taken."""
+    monkeypatch.setattr(trials, "LEAST", 1)
+    monkeypatch.setattr(trials, "ALIKE", 1e9)
+    packed = {"quantize": "int8", "quantize_embedding": "int8", **SIZES}
+    with jaxspec.load(*folders, learn=LEARN, **packed) as llm:
+        kinds = llm.text_settings["quantised"]
+        assert "int8" in kinds and "int8 embedding" in kinds
+        begun, first = arrays(llm.drafter), texts(llm)
+        while not llm.learning.stats.taken:
+            assert texts(llm) == first
+        assert texts(llm) == first and not all(map(np.array_equal, begun, arrays(llm.drafter)))
+    with jaxspec.load(*folders, **packed) as llm:
+        assert texts(llm) == first
+
+
 def test_only_what_can_learn_is_loaded_to_learn(folders):
     with pytest.raises(ValueError, match="the drafter is a NGram, which has nothing to learn"):
         jaxspec.load(folders[0], "ngram", learn=0.1, **SIZES)

@@ -10,7 +10,6 @@ import jaxspec
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.programs import Programs
 from jaxspec.engine.round_shape import HOPED_GAIN, Adaptive, RoundShape, round_shapes
-from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.warmup import measured
 
@@ -276,25 +275,27 @@ def test_what_cannot_adapt_is_refused(folders, settings, error, message):
 
 
 def test_rounds_of_few_rows_change_no_text(folders, monkeypatch):
-    """Five requests in three slots, with rounds of ever other shapes: the texts are those without drafts, and what was verified counts."""
-    prompts, each = [[5 + i, 6, 7] for i in range(5)], [params(i) for i in range(5)]
-    sizes = {"max_len": 64, "progress": False, "max_slots": 3}
+    """Five requests in three slots, which have too few pages for all three, with rounds of ever other shapes: the texts are those without
+    drafts, and what was verified counts, of sequences that were preempted too."""
+    prompts, each = [[*range(5 + i, 45 + i)] for i in range(5)], [params(i) for i in range(5)]
+    sizes = {"max_len": 96, "progress": False, "max_slots": 3}
     with jaxspec.load(folders[0], None, **sizes) as alone:
         wanted = [out.token_ids for out in alone.generate(prompts, each)]
-    llm = jaxspec.load(*folders, num_draft_tokens=3, **sizes)
-    turns, seen = itertools.cycle([RoundShape(3, 3), RoundShape(3, 8), RoundShape(2, 5), RoundShape(3)]), set()
+    llm = jaxspec.load(*folders, num_draft_tokens=3, adaptive_verification=True, kv_pages=5, **sizes)
+    shapes = [RoundShape(3, 3), RoundShape(3, 8), RoundShape(2, 5), RoundShape(3)]
+    turns, seen = itertools.cycle(shapes), set()
 
-    def shape(self, size, sequences, needs):
-        chosen = next(turns)
-        rows = None if chosen.rows is None else min(max(chosen.rows, size), size * (chosen.num_draft_tokens + 1))
-        seen.add(rows)
-        return chosen._replace(rows=rows)
+    def choose(self, size, sequences, among):
+        seen.add(chosen := next(turns))
+        return chosen
 
-    monkeypatch.setattr(Runner, "_shape", shape)
+    monkeypatch.setattr(Adaptive, "choose", choose)
     monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps: min(steps, 3))
     monkeypatch.setattr(Buckets, "decode", property(lambda self: [3]))
+    llm._runner.adaptive = Adaptive({(3, shape): 1.0 for shape in shapes})
     outs = llm.generate(prompts, each)
-    assert [out.token_ids for out in outs] == wanted and seen == {None, 3, 8, 5}
+    assert [out.token_ids for out in outs] == wanted and seen == set(shapes)
+    assert llm.stats.preemptions > 0
     for out in outs:
         assert out.stats.drafted == sum(out.stats.tried) < 3 * out.stats.steps
         assert list(out.stats.tried) == sorted(out.stats.tried, reverse=True) and out.stats.accepted <= out.stats.drafted

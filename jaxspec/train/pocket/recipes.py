@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec import checkpoint
 from jaxspec.learning.losses import Batch, target_loss
 from jaxspec.model import gemma4
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
@@ -222,6 +223,7 @@ class Recipe:
     length: int = 320  # tokens of a text
     self_generate: int = 8192  # texts that the target writes for it
     objective: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what differs from the kind's default
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json, where the kind has none
 
 
 RECIPES = {
@@ -236,6 +238,7 @@ RECIPES = {
         5000,
         self_generate=16384,
         objective={"steps": 4, "decay": 0.65, "soft": 1.0, "hard": 1.0, "tv": 0.0, "confidence": 0.3},
+        generation={"num_assistant_tokens": 4},  # a guess that it has not learnt misleads those after it
     ),
     "eagle3": Recipe("eagle3", EAGLE3_CONFIG, 3500),
     "modules": Recipe("mtp-modules", MODULES_CONFIG, 5500),
@@ -263,6 +266,8 @@ def train_drafter(name: str, args: argparse.Namespace) -> None:
         every=args.every,
         save_every=0,
     )
+    if recipe.generation:
+        checkpoint.save_json(args.out / "generation_config.json", recipe.generation)
 
 
 def train_target(args: argparse.Namespace) -> None:
