@@ -38,7 +38,7 @@ def unsupported(q, cached, fresh, key_weight, scales) -> str | None:
 def is_faster(q, key_weight) -> bool:
     """Whether the kernel is faster than `triton`."""
     if key_weight is None:
-        return q.shape[0] * q.shape[2] >= 64
+        return q.shape[1] <= 8
     # On an H200 it is, by a tenth or more, if `triton` needs several tiles of 16 query rows, since each tile reads the keys again.
     return q.shape[1] * q.shape[3] > 16
 
@@ -53,7 +53,9 @@ def paged_attention(
         return mosaic_parts.Plan(q.shape, splits, causal, window, scale * triton.LOG2_E)
 
     if splits is None:
-        splits = splits_for(cut(1).items, table.shape[1] * cached[0].shape[1] // KEYS)
+        visible = table.shape[1] * cached[0].shape[1]
+        visible = visible if window is None else min(visible, window + queries)
+        splits = splits_for(cut(1).items, visible // KEYS)
     plan = cut(splits)
     inputs = {"lengths": lengths, "positions": positions, "q": q, "table": table, "k": cached[0], "v": cached[1]}
     if key_weight is not None:

@@ -7,6 +7,8 @@ next item's keys arrive while it still computes.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -19,19 +21,23 @@ DIM = 256
 SLOTS = 6  # blocks of keys or of values in shared memory
 
 
-def attend(plan: parts.Plan, inputs, outputs, programs=None, compute=None, slots=SLOTS):
+def attend(plan: parts.Plan, inputs, outputs, pipelines=None, compute=None, slots=None):
     """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name."""
     mosaic = dialect.mosaic()
-    # Partial results take the place of the pages, final results that of the queries. So a program with partial results has one item.
-    pages, partial = parts.tiled(slots, KEYS, DIM), (parts.tiled(ROWS, DIM, dtype=jnp.float32), mosaic.SMEM((2, ROWS), jnp.float32))
-    if programs is None:
-        programs = min(plan.items, dialect.MULTIPROCESSORS) if plan.splits == 1 else plan.items
+    if pipelines is None:
+        pipelines = 1 if plan.splits > 1 or plan.items <= dialect.MULTIPROCESSORS else 2
+    slots = (6 if pipelines == 1 else 2) if slots is None else slots
+    programs = pl.cdiv(plan.items, pipelines) if plan.splits > 1 else min(pl.cdiv(plan.items, pipelines), dialect.MULTIPROCESSORS)
+    workers = programs * pipelines
+    # Partial results take the place of the pages, final results that of the queries. So with partial results, a program has one item.
+    pages = parts.tiled(pipelines * slots, KEYS, DIM)
+    partial = parts.tiled(ROWS, DIM, dtype=jnp.float32), mosaic.SMEM((2, ROWS), jnp.float32)
     scratch = {
-        "queries": parts.tiled(ROWS, DIM),
+        "queries": parts.tiled(pipelines, ROWS, DIM),
         "pages": pages if plan.splits == 1 else mosaic.RefUnion((pages,), partial),
-        "loaded": mosaic.Barrier(num_arrivals=plan.at_once),
-        "full": mosaic.Barrier(num_barriers=slots),
-        "empty": mosaic.Barrier(num_barriers=slots),
+        "loaded": mosaic.Barrier(num_arrivals=plan.at_once, num_barriers=pipelines),
+        "full": mosaic.Barrier(num_barriers=pipelines * slots),
+        "empty": mosaic.Barrier(num_barriers=pipelines * slots),
     }
     names = (*inputs, *outputs)
 
@@ -39,16 +45,43 @@ def attend(plan: parts.Plan, inputs, outputs, programs=None, compute=None, slots
         refs = dict(zip(names, refs, strict=True)) | scratch
         warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
 
-        def serve(role):
+        @pl.when(warpgroup < pipelines)
+        def _():
+            if pipelines > 1:
+                mosaic.set_max_registers(REGISTERS[1], action="increase")
+            mine = refs | {name: refs[name].at[warpgroup] for name in ("queries", "loaded")}
+            worker = program * pipelines + warpgroup
+
             def step(n, blocks):
-                item = plan.item(refs, program + n * programs)
-                role(plan, refs, item, blocks - item.start)
+                item = plan.item(refs, worker + n * workers)
+                (compute or _compute)(plan, mine, item, lambda block, n: slot_of(warpgroup, blocks + block - item.start, n))
                 return blocks + item.stop - item.start
 
-            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
+            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - worker + workers, workers), step, jnp.int32(0))
 
-        pl.when(warpgroup == 0)(lambda: serve(compute or _compute))
-        pl.when(warpgroup == 1)(lambda: serve(_copy))
+        @pl.when(warpgroup == pipelines)
+        def _():
+            if pipelines > 1:
+                mosaic.set_max_registers(REGISTERS[0], action="decrease")
+
+            def step(n, blocks):
+                items = [plan.item(refs, program * pipelines + lane + n * workers) for lane in range(pipelines)]
+                copies = []
+                for lane, item in enumerate(items):
+
+                    def place(block, n, lane=lane, item=item):
+                        number = blocks[lane] + block - item.start
+                        return slot_of(lane, number, n), 2 * number + n >= slots
+
+                    copies.append((item, functools.partial(_copy, plan, refs, item, place)))
+                parts.each_block(refs, *copies)
+                return tuple(count + item.stop - item.start for count, item in zip(blocks, items, strict=True))
+
+            first = program * pipelines
+            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - first + workers, workers), step, (jnp.int32(0),) * pipelines)
+
+    def slot_of(lane, number, n):
+        return lane * slots + jax.lax.rem(2 * number + n, slots)
 
     return mosaic.kernel(
         body,
@@ -56,11 +89,14 @@ def attend(plan: parts.Plan, inputs, outputs, programs=None, compute=None, slots
         scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
-        num_threads=2,
+        num_threads=pipelines + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention",
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
     )(*inputs.values())
+
+
+REGISTERS = 40, 232
 
 
 def _memory(plan, refs):
@@ -71,21 +107,15 @@ def _memory(plan, refs):
     return pages, results, numbers
 
 
-def _copy(plan, refs, item, done):
-    """done: blocks that the program had before the item, less the number of the item's first one."""
+def _copy(plan, refs, item, place, block, k_source, v_source, major, rows):
     mosaic, (pages, _, _) = dialect.mosaic(), _memory(plan, refs)
-
-    def copy(block, k_source, v_source, major, rows):
-        for n, source in enumerate((k_source, v_source)):
-            number = 2 * (done + block) + n
-            slot = jax.lax.rem(number, pages.shape[0])
-            pl.when(number >= pages.shape[0])(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
-            mosaic.copy_gmem_to_smem(source.at[major, rows, item.head], pages.at[slot, pl.ds(0, rows.size)], refs["full"].at[slot])
-
-    parts.each_block(refs, item, copy)
+    for n, source in enumerate((k_source, v_source)):
+        slot, used = place(block, n)
+        pl.when(used)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
+        mosaic.copy_gmem_to_smem(source.at[major, rows, item.head], pages.at[slot, pl.ds(0, rows.size)], refs["full"].at[slot])
 
 
-def _compute(plan, refs, item, done):
+def _compute(plan, refs, item, slot_of):
     mosaic, (pages, results, numbers) = dialect.mosaic(), _memory(plan, refs)
     queries, columns = refs["queries"], pl.ds(0, DIM)
     parts.load_queries(plan, refs, item, queries, columns)
@@ -93,7 +123,7 @@ def _compute(plan, refs, item, done):
     mosaic.barrier_wait(refs["loaded"])
 
     def step(block, state):
-        k, v = (jax.lax.rem(2 * (done + block) + n, pages.shape[0]) for n in range(2))
+        k, v = (slot_of(block, n) for n in range(2))
 
         def product(scores):
             mosaic.wgmma(scores, queries, dialect.mosaic_transposed(pages.at[k]))
