@@ -44,7 +44,7 @@ def is_faster(q, key_weight) -> bool:
 
 
 def paged_attention(
-    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None, **probe
+    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None
 ):
     """See `pallas_kernels.paged_attention.paged_attention`."""
     batch, queries, heads, group, dim = q.shape
@@ -66,7 +66,7 @@ def paged_attention(
         fresh = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in fresh) if missing else fresh
         inputs |= {"count": fresh_count, "fresh_k": fresh[0], "fresh_v": fresh[1]}
     kernel = mosaic_whole if key_weight is None else mosaic_rotary
-    out = kernel.attend(plan, inputs, plan.results(q.dtype), **probe)
+    out = kernel.attend(plan, inputs, plan.results(q.dtype))
     if splits == 1:
         return out[0]
     acc, *numbers = out

@@ -1,13 +1,10 @@
 """Paged attention in the Mosaic GPU dialect for keys that are stored whole.
 
-A program has two warpgroups. One copies keys and values to shared memory, several blocks ahead; the other computes. Few rows compute in
-less time than their keys take to arrive, so what counts is that copies never stop: a program serves one item after the other, and the
-next item's keys arrive while it still computes.
+A program has three warpgroups. One copies keys and values to shared memory. The other two compute, each every other block, with sums of
+its own, which are added at an item's end. A program serves one item after the other, and the next item's keys arrive while it computes.
 """
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +15,23 @@ from pallas_kernels.paged_attention import mosaic_parts as parts
 from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 
 DIM = 256
-SLOTS = 6  # blocks of keys or of values in shared memory
+SLOTS = 4  # blocks of keys or of values in shared memory: two of each warpgroup that computes
 
 
-def attend(plan: parts.Plan, inputs, outputs, pipelines=None, compute=None, slots=None):
+def attend(plan: parts.Plan, inputs, outputs):
     """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name."""
     mosaic = dialect.mosaic()
-    if pipelines is None:
-        pipelines = 1 if plan.splits > 1 or plan.items <= dialect.MULTIPROCESSORS else 2
-    slots = (6 if pipelines == 1 else 2) if slots is None else slots
-    programs = pl.cdiv(plan.items, pipelines) if plan.splits > 1 else min(pl.cdiv(plan.items, pipelines), dialect.MULTIPROCESSORS)
-    workers = programs * pipelines
-    # Partial results take the place of the pages, final results that of the queries. So with partial results, a program has one item.
-    pages = parts.tiled(pipelines * slots, KEYS, DIM)
-    partial = parts.tiled(ROWS, DIM, dtype=jnp.float32), mosaic.SMEM((2, ROWS), jnp.float32)
+    programs = min(plan.items, dialect.MULTIPROCESSORS)
     scratch = {
-        "queries": parts.tiled(pipelines, ROWS, DIM),
-        "pages": pages if plan.splits == 1 else mosaic.RefUnion((pages,), partial),
-        "loaded": mosaic.Barrier(num_arrivals=plan.at_once, num_barriers=pipelines),
-        "full": mosaic.Barrier(num_barriers=pipelines * slots),
-        "empty": mosaic.Barrier(num_barriers=pipelines * slots),
+        # The results, and before them the sums of the second warpgroup, take the place of the queries.
+        "rows": mosaic.RefUnion((parts.tiled(ROWS, DIM),), (parts.tiled(ROWS, DIM, dtype=jnp.float32),)),
+        "numbers": mosaic.SMEM((2, ROWS), jnp.float32),  # each row's largest score and its sum of weights
+        "pages": parts.tiled(SLOTS, KEYS, DIM),
+        "loaded": mosaic.Barrier(num_arrivals=plan.at_once),
+        "full": mosaic.Barrier(num_barriers=SLOTS),
+        "empty": mosaic.Barrier(num_barriers=SLOTS),
+        "computed": mosaic.Barrier(num_arrivals=2),
+        "summed": mosaic.Barrier(),
     }
     names = (*inputs, *outputs)
 
@@ -45,43 +39,23 @@ def attend(plan: parts.Plan, inputs, outputs, pipelines=None, compute=None, slot
         refs = dict(zip(names, refs, strict=True)) | scratch
         warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
 
-        @pl.when(warpgroup < pipelines)
+        def serve(role):
+            def step(n, number):
+                item = plan.item(refs, program + n * programs)
+                role(plan, refs, item, number, warpgroup)
+                return number + item.stop - item.start
+
+            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
+
+        @pl.when(warpgroup == 2)
         def _():
-            if pipelines > 1:
-                mosaic.set_max_registers(REGISTERS[1], action="increase")
-            mine = refs | {name: refs[name].at[warpgroup] for name in ("queries", "loaded")}
-            worker = program * pipelines + warpgroup
+            mosaic.set_max_registers(40, action="decrease")
+            serve(_copy)
 
-            def step(n, blocks):
-                item = plan.item(refs, worker + n * workers)
-                (compute or _compute)(plan, mine, item, lambda block, n: slot_of(warpgroup, blocks + block - item.start, n))
-                return blocks + item.stop - item.start
-
-            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - worker + workers, workers), step, jnp.int32(0))
-
-        @pl.when(warpgroup == pipelines)
+        @pl.when(warpgroup < 2)
         def _():
-            if pipelines > 1:
-                mosaic.set_max_registers(REGISTERS[0], action="decrease")
-
-            def step(n, blocks):
-                items = [plan.item(refs, program * pipelines + lane + n * workers) for lane in range(pipelines)]
-                copies = []
-                for lane, item in enumerate(items):
-
-                    def place(block, n, lane=lane, item=item):
-                        number = blocks[lane] + block - item.start
-                        return slot_of(lane, number, n), 2 * number + n >= slots
-
-                    copies.append((item, functools.partial(_copy, plan, refs, item, place)))
-                parts.each_block(refs, *copies)
-                return tuple(count + item.stop - item.start for count, item in zip(blocks, items, strict=True))
-
-            first = program * pipelines
-            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - first + workers, workers), step, (jnp.int32(0),) * pipelines)
-
-    def slot_of(lane, number, n):
-        return lane * slots + jax.lax.rem(2 * number + n, slots)
+            mosaic.set_max_registers(232, action="increase")
+            serve(_compute)
 
     return mosaic.kernel(
         body,
@@ -89,41 +63,39 @@ def attend(plan: parts.Plan, inputs, outputs, pipelines=None, compute=None, slot
         scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
-        num_threads=pipelines + 1,
+        num_threads=3,
         thread_name="warpgroup",
         kernel_name="paged_attention",
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
     )(*inputs.values())
 
 
-REGISTERS = 40, 232
+def _copy(plan, refs, item, number, warpgroup):
+    """number: of the item's first block among all of the program's. So is it below."""
+    mosaic, pages = dialect.mosaic(), refs["pages"]
+
+    def copy(block, k_source, v_source, major, rows):
+        for n, source in enumerate((k_source, v_source)):
+            use = 2 * (number + block - item.start) + n
+            slot = jax.lax.rem(use, SLOTS)
+            pl.when(use >= SLOTS)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
+            mosaic.copy_gmem_to_smem(source.at[major, rows, item.head], pages.at[slot, pl.ds(0, rows.size)], refs["full"].at[slot])
+
+    parts.each_block(refs, (item, copy))
 
 
-def _memory(plan, refs):
-    """Shared memory for the pages, for the results, and for the numbers of partial results."""
-    if plan.splits == 1:
-        return refs["pages"], refs["queries"], None
-    (pages,), (results, numbers) = refs["pages"]
-    return pages, results, numbers
-
-
-def _copy(plan, refs, item, place, block, k_source, v_source, major, rows):
-    mosaic, (pages, _, _) = dialect.mosaic(), _memory(plan, refs)
-    for n, source in enumerate((k_source, v_source)):
-        slot, used = place(block, n)
-        pl.when(used)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
-        mosaic.copy_gmem_to_smem(source.at[major, rows, item.head], pages.at[slot, pl.ds(0, rows.size)], refs["full"].at[slot])
-
-
-def _compute(plan, refs, item, slot_of):
-    mosaic, (pages, results, numbers) = dialect.mosaic(), _memory(plan, refs)
-    queries, columns = refs["queries"], pl.ds(0, DIM)
-    parts.load_queries(plan, refs, item, queries, columns)
+def _compute(plan, refs, item, number, warpgroup):
+    mosaic, pages, columns = dialect.mosaic(), refs["pages"], pl.ds(0, DIM)
+    (queries,), (sums,) = refs["rows"]
+    pl.when(warpgroup == 0)(lambda: parts.load_queries(plan, refs, item, queries, columns))
     softmax = parts.Softmax(plan, item)
     mosaic.barrier_wait(refs["loaded"])
+    first = jax.lax.rem(number + warpgroup, 2)  # from the item's first block
 
-    def step(block, state):
-        k, v = (slot_of(block, n) for n in range(2))
+    def step(n, state):
+        ahead = first + 2 * n
+        block = item.start + ahead
+        k, v = (jax.lax.rem(2 * (number + ahead) + m, SLOTS) for m in range(2))
 
         def product(scores):
             mosaic.wgmma(scores, queries, dialect.mosaic_transposed(pages.at[k]))
@@ -140,16 +112,33 @@ def _compute(plan, refs, item, slot_of):
         mosaic.barrier_arrive(refs["empty"].at[v])
         return acc, *state
 
-    acc, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start(DIM))
-    finish(plan, refs, item, softmax, acc, top, total)
+    steps = jax.lax.div(jnp.maximum(item.stop - item.start - first + 1, 0), 2)
+    acc, top, total = jax.lax.fori_loop(0, steps, step, softmax.start(DIM))
+    mosaic.barrier_arrive(refs["computed"])
+    mosaic.barrier_wait(refs["computed"])  # after this no warpgroup reads queries
+    numbers = refs["numbers"]
 
+    @pl.when(warpgroup == 1)
+    def _():
+        sums[...] = acc
+        numbers.at[0][...] = top
+        numbers.at[1][...] = total
+        mosaic.barrier_arrive(refs["summed"])
 
-def finish(plan, refs, item, softmax, acc, top, total):
-    mosaic, (pages, results, numbers) = dialect.mosaic(), _memory(plan, refs)
-    columns = pl.ds(0, DIM)
-    results[...] = softmax.result(acc, total).astype(results.dtype)
-    mosaic.commit_smem()
-    parts.store_results(plan, refs, item, results, columns)
-    if numbers is not None:
-        parts.store_numbers(plan, refs, item, numbers, top, total)
-    mosaic.wait_smem_to_gmem(0)
+    @pl.when(warpgroup == 0)
+    def _():
+        mosaic.barrier_wait(refs["summed"])
+        layout = mosaic.Layout.WGMMA.reduce(1)
+        other_top, other_total = (dialect.mosaic_load(numbers.at[n], layout) for n in range(2))
+        new_top = jnp.maximum(top, other_top)
+        own, others = jnp.exp2(top - new_top), jnp.exp2(other_top - new_top)
+        both = acc * parts.across(own, DIM) + sums[...] * parts.across(others, DIM)
+        both_total = total * own + other_total * others
+        mosaic.commit_smem()
+        results = queries if plan.splits == 1 else sums
+        results[...] = softmax.result(both, both_total).astype(results.dtype)
+        mosaic.commit_smem()
+        parts.store_results(plan, refs, item, results, columns)
+        if plan.splits > 1:
+            parts.store_numbers(plan, refs, item, numbers, new_top, both_total)
+        mosaic.wait_smem_to_gmem(0)
