@@ -47,7 +47,7 @@ def paged_attention(
         unsupported = mosaic.unsupported(q, cached, fresh, key_weight, scales)
         if implementation == "mosaic" and unsupported:
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
-        if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q, key_weight)):
+        if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q, key_weight, window)):
             return mosaic.paged_attention(*arguments[:-1], causal=causal, window=window, scale=scale)
     chosen = dialect.select(implementation, triton.unsupported(q, cached), further=("mosaic",))
     if chosen == "xla":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
@@ -19,13 +18,11 @@ def unsupported(q, cached, fresh, key_weight, scales) -> str | None:
     if reason := dialect.mosaic_obstacle():
         return reason
     if cached is None:
-        return "there are no pages, the kernel reads pages"
+        return "there are no pages, which it reads"
     k, v = cached
-    rotary = key_weight is not None
-    needed = (mosaic_rotary.DIM, mosaic_rotary.ROTARY) if rotary else (mosaic_whole.DIM,) * 2
-    if (q.shape[-1], k.shape[-1]) != needed:
-        stored = "rotary dims" if rotary else "dims of a key"
-        return f"head_dim is {q.shape[-1]} with {k.shape[-1]} {stored} stored, the kernel needs {needed[0]} with {needed[1]}"
+    dim, stored = (mosaic_whole.DIM, mosaic_whole.DIM) if key_weight is None else (mosaic_rotary.DIM, mosaic_rotary.ROTARY)
+    if (q.shape[-1], k.shape[-1]) != (dim, stored):
+        return f"head_dim is {q.shape[-1]} with keys of {k.shape[-1]}, the kernel needs {dim} with keys of {stored}"
     if any(x.dtype != jnp.bfloat16 for x in (q, k, v, *(fresh or ()))) or scales is not None:
         return f"queries and keys are {q.dtype} and {k.dtype}{' with scales' if scales is not None else ''}, the kernel needs bfloat16"
     if q.shape[3] > 8 and q.shape[3] not in (16, 32, ROWS):
@@ -35,17 +32,20 @@ def unsupported(q, cached, fresh, key_weight, scales) -> str | None:
     return None
 
 
-def is_faster(q, key_weight) -> bool:
-    """Whether the kernel is faster than `triton`."""
-    if key_weight is None:
-        return q.shape[1] <= 8
-    # On an H200 it is, by a tenth or more, if `triton` needs several tiles of 16 query rows, since each tile reads the keys again.
-    return q.shape[1] * q.shape[3] > 16
+def is_faster(q, key_weight, window) -> bool:
+    """Whether the kernel is faster than `triton` on an H200."""
+    if key_weight is not None:
+        # By a tenth or more if `triton` needs several tiles of 16 query rows, since each tile reads the keys again.
+        return q.shape[1] * q.shape[3] > 16
+    plan = mosaic_parts.Plan(q.shape, 1, True, window, 1.0)
+    rounds = pl.cdiv(plan.items, dialect.MULTIPROCESSORS)
+    # Measured with windows and few rows. `triton` keeps several programs on a multiprocessor, so it is faster where a second round has few
+    # items or where there are more rounds, and for fewer than sixteen items, where what counts is how soon the first key comes.
+    full = rounds == 1 or (rounds == 2 and plan.items >= 1.8 * dialect.MULTIPROCESSORS)
+    return window is not None and plan.tiles == 1 and plan.items >= 16 and full
 
 
-def paged_attention(
-    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None
-):
+def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None):
     """See `pallas_kernels.paged_attention.paged_attention`."""
     batch, queries, heads, group, dim = q.shape
 

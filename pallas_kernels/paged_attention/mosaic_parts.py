@@ -16,7 +16,6 @@ from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention.reference import MASKED
 
-WHOLE_FRESH = False
 ROWS, KEYS = 64, 64  # query rows of an item, keys of a block
 
 
@@ -58,9 +57,8 @@ class Plan:
         return {"acc": jax.ShapeDtypeStruct((parts, queries, group, dim), jnp.float32), "top": numbers, "total": numbers}
 
     def item(self, refs, number) -> Item:
-        """refs: the kernel's arguments by name. number: those with the same keys are neighbours; an item past the last one has no blocks."""
+        """refs: the kernel's arguments by name. number: below `items`; those with the same keys are neighbours."""
         _, queries, heads, _, _ = self.shape
-        is_there, number = number < self.items, jnp.minimum(number, self.items - 1)
         tile, part = jax.lax.rem(number, self.tiles), jax.lax.div(number, self.tiles)
         first = (self.tiles - 1 - tile) * self.at_once  # in a prefill, the rows that see the most keys come first
         pair = jax.lax.div(part, self.splits)
@@ -70,8 +68,7 @@ class Plan:
         span = _span(refs, b, position, self.causal, self.window)
         share = jax.lax.div(span.blocks + (self.splits - 1), self.splits)
         start = jnp.minimum(jax.lax.rem(part, self.splits) * share, span.blocks)
-        stop = jnp.where(is_there, jnp.minimum(start + share, span.blocks), start)
-        return Item(b, head, part, first, at, position, span, start, stop)
+        return Item(b, head, part, first, at, position, span, start, jnp.minimum(start + share, span.blocks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +86,6 @@ class Span:
     cached: jax.Array  # blocks of pages
     fresh_first: jax.Array  # the number of the first block of fresh keys
     fresh: jax.Array  # blocks of fresh keys
-    fresh_kept: jax.Array  # the position after the last fresh key
 
     @property
     def blocks(self) -> jax.Array:
@@ -103,12 +99,11 @@ class Span:
         """The row of the first key of a block of fresh keys."""
         return (self.fresh_first + block) * KEYS
 
-    def seen(self, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Positions: of a block's first key, after the last key of its kind that a row may see, and after the last one there is."""
+    def seen(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The position of a block's first key, and the position after the last key of its kind that a row may see."""
         is_fresh = block < self.fresh
         base = jnp.where(is_fresh, self.length + self.row(block), self.place(block))
-        kept = jnp.minimum(base + KEYS, self.fresh_kept) if WHOLE_FRESH else base + KEYS
-        return base, jnp.where(is_fresh, self.fresh_end, self.cached_end), jnp.where(is_fresh, kept, base + KEYS)
+        return base, jnp.where(is_fresh, self.fresh_end, self.cached_end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,40 +133,33 @@ def _span(refs, b, position, causal, window) -> Span:
         fresh_end = jnp.minimum(fresh_end, horizon) if causal else fresh_end
         fresh_first = jax.lax.div(jnp.maximum(oldest - length, 0), KEYS)
         fresh = jnp.maximum(_blocks(jnp.maximum(fresh_end - length, 0)) - fresh_first, 0)
-    kept = length + refs["fresh_k"].shape[1] if "count" in refs else length
-    return Span(length, begin, cached_end, fresh_end, first, cached, fresh_first, fresh, kept)
+    return Span(length, begin, cached_end, fresh_end, first, cached, fresh_first, fresh)
 
 
 def _blocks(keys):
     return jax.lax.div(keys + (KEYS - 1), KEYS)
 
 
-def each_block(refs, *copies) -> None:
-    """Copies the blocks of items, one of each item in turn. copies: pairs of an item and a function.
-
-    The function is called as copy(block, K, V, major, rows) for each block of its item: the keys are K[major, rows], KEYS or fewer.
-    """
+def each_block(refs, item: Item, copy) -> None:
+    """Calls copy(block, K, V, major, rows) for each block of an item. Its keys are K[major, rows], where copies read zeros past the last
+    row."""
     page, places = refs["k"].shape[1], refs["table"].shape[1]
 
-    def step(n, _):
-        for item, copy in copies:
-            block = item.start + n
-            is_cached, is_there = block >= item.span.fresh, block < item.stop
+    def step(block, _):
+        def from_page():
+            place = item.span.place(block)
+            entry = refs["table"][item.b, jax.lax.rem(jax.lax.div(place, page), places)]
+            copy(block, refs["k"], refs["v"], entry, pl.ds(jax.lax.rem(place, page), KEYS))
 
-            @pl.when(is_there & is_cached)
-            def _(item=item, copy=copy, block=block):
-                place = item.span.place(block)
-                entry = refs["table"][item.b, jax.lax.rem(jax.lax.div(place, page), places)]
-                copy(block, refs["k"], refs["v"], entry, pl.ds(jax.lax.rem(place, page), KEYS))
+        if "count" in refs:
+            most = pl.cdiv(min(refs["fresh_k"].shape[1], KEYS), 8) * 8
+            rows = pl.ds(item.span.row(block), most)
+            pl.when(block >= item.span.fresh)(from_page)
+            pl.when(block < item.span.fresh)(functools.partial(copy, block, refs["fresh_k"], refs["fresh_v"], item.b, rows))
+        else:
+            from_page()
 
-            if "count" in refs:
-                most = KEYS if WHOLE_FRESH else pl.cdiv(min(refs["fresh_k"].shape[1], KEYS), 8) * 8  # rows past the last one read as zeros
-                rows = pl.ds(item.span.row(block), most)
-                from_fresh = functools.partial(copy, block, refs["fresh_k"], refs["fresh_v"], item.b, rows)
-                pl.when(is_there & jnp.logical_not(is_cached))(from_fresh)
-
-    most = functools.reduce(jnp.maximum, [item.stop - item.start for item, _ in copies])
-    jax.lax.fori_loop(0, most, step, None)
+    jax.lax.fori_loop(item.start, item.stop, step, None)
 
 
 def tiled(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -243,7 +231,7 @@ class Softmax:
     def step(self, scores, state, seen):
         """The weights of a block's keys, and the state before V is added. scores: products of queries and keys. seen: of the block."""
         acc, top, total = state
-        base, end, _ = seen
+        base, end = seen
         # Computed for every block, so that fewer registers are held for long.
         position = (self.key + base).astype(jnp.float32)
         limit = self._each_row(end.astype(jnp.float32))
@@ -262,10 +250,10 @@ class Softmax:
 
     def clear(self, values, seen) -> None:
         """Clears V of keys that no row may see. They may be NaN, and a weight of 0 times NaN is NaN."""
-        base, end, kept = seen
+        base, end = seen
         low, high = jnp.maximum(self.begin - base, 0), jnp.minimum(end - base, KEYS)
 
-        @pl.when((low > 0) | (end < kept))
+        @pl.when((low > 0) | (high < KEYS))
         def _():
             for column in range(0, values.shape[1], KEYS):
                 part = values.at[:, pl.ds(column, KEYS)]

@@ -90,7 +90,7 @@ def _copy(plan, refs, item):
                 source = source.at[major, rows, item.head, pl.ds(half * columns, columns)]
                 mosaic.copy_gmem_to_smem(source, held.at[slot, half, pl.ds(0, rows.size)], refs["full"].at[number])
 
-    parts.each_block(refs, (item, copy))
+    parts.each_block(refs, item, copy)
 
 
 def _compute(plan, refs, item, warpgroup):

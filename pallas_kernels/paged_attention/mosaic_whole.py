@@ -1,7 +1,8 @@
 """Paged attention in the Mosaic GPU dialect for keys that are stored whole.
 
-A program has three warpgroups. One copies keys and values to shared memory. The other two compute, each every other block, with sums of
-its own, which are added at an item's end. A program serves one item after the other, and the next item's keys arrive while it computes.
+A program has two warpgroups. One copies keys and values to shared memory, up to three blocks ahead; the other computes. A program serves
+one item after the other, and the next item's keys arrive while it still computes. One warpgroup takes about as long for a block as the
+block takes to arrive if all multiprocessors read.
 """
 
 from __future__ import annotations
@@ -15,23 +16,22 @@ from pallas_kernels.paged_attention import mosaic_parts as parts
 from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 
 DIM = 256
-SLOTS = 4  # blocks of keys or of values in shared memory: two of each warpgroup that computes
+SLOTS = 6  # blocks of keys or of values in shared memory
 
 
 def attend(plan: parts.Plan, inputs, outputs):
     """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name."""
     mosaic = dialect.mosaic()
-    programs = min(plan.items, dialect.MULTIPROCESSORS)
+    # Partial results take the place of the pages, so programs with partial results have one item each. Final results take that of the
+    # queries.
+    programs = min(plan.items, dialect.MULTIPROCESSORS) if plan.splits == 1 else plan.items
+    pages, partial = parts.tiled(SLOTS, KEYS, DIM), (parts.tiled(ROWS, DIM, dtype=jnp.float32), mosaic.SMEM((2, ROWS), jnp.float32))
     scratch = {
-        # The results, and before them the sums of the second warpgroup, take the place of the queries.
-        "rows": mosaic.RefUnion((parts.tiled(ROWS, DIM),), (parts.tiled(ROWS, DIM, dtype=jnp.float32),)),
-        "numbers": mosaic.SMEM((2, ROWS), jnp.float32),  # each row's largest score and its sum of weights
-        "pages": parts.tiled(SLOTS, KEYS, DIM),
+        "queries": parts.tiled(ROWS, DIM),
+        "pages": pages if plan.splits == 1 else mosaic.RefUnion((pages,), partial),
         "loaded": mosaic.Barrier(num_arrivals=plan.at_once),
         "full": mosaic.Barrier(num_barriers=SLOTS),
         "empty": mosaic.Barrier(num_barriers=SLOTS),
-        "computed": mosaic.Barrier(num_arrivals=2),
-        "summed": mosaic.Barrier(),
     }
     names = (*inputs, *outputs)
 
@@ -40,22 +40,21 @@ def attend(plan: parts.Plan, inputs, outputs):
         warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
 
         def serve(role):
-            def step(n, number):
+            def step(n, before):
                 item = plan.item(refs, program + n * programs)
-                role(plan, refs, item, number, warpgroup)
-                return number + item.stop - item.start
+
+                def place(block, kind):
+                    """Counts the blocks of keys and of values before a block's; and its slot. kind: 0 for keys, 1 for values."""
+                    number = 2 * (before + block - item.start) + kind
+                    return number, jax.lax.rem(number, SLOTS)
+
+                role(plan, refs, item, place)
+                return before + item.stop - item.start
 
             jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
 
-        @pl.when(warpgroup == 2)
-        def _():
-            mosaic.set_max_registers(40, action="decrease")
-            serve(_copy)
-
-        @pl.when(warpgroup < 2)
-        def _():
-            mosaic.set_max_registers(232, action="increase")
-            serve(_compute)
+        pl.when(warpgroup == 0)(lambda: serve(_compute))
+        pl.when(warpgroup == 1)(lambda: serve(_copy))
 
     return mosaic.kernel(
         body,
@@ -63,39 +62,42 @@ def attend(plan: parts.Plan, inputs, outputs):
         scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
-        num_threads=3,
+        num_threads=2,
         thread_name="warpgroup",
         kernel_name="paged_attention",
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
     )(*inputs.values())
 
 
-def _copy(plan, refs, item, number, warpgroup):
-    """number: of the item's first block among all of the program's. So is it below."""
-    mosaic, pages = dialect.mosaic(), refs["pages"]
+def _memory(plan, refs):
+    """Shared memory for the pages, for the results, and for the numbers of partial results."""
+    if plan.splits == 1:
+        return refs["pages"], refs["queries"], None
+    (pages,), (results, numbers) = refs["pages"]
+    return pages, results, numbers
+
+
+def _copy(plan, refs, item, place):
+    mosaic, (pages, _, _) = dialect.mosaic(), _memory(plan, refs)
 
     def copy(block, k_source, v_source, major, rows):
-        for n, source in enumerate((k_source, v_source)):
-            use = 2 * (number + block - item.start) + n
-            slot = jax.lax.rem(use, SLOTS)
-            pl.when(use >= SLOTS)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
+        for kind, source in enumerate((k_source, v_source)):
+            number, slot = place(block, kind)
+            pl.when(number >= SLOTS)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
             mosaic.copy_gmem_to_smem(source.at[major, rows, item.head], pages.at[slot, pl.ds(0, rows.size)], refs["full"].at[slot])
 
-    parts.each_block(refs, (item, copy))
+    parts.each_block(refs, item, copy)
 
 
-def _compute(plan, refs, item, number, warpgroup):
-    mosaic, pages, columns = dialect.mosaic(), refs["pages"], pl.ds(0, DIM)
-    (queries,), (sums,) = refs["rows"]
-    pl.when(warpgroup == 0)(lambda: parts.load_queries(plan, refs, item, queries, columns))
+def _compute(plan, refs, item, place):
+    mosaic, (pages, results, numbers) = dialect.mosaic(), _memory(plan, refs)
+    queries, columns = refs["queries"], pl.ds(0, DIM)
+    parts.load_queries(plan, refs, item, queries, columns)
     softmax = parts.Softmax(plan, item)
     mosaic.barrier_wait(refs["loaded"])
-    first = jax.lax.rem(number + warpgroup, 2)  # from the item's first block
 
-    def step(n, state):
-        ahead = first + 2 * n
-        block = item.start + ahead
-        k, v = (jax.lax.rem(2 * (number + ahead) + m, SLOTS) for m in range(2))
+    def step(block, state):
+        (_, k), (_, v) = place(block, 0), place(block, 1)
 
         def product(scores):
             mosaic.wgmma(scores, queries, dialect.mosaic_transposed(pages.at[k]))
@@ -112,33 +114,10 @@ def _compute(plan, refs, item, number, warpgroup):
         mosaic.barrier_arrive(refs["empty"].at[v])
         return acc, *state
 
-    steps = jax.lax.div(jnp.maximum(item.stop - item.start - first + 1, 0), 2)
-    acc, top, total = jax.lax.fori_loop(0, steps, step, softmax.start(DIM))
-    mosaic.barrier_arrive(refs["computed"])
-    mosaic.barrier_wait(refs["computed"])  # after this no warpgroup reads queries
-    numbers = refs["numbers"]
-
-    @pl.when(warpgroup == 1)
-    def _():
-        sums[...] = acc
-        numbers.at[0][...] = top
-        numbers.at[1][...] = total
-        mosaic.barrier_arrive(refs["summed"])
-
-    @pl.when(warpgroup == 0)
-    def _():
-        mosaic.barrier_wait(refs["summed"])
-        layout = mosaic.Layout.WGMMA.reduce(1)
-        other_top, other_total = (dialect.mosaic_load(numbers.at[n], layout) for n in range(2))
-        new_top = jnp.maximum(top, other_top)
-        own, others = jnp.exp2(top - new_top), jnp.exp2(other_top - new_top)
-        both = acc * parts.across(own, DIM) + sums[...] * parts.across(others, DIM)
-        both_total = total * own + other_total * others
-        mosaic.commit_smem()
-        results = queries if plan.splits == 1 else sums
-        results[...] = softmax.result(both, both_total).astype(results.dtype)
-        mosaic.commit_smem()
-        parts.store_results(plan, refs, item, results, columns)
-        if plan.splits > 1:
-            parts.store_numbers(plan, refs, item, numbers, new_top, both_total)
-        mosaic.wait_smem_to_gmem(0)
+    acc, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start(DIM))
+    results[...] = softmax.result(acc, total).astype(results.dtype)
+    mosaic.commit_smem()
+    parts.store_results(plan, refs, item, results, columns)
+    if numbers is not None:
+        parts.store_numbers(plan, refs, item, numbers, top, total)
+    mosaic.wait_smem_to_gmem(0)
