@@ -86,7 +86,7 @@ def named_cases() -> Iterator[Case]:
             args: Any = jax.eval_shape(functools.partial(attention_bench.arguments, shape, batch, 4096))
             yield Case("paged_attention", f"{name} x {batch}", function, args, further=batch > 1)
             q, positions, pools, table, lengths, fresh, fresh_count, key_weight, _ = args
-            if not mosaic.unsupported(q, pools, fresh, key_weight, None, shape.window) and mosaic.is_faster(q):
+            if not mosaic.unsupported(q, pools, fresh, key_weight, None) and mosaic.is_faster(q, key_weight, shape.window):
                 triton = functools.partial(function, implementation="triton")
                 yield Case("paged_attention", f"{name} x {batch}, Triton", triton, args, further=batch > 1)
             pools = jax.tree.map(lambda pool: array(*pool.shape, dtype=jnp.float8_e4m3fn), pools)

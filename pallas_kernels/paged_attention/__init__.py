@@ -38,16 +38,17 @@ def paged_attention(
     Returns [B, T, KV, G, D] in q's dtype; zeros for a query that sees no key. K and V may be anything, even NaN, at positions outside
     0 .. lengths + fresh_count - 1, at or before min(positions) - window, and (if causal) after max(positions).
 
-    implementation: see `dialect.select`; or "mosaic", a kernel for Hopper and for keys of which only the rotary dims are stored, which
-    "auto" takes where it is faster. Raises ValueError for an unknown or unsupported one.
+    implementation: see `dialect.select`; or "mosaic", kernels for Hopper and bfloat16: one for keys of which only the rotary dims are
+    stored, one for whole keys of head_dim 256. "auto" takes them where they are faster. Raises ValueError for an unknown or unsupported
+    one.
     """
     arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales)
     if implementation in ("auto", "mosaic"):
-        unsupported = mosaic.unsupported(q, cached, fresh, key_weight, scales, window)
+        unsupported = mosaic.unsupported(q, cached, fresh, key_weight, scales)
         if implementation == "mosaic" and unsupported:
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
-        if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q)):
-            return mosaic.paged_attention(*arguments[:-1], causal=causal, scale=scale)
+        if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q, key_weight, window)):
+            return mosaic.paged_attention(*arguments[:-1], causal=causal, window=window, scale=scale)
     chosen = dialect.select(implementation, triton.unsupported(q, cached), further=("mosaic",))
     if chosen == "xla":
         return reference.paged_attention(*arguments, causal=causal, window=window, scale=scale)

@@ -90,7 +90,7 @@ def main() -> None:
             str(tiles): functools.partial(triton.paged_attention, **settings, tiles=tiles)
             for tiles in (candidates(shape, args) if options.sweep else [_tiles(shape, args)])
         }
-        if mosaic.unsupported(args[0], args[2], args[5], args[7], args[8], shape.window) is None:
+        if mosaic.unsupported(args[0], args[2], args[5], args[7], args[8]) is None:
             functions["mosaic"] = functools.partial(paged_attention, **settings, implementation="mosaic")
         results = []
         for label, function in functions.items():

@@ -133,14 +133,16 @@ def test_paged_attention(name):
     assert_close(exact, reference(*single), "float32")
 
 
-@pytest.mark.parametrize("name", [name for name, shape in attention_shapes.SHAPES.items() if shape.rotary])
+@pytest.mark.parametrize("name", [name for name, shape in attention_shapes.SHAPES.items() if shape.rotary or shape.head_dim == 256])
 def test_paged_attention_on_hopper(name):
     if reason := dialect.mosaic_obstacle():
         pytest.skip(reason)
-    case = attention_case(attention_shapes.SHAPES[name], "bfloat16")
-    kernel = functools.partial(paged_attention.paged_attention, implementation="mosaic")
+    shape = attention_shapes.SHAPES[name]
+    case = attention_case(shape, "bfloat16")
+    function = functools.partial(paged_attention.paged_attention, causal=shape.causal, window=shape.window)
+    kernel = functools.partial(function, implementation="mosaic")
     batched, one = results((kernel, case), (kernel, alone(case)))
-    wanted = jit(functools.partial(paged_attention.paged_attention, implementation="xla"))(*wide(case))
+    wanted = jit(functools.partial(function, implementation="xla"))(*wide(case))
     assert_close(batched, wanted, "bfloat16")
     assert_close(one, wanted[:1], "bfloat16")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lowering import for_cuda
 
 from pallas_kernels import device
-from pallas_kernels.paged_attention import bench, mosaic, paged_attention, triton
+from pallas_kernels.paged_attention import bench, mosaic, mosaic_parts, paged_attention, triton
 from pallas_kernels.paged_attention.reference import ring_positions
 from pallas_kernels.paged_attention.shapes import SHAPES
 
@@ -304,9 +304,10 @@ def test_the_kernel_with_a_split_for_each_block(tiles, settings):
 
 
 @pytest.mark.parametrize("dim", [24, 128, 200, 256])
-@pytest.mark.parametrize("splits", [2, 16, 18, 33])  # of 33, blocks are narrower
-def test_the_merge_is_the_sum_over_all_splits(splits, dim):
-    """A split without keys has no weight, whatever its sums hold, and a row without any gives zeros. There are more rows than queries."""
+@pytest.mark.parametrize(("splits", "pitch"), [(2, 8), (16, 3), (18, 3), (33, 8)])  # of 33, blocks are narrower
+def test_the_merge_is_the_sum_over_all_splits(splits, dim, pitch):
+    """A split without keys has no weight, whatever its sums hold, and a row without any gives zeros. There are more rows than queries.
+    pitch: numbers from one query's heads to the next's."""
     rng = np.random.default_rng(22)
     acc = rng.standard_normal((2, 3, splits, 16, dim)).astype(np.float32)
     top, total = rng.standard_normal((2, 2, 3, splits, 16)).astype(np.float32) * 3
@@ -317,7 +318,10 @@ def test_the_merge_is_the_sum_over_all_splits(splits, dim):
     whole = (total * weights).sum(2)
     expected = (acc * weights[..., None]).sum(2) / np.where(whole > 0, whole, 1)[..., None]
     q = jnp.zeros((2, 5, 3, 3, dim), jnp.float32)
-    found = np.asarray(jax.jit(lambda *parts: triton.merged(parts, q, splits, True))(acc, top, total))
+    apart = np.full((2, 2, 3, splits, 5, pitch), 7, np.float32)
+    apart[..., :3] = np.stack([top, total])[..., :15].reshape(2, 2, 3, splits, 5, 3)
+    top, total = apart.reshape(2, 2, 3, splits, 5 * pitch)
+    found = np.asarray(jax.jit(lambda *parts: triton.merged(parts, q, splits, True, pitch))(acc, top, total))
     np.testing.assert_allclose(found, np.moveaxis(expected[:, :, :15].reshape(2, 3, 5, 3, dim), 1, 2), rtol=2e-5, atol=2e-6)
     assert not found[1, 0, 2, 1].any() and found[1, 0, 2, 0].any()
 
@@ -398,30 +402,89 @@ def described(shape, batch=8, context=4096):
     return list(jax.eval_shape(functools.partial(bench.arguments, shape, batch, context)))
 
 
-@pytest.mark.parametrize(("name", "batch", "merged"), [("31b-full", 32, False), ("12b-full", 1, True)])
-def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, batch, merged):
+@pytest.mark.parametrize(
+    ("name", "batch", "merged"),
+    [
+        ("31b-full", 32, False),
+        ("12b-full", 1, True),
+        ("31b-sliding", 32, False),
+        ("12b-sliding", 1, True),
+        ("31b-sliding-17-rows", 8, False),
+        ("e2b-assistant-sliding", 8, True),
+        ("31b-dspark", 8, False),
+    ],
+)
+def test_the_hopper_kernels_lower_for_cuda_at_real_shapes(name, batch, merged):
+    shape = SHAPES[name]
+    function = functools.partial(paged_attention, causal=shape.causal, window=shape.window, implementation="mosaic")
     with device.described_as(HOPPER):
-        text = for_cuda(jax.jit(lambda *args: paged_attention(*args)), *described(SHAPES[name], batch))
+        text = for_cuda(jax.jit(function), *described(shape, batch))
     assert text.count("@mosaic_gpu_v2") == 1 and 'name = "paged_attention"' not in text
     assert text.count('name = "paged_attention_merge"') == merged
 
 
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.integers(0, 700), min_size=2, max_size=2),
+    offsets=st.lists(st.integers(-300, 300), min_size=3, max_size=3),
+    counts=st.lists(st.integers(0, 70), min_size=2, max_size=2),
+    page=st.sampled_from([64, 128]),
+    fresh=st.sampled_from([0, 3, 70]),
+    window=st.sampled_from([None, 1, 64, 200]),
+    causal=st.booleans(),
+    splits=st.integers(1, 4),
+)
+def test_the_hopper_kernels_read_each_key_that_a_row_sees_once(lengths, offsets, counts, page, fresh, window, causal, splits):
+    """Over all items of a head; and every head of every sequence has the same number of items."""
+    heads, places = 2, 256 // page
+    positions = np.maximum(np.add.outer(lengths, offsets), 0)
+    plan = mosaic_parts.Plan((2, 3, heads, 32, 8), splits, causal, window, 1.0)  # 32 query heads: two queries an item
+    refs = {"lengths": lengths, "positions": positions} | ({"count": counts} if fresh else {})
+    refs = {name: jnp.asarray(x, jnp.int32) for name, x in refs.items()}
+    refs |= {"k": np.empty((9, page, heads, 8)), "table": np.empty((2, places)), "fresh_k": np.empty((2, fresh, heads, 8))}
+    found = {}
+    with jax.disable_jit():
+        for number in range(plan.items):
+            item = plan.item(refs, number)
+            keys = found.setdefault((int(item.b), int(item.head), int(item.first)), [])
+            for block in range(int(item.start), int(item.stop)):
+                base, end = map(int, item.span.seen(block))
+                keys += range(max(base, int(item.span.begin)), min(base + mosaic_parts.KEYS, end))
+    assert set(found) == {(b, head, first) for b in range(2) for head in range(heads) for first in (0, 2)}
+    for (b, _, first), keys in found.items():
+        at = positions[b, first : first + 2]
+        held = range(max(0, lengths[b] - 256), lengths[b] + min(counts[b], fresh))
+        seen = [p for p in held if (window is None or p > min(at) - window) and (p <= max(at) or not causal)]
+        assert sorted(keys) == seen
+
+
+SLIDING = {"e2b-sliding", "e4b-sliding", "12b-sliding", "26b-sliding", "31b-sliding", "e2b-assistant-sliding", "31b-assistant-sliding"}
+
+
 @pytest.mark.parametrize("name", SHAPES)
-def test_auto_takes_the_hopper_kernel_for_many_rows_where_rotary_dims_are_stored(name, monkeypatch):
+def test_auto_takes_a_hopper_kernel_where_it_is_faster(name, monkeypatch):
+    """Where rotary dims are stored, for many rows; for a window's whole keys, if few rows have about one item a multiprocessor, or two."""
     for module in (mosaic, triton):
         monkeypatch.setattr(module, "paged_attention", lambda *args, name=module.__name__, **settings: name.rpartition(".")[2])
     shape = SHAPES[name]
-    call = functools.partial(paged_attention, *described(shape), causal=shape.causal, window=shape.window)
+
+    def call(batch=8, **settings):
+        return paged_attention(*described(shape, batch), causal=shape.causal, window=shape.window, **settings)
+
     with device.described_as(HOPPER):
-        assert call() == ("mosaic" if shape.rotary and shape.queries * shape.group > 16 else "triton")
+        if shape.rotary:
+            assert call() == ("mosaic" if shape.queries * shape.group > 16 else "triton")
+        for items in (8, 16, 128, 144, 256, 512):
+            if not shape.rotary and items >= shape.kv_heads:
+                assert call(items // shape.kv_heads) == ("mosaic" if name in SLIDING and items in (16, 128, 256) else "triton")
         assert call(implementation="triton") == "triton"
     with device.described_as(AMPERE):
         assert call() == "triton"
 
 
-def test_the_hopper_kernel_divides_the_keys_where_that_keeps_more_multiprocessors_busy():
-    """All of one sequence's, half of them for 66 programs, none of 128 or of several times as many."""
-    found = {programs: mosaic.splits_for(programs, 256) for programs in (1, 4, 32, 66, 80, 128, 132, 1024)}
+def test_the_hopper_kernels_divide_the_keys_where_that_keeps_more_multiprocessors_busy():
+    """All of one sequence's, half of them for 66 items, none of 128 or of several times as many."""
+    found = {items: mosaic.splits_for(items, 256) for items in (1, 4, 32, 66, 80, 128, 132, 1024)}
     assert found == {1: 64, 4: 33, 32: 4, 66: 2, 80: 3, 128: 1, 132: 1, 1024: 1}
     assert mosaic.splits_for(1, 3) == 3  # no more parts than there are blocks
 
@@ -429,22 +492,21 @@ def test_the_hopper_kernel_divides_the_keys_where_that_keeps_more_multiprocessor
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({2: None}, "it reads pages of keys of which only the rotary dims are stored"),
-        ({7: None}, "it reads pages of keys of which only the rotary dims are stored"),
-        ({0: (8, 5, 4, 8, 256)}, "head_dim is 256 with 128 rotary dims stored, the kernel needs 512 with 128"),
-        ({0: (8, 5, 8, 4, 512)}, "a KV head has 4 query heads, the kernel needs 8, 16, 32 or 64"),
+        ({2: None}, "there are no pages, which it reads"),
+        ({7: None}, "head_dim is 512 with keys of 128, the kernel needs 256 with keys of 256"),
+        ({0: (8, 5, 4, 8, 256)}, "head_dim is 256 with keys of 128, the kernel needs 512 with keys of 128"),
+        ({0: (8, 5, 4, 12, 512)}, "a KV head has 12 query heads, the kernel needs at most 8, or 16, 32 or 64"),
         ({0: jnp.float32}, "queries and keys are float32 and bfloat16, the kernel needs bfloat16"),
         ({8: (2,)}, "queries and keys are bfloat16 and bfloat16 with scales, the kernel needs bfloat16"),
         ({2: 48}, "pages hold 48 positions, the kernel needs a multiple of 64"),
-        ({"window": 100}, "the window is 100, the kernel has none"),
         ({"device": AMPERE}, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
         ({"device": device.Described("NVIDIA R100", "11.0")}, "the NVIDIA R100 has compute capability 11.0; the kernel needs 9.0"),
         ({"device": None}, "the device is a CPU; the kernel needs a Hopper GPU"),
     ],
 )
-def test_what_the_hopper_kernel_cannot_serve_is_refused(changes, message):
+def test_what_the_hopper_kernels_cannot_serve_is_refused(changes, message):
     args, changes = described(SHAPES["31b-full"]), dict(changes)
-    kind, window = changes.pop("device", HOPPER), changes.pop("window", None)
+    kind = changes.pop("device", HOPPER)
     for at, change in changes.items():
         if change is None:
             args[at] = None
@@ -458,7 +520,7 @@ def test_what_the_hopper_kernel_cannot_serve_is_refused(changes, message):
         pytest.raises(ValueError, match=f"^implementation 'mosaic' cannot serve this: {message}$"),
         contextlib.nullcontext() if kind is None else device.described_as(kind),
     ):
-        paged_attention(*args, window=window, implementation="mosaic")
+        paged_attention(*args, implementation="mosaic")
 
 
 @pytest.mark.parametrize("name", ["cuda", "XLA", ""])

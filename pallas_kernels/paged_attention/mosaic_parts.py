@@ -1,0 +1,268 @@
+"""What both attention kernels in the Mosaic GPU dialect share: the cut into items, which keys an item reads, its softmax and its results.
+
+An item is up to 64 query rows of one KV head over one part of the keys that they can see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl
+from pallas_kernels.paged_attention.reference import MASKED
+
+ROWS, KEYS = 64, 64  # query rows of an item, keys of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call is cut into items, and what else is the same for all of them."""
+
+    shape: tuple[int, ...]  # of the queries: [B, T, KV, G, D]
+    splits: int  # parts of the visible keys
+    causal: bool
+    window: int | None
+    scale: float  # of scores, in units of log2
+
+    @property
+    def rows(self) -> int:
+        """Rows for a query: its heads, and in a tile of eight rows, which is the least that is copied, some that stay unused."""
+        return max(8, pl.next_power_of_2(self.shape[3]))
+
+    @property
+    def at_once(self) -> int:
+        """Queries of an item."""
+        return min(self.shape[1], ROWS // self.rows)
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.shape[1], self.at_once)
+
+    @property
+    def items(self) -> int:
+        return self.tiles * self.splits * self.shape[0] * self.shape[2]
+
+    def results(self, dtype) -> dict[str, jax.ShapeDtypeStruct]:
+        """The kernel's results: final ones, or else sums of V, largest scores and sums of weights for each part."""
+        batch, queries, heads, group, dim = self.shape
+        if self.splits == 1:
+            return {"out": jax.ShapeDtypeStruct(self.shape, dtype)}
+        parts = batch * heads * self.splits
+        numbers = jax.ShapeDtypeStruct((parts, self.tiles * ROWS), jnp.float32)
+        return {"acc": jax.ShapeDtypeStruct((parts, queries, group, dim), jnp.float32), "top": numbers, "total": numbers}
+
+    def item(self, refs, number) -> Item:
+        """refs: the kernel's arguments by name. number: below `items`; those with the same keys are neighbours."""
+        _, queries, heads, _, _ = self.shape
+        tile, part = jax.lax.rem(number, self.tiles), jax.lax.div(number, self.tiles)
+        first = (self.tiles - 1 - tile) * self.at_once  # in a prefill, the rows that see the most keys come first
+        pair = jax.lax.div(part, self.splits)
+        b, head = jax.lax.div(pair, heads), jax.lax.rem(pair, heads)
+        at = [jnp.minimum(first + t, queries - 1) for t in range(self.at_once)]
+        position = [refs["positions"][b, t] for t in at]
+        span = _span(refs, b, position, self.causal, self.window)
+        share = jax.lax.div(span.blocks + (self.splits - 1), self.splits)
+        start = jnp.minimum(jax.lax.rem(part, self.splits) * share, span.blocks)
+        return Item(b, head, part, first, at, position, span, start, jnp.minimum(start + share, span.blocks))
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The blocks of keys that some row sees: those of fresh keys, then those of pages from the newest to the oldest.
+
+    So a block with keys that must be cleared is seldom an item's last one, after which nothing hides the time for it.
+    """
+
+    length: jax.Array
+    begin: jax.Array  # the first position that a row may see
+    cached_end: jax.Array  # the position after the last one that a row may see in the pages
+    fresh_end: jax.Array  # the same for fresh keys
+    first: jax.Array  # the number of the oldest block of pages
+    cached: jax.Array  # blocks of pages
+    fresh_first: jax.Array  # the number of the first block of fresh keys
+    fresh: jax.Array  # blocks of fresh keys
+
+    @property
+    def blocks(self) -> jax.Array:
+        return self.fresh + self.cached
+
+    def place(self, block: jax.Array) -> jax.Array:
+        """The position of the first key of a block of pages."""
+        return (self.first + self.cached - 1 - (block - self.fresh)) * KEYS
+
+    def row(self, block: jax.Array) -> jax.Array:
+        """The row of the first key of a block of fresh keys."""
+        return (self.fresh_first + block) * KEYS
+
+    def seen(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The position of a block's first key, and the position after the last key of its kind that a row may see."""
+        is_fresh = block < self.fresh
+        base = jnp.where(is_fresh, self.length + self.row(block), self.place(block))
+        return base, jnp.where(is_fresh, self.fresh_end, self.cached_end)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    b: jax.Array  # the sequence
+    head: jax.Array
+    part: jax.Array  # its number among all parts of all heads and sequences
+    first: jax.Array  # its first query
+    at: list[jax.Array]  # its queries; the last one several times if there are fewer
+    position: list[jax.Array]  # of the queries
+    span: Span
+    start: jax.Array  # its blocks of the span are start .. stop - 1
+    stop: jax.Array
+
+
+def _span(refs, b, position, causal, window) -> Span:
+    length, ring = refs["lengths"][b], refs["k"].shape[1] * refs["table"].shape[1]
+    horizon = functools.reduce(jnp.maximum, position) + 1
+    oldest = jnp.int32(0) if window is None else jnp.maximum(functools.reduce(jnp.minimum, position) - (window - 1), 0)
+    begin = jnp.maximum(length - ring, oldest)
+    cached_end = jnp.minimum(length, horizon) if causal else length
+    first = jax.lax.div(begin, KEYS)
+    cached = jnp.maximum(_blocks(cached_end) - first, 0)
+    fresh_end, fresh_first, fresh = length, jnp.int32(0), jnp.int32(0)
+    if "count" in refs:
+        fresh_end = length + jnp.minimum(refs["count"][b], refs["fresh_k"].shape[1])
+        fresh_end = jnp.minimum(fresh_end, horizon) if causal else fresh_end
+        fresh_first = jax.lax.div(jnp.maximum(oldest - length, 0), KEYS)
+        fresh = jnp.maximum(_blocks(jnp.maximum(fresh_end - length, 0)) - fresh_first, 0)
+    return Span(length, begin, cached_end, fresh_end, first, cached, fresh_first, fresh)
+
+
+def _blocks(keys):
+    return jax.lax.div(keys + (KEYS - 1), KEYS)
+
+
+def each_block(refs, item: Item, copy) -> None:
+    """Calls copy(block, K, V, major, rows) for each block of an item. Its keys are K[major, rows], where copies read zeros past the last
+    row."""
+    page, places = refs["k"].shape[1], refs["table"].shape[1]
+
+    def step(block, _):
+        def from_page():
+            place = item.span.place(block)
+            entry = refs["table"][item.b, jax.lax.rem(jax.lax.div(place, page), places)]
+            copy(block, refs["k"], refs["v"], entry, pl.ds(jax.lax.rem(place, page), KEYS))
+
+        if "count" in refs:
+            most = pl.cdiv(min(refs["fresh_k"].shape[1], KEYS), 8) * 8
+            rows = pl.ds(item.span.row(block), most)
+            pl.when(block >= item.span.fresh)(from_page)
+            pl.when(block < item.span.fresh)(functools.partial(copy, block, refs["fresh_k"], refs["fresh_v"], item.b, rows))
+        else:
+            from_page()
+
+    jax.lax.fori_loop(item.start, item.stop, step, None)
+
+
+def tiled(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    """An array in shared memory in the layout that products read."""
+    mosaic, swizzle = dialect.mosaic(), 128  # bytes
+    tiling = mosaic.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return mosaic.SMEM(shape, dtype, transforms=(tiling, mosaic.SwizzleTransform(swizzle)))
+
+
+def load_queries(plan: Plan, refs, item: Item, held, columns) -> None:
+    """Copies these columns of an item's queries to rows of `held`, in shared memory. Each query's copy arrives at `refs["loaded"]`."""
+    for t, at in enumerate(item.at):
+        source = refs["q"].at[item.b, at, item.head, _heads(plan, item), columns]
+        dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(t * plan.rows, plan.rows)], refs["loaded"])
+
+
+def store_results(plan: Plan, refs, item: Item, held, columns) -> None:
+    """Copies these columns of an item's results from shared memory. `wait_smem_to_gmem` waits until that is done."""
+    for t in range(plan.at_once):
+
+        @pl.when(item.first + t < plan.shape[1])
+        def _(t=t):
+            if plan.splits == 1:
+                target = refs["out"].at[item.b, item.first + t, item.head, _heads(plan, item), columns]
+            else:
+                target = refs["acc"].at[item.part, item.first + t, _heads(plan, item), columns]
+            dialect.mosaic().copy_smem_to_gmem(held.at[pl.ds(t * plan.rows, plan.rows)], target)
+
+
+def _heads(plan: Plan, item: Item):
+    """The query heads. Copies read zeros for rows that there are not, and don't write them; a static slice may not have such rows."""
+    return pl.ds(item.first * 0, plan.rows)
+
+
+def store_numbers(plan: Plan, refs, item: Item, held, top, total) -> None:
+    """Copies an item's largest scores and sums of weights, if its results are partial, through `held` in shared memory."""
+    mosaic, rows = dialect.mosaic(), pl.ds(item.first * plan.rows, ROWS)
+    for n, value in enumerate((top, total)):
+        held.at[n][...] = value
+    mosaic.commit_smem()
+    for n, name in enumerate(("top", "total")):
+        mosaic.copy_smem_to_gmem(held.at[n], refs[name].at[item.part, rows])
+
+
+def across(x, width: int):
+    """A number of each row, in `width` columns."""
+    return jax.lax.broadcast_in_dim(x, (ROWS, width), (0,))
+
+
+class Softmax:
+    """The softmax of an item's rows, a block of keys after the other."""
+
+    def __init__(self, plan: Plan, item: Item):
+        self.plan, mosaic = plan, dialect.mosaic()
+        layout = mosaic.Layout.WGMMA
+        self.row, self.key = (mosaic.broadcasted_iota(jnp.int32, (ROWS, KEYS), d, layout=layout) for d in range(2))
+        # We compare positions in float32, which holds them exactly, because int32 vectors would be compared as uint32.
+        after = mosaic.layout_cast(jnp.full((ROWS, KEYS), (item.position[0] + 1).astype(jnp.float32)), layout)
+        for t in range(1, plan.at_once):
+            after = jnp.where(self.row >= t * plan.rows, (item.position[t] + 1).astype(jnp.float32), after)
+        self.after = jnp.max(after, axis=1)  # the position after each row's own
+        self.begin = item.span.begin
+
+    def start(self, width: int):
+        """The state before the first block: sums of `width` columns of V, each row's largest score and its sum of weights."""
+        acc = dialect.mosaic().layout_cast(jnp.zeros((ROWS, width), jnp.float32), dialect.mosaic().Layout.WGMMA)
+        return acc, self._each_row(MASKED), self._each_row(0.0)
+
+    def step(self, scores, state, seen):
+        """The weights of a block's keys, and the state before V is added. scores: products of queries and keys. seen: of the block."""
+        acc, top, total = state
+        base, end = seen
+        # Computed for every block, so that fewer registers are held for long.
+        position = (self.key + base).astype(jnp.float32)
+        limit = self._each_row(end.astype(jnp.float32))
+        if self.plan.causal:
+            limit = jnp.minimum(limit, self.after)
+        least = self._each_row(self.begin.astype(jnp.float32))
+        if self.plan.window is not None:
+            least = jnp.maximum(least, self.after - float(self.plan.window))
+        visible = (position >= across(least, KEYS)) & (position < across(limit, KEYS))
+        scores = jnp.where(visible, scores * self.plan.scale, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - across(new_top, KEYS))
+        total = total * shrink + jnp.sum(weights, axis=1)
+        return weights.astype(jnp.bfloat16), (acc * across(shrink, acc.shape[1]), new_top, total)
+
+    def clear(self, values, seen) -> None:
+        """Clears V of keys that no row may see. They may be NaN, and a weight of 0 times NaN is NaN."""
+        base, end = seen
+        low, high = jnp.maximum(self.begin - base, 0), jnp.minimum(end - base, KEYS)
+
+        @pl.when((low > 0) | (high < KEYS))
+        def _():
+            for column in range(0, values.shape[1], KEYS):
+                part = values.at[:, pl.ds(column, KEYS)]
+                part[...] = jnp.where((self.row >= low) & (self.row < high), part[...], jnp.zeros((), part.dtype))
+            dialect.mosaic().commit_smem()
+
+    def result(self, acc, total):
+        """What is stored of the sums of V: the final result, or the sums if they are partial."""
+        return acc if self.plan.splits > 1 else acc * across(1.0 / jnp.maximum(total, 1e-30), acc.shape[1])
+
+    def _each_row(self, value):
+        return dialect.mosaic().layout_cast(jnp.full((ROWS,), value, jnp.float32), dialect.mosaic().Layout.WGMMA.reduce(1))

@@ -1,0 +1,147 @@
+"""Paged attention in the Mosaic GPU dialect for keys of which only the rotary dims are stored.
+
+A program serves one item. It has three warpgroups. One copies pages to shared memory. The other two each accumulate half of V's columns,
+and each compute all scores: (queries * weight) . V outside the rotary dims plus queries . K in them, so that one copy of V serves both
+products. The two take turns: while one computes products, the other computes its softmax. FlashMLA
+(https://github.com/deepseek-ai/FlashMLA) and FlashAttention-3 (Shah et al., 2024) have the same structure.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl
+from pallas_kernels.paged_attention import mosaic_parts as parts
+from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
+
+DIM, ROTARY = 512, 128
+HALF, TURNS = DIM // 2, ROTARY // 2  # columns of a warpgroup, and how many of the first of them rotate
+STAGES = 2  # blocks of keys in shared memory
+
+
+def attend(plan: parts.Plan, inputs, outputs):
+    """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name."""
+    mosaic = dialect.mosaic()
+    pages = (parts.tiled(STAGES, 2, KEYS, HALF), parts.tiled(STAGES, 2, KEYS, TURNS))
+    partial = (parts.tiled(2, ROWS, HALF, dtype=jnp.float32), mosaic.SMEM((2, ROWS), jnp.float32))
+    scratch = {
+        "queries": parts.tiled(2, ROWS, HALF),
+        # Partial results take the place of the pages, final results that of the queries.
+        "pages": pages if plan.splits == 1 else mosaic.RefUnion(pages, partial),
+        "loaded": mosaic.Barrier(num_arrivals=2 * plan.at_once),
+        "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * STAGES),
+        "empty": mosaic.Barrier(num_arrivals=2, num_barriers=2 * STAGES),
+        "turn": mosaic.Barrier(num_arrivals=2),
+        "both": mosaic.Barrier(num_arrivals=2),
+    }
+    names = (*inputs, *outputs)
+
+    def body(*refs, **scratch):
+        refs = dict(zip(names, refs, strict=True)) | scratch
+        warpgroup, item = jax.lax.axis_index("warpgroup"), plan.item(refs, jax.lax.axis_index("item"))
+
+        @pl.when(warpgroup == 2)
+        def _():
+            mosaic.set_max_registers(40, action="decrease")
+            _copy(plan, refs, item)
+
+        @pl.when(warpgroup < 2)
+        def _():
+            mosaic.set_max_registers(232, action="increase")
+            _compute(plan, refs, item, warpgroup)
+
+    return mosaic.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=scratch,
+        grid=(plan.items,),
+        grid_names=("item",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name="paged_attention",
+        compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
+    )(*inputs.values())
+
+
+def _memory(plan, refs):
+    """Shared memory for V, for the rotary dims of K, for the results, and for the numbers of partial results."""
+    (values, rotary), (results, numbers) = refs["pages"] if plan.splits > 1 else (refs["pages"], (refs["queries"], None))
+    return values, rotary, results, numbers
+
+
+def _half_of(item, block, half):
+    """The index of a half of the buffer that holds a block."""
+    return 2 * jax.lax.rem(block - item.start, STAGES) + half
+
+
+def _copy(plan, refs, item):
+    mosaic, (values, rotary, _, _) = dialect.mosaic(), _memory(plan, refs)
+
+    def copy(block, k_source, v_source, major, rows):
+        slot = jax.lax.rem(block - item.start, STAGES)
+        for half in range(2):
+            number = _half_of(item, block, half)
+            pl.when(block - item.start >= STAGES)(functools.partial(mosaic.barrier_wait, refs["empty"].at[number]))
+            for source, held, columns in ((k_source, rotary, TURNS), (v_source, values, HALF)):
+                source = source.at[major, rows, item.head, pl.ds(half * columns, columns)]
+                mosaic.copy_gmem_to_smem(source, held.at[slot, half, pl.ds(0, rows.size)], refs["full"].at[number])
+
+    parts.each_block(refs, item, copy)
+
+
+def _compute(plan, refs, item, warpgroup):
+    mosaic, (values, rotary, results, numbers) = dialect.mosaic(), _memory(plan, refs)
+    queries, columns = refs["queries"], pl.ds(warpgroup * HALF, HALF)
+
+    def meet(barrier=refs["turn"]):
+        mosaic.barrier_arrive(barrier)
+        mosaic.barrier_wait(barrier)
+
+    # Each warpgroup loads half of the queries' columns, and multiplies those that do not rotate by the weight.
+    parts.load_queries(plan, refs, item, queries.at[warpgroup], columns)
+    mosaic.barrier_wait(refs["loaded"])
+    for column in range(TURNS, HALF, TURNS):
+        part = queries.at[warpgroup, :, pl.ds(column, TURNS)]
+        weight = dialect.mosaic_load(refs["weight"].at[pl.ds(warpgroup * HALF + column, TURNS)], mosaic.Layout.WGMMA.reduce(0))
+        weight = jax.lax.broadcast_in_dim(weight.astype(jnp.float32), (ROWS, TURNS), (1,))
+        part[...] = (part[...].astype(jnp.float32) * weight).astype(part.dtype)
+    mosaic.commit_smem()
+    meet(refs["both"])
+    softmax = parts.Softmax(plan, item)
+    pl.when(warpgroup == 1)(meet)  # from here on this warpgroup is half a step behind the other
+
+    def step(block, state):
+        slot = jax.lax.rem(block - item.start, STAGES)
+
+        def product(scores):
+            for half in range(2):
+                mosaic.barrier_wait(refs["full"].at[_half_of(item, block, half)])
+                still, turning = pl.ds(TURNS, HALF - TURNS), pl.ds(0, TURNS)
+                mosaic.wgmma(scores, queries.at[half, :, still], dialect.mosaic_transposed(values.at[slot, half, :, still]))
+                mosaic.wgmma(scores, queries.at[half, :, turning], dialect.mosaic_transposed(rotary.at[slot, half]))
+            meet()
+            return scores[...]
+
+        scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
+        mosaic.barrier_arrive(refs["empty"].at[_half_of(item, block, 1 - warpgroup)])
+        seen = item.span.seen(block)
+        weights, (acc, *state) = softmax.step(scores, state, seen)
+        softmax.clear(values.at[slot, warpgroup], seen)
+        meet()
+        acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, values.at[slot, warpgroup]))(mosaic.ACC.init(acc))
+        mosaic.barrier_arrive(refs["empty"].at[_half_of(item, block, warpgroup)])
+        return acc, *state
+
+    acc, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start(HALF))
+    pl.when(warpgroup == 0)(meet)
+    meet(refs["both"])  # after this no warpgroup reads queries or pages
+    results.at[warpgroup][...] = softmax.result(acc, total).astype(results.dtype)
+    mosaic.commit_smem()
+    parts.store_results(plan, refs, item, results.at[warpgroup], columns)
+    if numbers is not None:
+        pl.when(warpgroup == 0)(lambda: parts.store_numbers(plan, refs, item, numbers, top, total))
+    mosaic.wait_smem_to_gmem(0)
