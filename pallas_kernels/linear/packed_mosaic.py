@@ -28,6 +28,10 @@ LEAST_WEIGHTS = 1 << 20  # smaller matrices are multiplied faster by `packed_tri
 FEW_OUTPUTS = 4096
 MOST_SPLITS = 8
 START = 3  # the time of a program's start and end, in units of the time for a step
+PROGRAMS = dialect.MULTIPROCESSORS
+JOINING = 2  # the time that it takes to join the parts of two programs, in the same units
+READ = 1 / 30_000  # microseconds for a byte, of one of 132 multiprocessors that all read
+MULTIPLY = 1.1e-3  # microseconds for the product of a row and a block
 
 
 def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
@@ -55,29 +59,33 @@ def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: i
     """The tiles for a product of `rows` rows with [matrices, outputs, inputs] codes of so many bits. splits: as for `linear`."""
     padded, blocks = -(-rows // 8) * 8, inputs // BLOCK
 
-    def fitting(wide: int, deep: int, step: int) -> Tiles | None:
+    def fitting(wide: int, deep: int, step: int) -> list[Tiles]:
         size, sums = Tiles(1, wide, deep, step, 1).room(matrices, bits, padded)
         stages = min(4 if step > 2 else 6, (SHARED_MEMORY - sums) // size)
         if blocks % step or stages < min(3, blocks // step):
-            return None
+            return []
         counts = range(1, min(splits or MOST_SPLITS, blocks // step) + 1)
-        tiles = [Tiles(1, wide, deep, step, stages, count, 1 if padded > 64 else 4) for count in counts]
-        return min(tiles, key=time)
+        return [Tiles(1, wide, deep, step, stages, count, 1 if padded > 64 else 4) for count in counts]
 
-    def time(tiles: Tiles) -> float:  # in units of the time for a step
+    def time(tiles: Tiles) -> float:  # about so many microseconds on an H200
+        wide, steps = tiles.wide * matrices, pl.cdiv(blocks // tiles.step, tiles.splits)
+        if padded > 64:  # products, and the rows that all of them read, fitted to measured times
+            step = tiles.step * padded * (wide + bits / 8) * MULTIPLY
+        else:
+            step = tiles.step * wide * 512 * bits * READ
         programs = pl.cdiv(outputs // BLOCK, tiles.wide) * tiles.splits
-        return pl.cdiv(programs, dialect.MULTIPROCESSORS) * (blocks / tiles.step / tiles.splits + START)
+        parts = 8 * tiles.splits * outputs * padded * READ / dialect.MULTIPROCESSORS  # each is written and read once
+        return pl.cdiv(programs, dialect.MULTIPROCESSORS) * (steps + START) * step + parts
 
-    if padded > 64:  # a step takes the time of its `wide` products, and for its rows that of bits / 8 more, fitted to measured times
-        pair = [tiles for wide in (3, 2) if (tiles := fitting(wide, 1, 2))]
-        if pair:
-            return min(pair, key=lambda tiles: time(tiles) * (tiles.wide + bits / 8))
-        shapes = ((2, 1, 1),)
-    elif matrices == 1:
+    if padded > 64:
+        shapes = ((3, 1, 2), (2, 1, 2), (1, 2, 2))
+        tried = [tiles for shape in shapes for tiles in fitting(*shape)]
+        return min(tried or fitting(2, 1, 1), key=time)
+    if matrices == 1:
         shapes = ((1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))
     else:
         shapes = ((1, 4, 4), (1, 3, 3), (1, 2, 2), (1, 1, 1)) if padded <= 40 else ((1, 2, 2), (1, 1, 1))
-    return next(tiles for shape in shapes if (tiles := fitting(*shape)))
+    return min(next(filter(None, (fitting(*shape) for shape in shapes))), key=time)
 
 
 def linear(x, w, splits: int | None = 1):
@@ -101,6 +109,12 @@ def gated(x, gate_up, activation=GELU):
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype)[0]
 
 
+def joins(tiles: int, steps: int) -> bool:
+    """Whether programs should have equal parts of all steps of a product, so that two may share a tile."""
+    share = pl.cdiv(tiles * steps, PROGRAMS)
+    return steps - 1 <= share and share + JOINING < pl.cdiv(tiles, PROGRAMS) * steps
+
+
 def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
     *_, outputs, inputs = w.shape
     return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, matrices=matrices, splits=splits)
@@ -112,20 +126,35 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
     if 8 < rows < padded:  # rows are copied in tiles of eight, so there must be fewer than eight, or a multiple
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     outputs, steps = w.shape[-2], w.shape[-1] // BLOCK // tiles.step
-    share = pl.cdiv(steps, tiles.splits)
-    splits = pl.cdiv(steps, share)
-    works = pl.cdiv(outputs // BLOCK, tiles.at_once) * splits
+    groups = pl.cdiv(outputs // BLOCK, tiles.at_once)
+    joined = matrices == 2 and joins(groups, steps)
+    # Programs have equal parts of all steps, in order; or they take tiles, or splits of tiles, in turn.
+    share = pl.cdiv(groups * steps, PROGRAMS) if joined else pl.cdiv(steps, tiles.splits)
+    splits = 1 if joined else pl.cdiv(steps, share)
+    programs = pl.cdiv(groups * steps, share) if joined else min(groups * splits, PROGRAMS)
 
-    def locate(refs, number):
+    def works(refs, program):
+        if not joined:
+            return mosaic.in_turn(groups * splits, program, programs)
+        begin, end = program * share, jnp.minimum((program + 1) * share, groups * steps)
+        return jax.lax.div(end - 1, steps) - jax.lax.div(begin, steps) + 1
+
+    def locate(refs, program, i):
+        zero = jnp.minimum(i, 0)  # rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there
+        if joined:
+            begin, end = program * share, jnp.minimum((program + 1) * share, groups * steps)
+            tile = jax.lax.div(begin, steps) + i
+            first = jnp.maximum(begin - tile * steps, 0)
+            return mosaic.Piece((), tile, zero, first, jnp.minimum(end - tile * steps, steps) - first)
+        number = program + i * programs
         tile, split = jax.lax.div(number, splits), jax.lax.rem(number, splits)
         first = split * share
-        # Rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there.
-        return mosaic.Piece((), tile, jnp.minimum(number, 0), first, jnp.minimum(share, steps - first))
+        return mosaic.Piece((), tile, zero, first, jnp.minimum(share, steps - first))
 
     def finish(refs, piece, block, totals):
         totals = [total.astype(dtype) for total in totals]
         value = GELU(*totals) if matrices == 2 else totals[0]
-        mosaic.store(value, refs["out"].at[jax.lax.div(piece.first, share)], block)
+        mosaic.store(value, refs["out"].at[0 if joined else jax.lax.div(piece.first, share)], block)
 
     return mosaic.call(
         {"x": x},
@@ -135,8 +164,9 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
         name=f"packed_{'gated' if matrices == 2 else 'linear'}",
         rows=padded,
         matrices=matrices,
-        programs=min(works, dialect.MULTIPROCESSORS),
-        works=lambda refs: works,
+        programs=programs,
+        works=works,
         locate=locate,
         finish=finish,
+        joined=joined,
     )

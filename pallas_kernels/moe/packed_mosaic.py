@@ -22,6 +22,7 @@ from pallas_kernels.moe.triton import ANY, group
 from pallas_kernels.packed import BLOCK, KINDS, Packed, mosaic
 from pallas_kernels.packed.mosaic import SHARED_MEMORY
 
+PROGRAMS = dialect.MULTIPROCESSORS
 EIGHT = 8  # rows that a product counts in, and that are copied to shared memory together
 COLUMNS = 512  # of x that a program of `arrange` copies
 MOST_SHARE = 24  # pairs of an expert, on average: with more, tiles of many rows are multiplied faster by `packed_triton`
@@ -81,7 +82,11 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
         groups = pl.cdiv(out_blocks, cut.at_once)
         steps = pl.cdiv(w.shape[-1] // BLOCK, cut.step)
 
-        def locate(refs, number):
+        def works(refs, program):
+            return mosaic.in_turn(refs["table"][3, 0] * groups, program, PROGRAMS)
+
+        def locate(refs, program, i):
+            number = program + i * PROGRAMS
             tile = jax.lax.div(number, groups)
             return Piece(
                 matrices=(refs["table"][0, tile],),
@@ -100,8 +105,8 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
             name=name,
             rows=tiles.rows,
             matrices=2 if name.endswith("gate_up") else 1,
-            programs=dialect.MULTIPROCESSORS,
-            works=lambda refs: refs["table"][3, 0] * groups,
+            programs=PROGRAMS,
+            works=works,
             locate=locate,
             finish=finish,
         )

@@ -78,15 +78,17 @@ def call(
     rows: int,
     matrices: int,
     programs: int,
-    works: Callable[[dict[str, Any]], Any],
-    locate: Callable[[dict[str, Any], Any], Piece],
+    works: Callable[[dict[str, Any], Any], Any],
+    locate: Callable[[dict[str, Any], Any, Any], Piece],
     finish: Callable[..., None],
+    joined: bool = False,
 ) -> jax.Array:
-    """The output [...] of a kernel of so many programs, which take pieces in turn.
+    """The output [...] of a kernel of so many programs.
 
     arrays: "x" [N, I], of which N is below 8 or a multiple of it, and others. w: [*index, matrices, O, I]. rows: of a piece, a multiple of
-    8. Functions get the references by name: works the number of pieces, locate what one of them is; finish(refs, piece, block, totals)
-    stores the products [64, rows] float32 of a block of 64 outputs with each matrix.
+    8. Functions get the references by name: works(refs, program) is how many pieces a program has, locate(refs, program, i) what they are;
+    finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix. joined: whether a
+    program's last piece may lack steps, which are then the first piece of the next program; that one's products are added.
     """
     mosaic = dialect.mosaic()
     slabs = KINDS[w.kind].bits // 4
@@ -113,17 +115,21 @@ def call(
         scratch["sums"] = mosaic.SMEM((tiles.deep - 1, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)
         scratch["given"] = mosaic.Barrier(num_arrivals=workers - tiles.wide)
         scratch["taken"] = mosaic.Barrier(num_arrivals=tiles.wide)
+    outputs = [out]
+    if joined:
+        scratch["ready"] = mosaic.SemaphoreType.REGULAR((programs, tiles.wide))
+        outputs += [jax.ShapeDtypeStruct((programs, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)]
     masks = jnp.asarray(np.array(MASKS[w.kind], np.uint32))
     inputs = arrays | {"w": words, "s": scale, "masks": masks}
-    names = (*inputs, "out")
+    names = (*inputs, *("out", "mail")[: len(outputs)])
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
-        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish)
+        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish, joined)
 
     return mosaic.kernel(
         body,
-        out_type=out,
+        out_type=outputs,
         scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
@@ -131,12 +137,17 @@ def call(
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
-    )(*inputs.values())
+    )(*inputs.values())[0]
 
 
-def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
+def in_turn(works: Any, program: Any, programs: int) -> Any:
+    """How many of `works` pieces a program has if programs take them in turn."""
+    return jax.lax.div(works - program + programs - 1, programs)
+
+
+def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, joined):
     words, scales, rows, full, empty = (refs[name] for name in ("words", "scales", "rows", "full", "empty"))
-    warpgroup, program, programs = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program"), jax.lax.axis_size("program")
+    warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
     stages, matrices, at_once, lanes, _ = words.shape
     lanes, padded, groups = lanes // tiles.step, rows.shape[1], scales.shape[-1] // 64
     workers = tiles.wide * tiles.deep
@@ -145,11 +156,11 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
         """Calls do(number, piece, steps before) for each piece of the program's work."""
 
         def work(i, before):
-            piece = locate(refs, program + i * programs)
+            piece = locate(refs, program, i)
             do(i, piece, before)
             return before + piece.count
 
-        jax.lax.fori_loop(0, jax.lax.div(works(refs) - program + programs - 1, programs), work, jnp.int32(0))
+        jax.lax.fori_loop(0, works(refs, program), work, jnp.int32(0))
 
     @pl.when(warpgroup == workers)
     def _copy():
@@ -223,9 +234,27 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
                     for other in range(tiles.deep - 1):
                         found = [total + take_sums(refs["sums"].at[other, place, n]) for n, total in enumerate(found)]
                     mosaic.barrier_arrive(refs["taken"])
-                for b in range(tiles.blocks):
-                    block = piece.tile * at_once + place * tiles.blocks + b
-                    finish(refs, piece, block, found[b :: tiles.blocks])
+
+                def end(found):
+                    for b in range(tiles.blocks):
+                        finish(refs, piece, piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks])
+
+                if not joined:
+                    return end(found)
+                steps = refs["w"].shape[-2] // (lanes * tiles.step)
+
+                @pl.when(piece.first > 0)
+                def _():
+                    for n, total in enumerate(found):
+                        give_sums(total, refs["mail"].at[program, place, n])
+                    pl.semaphore_signal(refs["ready"].at[program, place])
+
+                @pl.when(piece.first + piece.count < steps)
+                def _():
+                    pl.semaphore_wait(refs["ready"].at[program + 1, place])
+                    end([total + take_sums(refs["mail"].at[program + 1, place, n]) for n, total in enumerate(found)])
+
+                pl.when(piece.count == steps)(lambda: end(found))
 
         each_piece(compute)
 
