@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
+from pallas_kernels.linear.triton import multiprocessors
 from pallas_kernels.packed import BLOCK, KINDS, Packed, mosaic
 from pallas_kernels.packed.mosaic import SHARED_MEMORY, Tiles
 
@@ -110,9 +111,11 @@ def gated(x, gate_up, activation=GELU):
 
 
 def joins(tiles: int, steps: int) -> bool:
-    """Whether programs should have equal parts of all steps of a product, so that two may share a tile."""
+    """Whether programs should have equal parts of all steps of a product, so that two may share a tile.
+
+    One then waits for the other. So all must run at once, and no third program may share the tile."""
     share = pl.cdiv(tiles * steps, PROGRAMS)
-    return steps - 1 <= share and share + JOINING < pl.cdiv(tiles, PROGRAMS) * steps
+    return multiprocessors() >= PROGRAMS and steps - 1 <= share and share + JOINING < pl.cdiv(tiles, PROGRAMS) * steps
 
 
 def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
@@ -136,16 +139,13 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
     def works(refs, program):
         if not joined:
             return mosaic.in_turn(groups * splits, program, programs)
-        begin, end = program * share, jnp.minimum((program + 1) * share, groups * steps)
-        return jax.lax.div(end - 1, steps) - jax.lax.div(begin, steps) + 1
+        return mosaic.shares(groups, steps, share, program)
 
     def locate(refs, program, i):
         zero = jnp.minimum(i, 0)  # rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there
         if joined:
-            begin, end = program * share, jnp.minimum((program + 1) * share, groups * steps)
-            tile = jax.lax.div(begin, steps) + i
-            first = jnp.maximum(begin - tile * steps, 0)
-            return mosaic.Piece((), tile, zero, first, jnp.minimum(end - tile * steps, steps) - first)
+            tile, first, count = mosaic.shared(groups, steps, share, program, i)
+            return mosaic.Piece((), tile, zero, first, count)
         number = program + i * programs
         tile, split = jax.lax.div(number, splits), jax.lax.rem(number, splits)
         first = split * share

@@ -145,6 +145,20 @@ def in_turn(works: Any, program: Any, programs: int) -> Any:
     return jax.lax.div(works - program + programs - 1, programs)
 
 
+def shares(tiles: int, steps: int, share: int, program: Any) -> Any:
+    """How many pieces a program has of tiles that take `steps` steps each, if a program has `share` consecutive steps of all."""
+    begin, end = program * share, jnp.minimum((program + 1) * share, tiles * steps)
+    return jax.lax.div(end - 1, steps) - jax.lax.div(begin, steps) + 1
+
+
+def shared(tiles: int, steps: int, share: int, program: Any, i: Any) -> tuple[Any, Any, Any]:
+    """Piece i of a program as in `shares`: its tile, its first step of that, and its number of steps."""
+    begin, end = program * share, jnp.minimum((program + 1) * share, tiles * steps)
+    tile = jax.lax.div(begin, steps) + i
+    first = jnp.maximum(begin - tile * steps, 0)
+    return tile, first, jnp.minimum(end - tile * steps, steps) - first
+
+
 def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, joined):
     words, scales, rows, full, empty = (refs[name] for name in ("words", "scales", "rows", "full", "empty"))
     warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
