@@ -30,7 +30,7 @@ FEW_OUTPUTS = 4096
 MOST_SPLITS = 8
 START = 3  # the time of a program's start and end, in units of the time for a step
 PROGRAMS = dialect.MULTIPROCESSORS
-JOINING = 2  # the time that it takes to join the parts of two programs, in the same units
+JOINING = 4  # the time that it takes to join the parts of two programs, in the same units
 READ = 1 / 30_000  # microseconds for a byte, of one of 132 multiprocessors that all read
 MULTIPLY = 1.1e-3  # microseconds for the product of a row and a block
 

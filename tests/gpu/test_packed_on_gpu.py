@@ -92,8 +92,10 @@ def largest_gap(found, wanted):
 @pytest.mark.parametrize("form", ["int4", "fp8"])
 def test_programs_that_share_a_tile_add_their_sums(form, rows):
     """Enough outputs for more than one tile a program, but not for two. Calls that follow one another find the counts at zero."""
-    assert packed_mosaic.joins(160, 2112 // 64 // 3)
     x, w = normal(rows, 2112), packed(form, (2, 160 * 64, 2112), rows)
+    if reason := packed_mosaic.unsupported(x, w):
+        pytest.skip(reason)
+    assert packed_mosaic.joins(160, 2112 // 64 // 3)
     product = jnp.einsum("nh,moh->nmo", x.astype(jnp.float32), unpack(w, x.dtype).astype(jnp.float32), precision="highest")
     wanted = GELU(*(product[:, i].astype(jnp.bfloat16) for i in range(2)))
     run = jax.jit(linear.gated)
