@@ -64,7 +64,7 @@ def packed_candidates(shape: Shape, rows: int, packing: str) -> list[packed_trit
     serves = packed_triton.choose_tiles(x, w, None if shape.kind in SUMMED else 1)
     changes = [{}, *({"depth": depth, "num_stages": stages} for depth in (1, 2, 4) for stages in (2, 3, 4, 5))]
     changes += [{"blocks": 2, "num_warps": 8, "depth": depth, "num_stages": stages} for depth in (1, 2) for stages in (2, 3)]
-    changes += [{"rows": 64}, {"rows": 128}] if rows > 64 else []
+    changes += [{"rows": part} for part in (16, 32, 64, 128) if part < rows]
     if shape.kind in SUMMED:
         changes += [{"splits": splits} for splits in (1, 2, 3, 4, 6, 8, 11) if splits != serves.splits]
     tried = [dataclasses.replace(serves, **change) for change in changes]

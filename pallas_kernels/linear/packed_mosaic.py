@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
-from pallas_kernels.linear.triton import multiprocessors
 from pallas_kernels.packed import BLOCK, KINDS, Packed, mosaic
 from pallas_kernels.packed.mosaic import SHARED_MEMORY, Tiles
 
@@ -30,7 +29,6 @@ FEW_OUTPUTS = 4096
 MOST_SPLITS = 8
 START = 3  # the time of a program's start and end, in units of the time for a step
 PROGRAMS = dialect.MULTIPROCESSORS
-JOINING = 4  # the time that it takes to join the parts of two programs, in the same units
 READ = 1 / 30_000  # microseconds for a byte, of one of 132 multiprocessors that all read
 MULTIPLY = 1.1e-3  # microseconds for the product of a row and a block
 
@@ -110,14 +108,6 @@ def gated(x, gate_up, activation=GELU):
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype)[0]
 
 
-def joins(tiles: int, steps: int) -> bool:
-    """Whether programs should have equal parts of all steps of a product, so that two may share a tile.
-
-    One then waits for the other. So all must run at once, and no third program may share the tile."""
-    share = pl.cdiv(tiles * steps, PROGRAMS)
-    return multiprocessors() >= PROGRAMS and steps - 1 <= share and share + JOINING < pl.cdiv(tiles, PROGRAMS) * steps
-
-
 def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
     *_, outputs, inputs = w.shape
     return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, matrices=matrices, splits=splits)
@@ -130,31 +120,24 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     outputs, steps = w.shape[-2], w.shape[-1] // BLOCK // tiles.step
     groups = pl.cdiv(outputs // BLOCK, tiles.at_once)
-    joined = matrices == 2 and joins(groups, steps)
-    # Programs have equal parts of all steps, in order; or they take tiles, or splits of tiles, in turn.
-    share = pl.cdiv(groups * steps, PROGRAMS) if joined else pl.cdiv(steps, tiles.splits)
-    splits = 1 if joined else pl.cdiv(steps, share)
-    programs = pl.cdiv(groups * steps, share) if joined else min(groups * splits, PROGRAMS)
+    share = pl.cdiv(steps, tiles.splits)
+    splits = pl.cdiv(steps, share)
+    programs = min(groups * splits, PROGRAMS)
 
     def works(refs, program):
-        if not joined:
-            return mosaic.in_turn(groups * splits, program, programs)
-        return mosaic.shares(groups, steps, share, program)
+        return mosaic.in_turn(groups * splits, program, programs)
 
     def locate(refs, program, i):
-        zero = jnp.minimum(i, 0)  # rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there
-        if joined:
-            tile, first, count = mosaic.shared(groups, steps, share, program, i)
-            return mosaic.Piece((), tile, zero, first, count)
         number = program + i * programs
         tile, split = jax.lax.div(number, splits), jax.lax.rem(number, splits)
         first = split * share
-        return mosaic.Piece((), tile, zero, first, jnp.minimum(share, steps - first))
+        # Rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there.
+        return mosaic.Piece((), tile, jnp.minimum(i, 0), first, jnp.minimum(share, steps - first))
 
     def finish(refs, piece, block, totals):
         totals = [total.astype(dtype) for total in totals]
         value = GELU(*totals) if matrices == 2 else totals[0]
-        mosaic.store(value, refs["out"].at[0 if joined else jax.lax.div(piece.first, share)], block)
+        mosaic.store(value, refs["out"].at[jax.lax.div(piece.first, share)], block)
 
     return mosaic.call(
         {"x": x},
@@ -168,5 +151,4 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
         works=works,
         locate=locate,
         finish=finish,
-        joined=joined,
     )

@@ -72,12 +72,13 @@ def choose_tiles(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
     # A thread should load at least 4 bytes of scales in a step: fewer are not copied asynchronously.
     least = 1 if w.groups is None else 8 // (w.groups * w.scale.dtype.itemsize)
     out, into, cores = pl.cdiv(columns, BLOCK), pl.cdiv(width, BLOCK), multiprocessors()
-    most = max(1, min(MOST_SPLITS, into // 8)) if splits is None else splits
+    small = w.size < SMALL
+    most = max(1, min(MOST_SPLITS, into // (4 if small else 8))) if splits is None else splits
     # Programs of all rows, or of parts of them, which read the weights again.
     parts = [rows, *(part for part in PARTS if part < rows)]
     parts = [part for part in parts if count * sum(heights(part)) <= MOST_SUMS[tile.paired()]]
-    if w.size < SMALL:  # the fewest parts that fill the GPU
-        parts = [next((part for part in parts if pl.cdiv(rows, part) * out * most >= cores), parts[-1])]
+    if small:  # the fewest parts that nearly fill the GPU
+        parts = [next((part for part in parts if pl.cdiv(rows, part) * out * most >= 0.7 * cores), parts[-1])]
         out *= pl.cdiv(rows, parts[0])
     warps = [8 if tile.paired() and part > BLOCK else 4 for part in parts]
     fitting = [Tiles(part, 1, depth, 1, n, stages) for part, n in zip(parts, warps, strict=True) for depth, stages in PIPELINES]

@@ -38,9 +38,9 @@ class Tiles:
 
 
 def choose_tiles(pairs: int, experts: int, bits: int) -> Tiles:
-    """The tiles for this many pairs, with codes of so many bits. An expert's pairs should fit in one tile."""
+    """The tiles for this many pairs, with codes of so many bits. Most experts' pairs should fit in one tile; rows of x cost time too."""
     share = pairs / experts
-    rows = 8 if share <= 3 else 16 if share <= 6 else 32
+    rows = 8 if share <= 4 else 16 if share <= 12 else 32
 
     def fitting(wide: int, deep: int, step: int, matrices: int) -> mosaic.Tiles:
         size, sums = mosaic.Tiles(1, wide, deep, step, 1).room(matrices, bits, rows)

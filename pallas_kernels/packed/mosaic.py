@@ -81,14 +81,12 @@ def call(
     works: Callable[[dict[str, Any], Any], Any],
     locate: Callable[[dict[str, Any], Any, Any], Piece],
     finish: Callable[..., None],
-    joined: bool = False,
 ) -> jax.Array:
     """The output [...] of a kernel of so many programs.
 
     arrays: "x" [N, I], of which N is below 8 or a multiple of it, and others. w: [*index, matrices, O, I]. rows: of a piece, a multiple of
     8. Functions get the references by name: works(refs, program) is how many pieces a program has, locate(refs, program, i) what they are;
-    finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix. joined: whether a
-    program's last piece may lack steps, which are then the first piece of the next program; that one's products are added.
+    finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix.
     """
     mosaic = dialect.mosaic()
     slabs = KINDS[w.kind].bits // 4
@@ -115,21 +113,17 @@ def call(
         scratch["sums"] = mosaic.SMEM((tiles.deep - 1, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)
         scratch["given"] = mosaic.Barrier(num_arrivals=workers - tiles.wide)
         scratch["taken"] = mosaic.Barrier(num_arrivals=tiles.wide)
-    outputs = [out]
-    if joined:
-        scratch["ready"] = mosaic.SemaphoreType.REGULAR((programs, tiles.wide))
-        outputs += [jax.ShapeDtypeStruct((programs, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)]
     masks = jnp.asarray(np.array(MASKS[w.kind], np.uint32))
     inputs = arrays | {"w": words, "s": scale, "masks": masks}
-    names = (*inputs, *("out", "mail")[: len(outputs)])
+    names = (*inputs, "out")
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
-        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish, joined)
+        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish)
 
     return mosaic.kernel(
         body,
-        out_type=outputs,
+        out_type=out,
         scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
@@ -137,7 +131,7 @@ def call(
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
-    )(*inputs.values())[0]
+    )(*inputs.values())
 
 
 def in_turn(works: Any, program: Any, programs: int) -> Any:
@@ -145,21 +139,7 @@ def in_turn(works: Any, program: Any, programs: int) -> Any:
     return jax.lax.div(works - program + programs - 1, programs)
 
 
-def shares(tiles: int, steps: int, share: int, program: Any) -> Any:
-    """How many pieces a program has of tiles that take `steps` steps each, if a program has `share` consecutive steps of all."""
-    begin, end = program * share, jnp.minimum((program + 1) * share, tiles * steps)
-    return jax.lax.div(end - 1, steps) - jax.lax.div(begin, steps) + 1
-
-
-def shared(tiles: int, steps: int, share: int, program: Any, i: Any) -> tuple[Any, Any, Any]:
-    """Piece i of a program as in `shares`: its tile, its first step of that, and its number of steps."""
-    begin, end = program * share, jnp.minimum((program + 1) * share, tiles * steps)
-    tile = jax.lax.div(begin, steps) + i
-    first = jnp.maximum(begin - tile * steps, 0)
-    return tile, first, jnp.minimum(end - tile * steps, steps) - first
-
-
-def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, joined):
+def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
     words, scales, rows, full, empty = (refs[name] for name in ("words", "scales", "rows", "full", "empty"))
     warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
     stages, matrices, at_once, lanes, _ = words.shape
@@ -248,27 +228,8 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, join
                     for other in range(tiles.deep - 1):
                         found = [total + take_sums(refs["sums"].at[other, place, n]) for n, total in enumerate(found)]
                     mosaic.barrier_arrive(refs["taken"])
-
-                def end(found):
-                    for b in range(tiles.blocks):
-                        finish(refs, piece, piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks])
-
-                if not joined:
-                    return end(found)
-                steps = refs["w"].shape[-2] // (lanes * tiles.step)
-
-                @pl.when(piece.first > 0)
-                def _():
-                    for n, total in enumerate(found):
-                        give_sums(total, refs["mail"].at[program, place, n])
-                    pl.semaphore_signal(refs["ready"].at[program, place])
-
-                @pl.when(piece.first + piece.count < steps)
-                def _():
-                    pl.semaphore_wait(refs["ready"].at[program + 1, place])
-                    end([total + take_sums(refs["mail"].at[program + 1, place, n]) for n, total in enumerate(found)])
-
-                pl.when(piece.count == steps)(lambda: end(found))
+                for b in range(tiles.blocks):
+                    finish(refs, piece, piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks])
 
         each_piece(compute)
 

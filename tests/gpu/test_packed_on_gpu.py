@@ -12,7 +12,7 @@ from packed_matrices import FORMS, packed
 import jaxspec
 from pallas_kernels import dialect, linear, moe
 from pallas_kernels.activation import GELU
-from pallas_kernels.linear import packed_mosaic, packed_triton
+from pallas_kernels.linear import packed_triton
 from pallas_kernels.moe import packed_mosaic as experts_mosaic
 from pallas_kernels.packed import unpack
 
@@ -86,21 +86,6 @@ def largest_gap(found, wanted):
     """The largest norm of a row's error, relative to the row's."""
     found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
     return float((jnp.linalg.norm(found - wanted, axis=1) / jnp.linalg.norm(wanted, axis=1)).max())
-
-
-@pytest.mark.parametrize("rows", [1, 5, 40])
-@pytest.mark.parametrize("form", ["int4", "fp8"])
-def test_programs_that_share_a_tile_add_their_sums(form, rows):
-    """Enough outputs for more than one tile a program, but not for two. Calls that follow one another find the counts at zero."""
-    x, w = normal(rows, 2112), packed(form, (2, 160 * 64, 2112), rows)
-    if reason := packed_mosaic.unsupported(x, w):
-        pytest.skip(reason)
-    assert packed_mosaic.joins(160, 2112 // 64 // 3)
-    product = jnp.einsum("nh,moh->nmo", x.astype(jnp.float32), unpack(w, x.dtype).astype(jnp.float32), precision="highest")
-    wanted = GELU(*(product[:, i].astype(jnp.bfloat16) for i in range(2)))
-    run = jax.jit(linear.gated)
-    for _ in range(3):
-        assert largest_gap(run(x, w), wanted) <= 3e-3
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
