@@ -63,7 +63,7 @@ def test_products_equal_those_of_unpacked_weights(form, rows):
         assert_close(parts.sum(0), linear.reference.linear(x, unpack(w, x.dtype), jnp.float32))
     got = jax.jit(functools.partial(linear.gated, implementation="triton"))(x, gate_up)
     # The reference rounds gate, its activation, up and their product; the kernel the last alone.
-    assert_close(got, linear.reference.gated(x, unpack(gate_up, x.dtype)), limit=5 * 2**-9)
+    assert_close(got, linear.reference.gated(x, unpack(gate_up, x.dtype), GELU), limit=5 * 2**-9)
 
 
 # Widths of which no power of two is a factor, and matrices large enough for Hopper's kernel.
