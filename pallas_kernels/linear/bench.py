@@ -33,6 +33,7 @@ MOST_TURNS = 16  # most copies of the weights; they keep a call from finding its
 REFERENCES = {"linear": reference.linear, "partials": reference.linear, "gated": reference.gated, "gated_by": reference.gated_by}
 KERNELS = {"linear": triton.linear, "partials": triton.partials, "gated": triton.gated, "gated_by": triton.gated_by}
 PACKED_KERNELS = {kind: getattr(packed_triton, kind) for kind in KERNELS}
+SUMMED = ("partials", "gated_by")  # whose packed kernels may share the sums of a product
 # Numbers as large as the largest codes of a kind that `drawn` gives.
 LARGEST = {"int4": 8.0, "int8": 128.0, "fp8": 2.0, "fp4": 6.0}
 
@@ -60,11 +61,11 @@ def candidates(shape: Shape, rows: int) -> list[Tiles]:
 def packed_candidates(shape: Shape, rows: int, packing: str) -> list[packed_triton.Tiles | None]:
     """As `candidates`, for packed weights. None stands for the kernel that serves on this GPU."""
     x, w, *_ = shape.arguments(rows, DTYPE, packing)
-    serves = packed_triton.choose_tiles(x, w, None if shape.kind == "partials" else 1)
+    serves = packed_triton.choose_tiles(x, w, None if shape.kind in SUMMED else 1)
     changes = [{}, *({"depth": depth, "num_stages": stages} for depth in (1, 2, 4) for stages in (2, 3, 4, 5))]
     changes += [{"blocks": 2, "num_warps": 8, "depth": depth, "num_stages": stages} for depth in (1, 2) for stages in (2, 3)]
-    changes += [{"rows": 64}, {"rows": 128}] if rows > 64 else []
-    if shape.kind == "partials":
+    changes += [{"rows": part} for part in (16, 32, 64, 128) if part < rows]
+    if shape.kind in SUMMED:
         changes += [{"splits": splits} for splits in (1, 2, 3, 4, 6, 8, 11) if splits != serves.splits]
     tried = [dataclasses.replace(serves, **change) for change in changes]
     return [None, *dict.fromkeys(t for t in tried if t.shared(w, DTYPE.dtype.itemsize) <= SHARED_BYTES)]

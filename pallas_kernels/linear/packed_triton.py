@@ -27,7 +27,8 @@ LEAST_HEIGHT = 16  # rows of x in a product
 # Rows of x that a program sums up, times matrices: more do not fit into registers. First with `wgmma`, then with `mma.sync`, which takes
 # x from registers too: there a program of more than 64 rows has 8 warps.
 MOST_SUMS = 320, 256
-PARTS = (128, 64)
+PARTS = (128, 64, 32, 16)
+SMALL = 1 << 20  # so few weights lie in the L2 cache, where programs with other rows find them again
 # Depths and stages of a program, best first: the first that fits is taken.
 PIPELINES = ((4, 4), (4, 3), (2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2))
 # Up to so many rows a program has so many bytes of shared memory, and an H200's multiprocessor runs so many programs.
@@ -70,16 +71,21 @@ def choose_tiles(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
     _, budget, room = next(found for found in BUDGETS if rows <= found[0])
     # A thread should load at least 4 bytes of scales in a step: fewer are not copied asynchronously.
     least = 1 if w.groups is None else 8 // (w.groups * w.scale.dtype.itemsize)
+    out, into, cores = pl.cdiv(columns, BLOCK), pl.cdiv(width, BLOCK), multiprocessors()
+    small = w.size < SMALL
+    most = max(1, min(MOST_SPLITS, into // (4 if small else 8))) if splits is None else splits
     # Programs of all rows, or of parts of them, which read the weights again.
     parts = [rows, *(part for part in PARTS if part < rows)]
     parts = [part for part in parts if count * sum(heights(part)) <= MOST_SUMS[tile.paired()]]
+    if small:  # the fewest parts that nearly fill the GPU
+        parts = [next((part for part in parts if pl.cdiv(rows, part) * out * most >= 0.7 * cores), parts[-1])]
+        out *= pl.cdiv(rows, parts[0])
     warps = [8 if tile.paired() and part > BLOCK else 4 for part in parts]
     fitting = [Tiles(part, 1, depth, 1, n, stages) for part, n in zip(parts, warps, strict=True) for depth, stages in PIPELINES]
     fitting.sort(key=lambda t: t.depth < least)
     tiles = next((t for t in fitting if t.shared(w, x.dtype.itemsize) <= budget), fitting[-1])
     if splits is not None:
         return dataclasses.replace(tiles, splits=splits)
-    out, into, cores = pl.cdiv(columns, BLOCK), pl.cdiv(width, BLOCK), multiprocessors()
     # A part of the sums is written and read once, beside the weights.
     share = 8 * rows / (width * w.words.shape[-3] / 2)
 
@@ -89,7 +95,7 @@ def choose_tiles(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
         busy = waves * waves / math.ceil(waves) / room if waves <= room else waves / math.ceil(waves / room) / room
         return busy / (1 + splits * (share + 0.01))
 
-    return dataclasses.replace(tiles, splits=max(range(1, max(1, min(MOST_SPLITS, into // 8)) + 1), key=worth))
+    return dataclasses.replace(tiles, splits=max(range(1, most + 1), key=worth))
 
 
 def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
@@ -121,12 +127,12 @@ def gated(x, gate_up, activation=GELU, *, interpret=False, tiles=None):
 
 
 def gated_by(x, w, u, index, *, interpret=False, tiles=None):
-    """See `pallas_kernels.linear.gated_by`."""
-    others = u, index.reshape(1)
-    return _call(_gated_by, "packed_gated_by", tiles or choose_tiles(x, w), x, w, *others, dtype=x.dtype, interpret=interpret)[0]
+    """See `pallas_kernels.linear.gated_by`. The matrix is small, so programs share the sums, and XLA adds them up."""
+    gate = jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
+    return GELU(gate, jax.lax.dynamic_index_in_dim(u, index, 1, keepdims=False))
 
 
-def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: Packed, *others: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
+def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: Packed, *, dtype: Any, interpret: bool) -> jax.Array:
     """The product's parts, [splits, N, O]. It has fewer splits than the tiles if some would be empty."""
     form, rows = tile.form(w, interpret), x.shape[0]
     steps = pl.cdiv(pl.cdiv(form.width, BLOCK), tiles.depth)
@@ -137,13 +143,13 @@ def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: Packed, *others
         functools.partial(kernel, form=form, tiles=tiles, share=share),
         name=name,
         grid=(pl.cdiv(rows, tiles.rows), pl.cdiv(form.columns, BLOCK * tiles.blocks), splits),
-        in_specs=[ANY] * (1 + len(arrays) + len(others)),
+        in_specs=[ANY] * (1 + len(arrays)),
         out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct((splits, rows, form.columns), dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
-    )(x, *arrays, *others)
+    )(x, *arrays)
 
 
 def products(x_ref, w_refs, indices, form, tiles, share):
@@ -180,10 +186,3 @@ def _gated(x_ref, *refs, activation, form, tiles, share):
     *w_refs, out_ref = refs
     for column, row, mask, (gate, up) in products(x_ref, w_refs, [(0,), (1,)], form, tiles, share):
         _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), up.astype(out_ref.dtype)))
-
-
-def _gated_by(x_ref, *refs, form, tiles, share):
-    *w_refs, u_ref, index_ref, out_ref = refs
-    for column, row, mask, (gate,) in products(x_ref, w_refs, [()], form, tiles, share):
-        u = plgpu.load(u_ref.at[row, index_ref[0], column], mask=mask, other=jnp.zeros((), u_ref.dtype))
-        _store(out_ref, column, row, mask, GELU(gate.astype(out_ref.dtype), u))

@@ -12,7 +12,7 @@ import jax
 
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU, Activation
-from pallas_kernels.moe import packed_triton, reference, triton
+from pallas_kernels.moe import packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.packed import Packed
 
 
@@ -69,13 +69,20 @@ def experts(
     also rounds the two halves of the activation. So in bfloat16 the two differ by a few units in the last place of the largest term (1e-2
     of the largest output), in float32 by 1e-5. The result does not depend on the order in which programs run.
 
-    implementation: see `dialect.select`. Raises ValueError for an unknown or unsupported one.
+    implementation: see `dialect.select`; or "mosaic", kernels for Hopper and packed experts with few pairs, which "auto" takes where they
+    serve. Raises ValueError for an unknown or unsupported one.
     """
     packed = [isinstance(w, Packed) for w in (gate_up_proj, down_proj)]
     if any(packed) and not all(packed):
         raise ValueError("one of gate_up_proj and down_proj is packed; expected both or neither")
     kernels: Any = packed_triton if all(packed) else triton
-    chosen = dialect.select(implementation, kernels.unsupported(x, gate_up_proj, down_proj))
+    if implementation == "mosaic" or implementation == "auto" and all(packed):
+        unsupported = packed_mosaic.unsupported(x, gate_up_proj, down_proj, ids.size)
+        if not unsupported:
+            return packed_mosaic.experts(x, gate_up_proj, down_proj, weights, ids, groups, activation=activation)
+        if implementation == "mosaic":
+            raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
+    chosen = dialect.select(implementation, kernels.unsupported(x, gate_up_proj, down_proj), further=("mosaic",))
     if chosen == "xla":
         return reference.experts(x, gate_up_proj, down_proj, weights, ids, activation)
     settings = {"activation": activation, "interpret": chosen == "triton-interpret"}

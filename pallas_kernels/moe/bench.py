@@ -54,12 +54,21 @@ DOWN = {
     64: [(64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3)],
     128: [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (256, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 4)],
 }
-# The same for packed weights: blocks of 64 outputs, blocks of 64 inputs in a step, warps and stages.
+# The same for packed weights, either kernel.
 PACKED = {
-    16: [(1, 1, 4, 4), (1, 2, 4, 3), (1, 2, 4, 4), (1, 2, 4, 5), (1, 4, 4, 3), (1, 4, 4, 4), (2, 2, 4, 3), (2, 2, 8, 4)],
-    32: [(1, 1, 4, 4), (1, 2, 4, 3), (1, 2, 4, 4), (1, 4, 4, 3), (1, 4, 4, 4), (2, 2, 4, 3), (2, 2, 8, 4)],
-    64: [(1, 1, 4, 4), (1, 2, 4, 3), (1, 2, 4, 4), (2, 1, 8, 3), (2, 2, 8, 3), (2, 2, 8, 4)],
-    128: [(1, 1, 4, 3), (1, 1, 4, 4), (1, 2, 4, 3), (1, 2, 8, 3), (2, 1, 8, 3), (2, 2, 8, 3)],
+    16: [
+        (64, 64, 4, 4),
+        (64, 128, 4, 3),
+        (64, 128, 4, 4),
+        (64, 128, 4, 5),
+        (64, 256, 4, 3),
+        (64, 256, 4, 4),
+        (128, 128, 4, 3),
+        (128, 128, 8, 4),
+    ],
+    32: [(64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 3), (128, 128, 8, 4)],
+    64: [(64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 4)],
+    128: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 3)],
 }
 
 
@@ -73,21 +82,20 @@ def candidates(shape: Shape) -> list[Tiles]:
     return list(dict.fromkeys(tried))
 
 
-def packed_candidates(shape: Shape) -> list[packed_triton.Tiles]:
+def packed_candidates(shape: Shape) -> list[Tiles]:
     """As `candidates`, for packed weights."""
     chosen = packed_triton.choose_tiles(shape.rows * shape.top_k, shape.experts)
     tried = [chosen, *packed_triton.TILES.values()]
     for blocks in PACKED[chosen.rows]:
-        tried += [dataclasses.replace(chosen, **{kernel: packed_triton.Blocks(*blocks)}) for kernel in ("gate_up", "down")]
+        tried += [dataclasses.replace(chosen, **{kernel: Blocks(*blocks)}) for kernel in ("gate_up", "down")]
     return list(dict.fromkeys(tried))
 
 
-def describe(tiles: Tiles | packed_triton.Tiles) -> str:
+def describe(tiles: Tiles) -> str:
     """Tiles, for a line of output."""
 
-    def blocks(b: Any) -> str:
-        columns, depth, *others = dataclasses.astuple(b)
-        return f"{columns}x{depth} w{others[0]} s{others[1]}"
+    def blocks(b: Blocks) -> str:
+        return f"{b.columns}x{b.depth} w{b.num_warps} s{b.num_stages}"
 
     return f"{tiles.rows} rows, {blocks(tiles.gate_up)}, {blocks(tiles.down)}"
 

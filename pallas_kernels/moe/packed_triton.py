@@ -5,7 +5,6 @@ Weights go from memory to the matrix unit's registers as in `pallas_kernels.pack
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -15,35 +14,15 @@ from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.moe.reference import combine
-from pallas_kernels.moe.triton import ANY, group, members, numbers
+from pallas_kernels.moe.triton import ANY, Blocks, Tiles, group, members, numbers
 from pallas_kernels.packed import BLOCK, Packed, tile
 
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """How the programs of one kernel are cut."""
-
-    out: int  # blocks of 64 outputs of a program
-    depth: int  # blocks of 64 inputs in a step
-    num_warps: int
-    num_stages: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """How the work is cut."""
-
-    rows: int  # pairs of a tile
-    gate_up: Blocks
-    down: Blocks
-
-
-# By rows of a tile.
+# By rows of a tile; columns and depth are multiples of 64.
 TILES = {
-    16: Tiles(16, Blocks(1, 2, 4, 3), Blocks(1, 1, 4, 4)),
-    32: Tiles(32, Blocks(1, 2, 4, 3), Blocks(1, 1, 4, 4)),
-    64: Tiles(64, Blocks(1, 2, 4, 3), Blocks(2, 2, 8, 3)),
-    128: Tiles(128, Blocks(1, 1, 4, 3), Blocks(2, 1, 8, 3)),
+    16: Tiles(16, Blocks(64, 128, 4, 3), Blocks(64, 64, 4, 4)),
+    32: Tiles(32, Blocks(64, 128, 4, 3), Blocks(64, 64, 4, 4)),
+    64: Tiles(64, Blocks(64, 128, 4, 3), Blocks(128, 128, 8, 3)),
+    128: Tiles(128, Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
 }
 
 
@@ -72,7 +51,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
         return dialect.call(
             functools.partial(kernel, rows=tiles.rows, top_k=top_k, blocks=blocks, form=form),
             name=name,
-            grid=(most, pl.cdiv(columns, BLOCK * blocks.out)),
+            grid=(most, pl.cdiv(columns, blocks.columns)),
             in_specs=[ANY] * (3 + len(arrays)),
             out_specs=ANY,
             out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
@@ -89,21 +68,21 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
 
 
 def _products(x_ref, row, kept, w_refs, indices, block, blocks, form):
-    """The products of rows of x with the outputs of block `block` of each w[*index]: [columns, rows] float32.
+    """The products of rows of x with the outputs of blocks `block` of each w[*index]: [columns, rows] float32.
 
     row, kept: [rows], a row's number and whether to load it, or None to load all."""
 
     def load(start):
-        return [tile.load_rows(x_ref, row, kept, start, blocks.depth, form)]
+        return [tile.load_rows(x_ref, row, kept, start, depth, form)]
 
-    steps = 0, pl.cdiv(form.width, BLOCK * blocks.depth)
-    return [total for (total,) in tile.products(load, (len(row),), w_refs, indices, block, steps, blocks.depth, form)]
+    depth, steps = blocks.depth // BLOCK, (0, pl.cdiv(form.width, blocks.depth))
+    return [total for (total,) in tile.products(load, (len(row),), w_refs, indices, block, steps, depth, form)]
 
 
 def _gate_up(counts_ref, pairs_ref, x_ref, *refs, activation, rows, top_k, blocks, form):
     *w_refs, act_ref = refs
     expert, pair = members(counts_ref, pairs_ref, rows)
-    place, block, column = numbers(0, rows), numbers(1, blocks.out), numbers(1, blocks.out * BLOCK)
+    place, block, column = numbers(0, rows), numbers(1, blocks.columns // BLOCK), numbers(1, blocks.columns)
 
     @pl.when(expert < counts_ref.shape[0])
     def _():
@@ -118,7 +97,7 @@ def _down(counts_ref, pairs_ref, act_ref, *refs, rows, top_k, blocks, form):
     del top_k
     *w_refs, out_ref = refs
     expert, pair = members(counts_ref, pairs_ref, rows)
-    place, block, column = numbers(0, rows), numbers(1, blocks.out), numbers(1, blocks.out * BLOCK)
+    place, block, column = numbers(0, rows), numbers(1, blocks.columns // BLOCK), numbers(1, blocks.columns)
 
     @pl.when(expert < counts_ref.shape[0])
     def _():

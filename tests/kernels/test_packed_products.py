@@ -235,7 +235,7 @@ def test_experts_of_any_tiles_are_the_same():
     gate_up, down = packed("int8", (3, 2, 70, 140), 2), packed("int8", (3, 140, 70), 3)
     ids = np.random.default_rng(5).integers(0, 3, (40, 2)).astype(np.int32)
     arguments = normal(40, 140), gate_up, down, normal(40, 2, seed=4), ids
-    tiles = moe_triton.Tiles(32, moe_triton.Blocks(2, 1, 4, 2), moe_triton.Blocks(1, 2, 4, 2))
+    tiles = moe_triton.Tiles(32, moe_triton.Blocks(128, 64, 4, 2), moe_triton.Blocks(64, 128, 4, 2))
     assert (
         difference(run(moe_triton.experts, *arguments, tiles=tiles, interpret=True), run(moe.experts, *arguments, implementation="xla"))
         < 1e-2

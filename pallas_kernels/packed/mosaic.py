@@ -1,0 +1,396 @@
+"""Products of rows with packed matrices in the Mosaic GPU dialect, for Hopper: what the kernels of several operations share.
+
+A program works through pieces: the product of some rows with a few blocks of 64 outputs of a matrix, or a part of its sums. One warpgroup
+copies words, scales and rows to shared memory, several steps ahead, over the ends of pieces too. Each of the others multiplies: a thread
+reads 16 bytes of a block, which are its part of the tensor core's left operand (see `packed`), unpacks two codes at a time, and multiplies
+from registers. Outputs are the operand's rows, so any multiple of 8 rows of x makes a product. Warpgroups have outputs of their own, or
+share outputs and divide the sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl
+from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed
+
+SHARED_MEMORY = 230_000  # of a program, without its barriers
+# The bits of a pair of codes, or of the two parts of their numbers.
+MASKS = {
+    "int4": (0x000F000F, 0),
+    "int8": (0x007F007F, 0x00800080),
+    "fp8": (0x80008000, 0x07F007F0),
+    "fp4": (0x80008000, 0x01C001C0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a product is cut."""
+
+    blocks: int  # blocks of outputs of a warpgroup, of each matrix
+    wide: int  # warpgroups with outputs of their own
+    deep: int  # warpgroups that share the sums of their outputs
+    step: int  # blocks of inputs in a step
+    stages: int  # steps in shared memory
+    splits: int = 1  # programs that share the sums
+    flying: int = 4  # products of a warpgroup in flight
+
+    @property
+    def at_once(self) -> int:
+        """Blocks of outputs of a program, of each matrix."""
+        return self.blocks * self.wide
+
+    def room(self, matrices: int, bits: int, padded: int) -> tuple[int, int]:
+        """Bytes of shared memory of a step, and of sums. matrices: how many at once, with codes of so many bits. padded: rows."""
+        block = matrices * self.at_once * (512 * bits + 64 * 8)  # codes, and scales for groups of 16
+        sums = (self.deep - 1) * self.wide * self.blocks * matrices * BLOCK * padded * 4
+        return self.step * (block + padded * BLOCK * 2), sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece of a program's work. All but `matrices` are traced numbers."""
+
+    matrices: tuple[Any, ...]  # the index of its matrices
+    tile: Any  # which `at_once` blocks of outputs
+    row: Any  # the first row of x, a multiple of 8
+    first: Any  # step
+    count: Any  # of steps
+
+
+def call(
+    arrays: dict[str, jax.Array],
+    w: Packed,
+    out: jax.ShapeDtypeStruct,
+    tiles: Tiles,
+    *,
+    name: str,
+    rows: int,
+    matrices: int,
+    programs: int,
+    works: Callable[[dict[str, Any], Any], Any],
+    locate: Callable[[dict[str, Any], Any, Any], Piece],
+    finish: Callable[..., None],
+) -> jax.Array:
+    """The output [...] of a kernel of so many programs.
+
+    arrays: "x" [N, I], of which N is below 8 or a multiple of it, and others. w: [*index, matrices, O, I]. rows: of a piece, a multiple of
+    8. Functions get the references by name: works(refs, program) is how many pieces a program has, locate(refs, program, i) what they are;
+    finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix.
+    """
+    mosaic = dialect.mosaic()
+    slabs = KINDS[w.kind].bits // 4
+    *lead, out_blocks, deep_blocks = w.words.shape[:-3]
+    lead = (*lead, 1) if matrices == 1 else tuple(lead)
+    groups = w.scale.shape[-1] // 2
+    lanes = 2 * slabs  # rows of 256 words of a block
+    words = w.words.reshape(*lead, out_blocks, deep_blocks * lanes, 256)
+    scale = w.scale.reshape(*lead, out_blocks, -1, 64 * groups)
+    per_output = scale.shape[-2] == 1 and deep_blocks > 1
+    workers = tiles.wide * tiles.deep
+    scratch = {
+        "words": mosaic.SMEM((tiles.stages, matrices, tiles.at_once, tiles.step * lanes, 256), jnp.uint32),
+        "scales": mosaic.SMEM((tiles.stages, matrices, tiles.at_once, 1 if per_output else tiles.step, 64 * groups), w.scale.dtype),
+        "rows": mosaic.SMEM(
+            (tiles.stages, rows, tiles.step * BLOCK),
+            arrays["x"].dtype,
+            transforms=(mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128)),
+        ),
+        "full": mosaic.Barrier(num_arrivals=3, num_barriers=tiles.stages),
+        "empty": mosaic.Barrier(num_arrivals=workers, num_barriers=tiles.stages),
+    }
+    if tiles.deep > 1:
+        scratch["sums"] = mosaic.SMEM((tiles.deep - 1, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)
+        scratch["given"] = mosaic.Barrier(num_arrivals=workers - tiles.wide)
+        scratch["taken"] = mosaic.Barrier(num_arrivals=tiles.wide)
+    masks = jnp.asarray(np.array(MASKS[w.kind], np.uint32))
+    inputs = arrays | {"w": words, "s": scale, "masks": masks}
+    names = (*inputs, "out")
+
+    def body(*refs, **scratch):
+        refs = dict(zip(names, refs, strict=True)) | scratch
+        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish)
+
+    return mosaic.kernel(
+        body,
+        out_type=out,
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=workers + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
+    )(*inputs.values())
+
+
+def in_turn(works: Any, program: Any, programs: int) -> Any:
+    """How many of `works` pieces a program has if programs take them in turn."""
+    return jax.lax.div(works - program + programs - 1, programs)
+
+
+def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
+    words, scales, rows, full, empty = (refs[name] for name in ("words", "scales", "rows", "full", "empty"))
+    warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
+    stages, matrices, at_once, lanes, _ = words.shape
+    lanes, padded, groups = lanes // tiles.step, rows.shape[1], scales.shape[-1] // 64
+    workers = tiles.wide * tiles.deep
+
+    def each_piece(do):
+        """Calls do(number, piece, steps before) for each piece of the program's work."""
+
+        def work(i, before):
+            piece = locate(refs, program, i)
+            do(i, piece, before)
+            return before + piece.count
+
+        jax.lax.fori_loop(0, works(refs, program), work, jnp.int32(0))
+
+    @pl.when(warpgroup == workers)
+    def _copy():
+        mosaic.set_max_registers(40, action="decrease")
+
+        def copy(_, piece, before):
+            def step(i, _):
+                slot = jax.lax.rem(before + i, stages)
+                pl.when(before + i >= stages)(lambda: mosaic.barrier_wait(empty.at[slot]))
+                begin = (piece.first + i) * tiles.step
+                which = *piece.matrices, pl.ds(0, matrices), pl.ds(piece.tile * at_once, at_once)
+                source = refs["w"].at[*which, pl.ds(begin * lanes, tiles.step * lanes)]
+                mosaic.copy_gmem_to_smem(source, words.at[slot], full.at[slot])
+                source = refs["s"].at[*which, pl.ds(0, 1) if per_output else pl.ds(begin, tiles.step)]
+                mosaic.copy_gmem_to_smem(source, scales.at[slot], full.at[slot])
+                source = refs["x"].at[pl.ds(piece.row, padded), pl.ds(begin * BLOCK, tiles.step * BLOCK)]
+                mosaic.copy_gmem_to_smem(source, rows.at[slot], full.at[slot])
+
+            jax.lax.fori_loop(0, piece.count, step, None)
+
+        each_piece(copy)
+
+    @pl.when(warpgroup < workers)
+    def _compute():
+        # What the copying warpgroup gives up goes to the others.
+        started = 65_536 // (128 * (workers + 1)) // 8 * 8
+        mosaic.set_max_registers(min(232, started + (started - 40) // workers // 8 * 8), action="increase")
+        place, part = jax.lax.div(warpgroup, tiles.deep), jax.lax.rem(warpgroup, tiles.deep)
+        mine = tiles.step // tiles.deep
+        operand = _unpacker(mosaic, kind, groups)
+        give_sums, take_sums = _exchange(mosaic, padded)
+        # Masks come from memory: ptxas would load a constant again before each use.
+        masks = [mosaic.layout_cast(jnp.full((1,), refs["masks"][i], jnp.uint32), mosaic.Layout.WG_SPLAT((1,))) for i in range(2)]
+
+        def compute(number, piece, before):
+            def multiply(*accumulators):
+                def step(i, _):
+                    slot = jax.lax.rem(before + i, stages)
+                    mosaic.barrier_wait(full.at[slot])
+                    products = itertools.product(range(mine), enumerate(accumulators))
+                    for k, (n, accumulator) in products:
+                        at, block = part * mine + k, place * tiles.blocks + n % tiles.blocks
+                        held = words.at[slot, n // tiles.blocks, block, pl.ds(at * lanes, lanes)]
+                        scale = scales.at[slot, n // tiles.blocks, block, 0 if per_output else at]
+                        right = dialect.mosaic_transposed(rows.at[slot, :, pl.ds(at * BLOCK, BLOCK)])
+                        mosaic.wgmma(accumulator, operand(held, scale, *masks), right)
+                        mosaic.wgmma_wait(tiles.flying)
+                    # A product reads its operand's registers while it runs. ptxas keeps them apart in straight code, not over a loop's end.
+                    mosaic.wgmma_wait(0)
+                    mosaic.barrier_arrive(empty.at[slot])
+
+                jax.lax.fori_loop(0, piece.count, step, None)
+                return tuple(accumulator[...] for accumulator in accumulators)
+
+            totals = pl.run_scoped(multiply, *[mosaic.ACC((BLOCK, padded), jnp.float32)] * (matrices * tiles.blocks))
+
+            def give():
+                pl.when(number > 0)(lambda: mosaic.barrier_wait(refs["taken"]))
+                for n, total in enumerate(totals):
+                    give_sums(total, refs["sums"].at[part - 1, place, n])
+                mosaic.barrier_arrive(refs["given"])
+
+            if tiles.deep > 1:
+                pl.when(part > 0)(give)
+
+            @pl.when(part == 0)
+            def _():
+                found = totals
+                if tiles.deep > 1:
+                    mosaic.barrier_wait(refs["given"])
+                    for other in range(tiles.deep - 1):
+                        found = [total + take_sums(refs["sums"].at[other, place, n]) for n, total in enumerate(found)]
+                    mosaic.barrier_arrive(refs["taken"])
+                for b in range(tiles.blocks):
+                    finish(refs, piece, piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks])
+
+        each_piece(compute)
+
+
+def _exchange(mosaic, columns):
+    """Functions that store a product [64, columns] in shared memory [columns / 4, 256] as it lies in registers, and load it again."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    def places(count):
+        index = ir.IndexType.get()
+        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), arith.constant(index, 128))
+        pair = arith.muli(thread, arith.constant(index, 2))
+        return [[arith.constant(index, i), pair] for i in range(count)]
+
+    def give(_, value, held):
+        for register, place in zip(value.registers.flat, places(columns // 4), strict=True):
+            vector.store(register, held, place)
+
+    def take(_, held):
+        numbers = ir.VectorType.get((2,), ir.F32Type.get())
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, columns)), dtype=object)
+        for n, place in enumerate(places(columns // 4)):
+            registers.flat[n] = vector.load(numbers, held, place)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    result = mosaic.ShapeDtypeStruct((BLOCK, columns), jnp.float32, layout=mosaic.Layout.WGMMA)
+    return (
+        mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType()))(give),
+        mosaic.inline_mgpu(arg_types=(mosaic.RefType(),), return_type=result)(take),
+    )
+
+
+def store(value: Any, out: Any, block: Any, base: Any = None, count: Any = None, places: Any = None) -> None:
+    """Stores a product [64, N] as columns 64 block .. 64 block + 63 of `out` [rows, columns] in global memory, if it has them.
+
+    Column n of the product becomes row base + n (default: n), or with places [P] int32 the row places[base + n]; only the first `count`
+    do (default: as many as `out` has rows).
+    """
+    pl.when(block * BLOCK < out.shape[1])(functools.partial(_store, value, out, block * BLOCK, base, count, places))
+
+
+def _store(value, out, first, base, count, places):
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref, vector
+
+    mosaic = dialect.mosaic()
+    splat = mosaic.Layout.WG_SPLAT((1,))
+    given = [first, 0 if base is None else base, out.shape[0] if count is None else count]
+    numbers = [mosaic.layout_cast(jnp.full((1,), number, jnp.int32), splat) for number in given]
+    bounded = count is not None or value.shape[1] > out.shape[0]
+
+    def body(_, value, out, first, base, count, *places):
+        index = ir.IndexType.get()
+
+        def at(value):
+            return arith.constant(index, value)
+
+        def scalar(number):
+            return arith.index_cast(index, number.registers.flat[0])
+
+        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), at(128))
+        warp, lane = arith.divui(thread, at(32)), arith.remui(thread, at(32))
+        column = arith.addi(arith.muli(warp, at(16)), arith.divui(lane, at(4)))
+        column = arith.addi(column, scalar(first))
+        row, base, count = arith.muli(arith.remui(lane, at(4)), at(2)), scalar(base), scalar(count)
+        bound = out.type.shape[0] if not bounded else 0
+        for place, register in np.ndenumerate(value.registers):
+            for n in range(2):
+                number = vector.extract(register, [], [n])
+                mine = arith.addi(row, at(8 * place[1] + n))
+
+                def put(place=place, number=number, mine=mine):
+                    where = arith.addi(base, mine)
+                    if places:
+                        where = arith.index_cast(index, memref.load(places[0], [where]))
+                    memref.store(number, out, [where, arith.addi(column, at(8 * place[4]))])
+
+                if 8 * place[1] + 8 <= bound:
+                    put()
+                else:
+                    with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, mine, count)):
+                        put()
+
+    references = (mosaic.RefType(),) * (places is not None)
+    types = (mosaic.Layout.WGMMA, mosaic.RefType(), splat, splat, splat, *references)
+    mosaic.inline_mgpu(arg_types=types)(body)(value, out, *numbers, *(() if places is None else (places,)))
+
+
+def _unpacker(mosaic, kind, groups):
+    """A function of a block's words and scales in shared memory that returns the block [64, 64] as the left operand in registers."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    settings = mosaic.ShapeDtypeStruct((BLOCK, BLOCK), jnp.bfloat16, layout=mosaic.Layout.WGMMA)
+
+    splat = mosaic.Layout.WG_SPLAT((1,))
+
+    @mosaic.inline_mgpu(arg_types=(mosaic.RefType(), mosaic.RefType(), splat, splat), return_type=settings)
+    def unpack(_, words, scales, *masks):
+        i32, bf16, index = ir.IntegerType.get_signless(32), ir.BF16Type.get(), ir.IndexType.get()
+        pair = ir.VectorType.get((2,), bf16)
+
+        def number(value):
+            return arith.constant(i32, ir.IntegerAttr.get(i32, value if value < 2**31 else value - 2**32))
+
+        def at(value):
+            return arith.constant(index, value)
+
+        of_masks = dict(zip(MASKS[kind], (mask.registers.flat[0] for mask in masks), strict=True))
+
+        def bits(mask, word):
+            return arith.andi(word, of_masks[mask])
+
+        def right(word, count):
+            return word if count == 0 else arith.shrui(word, number(count)) if count > 0 else arith.shli(word, number(-count))
+
+        def floats(word):
+            return vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), i32), word))
+
+        def both(value):  # a bfloat16 constant in both halves
+            word = int(np.asarray(value, jnp.bfloat16).view(np.uint16))
+            return floats(number(word << 16 | word))
+
+        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), at(128))
+        flat = mgpu.memref_fold(words, 0, 2)
+        slabs = flat.type.shape[0] // 512
+        word_type, scale_type = ir.VectorType.get((4,), i32), ir.VectorType.get((2 * groups,), bf16)
+        first = arith.muli(thread, at(4))
+        loaded = [vector.load(word_type, flat, [arith.addi(first, at(512 * slab))]) for slab in range(slabs)]
+        row = arith.muli(arith.divui(thread, at(4)), at(2 * groups))
+        numbers = vector.load(scale_type, scales, [row])
+        factor = {"fp8": 2.0**120, "fp4": 2.0**126}.get(kind)
+        spread = []
+        for n in range(2 * groups):
+            one = vector.extract(numbers, [], [n])
+            two = vector.broadcast(pair, one)
+            spread.append(two if factor is None else arith.mulf(two, both(factor)))
+
+        registers = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        for s in range(4):
+            for e in range(2):
+                for h in range(2):
+                    if KINDS[kind].bits == 4:
+                        word, shift = vector.extract(loaded[0], [], [s]), 4 * (h + 2 * e)
+                    else:
+                        word, shift = vector.extract(loaded[s // 2], [], [2 * (s % 2) + e]), 8 * h
+                    if kind == "int4":
+                        code = arith.ori(bits(0x000F000F, right(word, shift)), number(0x43004300))
+                        value = arith.subf(floats(code), both(136.0))
+                    elif kind == "int8":
+                        code = right(word, shift)
+                        low, high = (arith.ori(bits(mask, code), number(0x43004300)) for mask in (0x007F007F, 0x00800080))
+                        value = arith.subf(floats(low), floats(high))
+                    else:
+                        sign, size, mask = (8, 4, 0x07F007F0) if kind == "fp8" else (12, 6, 0x01C001C0)
+                        value = floats(arith.ori(bits(0x80008000, right(word, shift - sign)), bits(mask, right(word, shift - size))))
+                    registers[0, 2 * s + e, 0, 0, h, 0, 0, 0, 0] = arith.mulf(value, spread[2 * (s * groups // 4) + h])
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return unpack
