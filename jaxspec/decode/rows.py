@@ -20,7 +20,7 @@ from jaxspec.decode.state import (
 )
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.rows import Packing, take_row
+from jaxspec.model.rows import Packing, take_row, take_rows
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.automata import Automata, Constraint
@@ -111,6 +111,10 @@ class Choices:
     raw: jax.Array | None  # the same without edits, of which log-probabilities are reported
     states: jax.Array | None = None  # [B, T] int32, of the automata before each token; None without a constraint
     packing: Packing | None = None  # of packed rows: then `logits` and `raw` are of those, [M, 1, V]
+
+    def along(self, path: jax.Array) -> Choices:
+        """Those after some of the rows. path: [B, N] int32."""
+        return jax.tree.map(lambda x: take_rows(x, path), self)
 
     def logprobs(self, tokens: jax.Array, shard: Shard | None) -> Logprobs:
         """Of tokens [B, T]."""

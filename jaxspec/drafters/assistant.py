@@ -26,13 +26,14 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, pick
 from jaxspec.model import traffic
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.gemma4_fresh import narrow, text_config, with_query_norms
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.model.rows import Hidden, Keys
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose, choose_by_head, draw
+from jaxspec.sampling.choice import Sampling, best, choose, choose_by_head, draw
 from jaxspec.trees import nbytes
 from pallas_kernels import centroid_head
 from pallas_kernels.noise import row_keys
@@ -92,14 +93,7 @@ class Gemma4MTP:
         return MTPState(state.hidden.at[slots].set(rows.hidden.astype(state.hidden.dtype), mode="drop"))
 
     def draft(self, state: MTPState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, MTPState]:
-        keys = {
-            spec.kind: target.model.cached_keys(target.cache, spec.kv_source, target.slots, target.length, jnp.zeros_like(target.length))
-            for spec in self.config.text.layers
-            if spec.kv_source is not None
-        }
-        hidden = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
-        position = jnp.maximum(target.length - 1, 0)[:, None]
-        attention = target.attention if target.draft_attention == "auto" else target.draft_attention
+        keys, hidden, position, attention = self._begun(state, target)
         token, steps = target.anchor[:, None], []
         for k in range(1, num_draft_tokens + 1):
             out, hidden = self.step(target.model.embed(token), hidden, position, keys, attention)
@@ -110,6 +104,36 @@ class Gemma4MTP:
                 token, logits, sampling = draw(logits, target.length[:, None] + k, sampling, ids)
             steps.append((token, logits, ids))
         return Drafts.joined(steps, target.slots.shape[0]), state
+
+    def draft_tree(self, state: MTPState, target: Target, sampling: Sampling, tree: DraftTree) -> tuple[Drafts, MTPState]:
+        """See `Drafter`. Nothing is written, so the nodes of one depth are rows of one pass, all at the same position."""
+        keys, hidden, position, attention = self._begun(state, target)
+        token, nodes = target.anchor[:, None], []
+        for depth, level in enumerate(tree.levels, start=1):
+            token, hidden = token[:, level.inner], hidden[:, level.inner]
+            out, hidden = self.step(target.model.embed(token), hidden, jnp.broadcast_to(position, token.shape), keys, attention)
+            at = jnp.broadcast_to(target.length[:, None] + depth, token.shape)
+            candidates = self.candidates(out, attention)
+            if level.width == 1:
+                found = self.choose(out, candidates, at, sampling, attention)[..., None]
+            else:
+                logits, ids = candidates
+                found = best(logits, at, dataclasses.replace(sampling, shard=self.model.embed_tokens.shard), level.width, ids)
+            token, hidden = found[:, level.parent, level.rank], hidden[:, level.parent]
+            nodes.append(token)
+        return Drafts(jnp.concatenate(nodes, axis=1)), state
+
+    def _begun(self, state: MTPState, target: Target) -> tuple[dict[str, Keys], jax.Array, jax.Array, str]:
+        """What a round's first draft step has: the target's keys by kind of layer, the target's hidden state [B, 1, H], the position of its
+        last row [B, 1], and the implementation."""
+        keys = {
+            spec.kind: target.model.cached_keys(target.cache, spec.kv_source, target.slots, target.length, jnp.zeros_like(target.length))
+            for spec in self.config.text.layers
+            if spec.kv_source is not None
+        }
+        hidden = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
+        attention = target.attention if target.draft_attention == "auto" else target.draft_attention
+        return keys, hidden, jnp.maximum(target.length - 1, 0)[:, None], attention
 
     def step(
         self, embedded: jax.Array, hidden: jax.Array, positions: jax.Array, keys: dict[str, Keys], attention: str = "auto"

@@ -26,7 +26,7 @@ START = 4  # the time of a program's start and end, in units of the time for a b
 MOST_SPLITS = 64
 
 
-def unsupported(q, cached, fresh, key_weight, scales, window) -> str | None:
+def unsupported(q, cached, fresh, key_weight, scales, window, ancestors=None) -> str | None:
     """Why the kernel cannot serve these arguments of `paged_attention`, or None."""
     if reason := dialect.mosaic_obstacle():
         return reason
@@ -43,6 +43,8 @@ def unsupported(q, cached, fresh, key_weight, scales, window) -> str | None:
         return f"pages hold {k.shape[1]} positions, the kernel needs a multiple of {KEYS}"
     if window is not None:
         return f"the window is {window}, the kernel has none"
+    if ancestors is not None:
+        return "the rows are those of a tree, the kernel's are consecutive"
     return None
 
 
