@@ -45,8 +45,6 @@ class Round:
         with a tree does not do."""
         if self.tree is not None:
             check_tree_rule(self.accept)
-            if (obstacle := tree_obstacle(self.needs)) is not None:
-                raise ValueError(f"the round has a tree of drafts and {obstacle}; expected a chain")
             if self.rows is not None or self.num_draft_tokens != self.tree.depth:
                 raise ValueError(
                     f"the round has a tree that is {self.tree.depth} deep, {self.num_draft_tokens} draft tokens and rows={self.rows}; "
@@ -72,13 +70,6 @@ def check_tree_rule(rule: Rule) -> None:
         raise ValueError(
             f"the acceptance rule is {rule.name!r}, which keeps drafts of a chain; with a tree of drafts expected {COUPLED.name!r}"
         )
-
-
-def tree_obstacle(needs: Needs) -> str | None:
-    """What requests ask for that depends on the drafts before a row, which a round knows of a chain alone; or None."""
-    if needs.edits:
-        return "a request edits logits (penalties, biases, allowed or bad words, min_tokens)"
-    return "a request's text is structured" if needs.structured else None
 
 
 NO_DRAFTS = Round(0)

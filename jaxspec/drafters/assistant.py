@@ -108,18 +108,27 @@ class Gemma4MTP:
     def draft_tree(self, state: MTPState, target: Target, sampling: Sampling, tree: DraftTree) -> tuple[Drafts, MTPState]:
         """See `Drafter`. Nothing is written, so the nodes of one depth are rows of one pass, all at the same position."""
         keys, hidden, position, attention = self._begun(state, target)
-        token, nodes = target.anchor[:, None], []
+        token, nodes, constraint = target.anchor[:, None], [], sampling.constraint
+        states = None if constraint is None else constraint.state[:, None]
         for depth, level in enumerate(tree.levels, start=1):
             token, hidden = token[:, level.inner], hidden[:, level.inner]
             out, hidden = self.step(target.model.embed(token), hidden, jnp.broadcast_to(position, token.shape), keys, attention)
             at = jnp.broadcast_to(target.length[:, None] + depth, token.shape)
-            candidates = self.candidates(out, attention)
-            if level.width == 1:
-                found = self.choose(out, candidates, at, sampling, attention)[..., None]
+            if constraint is None or states is None:
+                candidates = self.candidates(out, attention)
+                if level.width == 1:
+                    found = self.choose(out, candidates, at, sampling, attention)[..., None]
+                else:
+                    found = best(candidates[0], at, sampling, level.width, candidates[1])
+                token = found[:, level.parent, level.rank]
             else:
-                logits, ids = candidates
-                found = best(logits, at, dataclasses.replace(sampling, shard=self.model.embed_tokens.shard), level.width, ids)
-            token, hidden = found[:, level.parent, level.rank], hidden[:, level.parent]
+                states = states[:, level.inner]
+                rows = dataclasses.replace(sampling, constraint=constraint.at(states))
+                logits, ids = self.candidates(out, attention, self._open_centroids(rows))
+                found = best(constraint.masked(logits, states, sampling.shard, ids), at, sampling, level.width, ids)
+                token = found[:, level.parent, level.rank]
+                states = constraint.at(states[:, level.parent]).after(token.reshape(-1)).state.reshape(token.shape)
+            hidden = hidden[:, level.parent]
             nodes.append(token)
         return Drafts(jnp.concatenate(nodes, axis=1)), state
 

@@ -150,6 +150,16 @@ class DraftTree:
         """The same as one word for each row: bit j is set if it sees row j."""
         return tuple(sum(1 << int(j) for j in np.flatnonzero(row)) for row in self.seen)
 
+    @functools.cached_property
+    def before(self) -> np.ndarray:
+        """On the way to each row, itself included, the row at depth 1, 2, ..., D, and 0 beyond it. [N + 1, D] int32."""
+        depths = np.asarray(self.depths)
+        found = np.zeros((self.rows, self.depth), np.int32)
+        for row, seen in enumerate(self.seen):
+            ancestors = np.flatnonzero(seen)[1:]
+            found[row, depths[ancestors] - 1] = ancestors
+        return found
+
     def __str__(self) -> str:
         return f"{self.nodes} nodes, {self.depth} deep ({' '.join(map(str, self.at_depth))})"
 

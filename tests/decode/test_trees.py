@@ -141,22 +141,27 @@ def test_pages_that_run_out_leave_every_sequence_as_it_was():
 
 
 @pytest.mark.slow
-def test_filters_and_log_probabilities():
-    """Those of the tokens that are kept, of the rows after which they were chosen."""
-    needs = Needs("top", logprobs=MAX_LOGPROBS)
-    filters = loops.choosing("top")["filters"]
+@pytest.mark.parametrize("scope", ["top", "search"])
+def test_filters_edits_and_log_probabilities(scope):
+    """Those of the tokens that are kept, of the rows after which they were chosen; penalties count the drafts of a row's own path."""
+    needs, asked = Needs(scope, edits=True, logprobs=MAX_LOGPROBS), loops.choosing(scope)
 
     def run(drafter, round):
-        state = loops.admit(loops.empty(), ROWS, filters=filters)
+        state = loops.admit(loops.empty(), ROWS, **asked)
         for _ in range(2):
             state = loops.jit_prefill(loops.target(), loops.assistant(), state, loops.padded(ROWS), chunk=32, round=Round(0, needs=needs))
         return loops.jit_loop(loops.target(), drafter, state, loops.padded(ROWS), 1000, False, round=round)
 
-    plain, tree = run(NoDraft(), Round(0, needs=needs)), run(loops.assistant(), Round.of_tree(WIDE, needs=needs))
-    np.testing.assert_array_equal(numbers(tree, "tokens"), numbers(plain, "tokens"))
-    assert numbers(tree, "from_draft").any()
-    for row, start in enumerate(PROMPT):
-        np.testing.assert_allclose(tree.logprobs.chosen[row, start:MAX_LEN], plain.logprobs.chosen[row, start:MAX_LEN], atol=1e-4)
+    plain = run(NoDraft(), Round(0, needs=needs))
+    right = dataclasses.replace(orchard(), answers=jnp.asarray(numbers(plain, "tokens")))
+    for drafter in (right, loops.assistant()):
+        tree = run(drafter, Round.of_tree(WIDE, needs=needs))
+        np.testing.assert_array_equal(numbers(tree, "tokens"), numbers(plain, "tokens"))
+        assert numbers(tree, "from_draft").any()
+        for row, start in enumerate(PROMPT):
+            np.testing.assert_allclose(tree.logprobs.chosen[row, start:MAX_LEN], plain.logprobs.chosen[row, start:MAX_LEN], atol=1e-4)
+        if drafter is right:  # on every path as far as the candidates' ranks lead
+            assert [numbers(tree, "rounds")[row] for row in ROWS] == [walked(row, WIDE)[0] for row in ROWS]
 
 
 def test_a_node_is_kept_exactly_as_far_as_the_target_chooses_it():
@@ -203,8 +208,6 @@ def test_candidates_rank_by_what_they_are_chosen_by():
         (Round.of_tree(WIDE, accept=accept.Rule("standard")), "the acceptance rule is 'standard', which keeps drafts of a chain"),
         (Round.of_tree(WIDE, accept=accept.Rule("block")), "the acceptance rule is 'block'"),
         (Round.of_tree(WIDE, accept=accept.synthetic([0.5] * 4)), "the acceptance rule is 'synthetic'"),
-        (Round.of_tree(WIDE, needs=Needs(edits=True)), "has a tree of drafts and a request edits logits .*; expected a chain"),
-        (Round.of_tree(WIDE, needs=Needs(structured=True)), "a tree of drafts and a request's text is structured; expected a chain"),
         (Round.of_tree(WIDE, rows=12), "a tree that is 4 deep, 4 draft tokens and rows=12; expected its depth, and None"),
         (Round(3, tree=WIDE), "a tree that is 4 deep, 3 draft tokens and rows=None"),
         (Round.of_tree(DraftTree.of([[0] * n for n in range(1, 9)])), "is 8 deep, the target has a window of 8 tokens; expected at most 7"),

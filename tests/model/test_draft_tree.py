@@ -17,6 +17,7 @@ def test_rows_are_by_depth_and_rank():
 
 def test_a_row_sees_itself_and_its_ancestors():
     assert [np.flatnonzero(row).tolist() for row in SMALL.seen] == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 1, 3, 6]]
+    assert SMALL.before.tolist() == [[0, 0, 0], [1, 0, 0], [2, 0, 0], [1, 3, 0], [1, 4, 0], [2, 5, 0], [1, 3, 6]]
     assert SMALL.words == (0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101, 0b1001011)
 
 
