@@ -83,7 +83,7 @@ def load(
     far. Texts are the same. By default they do if num_draft_tokens is not given; without, each round guesses and verifies just as many.
 
     tree: what rounds guess and verify where at most 4 sequences decode: a tree of drafts, with more than one candidate after a token. A
-    number of nodes, such as 16, or a list of paths of ranks: [[0], [1], [0, 0]] has the drafter's two best candidates, and the best one
+    number of nodes, such as 15, or a list of paths of ranks: [[0], [1], [0, 0]] has the drafter's two best candidates, and the best one
     after the first of them. Texts are the same. For the MTP assistant and the rule "coupled", on one device. More sequences get
     chains. None: chains alone.
 

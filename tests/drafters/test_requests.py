@@ -229,17 +229,17 @@ def test_every_request_gets_what_it_gets_alone():
     assert sum(gave_way) > 5
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(25, marks=pytest.mark.slow)])
-def test_every_request_gets_what_it_gets_alone_with_trees(examples):
+@pytest.mark.slow
+def test_every_request_gets_what_it_gets_alone_with_trees():
     gave_way = []
 
-    @settings(max_examples=examples)
+    @settings(max_examples=25)
     @given(seed=st.integers(0, 2**32 - 1))
     def check(seed):
         gave_way.append(run("assistant", seed, tree=DraftTree.default(9)))
 
     check()
-    assert sum(gave_way) > examples
+    assert sum(gave_way) > 25
 
 
 @pytest.mark.slow

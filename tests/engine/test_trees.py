@@ -59,6 +59,7 @@ def test_few_sequences_have_trees_and_more_have_chains(folders, calls):
         assert "".join(chunks) == single[0].text
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_trees_and_times_chains_of_more(folders):
     with jaxspec.load(*folders, num_draft_tokens=2, tree=6, adaptive_verification=True, max_len=64, max_slots=6, progress=False) as llm:
         llm.warmup(params(1))
