@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--drafter", help="hub id, folder or bundled name; same for the one in the target's checkpoint (default: none)")
     model.add_argument("--adapter", help="LoRA adapter of PEFT to merge into the target: folder or hub id (default: none)")
     model.add_argument("--k", type=int, metavar="K", help="number of tokens to draft in each round")
-    text = "guess trees of N candidates where at most 4 sequences decode, with an MTP assistant (default: chains)"
+    text = "guess trees of N candidates, such as 15, where at most 4 sequences decode (default: chains)"
     model.add_argument("--tree", type=int, metavar="N", help=text)
     model.add_argument("--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)")
     model.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")

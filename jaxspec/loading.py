@@ -84,8 +84,8 @@ def load(
 
     tree: what rounds guess and verify where at most 4 sequences decode: a tree of drafts, with more than one candidate after a token. A
     number of nodes, such as 15, or a list of paths of ranks: [[0], [1], [0, 0]] has the drafter's two best candidates, and the best one
-    after the first of them. Texts are the same. For the MTP assistant and the rule "coupled", on one device. More sequences get
-    chains. None: chains alone.
+    after the first of them. Texts are the same. For the MTP assistant, EAGLE-3 and DSpark and the rule "coupled", on one device.
+    More sequences get chains. None: chains alone.
 
     dtype: of weights and cache, "float32" or "bfloat16". "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for float16,
     whose range activations exceed.

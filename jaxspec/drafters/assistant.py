@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxspec import checkpoint
 from jaxspec.collectives import suppress
 from jaxspec.drafters.base import Drafts, Observed, Target
+from jaxspec.drafters.branching import Branching
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, pick
 from jaxspec.model import traffic
@@ -33,7 +34,7 @@ from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
 from jaxspec.model.rows import Hidden, Keys
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, best, choose, choose_by_head, draw
+from jaxspec.sampling.choice import Sampling, choose, choose_by_head, draw
 from jaxspec.trees import nbytes
 from pallas_kernels import centroid_head
 from pallas_kernels.noise import row_keys
@@ -108,27 +109,17 @@ class Gemma4MTP:
     def draft_tree(self, state: MTPState, target: Target, sampling: Sampling, tree: DraftTree) -> tuple[Drafts, MTPState]:
         """See `Drafter`. Nothing is written, so the nodes of one depth are rows of one pass, all at the same position."""
         keys, hidden, position, attention = self._begun(state, target)
-        token, nodes, constraint = target.anchor[:, None], [], sampling.constraint
-        states = None if constraint is None else constraint.state[:, None]
+        token, nodes, branching = target.anchor[:, None], [], Branching.begun(sampling)
         for depth, level in enumerate(tree.levels, start=1):
             token, hidden = token[:, level.inner], hidden[:, level.inner]
             out, hidden = self.step(target.model.embed(token), hidden, jnp.broadcast_to(position, token.shape), keys, attention)
-            at = jnp.broadcast_to(target.length[:, None] + depth, token.shape)
-            if constraint is None or states is None:
-                candidates = self.candidates(out, attention)
-                if level.width == 1:
-                    found = self.choose(out, candidates, at, sampling, attention)[..., None]
-                else:
-                    found = best(candidates[0], at, sampling, level.width, candidates[1])
-                token = found[:, level.parent, level.rank]
+            at, hidden = target.length + depth, hidden[:, level.parent]
+            logits, ids = self.candidates(out, attention, self._open_centroids(branching.of_rows(level)))
+            if branching.states is None and level.width == 1:  # by the kernels that need no logits in memory
+                at = jnp.broadcast_to(at[:, None], token.shape)
+                token = self.choose(out, (logits, ids), at, sampling, attention)[:, level.parent]
             else:
-                states = states[:, level.inner]
-                rows = dataclasses.replace(sampling, constraint=constraint.at(states))
-                logits, ids = self.candidates(out, attention, self._open_centroids(rows))
-                found = best(constraint.masked(logits, states, sampling.shard, ids), at, sampling, level.width, ids)
-                token = found[:, level.parent, level.rank]
-                states = constraint.at(states[:, level.parent]).after(token.reshape(-1)).state.reshape(token.shape)
-            hidden = hidden[:, level.parent]
+                token, branching = branching.choose(logits, at, level, ids)
             nodes.append(token)
         return Drafts(jnp.concatenate(nodes, axis=1)), state
 
