@@ -8,6 +8,8 @@ Candidates rank by what they are chosen by, at a temperature with the noise of t
 A tree of N nodes holds the N paths of ranks that the texts of one half of the prompts take most often, as Sequoia (Chen et al. 2024,
 arXiv 2402.12374) builds it, but from counts of whole paths. The other half says what it gives, walked round by round. The milliseconds of
 a round are of `COSTS`; that attention over a tree and a ranking cost nothing extra is assumed in favour of the tree.
+
+`--served N` asks for less: what rounds with the default tree of N nodes give where `load(tree=N)` serves them, beside what the ranks say.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import jaxspec
 from jaxspec import SamplingParams, checkpoint
 from jaxspec.drafters.registry import load_drafter
 from jaxspec.drafters.training import XLA, Guess, pick, whole_rows
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.sampling.choice import seed_words
 from jaxspec.targets import abstract_target, load_target, read_target
 from jaxspec.train.pocket.corpus import BOS, held_out_texts
@@ -108,13 +111,24 @@ def ranks_along(target: Any, drafter: Any, ids: jax.Array, seed: jax.Array, temp
     return jnp.stack(ranks, axis=-1)[0]
 
 
-def measured(target: str, drafter: str, temperature: float) -> list[Text]:
-    """The target's texts with the drafter's ranks along them, in float32."""
-    llm = jaxspec.load(target, None, dtype="float32", max_slots=8, max_len=PROMPT_TOKENS + NEW_TOKENS, progress=False)
+def continued(temperature: float, slots: int = 8, **settings: Any) -> tuple[list[list[int]], list[jaxspec.Completion]]:
+    """The prompts and their continuations, in float32. settings: of `load`."""
+    llm = jaxspec.load(**settings, dtype="float32", max_slots=slots, max_len=PROMPT_TOKENS + NEW_TOKENS, progress=False)
     texts = [llm.tokenizer.encode(text) for text in held_out_texts().values()]
     prompts = [[BOS, *ids[at + 1 : at + PROMPT_TOKENS]] for ids in texts for at in (0, 400)]
     params = [SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, top_k=0, top_p=1.0, seed=i) for i in range(len(prompts))]
-    outs = llm.generate(prompts, params)
+    return prompts, llm.generate(prompts, params)
+
+
+def served(target: str, drafter: str, temperature: float, **settings: Any) -> float:
+    """Tokens a step of rounds as `load` serves them with these settings, four sequences at a time."""
+    _, outs = continued(temperature, 4, target=target, drafter=drafter, **settings)
+    return sum(len(out.token_ids) - 1 for out in outs) / sum(out.stats.steps for out in outs)
+
+
+def measured(target: str, drafter: str, temperature: float) -> list[Text]:
+    """The target's texts with the drafter's ranks along them, in float32."""
+    prompts, outs = continued(temperature, target=target)
     models = weights_of(target, drafter)
     rank = jax.jit(ranks_along, static_argnames="temperature")
     found = []
@@ -260,10 +274,20 @@ def main() -> None:
     parser.add_argument("drafter", help="a bundled drafter or a folder: of a kind that can be trained")
     parser.add_argument("--target", default="pocket", help="a bundled target or a folder (default: pocket)")
     parser.add_argument("--rates", default="0.92,0.78,0.67,0.57", help="of the arithmetic: share of rounds that accept draft i")
+    parser.add_argument("--served", type=int, metavar="N", help="only run rounds with the default tree of N nodes, and with K = 4")
     args = parser.parse_args()
     rates = tuple(map(float, args.rates.split(",")))
     for temperature in (0.0, 1.0):
         texts = measured(args.target, args.drafter, temperature)
+        if args.served is not None:
+            for name, paths, settings in (
+                ("K = 4", chain(4), {"num_draft_tokens": 4}),
+                (f"tree of {args.served}", frozenset(DraftTree.default(args.served).paths), {"tree": args.served}),
+            ):
+                given = served(args.target, args.drafter, temperature, **settings)
+                said = tokens_a_step(paths, texts)
+                print(f"temperature {temperature:g}, {name}: {given:.2f} tokens a step, {said:.2f} by the ranks", flush=True)
+            continue
         print(f"\n{args.drafter}, temperature {temperature:g}: {sum(len(text.ids) - text.start for text in texts)} tokens")
         for depth in range(1, 6):
             shares = ", ".join(f"{share:.3f}" for share in conditional(texts, depth)[:5])

@@ -85,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--drafter", help="hub id, folder or bundled name; same for the one in the target's checkpoint (default: none)")
     model.add_argument("--adapter", help="LoRA adapter of PEFT to merge into the target: folder or hub id (default: none)")
     model.add_argument("--k", type=int, metavar="K", help="number of tokens to draft in each round")
+    text = "guess trees of N candidates, such as 15, where at most 4 sequences decode (default: chains)"
+    model.add_argument("--tree", type=int, metavar="N", help=text)
     model.add_argument("--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)")
     model.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
     text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
@@ -198,6 +200,7 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
         args.target,
         args.drafter,
         num_draft_tokens=args.k,
+        tree=args.tree,
         dtype=args.dtype,
         quantize=args.quantize,
         quantize_embedding=args.quantize_embedding,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from jaxspec import checkpoint, drafters, sharding
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.checks import integer
 from jaxspec.decode.accept import Rule, rule_of
-from jaxspec.drafters.base import Drafter
+from jaxspec.decode.round import check_tree_rule
+from jaxspec.drafters.base import Drafter, check_tree
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.learn import Origin
 from jaxspec.engine.learn import check as check_learning
@@ -23,6 +25,7 @@ from jaxspec.engine.params import MAX_SEED
 from jaxspec.engine.settings import Settings, adaptive_obstacle, check_pages
 from jaxspec.foreign_names import answers_foreign_names
 from jaxspec.learning.settings import Learn, learn_of
+from jaxspec.model.draft_tree import DraftTree, tree_of
 from jaxspec.planning import KV_DTYPES, pair_of, plan
 from jaxspec.progress import watched
 from jaxspec.sharding.placement import Placement, placement_of
@@ -41,6 +44,7 @@ def load(
     *,
     num_draft_tokens: int | None = None,
     adaptive_verification: bool | None = None,
+    tree: int | Sequence[Sequence[int]] | DraftTree | None = None,
     dtype: Any = "auto",
     quantize: str | None = None,
     quantize_embedding: str | None = None,
@@ -77,6 +81,11 @@ def load(
     adaptive_verification: whether calls after `LLM.warmup` choose how many tokens a round guesses, up to num_draft_tokens, and how many of
     the guesses it verifies: those that are most likely accepted, by the drafter's confidence (DSpark has one) or by what was accepted so
     far. Texts are the same. By default they do if num_draft_tokens is not given; without, each round guesses and verifies just as many.
+
+    tree: what rounds guess and verify where at most 4 sequences decode: a tree of drafts, with more than one candidate after a token. A
+    number of nodes, such as 15, or a list of paths of ranks: [[0], [1], [0, 0]] has the drafter's two best candidates, and the best one
+    after the first of them. Texts are the same. For the MTP assistant, EAGLE-3 and DSpark and the rule "coupled", on one device.
+    More sequences get chains. None: chains alone.
 
     dtype: of weights and cache, "float32" or "bfloat16". "auto" is the checkpoint's own on GPUs, and float32 elsewhere and for float16,
     whose range activations exceed.
@@ -134,6 +143,7 @@ def load(
     check_limits(memory_fraction, max_slots)
     seed, progress = integer("seed", seed, 0, MAX_SEED - 1), watched(progress)
     placement, learning = _placement(mesh, tensor), None if learn is None else learn_of(learn)
+    grown = None if tree is None else tree_of(tree)
 
     hub = Hub(revision, token, cache_dir, local_files_only)
     asked = {"quantize": quantize, "quantize_embedding": quantize_embedding}
@@ -147,11 +157,19 @@ def load(
         raise TypeError(f"adaptive_verification is {adaptive_verification!r}, expected True, False or None")
     if adaptive_verification and (obstacle := adaptive_obstacle(rule, count)):
         raise ValueError(f"adaptive_verification is True and {obstacle}")
+    if grown is not None:
+        check_tree_rule(rule)
+        check_tree(pair.drafter, grown, config)
+        if not count:
+            raise ValueError("tree is given and num_draft_tokens is 0; expected drafts")
+        if placement.size > 1:
+            raise ValueError(f"tree is given and there are {placement.size} devices; expected one")
     if kv_pages is not None:
         check_pages(integer("kv_pages", kv_pages, 1), max_len)
     shards = placement.shards
     wanted = None if max_slots is None else -(-max_slots // shards)
-    sizes = {"max_len": max_len, "num_draft_tokens": count, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
+    longest = count if grown is None else max(count, grown.depth)
+    sizes = {"max_len": max_len, "num_draft_tokens": longest, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
         kernels = attention != "xla" and dialect.obstacle() is None
         room = _room(memory_fraction)
@@ -167,6 +185,7 @@ def load(
         kv_pages=chosen.pages,
         prefix_bytes=chosen.prefix_bytes,
         adaptive=num_draft_tokens is None if adaptive_verification is None else adaptive_verification,
+        tree=grown,
         seed=seed,
         progress=progress,
     )

@@ -21,6 +21,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     option("k", "number of tokens to draft in each round (default: 4 with a drafter)", type=int, metavar="K", dest="num_draft_tokens")
     rows = "rows of the target's pass for all sequences together, which go to the best drafts (default: one for each draft and anchor)"
     option("rows", rows, type=int, metavar="M")
+    option("tree", "guess a tree of N candidates in place of K tokens (default: no tree)", type=int, metavar="N")
     option("batch", "numbers of sequences at a time, each timed in turn (default: 1)", type=_integers, metavar="B,...", dest="batches")
     option("context", "tokens of a prompt (default: 512)", type=int, metavar="N")
     option("tokens", "new tokens of a sequence in a timed call, approximately (default: 128)", type=int, metavar="N")

@@ -105,9 +105,8 @@ def report_lines(report: BenchReport) -> Iterator[str]:
     work, gb = report.settings, 1e9
     rates = ", ".join(map(str, work.accept.rates[: work.num_draft_tokens])) or work.accept.name
     rows = "" if work.rows is None else f"{work.rows} rows{' on each data shard' if report.mesh.get('data', 1) > 1 else ''}, "
-    with_drafter = (
-        f"drafter {report.drafter}, K = {work.num_draft_tokens}, {rows}acceptance {rates}" if work.num_draft_tokens else "no drafter"
-    )
+    drafts = f"K = {work.num_draft_tokens}" if work.tree is None else f"tree of {work.tree}"
+    with_drafter = f"drafter {report.drafter}, {drafts}, {rows}acceptance {rates}" if work.num_draft_tokens else "no drafter"
     sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(f.temperature for f in report.decode) else ""
     quantised = f", target quantised to {report.quantize}" if report.quantize else ""
     quantised += f", embedding in {report.quantize_embedding}" if report.quantize_embedding else ""

@@ -193,6 +193,8 @@ def _decode(
         found = tuple(kernel_times.read_trace(folder, loop.as_text(), traced * plan.placement.size))
     step, context = Spread.of(times), statistics.mean(contexts)
     devices, drafts = plan.devices_of_a_shard, {"num_draft_tokens": work.num_draft_tokens, "rows": work.rows}
+    if work.tree is not None:
+        drafts["rows"] = batch // plan.shards * work.rows_each
     shape: dict[str, Any] = {"batch": batch // plan.shards, "context": context, **drafts}
     size = roofline.step_bytes(plan.target_tree, plan.drafter_tree, **shape).over(devices)
     flops = roofline.step_flops(plan.target_tree, **shape) / devices

@@ -13,10 +13,11 @@ import jax
 
 from jaxspec import decode, released
 from jaxspec.checks import integer, number
-from jaxspec.decode.accept import Rule, rule_of, synthetic
-from jaxspec.drafters.base import num_draft_tokens_of
+from jaxspec.decode.accept import COUPLED, Rule, rule_of, synthetic
+from jaxspec.drafters.base import check_tree, num_draft_tokens_of
 from jaxspec.engine.buckets import PREFILL_ROWS
 from jaxspec.engine.memory import memory_limit
+from jaxspec.model.draft_tree import DraftTree, tree_of
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.filters import CANDIDATES
@@ -38,6 +39,7 @@ class Workload:
     num_draft_tokens: int
     accept: Rule
     rows: int | None = None  # of the target's pass, for all sequences of a data shard together; None for K + 1 of each
+    tree: DraftTree | None = None  # of drafts, K being its depth; None for a chain
     context: int = 512  # tokens of a prompt
     tokens: int = 128  # new tokens of a sequence in a timed call, about
     temperature: float = 0.0  # of every sequence, as top_k and top_p are
@@ -58,6 +60,11 @@ class Workload:
         return max(math.ceil(self.tokens / expected), 1)
 
     @property
+    def rows_each(self) -> int:
+        """Rows of the target's pass of each sequence, where all drafts have one."""
+        return self.num_draft_tokens + 1 if self.tree is None else self.tree.rows
+
+    @property
     def max_len(self) -> int:
         """Positions of a sequence: enough for every round to accept all drafts."""
         rounds = WARM_UPS * WARM_UP_STEPS + self.repeats * (2 + self.steps) + (self.profile is not None) * (1 + self.steps)
@@ -69,7 +76,7 @@ class Workload:
         plain = not self.temperature or (not self.top_k and self.top_p == 1)
         needs = PLAIN if plain else Needs("top" if 0 < self.top_k <= CANDIDATES else "search")
         needs = dataclasses.replace(needs, structured=self.structured > 0)
-        return decode.Round(self.num_draft_tokens, self.accept, needs, self.attention, self.draft_attention, self.rows)
+        return decode.Round(self.num_draft_tokens, self.accept, needs, self.attention, self.draft_attention, self.rows, self.tree)
 
     def init_state(self, target: Any, drafter: Any, *, slots: int, max_len: int) -> decode.DecodeState:
         """An empty state for this workload."""
@@ -120,10 +127,11 @@ def plan_bench(
     *,
     num_draft_tokens: int | None = None,
     rows: int | None = None,
+    tree: int | Sequence[Sequence[int]] | DraftTree | None = None,
     batches: Sequence[int] = (1,),
     temperatures: Sequence[float] = (0.0,),
     prefill: Sequence[int] = (),
-    acceptance: Sequence[float] | str = RATES,
+    acceptance: Sequence[float] | str | None = None,
     dtype: str = "bfloat16",
     quantize: str | None = None,
     quantize_embedding: str | None = None,
@@ -134,8 +142,9 @@ def plan_bench(
 
     config: a key of `released.TARGETS`, or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
     `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. rows: of the target's pass, for all
-    sequences together, which go to the drafts that are most likely accepted; by default every draft has one. acceptance: rates, as for
-    `accept.synthetic`, or the name of a rule; a rule accepts hardly any random draft, but takes the time that it takes. quantize,
+    sequences together, which go to the drafts that are most likely accepted; by default every draft has one. tree: of drafts, as for
+    `jaxspec.load`, in place of num_draft_tokens; a step is timed. acceptance: rates, by default `RATES`, as for `accept.synthetic`, or the
+    name of a rule, by default "coupled" for a tree; a rule accepts hardly any random draft, but takes the time that it takes. quantize,
     quantize_embedding: as in `jaxspec.load`; without them a folder's weights are quantised as its config says. mesh: from
     `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload: other fields of `Workload`.
 
@@ -149,6 +158,13 @@ def plan_bench(
     draft: Any = released.abstract_drafter(drafter, config, target_config, DTYPES[dtype])
     drafting = num_draft_tokens_of(draft) > 0
     count = 4 * drafting if num_draft_tokens is None else integer("num_draft_tokens", num_draft_tokens, 0)
+    grown = None if tree is None else tree_of(tree)
+    if grown is not None:
+        check_tree(draft, grown, target_config)
+        if num_draft_tokens is not None:
+            raise ValueError(f"num_draft_tokens is {num_draft_tokens} and tree is given too; expected one of them")
+        count = grown.depth
+    acceptance = (RATES if grown is None else COUPLED.name) if acceptance is None else acceptance
     if count and not drafting:
         raise ValueError(f"num_draft_tokens is {count} but there is no drafter; expected 0, or a drafter")
     accept = rule_of(acceptance) if isinstance(acceptance, str) else synthetic(acceptance)
@@ -156,7 +172,7 @@ def plan_bench(
     placement = placement_of(mesh)
     if rows is not None and integer("rows", rows, 1) % placement.shards:
         raise ValueError(f"rows is {rows} and the mesh has {placement.shards} data shards; expected a multiple of {placement.shards}")
-    work = Workload(count, accept, None if rows is None else rows // placement.shards, **workload)
+    work = Workload(count, accept, None if rows is None else rows // placement.shards, grown, **workload)
     _check(work, target_config, batches, temperatures, prefill)
     cells = tuple(batches), tuple(temperatures), tuple(prefill)
     names = config, drafter, dtype, quantize, quantize_embedding

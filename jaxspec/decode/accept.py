@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.decode.rejection import Distribution, keep_block, keep_prefix, rest
 from jaxspec.sampling.choice import ACCEPTANCE, DRAFT, RESIDUAL, Sampling, choose, probabilities, stream_seed, uniform
 
 if TYPE_CHECKING:
     from jaxspec.drafters.base import Drafts
+    from jaxspec.model.draft_tree import DraftTree
 
 NAMES = ("coupled", "standard", "block")  # of the rules that need nothing but their name
 
@@ -141,6 +143,22 @@ def coupled(drafts: jax.Array, choices: jax.Array) -> jax.Array:
     choices[:, : accepted + 1], the target's own, so the text does not depend on the drafter. Returns accepted: [B] int32, 0 .. K.
     """
     return _prefix(drafts == choices[:, :-1])
+
+
+def coupled_path(tree: DraftTree, drafts: jax.Array, choices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same of a tree: accepts a node exactly when it is what the target chose after its parent and all nodes on the way to it were
+    accepted, so that at most one node of each depth is.
+
+    drafts: [B, N] int32, of which siblings differ, or are below 0. choices: [B, N + 1] int32, the target's choice after the root and after
+    each node. Returns path: [B, D + 1] int32, the row of the tree at depth 0, 1, ... that is accepted, 0 where none is; and accepted: [B]
+    int32, 0 .. D.
+    """
+    equal = drafts == choices[:, tree.parents]
+    whole = jnp.all(~jnp.asarray(tree.seen[1:, 1:])[None] | equal[:, None, :], axis=2)
+    row = jnp.where(whole, jnp.arange(1, tree.rows, dtype=jnp.int32)[None, :], 0)
+    at_depth = jnp.asarray(np.asarray(tree.depths[1:])[None, :] == np.arange(tree.depth + 1)[:, None])
+    path = jnp.max(jnp.where(at_depth[None], row[:, None, :], 0), axis=2)
+    return path, jnp.sum(whole, axis=1, dtype=jnp.int32)
 
 
 def _synthetic(drafts: jax.Array, uniforms: jax.Array, rates: tuple[float, ...]) -> jax.Array:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxspec.decode.accept import COUPLED, Rule
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.sampling.choice import PLAIN, Needs
 
 
@@ -12,7 +14,8 @@ from jaxspec.sampling.choice import PLAIN, Needs
 class Round:
     """The settings of a round. Hashable, so that it can be a static argument: each one is a program of its own."""
 
-    # K, the tokens that the drafter guesses; at most as many as the state was made for. With 0 a round decodes one token.
+    # K, the tokens that the drafter guesses one after the other; at most as many as the state was made for. With 0 a round decodes one
+    # token.
     num_draft_tokens: int
     # By which rule guesses become tokens.
     accept: Rule = COUPLED
@@ -24,9 +27,29 @@ class Round:
     draft_attention: str = "auto"
     # The rows of the target's pass for all sequences of a call together, at least one for each: see `verification`. None for K + 1 of each.
     rows: int | None = None
+    # The drafts, where they are a tree of which the round verifies every node; K is its depth then. None for a chain of K drafts.
+    tree: DraftTree | None = None
+
+    @classmethod
+    def of_tree(cls, tree: DraftTree, **settings: Any) -> Round:
+        """A round of a tree. settings: further fields."""
+        return cls(tree.depth, tree=tree, **settings)
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that the drafter guesses, on all paths."""
+        return self.num_draft_tokens if self.tree is None else self.tree.nodes
 
     def check(self, size: int) -> None:
-        """Raises ValueError for rows that a call of so many sequences cannot use, or that the acceptance rule forbids."""
+        """Raises ValueError for rows that a call of so many sequences cannot use or that the acceptance rule forbids, and for what a round
+        with a tree does not do."""
+        if self.tree is not None:
+            check_tree_rule(self.accept)
+            if self.rows is not None or self.num_draft_tokens != self.tree.depth:
+                raise ValueError(
+                    f"the round has a tree that is {self.tree.depth} deep, {self.num_draft_tokens} draft tokens and rows={self.rows}; "
+                    "expected its depth, and None"
+                )
         if self.rows is None:
             return
         if not self.accept.shares_noise:
@@ -39,6 +62,14 @@ class Round:
                 f"rows is {self.rows} for {size} sequences of {self.num_draft_tokens} drafts; expected {size} .. {most}: one for each "
                 "sequence, and at most one more for each draft"
             )
+
+
+def check_tree_rule(rule: Rule) -> None:
+    """Raises ValueError for an acceptance rule that says nothing of trees."""
+    if rule.name != COUPLED.name:
+        raise ValueError(
+            f"the acceptance rule is {rule.name!r}, which keeps drafts of a chain; with a tree of drafts expected {COUPLED.name!r}"
+        )
 
 
 NO_DRAFTS = Round(0)

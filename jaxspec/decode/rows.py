@@ -20,7 +20,8 @@ from jaxspec.decode.state import (
 )
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.rows import Packing, take_row
+from jaxspec.model.draft_tree import DraftTree
+from jaxspec.model.rows import Packing, take_row, take_rows
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.automata import Automata, Constraint
@@ -91,6 +92,19 @@ def edited(
     return sampling.tables.verified(full_logits(logits, sampling.shard), drafts, first)
 
 
+def edited_tree(
+    logits: jax.Array, sampling: Sampling, needs: Needs, drafts: jax.Array, states: jax.Array | None, tree: DraftTree
+) -> jax.Array:
+    """The same of the rows of a tree: each has the drafts before it on its path. logits: [B, N + 1, V]. drafts: [B, N] int32. states:
+    [B, N + 1] int32, or None."""
+    batch, width = logits.shape[:2]
+    owner = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), width)
+    path = jnp.pad(drafts, ((0, 0), (1, 0)), constant_values=-1)[:, tree.before].reshape(batch * width, -1)
+    depths = jnp.tile(jnp.asarray(tree.depths, jnp.int32), batch)
+    states = None if states is None else states.reshape(-1, 1)
+    return edited(logits.reshape(-1, 1, logits.shape[-1]), sampling.taken(owner), needs, path, states, depths).reshape(batch, width, -1)
+
+
 def reserve_rows(state: DecodeState, slots: jax.Array, start: jax.Array, count: jax.Array, most: int) -> tuple[DecodeState, jax.Array]:
     """Gives each slot pages for its next `count` rows. All slots get them, or none does: then the state is `starved` and all counts are 0.
 
@@ -111,6 +125,10 @@ class Choices:
     raw: jax.Array | None  # the same without edits, of which log-probabilities are reported
     states: jax.Array | None = None  # [B, T] int32, of the automata before each token; None without a constraint
     packing: Packing | None = None  # of packed rows: then `logits` and `raw` are of those, [M, 1, V]
+
+    def along(self, path: jax.Array) -> Choices:
+        """Those after some of the rows. path: [B, N] int32."""
+        return jax.tree.map(lambda x: take_rows(x, path), self)
 
     def logprobs(self, tokens: jax.Array, shard: Shard | None) -> Logprobs:
         """Of tokens [B, T]."""
@@ -133,13 +151,18 @@ def target_choices(
     """Chooses the tokens at `positions`: by the head alone, without a row of logits in memory, where nothing else needs the logits.
 
     hidden: [B, T, H], after the final norm, of the rows before. positions: [B, T] int32. drafts: the T - 1 guesses that the rows after
-    the first are of; without them the token is a text's first, which every acceptance rule chooses alike. packing: of packed rows: then
-    hidden is [M, 1, H], and so much is computed; tokens where no row is are any.
+    the first are of, or the nodes of `round.tree`; without them the token is a text's first, which every acceptance rule chooses alike.
+    packing: of packed rows: then hidden is [M, 1, H], and so much is computed; tokens where no row is are any.
     """
     chosen, sampling = drafts is None or round.accept.shares_noise, rows.sampling
+    tree = None if drafts is None else round.tree
     guesses, first, states = None if drafts is None else drafts.tokens, None, None
     if sampling.constraint is not None:
-        states = sampling.constraint.state[:, None] if guesses is None else sampling.constraint.along(guesses)
+        constraint = sampling.constraint
+        if guesses is None:
+            states = constraint.state[:, None]
+        else:
+            states = constraint.along(guesses) if tree is None else constraint.along_tree(guesses, tree.parents)
     of_rows = states
     if packing is not None:
         sampling, positions, first = sampling.taken(packing.owner), packing.packed(positions), packing.place
@@ -159,7 +182,11 @@ def target_choices(
         sound, logits, raw = sound_choices(most, None, hidden), None, None
     else:
         raw = target.unembed(hidden, round.attention)
-        logits = edited(raw, sampling, round.needs, guesses, of_rows, first)
+        if tree is None:
+            logits = edited(raw, sampling, round.needs, guesses, of_rows, first)
+        else:
+            assert guesses is not None
+            logits = edited_tree(raw, sampling, round.needs, guesses, states, tree)
         sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, sampling.shard))
         tokens = choose(logits, positions, dataclasses.replace(sampling, tables=None)) if chosen else None
     if packing is not None:

@@ -3,7 +3,7 @@
 Of every slot, `length` tokens are known and the target has computed the first `computed` of them. While a sequence decodes,
 computed == length - 1: the last known token, the anchor, has no K and V yet. One `spec_step` drafts K tokens after the anchor, runs
 the target on [anchor, drafts], keeps the drafts that the acceptance rule accepts (by default those that the target chooses too),
-and adds the target's own next choice.
+and adds the target's own next choice. Of a tree of drafts it keeps the path that the target chooses.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxspec.decode.accept import coupled_path
 from jaxspec.decode.round import Round
 from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
 from jaxspec.decode.state import VERIFIED_ROUNDS, DecodeState
 from jaxspec.decode.verification import best_prefixes, seen, survival
-from jaxspec.drafters.base import Drafter, Observed, Target
-from jaxspec.model.rows import Rows, take_row
+from jaxspec.drafters.base import Drafter, Observed, Target, check_tree, drafted
+from jaxspec.model.attention import store_path
+from jaxspec.model.rows import Rows, take_row, take_rows
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.choice import PLAIN
@@ -31,10 +34,12 @@ def spec_step(
 
     slots: [B] int32, ids >= slots stand for no sequence. round: static. automata: of the structured texts, needed if
     `round.needs.structured`. Where full pages run out the state is `starved` and no slot changes. Raises ValueError where the acceptance
-    rule has no rate for a draft, and for `round.rows` that do not fit.
+    rule has no rate for a draft, and for a `round` that does not fit itself, the drafter or the target.
     """
     round.check(len(slots))
-    rows, k = gather_slots(state, slots, round.needs, target, automata), round.num_draft_tokens
+    rows, k, tree = gather_slots(state, slots, round.needs, target, automata), round.num_draft_tokens, round.tree
+    if tree is not None:
+        check_tree(drafter, tree, target.config)
     start, room = rows.computed, state.tokens.shape[1] - rows.computed
     count = jnp.where(rows.ready, jnp.minimum(room, k + 1), 0)
     state, count = reserve_rows(state, slots, start, count, k + 1)
@@ -43,7 +48,8 @@ def spec_step(
     with jax.named_scope("draft"):
         anchor = state.tokens.at[slots, start].get(mode="clip")
         view = Target(target, state.cache, slots, anchor, start, round.attention, round.draft_attention)
-        drafts, drafter_state = drafter.draft(state.drafter, view, round.accept.drafting(rows.sampling, rows.rounds), k)
+        drafting = round.accept.drafting(rows.sampling, rows.rounds)
+        drafts, drafter_state = drafted(drafter, state.drafter, view, drafting, k if tree is None else tree)
         # An id below 0 is no token, which nothing accepts; one past the vocabulary is none either.
         drafts = dataclasses.replace(drafts, tokens=jnp.where(drafts.tokens < target.config.vocab_size, drafts.tokens, -1))
     with jax.named_scope("verify"):
@@ -51,7 +57,9 @@ def spec_step(
         if round.rows is not None:
             count = jnp.where(live, 1 + best_prefixes(survival(drafts, acceptance), count - 1, round.rows), 0)
             drafts = dataclasses.replace(drafts, tokens=jnp.where(at < count[:, None] - 1, drafts.tokens, -1))
-        block = Rows(jnp.concatenate([anchor[:, None], drafts.tokens], axis=1), start, count, slots)
+        # Rows of a tree are in the order of their depths, so that those at the first `count` positions come first.
+        real = count if tree is None else jnp.take(jnp.asarray(np.searchsorted(tree.depths, range(k + 2)), jnp.int32), count)
+        block = Rows(jnp.concatenate([anchor[:, None], drafts.tokens], axis=1), start, real, slots, tree=tree)
         verified = block if round.rows is None else block.packed(round.rows)
         out, cache = target(verified, state.cache, taps=drafter.taps, attention=round.attention)
         assert cache is not None
@@ -61,7 +69,16 @@ def spec_step(
         if packing is not None:
             hidden, *taps = map(packing.unpacked, (hidden, *taps))
     with jax.named_scope("accept"):
-        tokens, accepted = round.accept(drafts, choices.logits, positions, rows.sampling, rows.rounds, choices.tokens)
+        if tree is None:
+            tokens, accepted = round.accept(drafts, choices.logits, positions, rows.sampling, rows.rounds, choices.tokens)
+        else:
+            assert choices.tokens is not None
+            path, accepted = coupled_path(tree, drafts.tokens, choices.tokens)
+            cache = store_path(cache, out.keys, start, jnp.minimum(accepted + 1, count), path)
+            block = dataclasses.replace(block, ids=take_rows(block.ids, path), tree=None)
+            choices, hidden, taps = choices.along(path), take_rows(hidden, path), [take_rows(tap, path) for tap in taps]
+            tokens = choices.tokens
+            assert tokens is not None
 
     state = dataclasses.replace(state, cache=cache, drafter=drafter_state)
     state, kept = append_tokens(state, slots, rows, tokens, jnp.where(live, accepted + 1, 0), accepted, choices, round.needs)
@@ -72,7 +89,7 @@ def spec_step(
     checked = jnp.maximum(count - 1, 0)
     if round.rows is not None:
         state = dataclasses.replace(state, verified=state.verified.at[slots, rows.rounds % VERIFIED_ROUNDS].set(checked, mode="drop"))
-    if k:
+    if k and tree is None:
         guessed = jnp.sum(jnp.cumprod((drafts.tokens >= 0) & (at < checked[:, None]), axis=1, dtype=jnp.int32), axis=1)
         after = jnp.where(live[:, None], seen(acceptance, guessed, accepted), acceptance)
         state = dataclasses.replace(state, acceptance=state.acceptance.at[slots].set(after, mode="drop"))
@@ -81,7 +98,7 @@ def spec_step(
         drafter=drafter.observe(state.drafter, observed),
         computed=state.computed.at[slots].add(kept, mode="drop"),
         rounds=state.rounds.at[slots].add(live.astype(jnp.int32), mode="drop"),
-        drafted=state.drafted.at[slots].add(jnp.where(live, k if round.rows is None else checked, 0), mode="drop"),
+        drafted=state.drafted.at[slots].add(jnp.where(live, round.drafts if round.rows is None else checked, 0), mode="drop"),
     )
 
 

@@ -22,10 +22,12 @@ from jax.sharding import PartitionSpec
 from jaxspec import checkpoint
 from jaxspec.collectives import suppress
 from jaxspec.drafters.base import Drafts, Observed, Target
+from jaxspec.drafters.branching import Branching
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, pick
 from jaxspec.model import traffic
 from jaxspec.model.config import FULL, SLIDING, AssistantConfig
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.gemma4_fresh import narrow, text_config, with_query_norms
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
@@ -92,14 +94,7 @@ class Gemma4MTP:
         return MTPState(state.hidden.at[slots].set(rows.hidden.astype(state.hidden.dtype), mode="drop"))
 
     def draft(self, state: MTPState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, MTPState]:
-        keys = {
-            spec.kind: target.model.cached_keys(target.cache, spec.kv_source, target.slots, target.length, jnp.zeros_like(target.length))
-            for spec in self.config.text.layers
-            if spec.kv_source is not None
-        }
-        hidden = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
-        position = jnp.maximum(target.length - 1, 0)[:, None]
-        attention = target.attention if target.draft_attention == "auto" else target.draft_attention
+        keys, hidden, position, attention = self._begun(state, target)
         token, steps = target.anchor[:, None], []
         for k in range(1, num_draft_tokens + 1):
             out, hidden = self.step(target.model.embed(token), hidden, position, keys, attention)
@@ -110,6 +105,35 @@ class Gemma4MTP:
                 token, logits, sampling = draw(logits, target.length[:, None] + k, sampling, ids)
             steps.append((token, logits, ids))
         return Drafts.joined(steps, target.slots.shape[0]), state
+
+    def draft_tree(self, state: MTPState, target: Target, sampling: Sampling, tree: DraftTree) -> tuple[Drafts, MTPState]:
+        """See `Drafter`. Nothing is written, so the nodes of one depth are rows of one pass, all at the same position."""
+        keys, hidden, position, attention = self._begun(state, target)
+        token, nodes, branching = target.anchor[:, None], [], Branching.begun(sampling)
+        for depth, level in enumerate(tree.levels, start=1):
+            token, hidden = token[:, level.inner], hidden[:, level.inner]
+            out, hidden = self.step(target.model.embed(token), hidden, jnp.broadcast_to(position, token.shape), keys, attention)
+            at, hidden = target.length + depth, hidden[:, level.parent]
+            logits, ids = self.candidates(out, attention, self._open_centroids(branching.of_rows(level)))
+            if branching.states is None and level.width == 1:  # by the kernels that need no logits in memory
+                at = jnp.broadcast_to(at[:, None], token.shape)
+                token = self.choose(out, (logits, ids), at, sampling, attention)[:, level.parent]
+            else:
+                token, branching = branching.choose(logits, at, level, ids)
+            nodes.append(token)
+        return Drafts(jnp.concatenate(nodes, axis=1)), state
+
+    def _begun(self, state: MTPState, target: Target) -> tuple[dict[str, Keys], jax.Array, jax.Array, str]:
+        """What a round's first draft step has: the target's keys by kind of layer, the target's hidden state [B, 1, H], the position of its
+        last row [B, 1], and the implementation."""
+        keys = {
+            spec.kind: target.model.cached_keys(target.cache, spec.kv_source, target.slots, target.length, jnp.zeros_like(target.length))
+            for spec in self.config.text.layers
+            if spec.kv_source is not None
+        }
+        hidden = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
+        attention = target.attention if target.draft_attention == "auto" else target.draft_attention
+        return keys, hidden, jnp.maximum(target.length - 1, 0)[:, None], attention
 
     def step(
         self, embedded: jax.Array, hidden: jax.Array, positions: jax.Array, keys: dict[str, Keys], attention: str = "auto"

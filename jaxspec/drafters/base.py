@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafters.kind import kind_without_weights
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling
@@ -99,6 +100,9 @@ class Drafter(Protocol):
       used as it is; else (). `read_as(which)`, an int32 scalar, is the drafter by that reading: both have the same shapes, and keep the
       same of a sequence. An LLM tries them: see `engine.trials`. `decided(config)` gives the drafter as its checkpoint holds it and the
       config.json with the reading's key.
+    - `draft_tree(state, target, sampling, tree)` guesses the nodes of a `DraftTree`, as `draft` guesses tokens: Drafts whose tokens are
+      [B, N], in the tree's order, and the new state. A node at depth d is chosen at position length + d, as `sampling.best` ranks its
+      parent's candidates. Without it the drafter serves chains alone.
     - `watched`: False if hardly any accepted draft is no sign of a mistake; see `engine.acceptance_watch`.
 
     Loading and saving:
@@ -181,6 +185,21 @@ def num_draft_tokens_of(drafter: Any) -> int:
     """Drafts a round where nobody asked for a number: what the drafter says, else 4."""
     named = getattr(drafter, "num_draft_tokens", None)
     return NUM_DRAFT_TOKENS if named is None else named
+
+
+def check_tree(drafter: Any, tree: DraftTree, target: TargetConfig) -> None:
+    """Raises ValueError for a drafter that drafts no trees, and for a tree deeper than a target's windows, of whose rows one could not see
+    all of the others before it."""
+    if not hasattr(drafter, "draft_tree"):
+        raise ValueError(f"the drafter {type(drafter).__name__} drafts one token after the other and no tree; expected no tree")
+    window = min((spec.window for spec in target.layers if spec.window is not None), default=None)
+    if window is not None and tree.depth >= window:
+        raise ValueError(f"the tree is {tree.depth} deep, the target has a window of {window} tokens; expected at most {window - 1}")
+
+
+def drafted(drafter: Any, state: Any, target: Target, sampling: Sampling, asked: int | DraftTree) -> tuple[Drafts, Any]:
+    """What the drafter guesses: a chain of so many tokens, or a tree. See `Drafter.draft`."""
+    return (drafter.draft_tree if isinstance(asked, DraftTree) else drafter.draft)(state, target, sampling, asked)
 
 
 def bytes_read(drafter: Any, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:

@@ -25,11 +25,13 @@ from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Drafts, Target
 from jaxspec.drafters.block_drafter import BlockAttention, BlockDrafter, BlockState, Leaves, keys_of
 from jaxspec.drafters.blocks import PlainDrafter
+from jaxspec.drafters.branching import Branching
 from jaxspec.drafters.dflash import DFlashLayer
 from jaxspec.drafters.dspark_config import CONFIDENCE, GEMMA, RELEASED, DSparkConfig, default_config
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import Guess, Objective, pick
 from jaxspec.model.config import refuse_quantised
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4_fresh import with_query_norms
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
@@ -161,6 +163,27 @@ class DSpark(BlockDrafter):
             previous = token[:, 0]
         confidence = None if self.confidence_head is None else jax.nn.sigmoid(jnp.stack(odds, axis=1))
         return dataclasses.replace(Drafts.joined(steps, target.slots.shape[0]), confidence=confidence), state
+
+    def draft_tree(self, state: BlockState, target: Target, sampling: Sampling, tree: DraftTree) -> tuple[Drafts, BlockState]:
+        """See `Drafter`. One pass; the Markov head shifts the logits of a place for each parent's token."""
+        rows = self.rows(state, target, tree.depth)
+        guessing = self.guessing(rows, tree.depth)
+        base, ids = self.candidates(target.model, guessing, target.draft_attention)
+        previous, nodes, branching = target.anchor[:, None], [], Branching.begun(sampling)
+        memory = self.begin(rows, target.anchor)
+        memory = None if memory is None else memory[:, None]
+        for k, level in enumerate(tree.levels):
+            previous, memory = previous[:, level.inner], None if memory is None else memory[:, level.inner]
+
+            def of_parents(x: jax.Array, k: int = k, count: int = len(level.inner)) -> jax.Array:
+                return jnp.broadcast_to(x[:, k : k + 1], (x.shape[0], count, x.shape[2]))
+
+            logits, memory = self.follow(of_parents(base), previous, of_parents(guessing), memory)
+            among = None if ids is None else of_parents(ids)
+            previous, branching = branching.choose(logits, target.length + k + 1, level, among)
+            memory = None if memory is None else memory[:, level.parent]
+            nodes.append(previous)
+        return Drafts(jnp.concatenate(nodes, axis=1)), state
 
     def begin(self, rows: jax.Array, anchor: jax.Array) -> jax.Array | None:
         """What the Markov head remembers before the first guess. rows: [..., T, h]; anchor: [...] int32."""

@@ -24,12 +24,14 @@ from jaxspec.checkpoint import layout
 from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.blocks import PlainDrafter, SiluMLP, check_target, head
+from jaxspec.drafters.branching import Branching
 from jaxspec.drafters.eagle3_config import GEMMA, Eagle3Config, default_config, made_up
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import LayerSpec, refuse_quantised
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4_fresh import with_query_norms
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
@@ -118,7 +120,8 @@ class Eagle3State:
 @struct.dataclass
 class DraftRows:
     """Rows to run: [B, T]. cache, slots, length ([B] int32): the stored positions 0 .. length - 1. fresh: K and V of each layer, of rows
-    after them that are not stored, or None; count: [B] int32, how many real rows there are with the ones to run."""
+    after them that are not stored, or None; count: [B] int32, how many real rows there are with the ones to run. ancestors: which of these
+    rows each row to run sees, as in `paged_attention`; None for all before it."""
 
     positions: jax.Array
     cache: PagedKV
@@ -126,6 +129,7 @@ class DraftRows:
     length: jax.Array
     fresh: tuple[tuple[jax.Array, jax.Array], ...] | None
     count: jax.Array
+    ancestors: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
 
 
 @struct.dataclass
@@ -196,6 +200,26 @@ class Eagle3(PlainDrafter):
                 x, fresh = self.run(self.embed(target.model, token), feature, row, target.draft_attention)
         return Drafts.joined(steps, target.slots.shape[0]), state
 
+    def draft_tree(self, state: Eagle3State, target: Target, sampling: Sampling, tree: DraftTree) -> tuple[Drafts, Eagle3State]:
+        """See `Drafter`. Nodes with children have rows, those of one depth at one position, each of which sees those on its path."""
+        x = jnp.take(state.hidden, target.slots, axis=0, mode="clip")[:, None]
+        fresh, nodes, branching = None, [], Branching.begun(sampling)
+        kept = list[int]()  # rows of the tree that have K and V
+        for depth, level in enumerate(tree.levels, start=1):
+            logits, ids = self.candidates(target.model, x, target.draft_attention)
+            token, branching = branching.choose(logits, target.length + depth, level, ids)
+            nodes.append(token)
+            if depth < tree.depth:
+                inner, first = tree.levels[depth].inner, tree.depths.index(depth)
+                kept += [first + i for i in inner]
+                seen = tuple(sum(1 << j for j, other in enumerate(kept) if tree.seen[first + i, other]) for i in inner)
+                feature = (self.norm(x) if self.config.norm_output else x)[:, level.parent][:, inner]
+                at = jnp.broadcast_to(target.length[:, None] + depth - 1, (token.shape[0], len(inner)))
+                count = jnp.full_like(target.length, len(kept))
+                rows = DraftRows(at, state.cache, target.slots, target.length, fresh, count, seen)
+                x, fresh = self.run(self.embed(target.model, token[:, inner]), feature, rows, target.draft_attention)
+        return Drafts(jnp.concatenate(nodes, axis=1)), state
+
     def run(self, embedded: jax.Array, x: jax.Array, rows: DraftRows, attention: str) -> tuple[jax.Array, tuple[Any, ...]]:
         """Rows through all layers. embedded: [B, T, h], of each row's next token; x: [B, T, h], its feature. Returns the last layer's
         output [B, T, h] and, for each layer, the fresh K and V with the rows' own behind them."""
@@ -203,7 +227,7 @@ class Eagle3(PlainDrafter):
         for i, layer in enumerate(self.layers):
             pools, table = rows.cache.pages_of(i, rows.slots)
             fresh = None if rows.fresh is None else rows.fresh[i]
-            x, keys = _layer(layer, embedded, x, rows.positions, pools, table, rows.length, fresh, rows.count, attention)
+            x, keys = _layer(layer, embedded, x, rows.positions, pools, table, rows.length, fresh, rows.count, rows.ancestors, attention)
             after.append(keys)
         return x, tuple(after)
 
@@ -269,7 +293,7 @@ class Eagle3(PlainDrafter):
         return blocks.with_the_targets_head(with_query_norms(self), table, norm, tokens)
 
 
-@jax.jit(static_argnames="attention")
+@jax.jit(static_argnames=("ancestors", "attention"))
 def _layer(
     layer: Eagle3Layer,
     embedded: jax.Array,
@@ -280,6 +304,7 @@ def _layer(
     length: jax.Array,
     fresh: tuple[jax.Array, jax.Array] | None,
     count: jax.Array,
+    ancestors: tuple[int, ...] | None,
     attention: str,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One layer over rows; see `Eagle3.run`."""
@@ -290,7 +315,8 @@ def _layer(
         k, v = (new.astype(pools.k.dtype) for new in own)
         if fresh is not None:
             k, v = (jnp.concatenate(pair, axis=1) for pair in zip(fresh, (k, v), strict=True))
-        heads = paged_attention(q, positions, (pools.k, pools.v), table, length, (k, v), count, scale=attn.scale, implementation=attention)
+        settings = {"scale": attn.scale, "ancestors": ancestors, "implementation": attention}
+        heads = paged_attention(q, positions, (pools.k, pools.v), table, length, (k, v), count, **settings)
         attended = attn.o_proj.of_heads(heads)
     with jax.named_scope("feed_forward"):
         return layer.outputs(residual, attended, attention), (k, v)

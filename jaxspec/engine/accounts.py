@@ -21,12 +21,13 @@ from jaxspec.engine.trials import Comparison
 class Accounts:
     """The totals of an LLM. They stay when it is closed.
 
-    runners: of all data shards. watch: warns of drafts that are hardly ever accepted. reading: the comparison of the drafter's two
-    readings, if it has them. While that is open nothing is watched, since the wrong one may accept nothing.
+    runners: of all data shards. most_accepted: drafts that a round can accept at most. watch: warns of drafts that are hardly ever
+    accepted. reading: the comparison of the drafter's two readings, if it has them. While that is open nothing is watched, since the
+    wrong one may accept nothing.
     """
 
-    def __init__(self, runners: Sequence[Runner], num_draft_tokens: int, watch: Watch, reading: Comparison | None):
-        self._runners, self._num_draft_tokens, self._watch, self._reading = runners, num_draft_tokens, watch, reading
+    def __init__(self, runners: Sequence[Runner], most_accepted: int, watch: Watch, reading: Comparison | None):
+        self._runners, self._most_accepted, self._watch, self._reading = runners, most_accepted, watch, reading
         self._totals = Stats()  # of requests that have ended
         self.beside = 0.0  # seconds spent on compiling beside the runners' programs
         self._begun: float | None = None  # since when a call has been computing, by `clock`
@@ -57,9 +58,9 @@ class Accounts:
         """Adds a request's rounds to the totals, and returns them."""
         request.accounted = True
         flags, first = np.asarray(request.from_draft, bool), request.first_token_seconds
-        rounds = RoundStats.of(flags, request.drafted, self._num_draft_tokens, first, request.guessed)
+        rounds = RoundStats.of(flags, request.drafted, self._most_accepted, first, request.guessed, request.nodes)
         self._totals = self._totals.plus(len(request.prompt), rounds, request.shared)
-        if self._num_draft_tokens and (self._reading is None or self._reading.verdict is not None):
+        if self._most_accepted and (self._reading is None or self._reading.verdict is not None):
             self._watch.see(rounds.rounds_by_draft[0], rounds.steps - rounds.histogram[0], request.temperature)
         return rounds
 

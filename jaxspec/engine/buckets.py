@@ -11,6 +11,7 @@ import numpy as np
 BUCKET_RATIO = 8  # between the sizes of decode calls
 PREFILL_ROWS = 512  # rows of the largest prefill call; enough that reading the weights is not what it waits for
 PREFILL_CHUNK = 64  # rows of each sequence in a prefill call of several sequences, or of a short one
+TREE_SEQUENCES = 4  # the most that verify a tree each: with more, its rows take longer than what they bring
 CALL_ROWS = 256  # the cost of a prefill call beside its rows, counted in rows: it reads all weights
 
 
@@ -28,6 +29,11 @@ class Buckets:
         while sizes[-1] < self.slots:
             sizes.append(min(sizes[-1] * BUCKET_RATIO, self.slots))
         return sizes
+
+    @property
+    def trees(self) -> list[int]:
+        """Sequences of a decode call whose rounds have trees: 1, and 4 or the number of slots."""
+        return sorted({1, min(self.slots, TREE_SEQUENCES)})
 
     @property
     def prefill(self) -> list[tuple[int, int]]:

@@ -82,7 +82,7 @@ class LLM:
         self._structures = Structures(tokenizer, vocab_size, settings.structured_blocks, settings.structured_rows)
         runners = list[Runner]()
         reading = readings.comparison_of(drafter, settings)
-        self._accounts = Accounts(runners, settings.num_draft_tokens, Watch(drafter, settings.accept), reading)
+        self._accounts = Accounts(runners, settings.most_accepted, Watch(drafter, settings.accept), reading)
         with self._lock():
             own, more = settings.of_shard(placement.shards), {"structures": self._structures, "clock": lambda: self._accounts.seconds}
             for (theirs, its), part in placement.split((target, drafter)):

@@ -23,6 +23,7 @@ from jaxspec.engine import cuda_graphs
 from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.settings import Settings
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.automata import BLOCK, FILLED, SAME, Automata, fill, place
 from jaxspec.sampling.choice import PLAIN, Needs
@@ -153,17 +154,20 @@ class DecodeRounds(Program):
 
     size: int  # sequences
     needs: Needs  # what sampling is compiled for
-    num_draft_tokens: int  # tokens that each round guesses
+    num_draft_tokens: int  # tokens that each round guesses, one after the other
     rows: int | None = None  # of the target's pass, see `decode.Round`
+    tree: DraftTree | None = None  # see `decode.Round`
     loops: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return f"decode {self.size} {self.num_draft_tokens}" + ("" if self.rows is None else f" {self.rows}")
+        what = self.num_draft_tokens if self.tree is None else f"tree {self.tree.nodes}"
+        return f"decode {self.size} {what}" + ("" if self.rows is None else f" {self.rows}")
 
     def lower(self, programs: Programs) -> Any:
         settings, needs = programs.settings, self.needs
-        width = programs.steps_for(needs, STEPS) * (settings.num_draft_tokens + 1)
-        function = functools.partial(decode_rounds, width=width, round=settings.round(needs, self.num_draft_tokens, self.rows))
+        width = programs.steps_for(needs, STEPS) * (settings.most_accepted + 1)
+        round = settings.round(needs, self.num_draft_tokens, self.rows, self.tree)
+        function = functools.partial(decode_rounds, width=width, round=round)
         return programs.lower(function, programs.no_slots(self.size, 4), structured=self.structured)
 
 
@@ -286,8 +290,8 @@ class Programs:
 
     def steps_for(self, needs: Needs, steps: int) -> int:
         """How many of these rounds a call may run, so that log-probabilities are read before they are overwritten."""
-        most_tokens = self.settings.num_draft_tokens + 1
-        return min(steps, STEPS if needs.logprobs is None else ring_rows(self.settings.num_draft_tokens) // most_tokens)
+        most = self.settings.most_accepted
+        return min(steps, STEPS if needs.logprobs is None else ring_rows(most) // (most + 1))
 
     def compile(self, programs: Iterable[Program]) -> Iterator[str]:
         """Compiles those that are missing, as many at a time as there are cores, and gives a line about each that is ready, starting

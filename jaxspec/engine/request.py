@@ -12,6 +12,7 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.engine.completion import Logprob
 from jaxspec.engine.params import SamplingParams
+from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.structures import Structure
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.filters import CANDIDATES
@@ -52,7 +53,8 @@ class Request:
     computed: int = 0
     rounds: int = 0
     drafted: int = 0
-    guessed: list[int] = dataclasses.field(default_factory=list)  # the number of tokens that each round guessed and verified
+    guessed: list[int] = dataclasses.field(default_factory=list)  # how many tokens each round guessed and verified, one after the other
+    nodes: list[int] = dataclasses.field(default_factory=list)  # the same on all paths of a tree
     goals: list[int] = dataclasses.field(default_factory=list)  # rows at which its prompt is to be kept for others, ascending
     shared: int = 0  # rows of its prompt that had been computed for others
     # In a trial whose variants are apart, the variant that alone has computed what its slot holds, see `Trial.writer`; else None.
@@ -124,12 +126,12 @@ class Request:
         self.slot, self.computed = -1, 0
         self.goals.clear()
 
-    def advance(self, report: decode.Report, row: int, num_draft_tokens: int) -> None:
-        """Takes in what a call reports about it. row: its row of the report. num_draft_tokens: tokens that each of the call's rounds
-        guessed."""
+    def advance(self, report: decode.Report, row: int, shape: RoundShape) -> None:
+        """Takes in what a call reports about it. row: its row of the report. shape: of each of the call's rounds."""
         length, self.computed, self.status, rounds, self.drafted = report.rows[row, :5].tolist()
-        told = report.verified_by(row, self.rounds, rounds)
-        self.guessed += [num_draft_tokens] * (rounds - self.rounds) if told is None else told
+        told, count = report.verified_by(row, self.rounds, rounds), rounds - self.rounds
+        self.guessed += [shape.num_draft_tokens] * count if told is None else told
+        self.nodes += [shape.drafts] * count if told is None else told
         self.rounds, new = rounds, length - self.length
         tokens = report.rows[row, 7 : 7 + new]
         self.output += np.where(tokens < 0, ~tokens, tokens).tolist()

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxspec.model.draft_tree import DraftTree
+
 HALF_LIFE = 2000.0  # rounds, summed over sequences, after which a count is halved
 # The c_i that is assumed where nothing is known, or the c_i of the draft before if that is more, and the rounds that it counts for.
 HOPED, HOPED_ROUNDS = 0.8, 10.0
@@ -35,8 +37,14 @@ FREE_ROWS = 128  # fewer rows than these save hardly any time: the pass waits fo
 class RoundShape(NamedTuple):
     """The static shape of a round."""
 
-    num_draft_tokens: int  # tokens that it guesses for each sequence
+    num_draft_tokens: int  # tokens that it guesses for each sequence, one after the other
     rows: int | None = None  # of the target's pass, for all sequences together; None for num_draft_tokens + 1 of each
+    tree: DraftTree | None = None  # whose nodes it guesses and verifies, num_draft_tokens being its depth; None for a chain
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that it guesses for each sequence, on all paths."""
+        return self.num_draft_tokens if self.tree is None else self.tree.nodes
 
 
 NO_DRAFTS = RoundShape(0)

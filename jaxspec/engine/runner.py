@@ -19,7 +19,7 @@ from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.automata_pool import Pool
-from jaxspec.engine.buckets import Buckets, padded, smallest, useful_rows
+from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, smallest, useful_rows
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import Request
@@ -112,14 +112,27 @@ class Runner:
     def programs_for(self, needs: Needs, adaptive: bool = False) -> list[Program]:
         """All programs that requests with these needs use. adaptive: whether calls choose the shape of rounds."""
         most = self.settings.num_draft_tokens
-        shapes = {size: round_shapes(size, most) if adaptive else (RoundShape(most),) for size in self.buckets.decode}
+        shapes = {size: round_shapes(size, most) if adaptive else (RoundShape(most),) for size in self.chain_sizes}
+        tree = self._tree
         return [
+            *(DecodeRounds(size, needs, *tree) for size in self.buckets.trees if tree is not None),
             *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
             *(Prefill(size, chunk, needs) for size, chunk in self.buckets.prefill),
             *(Admit(size) for size in self.buckets.admit),
             Fork(),
             *((PlaceStates(), FillMasks()) if needs.structured else ()),
         ]
+
+    @property
+    def chain_sizes(self) -> list[int]:
+        """The sizes of decode calls whose rounds guess chains: all, without trees."""
+        return [size for size in self.buckets.decode if size > TREE_SEQUENCES or self._tree is None]
+
+    @property
+    def _tree(self) -> RoundShape | None:
+        """The shape of rounds of few sequences, if it is a tree."""
+        tree = self.settings.tree
+        return None if tree is None else RoundShape(tree.depth, tree=tree)
 
     def warmup(self, needs: Needs, adaptive: bool = False) -> Iterator[str]:
         """Compiles every program that requests with these needs use, and gives a line about each that is ready."""
@@ -217,9 +230,13 @@ class Runner:
         self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, shape: RoundShape | None = None
     ) -> Call:
         """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. shape: of each round, with at most the
-        settings' number of drafts; by default what `adaptive` chooses among the compiled shapes, or the settings' number without it."""
-        size = smallest(self.buckets.decode, len(requests))
-        chosen = self._shape(size, len(requests), needs) if shape is None else shape
+        settings' number of drafts; by default a tree where the settings have one and there are few requests, else what `adaptive` chooses
+        among the compiled shapes, or the settings' number without it."""
+        size, tree = smallest(self.buckets.decode, len(requests)), self._tree
+        if shape is None and tree is not None and len(requests) <= TREE_SEQUENCES:
+            size, chosen = smallest(self.buckets.trees, len(requests)), tree
+        else:
+            chosen = self._shape(size, len(requests), needs) if shape is None else shape
         variant = None if self.trial is None or shape is not None or not chosen.num_draft_tokens else self.trial.name
         self._written(requests)
         steps = self.programs.steps_for(needs, steps)
@@ -232,7 +249,7 @@ class Runner:
         self.trial = self.held.writer = None
 
     def _shape(self, size: int, sequences: int, needs: Needs) -> RoundShape:
-        if self.adaptive is None:
+        if self.adaptive is None or size not in self.adaptive.sizes:
             return RoundShape(self.settings.num_draft_tokens)
         compiled = [shape for shape in self.adaptive.shapes(size) if DecodeRounds(size, needs, *shape) in self.programs.compiled]
         if self.trial is not None:  # rounds without drafts would never end it
@@ -251,7 +268,7 @@ class Runner:
                 if request is None:
                     continue
                 known, before = len(request.output), len(request.guessed)
-                request.advance(report, row, call.shape.num_draft_tokens)
+                request.advance(report, row, call.shape)
                 if wanted and 0 < known < len(request.output):
                     some = request.from_draft[known:]
                     if request.ended:  # the last round was cut short, and says nothing
@@ -269,7 +286,7 @@ class Runner:
 
     def _see(self, accepted: np.ndarray, verified: np.ndarray, tally: Tally, call: Call) -> None:
         """Tells those who want to know what the rounds of a call verified and accepted. tally: of those rounds that count in a trial."""
-        if self.adaptive is not None:
+        if self.adaptive is not None and call.shape.tree is None:  # what a tree accepts says nothing of a chain
             self.adaptive.see(accepted, verified, call.size, call.shape, len(call.requests))
         in_use = call.variant is None
         if call.variant is not None and self.trial is not None:

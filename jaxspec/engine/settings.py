@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from jaxspec.decode.accept import COUPLED, Rule
-from jaxspec.decode.round import Round
+from jaxspec.decode.round import Round, check_tree_rule
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.sampling.choice import Needs
 
 PAGE = 64  # positions in a page
@@ -39,11 +40,15 @@ class Settings:
     # Whether warm-up measures what rounds cost, so that calls then choose how many tokens a round guesses, up to num_draft_tokens, and how
     # many of these it verifies. It takes effect with the rule "coupled" and in one process only.
     adaptive: bool = False
+    # What the rounds of calls of at most 4 sequences guess, in place of num_draft_tokens tokens; None for no trees.
+    tree: DraftTree | None = None
     seed: int = 0  # from which seeds are drawn for requests that name none
     progress: bool = True  # whether to show progress bars
 
     def __post_init__(self) -> None:
         self.accept.check(self.num_draft_tokens)
+        if self.tree is not None:
+            check_tree_rule(self.accept)
         if self.kv_pages is not None:
             check_pages(self.kv_pages, self.max_len, self.page_size)
 
@@ -57,16 +62,21 @@ class Settings:
         return math.ceil(min(rows, self.max_len) / self.page_size)
 
     @property
+    def most_accepted(self) -> int:
+        """The most drafts that a round of any shape can accept."""
+        return self.num_draft_tokens if self.tree is None else max(self.num_draft_tokens, self.tree.depth)
+
+    @property
     def state_sizes(self) -> dict[str, Any]:
         """The arguments of `admission.init_state` that follow from the settings of a data shard."""
-        sizes = {"max_len": self.max_len, "num_draft_tokens": self.num_draft_tokens, "kv_dtype": self.kv_dtype}
+        sizes = {"max_len": self.max_len, "num_draft_tokens": self.most_accepted, "kv_dtype": self.kv_dtype}
         return {**sizes, "page_size": self.page_size, "full_pages": self.kv_pages}
 
-    def round(self, needs: Needs, num_draft_tokens: int | None = None, rows: int | None = None) -> Round:
-        """What a call is compiled for whose requests have these needs and whose rounds guess so many tokens, by default the most. rows: see
-        `Round`."""
+    def round(self, needs: Needs, num_draft_tokens: int | None = None, rows: int | None = None, tree: DraftTree | None = None) -> Round:
+        """What a call is compiled for whose requests have these needs and whose rounds guess so many tokens, by default num_draft_tokens.
+        rows, tree: see `Round`."""
         count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        return Round(count, self.accept, needs, self.attention, self.draft_attention, rows)
+        return Round(count, self.accept, needs, self.attention, self.draft_attention, rows, tree)
 
 
 def adaptive_obstacle(rule: Rule, num_draft_tokens: int) -> str | None:

@@ -70,14 +70,17 @@ class RoundStats:
         num_draft_tokens: int,
         first_token_seconds: float = 0.0,
         by_round: Sequence[int] | None = None,
+        nodes: Sequence[int] | None = None,
     ) -> RoundStats:
         """From the flags of a sequence's new tokens [N] and the state's count of drafted tokens, of which those of rounds that left no
-        token are not counted. by_round: how many guesses each round verified, where it was not always num_draft_tokens."""
+        token are not counted. num_draft_tokens: the most that a round can accept. by_round: how many guesses each round verified one after
+        the other, where it was not always num_draft_tokens; nodes: the same on all paths of a tree, where there are trees."""
         accepted, tried = accepted_by_round(from_draft), None
         drafted = min(int(drafted), len(accepted) * num_draft_tokens)
         if by_round is not None:
             counts = np.asarray(by_round, np.int64)[: len(accepted)]
-            drafted, tried = int(counts.sum()), tuple(int((counts > i).sum()) for i in range(num_draft_tokens))
+            drafted = int(counts.sum() if nodes is None else sum(nodes[: len(accepted)]))
+            tried = tuple(int((counts > i).sum()) for i in range(num_draft_tokens))
         flags = tuple(bool(flag) for flag in from_draft)
         return cls(drafted, histogram_of(accepted, num_draft_tokens), flags, first_token_seconds, tried)
 

@@ -167,7 +167,7 @@ class Turn:
             source, rows = runner.held.find(request.tokens)
             beside = len(self.active) + len(fresh)
             # One page is left over for each sequence beside it, which may soon need one. A sequence alone always finds room.
-            own = settings.pages_for(request.length + settings.num_draft_tokens) - rows // settings.page_size
+            own = settings.pages_for(request.length + settings.most_accepted) - rows // settings.page_size
             needed = own + promised + beside
             if len(fresh) >= free or (beside and not self._room(needed, source)):
                 break

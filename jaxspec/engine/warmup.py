@@ -41,10 +41,10 @@ def measured(runner: Runner, needs: Needs, requests: Callable[[int], list[Reques
     Everything must be compiled. requests: makes so many requests with short prompts, which end at max_len only.
     """
     costs, settings = {}, runner.settings
-    rounds = min(TIMED, ((settings.max_len - 2) // (settings.num_draft_tokens + 1) - WARM) // CALLS - 2)
+    rounds = min(TIMED, ((settings.max_len - 2) // (settings.most_accepted + 1) - WARM) // CALLS - 2)
     if rounds < 1 or runner.free_slots < settings.max_slots:
         return None
-    for size in runner.buckets.decode:
+    for size in runner.chain_sizes:
         for shape in round_shapes(size, settings.num_draft_tokens):
             cost = _cost(runner, requests(size), rounds, needs, shape)
             if cost is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
-from jaxspec.model.rows import Keys, Rows
+from jaxspec.model.rows import Keys, Rows, take_rows
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qkv import Pages
@@ -81,6 +81,7 @@ def attend(
         None if keys.pools is None else keys.pools.scales,
         window=spec.window,
         scale=scale,
+        ancestors=None if keys.tree is None or keys.fresh is None else keys.tree.words,
         implementation=attention,
     )
     if keys.fresh is not None and keys.pools is not None:
@@ -103,17 +104,33 @@ def keys_for(cache: PagedKV | None, layer: int, spec: LayerSpec, rows: Rows, wei
     if rows.packing is not None:
         assert cache is not None
         width = rows.packing.width
-    return dataclasses.replace(keys, store_first=cache is not None and paged.has_room(cache, spec, width), packing=rows.packing)
+    store_first = cache is not None and rows.tree is None and paged.has_room(cache, spec, width)
+    return dataclasses.replace(keys, store_first=store_first, packing=rows.packing, tree=rows.tree)
 
 
 def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys]) -> PagedKV:
     """The cache with every owning layer's rows. Those that are still fresh are written once all layers have read the pools as they
-    were: a chunk longer than a ring's spare places overwrites what its first rows see."""
+    were: a chunk longer than a ring's spare places overwrites what its first rows see. Those of a tree are left to `store_path`."""
+    if rows.tree is not None:
+        return cache
     layers = list(cache.layers)
     for i, keys in fresh.items():
         assert keys.pools is not None and keys.table is not None
         pools = keys.pools
         layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, keys.count, *keys.fresh)
+    return dataclasses.replace(cache, layers=tuple(layers))
+
+
+def store_path(cache: PagedKV, fresh: Mapping[int, Keys], start: jax.Array, count: jax.Array, path: jax.Array) -> PagedKV:
+    """The cache with some rows of a tree, as positions start, start + 1, ... of each sequence.
+
+    fresh: `Hidden.keys` of the pass over the tree. start, count: [B] int32, 0 stores nothing. path: [B, N] int32, a tree's row for each of
+    the positions, of which the first `count` are stored."""
+    layers = list(cache.layers)
+    for i, keys in fresh.items():
+        pools = layers[i]
+        assert pools is not None and keys.table is not None and keys.fresh is not None
+        layers[i] = paged.write(pools, keys.table, start, count, *(take_rows(x, path) for x in keys.fresh))
     return dataclasses.replace(cache, layers=tuple(layers))
 
 

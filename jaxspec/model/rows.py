@@ -6,17 +6,19 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.paged_kv import LayerKV
 
 
 @struct.dataclass
 class Rows:
-    """A block of consecutive rows for each of B sequences.
+    """A block of consecutive rows for each of B sequences, or one of the rows of a tree.
 
     ids: [B, T] int32. start: [B] int32, the position of a sequence's first row, which is also how many positions its cache holds.
     count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
     sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0. packing: of rows that `packed` gave,
-    else None.
+    else None. tree: whose rows these are, or None; then each row stands as far after `start` as it is deep, and sees of these rows its
+    ancestors and itself, and none of them is written to the cache: see `attention.store_path`.
     """
 
     ids: jax.Array
@@ -24,9 +26,12 @@ class Rows:
     count: jax.Array
     slots: jax.Array
     packing: Packing | None = None
+    tree: DraftTree | None = struct.field(pytree_node=False, default=None)
 
     @property
     def positions(self) -> jax.Array:
+        if self.tree is not None:
+            return self.start[:, None] + jnp.asarray(self.tree.depths, jnp.int32)[None, :]
         return self.start[:, None] + jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None, :]
 
     def packed(self, size: int) -> Rows:
@@ -105,7 +110,7 @@ class Keys:
     [B, T, KV, D] of rows that are not in the pages yet, or None; count: [B] int32. weight: [D], the owner's k_norm where its keys
     are stored in part (`LayerSpec.key_dims`), else None. store_first: the owner puts its rows into the pages and then reads them
     there, so that none are fresh; it must have places for them beside all that they see. packing: of packed rows, for which B is the
-    number of rows; else None.
+    number of rows; else None. tree: of the fresh rows, None where they are consecutive.
     """
 
     pools: LayerKV | None
@@ -116,8 +121,14 @@ class Keys:
     weight: jax.Array | None
     store_first: bool = struct.field(pytree_node=False, default=False)
     packing: Packing | None = None
+    tree: DraftTree | None = struct.field(pytree_node=False, default=None)
 
 
 def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
     """One row of each sequence. x: [B, T, ...], index: [B] int32 -> [B, 1, ...]."""
-    return jnp.take_along_axis(x, index.reshape((-1,) + (1,) * (x.ndim - 1)), axis=1)
+    return take_rows(x, index[:, None])
+
+
+def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Some rows of each sequence. x: [B, T, ...], index: [B, N] int32 -> [B, N, ...]."""
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)

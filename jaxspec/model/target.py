@@ -184,7 +184,8 @@ class TargetModel(Protocol):
     ) -> tuple[Hidden, PagedKV | None]:
         """Runs B blocks of T rows, and stores their K and V in the cache.
 
-        A row sees its sequence's cached positions and the rows before it. cache: None runs whole sequences and stores nothing. taps:
+        A row sees its sequence's cached positions and the rows before it, or those of `Rows.tree`, which are not stored: the caller
+        stores a path of `Hidden.keys`, with `attention.store_path`. cache: None runs whole sequences and stores nothing. taps:
         indices of hidden states to return, 0 .. num_hidden_layers; ValueError for others. last_only: `Hidden.hidden` is wanted of
         each last real row alone. attention: the implementation of attention and the kernels around it.
         """

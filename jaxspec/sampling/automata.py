@@ -126,6 +126,24 @@ class Constraint:
             states.append(at.state)
         return jnp.stack(states, axis=1)
 
+    def along_tree(self, tokens: jax.Array, parents: tuple[int, ...]) -> jax.Array:
+        """The same of a tree of tokens: the states before all of them and after each. [B, N] int32 -> [B, N + 1].
+
+        parents: of each token the number of the one before it, counted from 1, or 0; lower than its own."""
+        states, done = self.state[:, None], 0
+        while done < len(parents):
+            known = states.shape[1]
+            end = next((i for i in range(done, len(parents)) if parents[i] >= known), len(parents))
+            begun = states[:, parents[done:end]]
+            after = self.at(begun).after(tokens[:, done:end].reshape(-1)).state
+            states, done = jnp.concatenate([states, after.reshape(begun.shape)], axis=1), end
+        return states
+
+    def at(self, states: jax.Array) -> Constraint:
+        """That of each of T states of the sequences, one sequence after the other. [B, T] int32 -> of B * T."""
+        begin, stop_ids = (jnp.repeat(field, states.shape[1], axis=0) for field in (self.begin, self.stop_ids))
+        return Constraint(self.automata, states.reshape(-1), begin, stop_ids)
+
     def masked(self, logits: jax.Array, states: jax.Array, shard: Shard | None, ids: jax.Array | None = None) -> jax.Array:
         """Logits with -inf for what may not come in each row's state.
 

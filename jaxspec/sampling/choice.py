@@ -21,6 +21,7 @@ from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
 from pallas_kernels.noise import gumbel, row_keys
 from pallas_kernels.packed import Packed
+from pallas_kernels.top_candidates import top_candidates
 
 # Streams of noise, besides the noise that tokens are chosen with.
 ACCEPTANCE, DRAFT, RESIDUAL = 1, 2, 3
@@ -97,15 +98,36 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     logits, ids = allowed(logits, sampling, ids)
     shard = shard_of(logits, ids, sampling.shard)
     first = jnp.int32(0) if shard is None else shard.first
-    candidates = first + jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
-    temperature = sampling.temperature[:, None, None]
-    keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions)
-    noisy = logits / jnp.maximum(temperature, jnp.float32(1e-30)) + gumbel(keys, candidates)
-    values = jnp.where(temperature > 0, noisy, logits)
+    values = _values(logits, positions, sampling, ids, first)
     best = jnp.argmax(values, axis=-1).astype(jnp.int32)
     if shard is not None:
         return shard.best(jnp.max(values, axis=-1), first + best)[0]
     return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
+
+
+def best(logits: jax.Array, positions: jax.Array, sampling: Sampling, count: int, ids: jax.Array | None = None) -> jax.Array:
+    """The `count` (static) tokens that `choose` would choose first, then if it could not have that one, and so on: [B, T, count] int32.
+
+    Arguments as for `choose`. -1 where there are not so many candidates."""
+    logits, ids = allowed(logits, sampling, ids)
+    logits = logits if ids is not None else full_logits(logits, sampling.shard)
+    values = _values(logits, positions, sampling, ids, jnp.int32(0))
+    most = min(count, values.shape[-1])
+    values, places = top_candidates(values.reshape(-1, values.shape[-1]), most)
+    found = places.reshape(*positions.shape, most)
+    found = found if ids is None else jnp.take_along_axis(ids, found, axis=-1)
+    found = jnp.where(values.reshape(found.shape) > -jnp.inf, found, -1)
+    return jnp.pad(found, ((0, 0), (0, 0), (0, count - most)), constant_values=-1)
+
+
+def _values(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax.Array | None, first: jax.Array) -> jax.Array:
+    """What a choice maximises. logits: [B, T, C] float32, of what may be chosen. ids: [B, T, C] int32; None if candidate i is token
+    first + i."""
+    candidates = first + jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None, :] if ids is None else ids
+    temperature = sampling.temperature[:, None, None]
+    keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions)
+    noisy = logits / jnp.maximum(temperature, jnp.float32(1e-30)) + gumbel(keys, candidates)
+    return jnp.where(temperature > 0, noisy, logits)
 
 
 def draw(

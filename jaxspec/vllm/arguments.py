@@ -108,7 +108,7 @@ SPECULATION_TUNING = (
 SPECULATION_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), "a drafter's weights are read as they are"),
     "rejection_sample_method": ((None, "strict", "standard", "probabilistic"), "jaxspec.load(accept=...) has acceptance at given rates"),
-    "speculative_token_tree": ((None,), "drafts are a chain"),
+    "speculative_token_tree": ((None,), "jaxspec.load(tree=...) has trees"),
 }
 
 

@@ -22,6 +22,7 @@ def paged_attention(
     causal: bool = True,
     window: int | None = None,
     scale: float = 1.0,
+    ancestors: tuple[int, ...] | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Softmax attention of query rows over a sequence's pages and over fresh rows that are not in the pages yet.
@@ -34,6 +35,8 @@ def paged_attention(
     D/2 .. D/2 + R/2 - 1); the other dims of a key are V's times the weight.
     scales: [2] float32, factors for all K and all V, or None; for K and V in float8_e4m3fn. causal: whether a query sees fresh keys only
     up to its own position. window: a query at p sees keys with p - key < window; None sees all. scale: of the scores.
+    ancestors (static): for each of T rows of a tree of drafts, which fresh rows it sees, whatever the positions: row t sees fresh row j if
+    bit j of ancestors[t] is set. At most 32 fresh rows. Causality and window are then those of cached keys alone. None for no tree.
 
     Returns [B, T, KV, G, D] in q's dtype; zeros for a query that sees no key. K and V may be anything, even NaN, at positions outside
     0 .. lengths + fresh_count - 1, at or before min(positions) - window, and (if causal) after max(positions).
@@ -42,14 +45,20 @@ def paged_attention(
     stored, one for whole keys of head_dim 256. "auto" takes them where they are faster. Raises ValueError for an unknown or unsupported
     one.
     """
+    if ancestors is not None and (fresh is None or len(ancestors) != q.shape[1] or fresh[0].shape[1] > 32):
+        rows = "no" if fresh is None else fresh[0].shape[1]
+        raise ValueError(
+            f"{len(ancestors)} ancestors are given for {q.shape[1]} rows and {rows} fresh rows; expected one each, and 1 .. 32"
+        )
     arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales)
     if implementation in ("auto", "mosaic"):
-        unsupported = mosaic.unsupported(q, cached, fresh, key_weight, scales)
+        unsupported = mosaic.unsupported(q, cached, fresh, key_weight, scales, ancestors)
         if implementation == "mosaic" and unsupported:
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
         if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q, key_weight, window)):
             return mosaic.paged_attention(*arguments[:-1], causal=causal, window=window, scale=scale)
     chosen = dialect.select(implementation, triton.unsupported(q, cached), further=("mosaic",))
+    settings = {"causal": causal, "window": window, "scale": scale, "ancestors": ancestors}
     if chosen == "xla":
-        return reference.paged_attention(*arguments, causal=causal, window=window, scale=scale)
-    return triton.paged_attention(*arguments, causal=causal, window=window, scale=scale, interpret=chosen == "triton-interpret")
+        return reference.paged_attention(*arguments, **settings)
+    return triton.paged_attention(*arguments, **settings, interpret=chosen == "triton-interpret")

@@ -13,7 +13,7 @@ START = 4  # the time of a program's start and end, in units of the time for a b
 MOST_SPLITS = 64
 
 
-def unsupported(q, cached, fresh, key_weight, scales) -> str | None:
+def unsupported(q, cached, fresh, key_weight, scales, ancestors=None) -> str | None:
     """Why no kernel here can serve these arguments of `paged_attention`, or None."""
     if reason := dialect.mosaic_obstacle():
         return reason
@@ -29,6 +29,8 @@ def unsupported(q, cached, fresh, key_weight, scales) -> str | None:
         return f"a KV head has {q.shape[3]} query heads, the kernel needs at most 8, or 16, 32 or {ROWS}"
     if k.shape[1] % KEYS:
         return f"pages hold {k.shape[1]} positions, the kernel needs a multiple of {KEYS}"
+    if ancestors is not None:
+        return "the rows are those of a tree, the kernel's are consecutive"
     return None
 
 

@@ -27,7 +27,7 @@ def rebuilt_keys(rotary: jax.Array, values: jax.Array, weight: jax.Array) -> jax
     return keys.at[..., :half].set(rotary[..., :half]).at[..., middle : middle + half].set(rotary[..., half:])
 
 
-def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale):
+def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale, ancestors=None):
     """See `pallas_kernels.paged_attention.paged_attention`."""
     keys, values, key_positions, is_fresh = [], [], [], []
     if cached is not None:
@@ -51,6 +51,12 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
         visible &= (at < lengths[:, None, None]) | jnp.concatenate(is_fresh)[None, None, :]
     if window is not None:
         visible &= positions[:, :, None] - at < window
+    if ancestors is not None:
+        assert fresh is not None
+        seen = jnp.asarray(ancestors, jnp.uint32)[:, None] >> jnp.arange(fresh[0].shape[1], dtype=jnp.uint32)[None, :] & jnp.uint32(1)
+        own = jnp.broadcast_to((seen > 0)[None], (q.shape[0], *seen.shape)) & (key_positions[-1] >= 0)[:, None, :]
+        visible = jnp.broadcast_to(visible, (*own.shape[:2], at.shape[-1]))
+        visible = jnp.concatenate([visible[..., : at.shape[-1] - seen.shape[1]], own], axis=-1)
     # A masked key has weight 0, but 0 times NaN is NaN. So we clear keys that no query sees.
     seen = jnp.any(visible, axis=1)[:, :, None, None]
     k = jnp.where(seen, jnp.concatenate(keys, axis=1).astype(q.dtype), 0)

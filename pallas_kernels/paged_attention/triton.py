@@ -82,8 +82,9 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
 
 
 def paged_attention(
-    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale, interpret=False, tiles=None
-):
+    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale, ancestors=None, interpret=False,
+    tiles=None,
+):  # fmt: skip
     """See `pallas_kernels.paged_attention.paged_attention`."""
     batch, queries, heads, group, dim = q.shape
     if tiles is None:
@@ -99,6 +100,8 @@ def paged_attention(
         inputs |= {"table": table, "k": cached[0], "v": cached[1]}
     if fresh is not None:
         inputs |= {"count": fresh_count, "fresh_k": fresh[0], "fresh_v": fresh[1]}
+    if ancestors is not None:
+        inputs["ancestors"] = jnp.asarray(ancestors, jnp.uint32)
     if tiles.splits == 1:
         outputs = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
     else:
@@ -133,7 +136,8 @@ def _attend(*refs, names, tiles, causal, window, scale):
     length = lengths_ref[b]
     # The rows of the tile see keys from `oldest` to `horizon` - 1. Fresh keys stand at `length` and after it.
     newest = jnp.max(position)
-    horizon = newest + 1 if causal else jnp.int32(2**30)
+    tree = "ancestors" in refs  # of which all rows have keys of their own, and all cached keys are before them
+    horizon = newest + 1 if causal and not tree else jnp.int32(2**30)
     oldest = jnp.int32(0) if window is None else jnp.maximum(jnp.min(position) - window + 1, 0)
 
     width, wide = _padded(dim), jnp.arange(_padded(dim), dtype=jnp.int32)
@@ -166,7 +170,7 @@ def _attend(*refs, names, tiles, causal, window, scale):
         where = ref.at[index[0], index[1][:, None], head, columns[None, :]]
         return _widened(plgpu.load(where, mask=mask, other=jnp.zeros((), ref.dtype)), q_ref.dtype)
 
-    def step(key_position, k_source, v_source, index, kept, carry):
+    def step(key_position, k_source, v_source, index, kept, carry, seen=None):
         top, total, acc = carry
         v = load_rows(v_source, index, kept, dim)
         k = load_rows(k_source, index, kept, k_source.shape[-1])
@@ -174,9 +178,11 @@ def _attend(*refs, names, tiles, causal, window, scale):
         if has_weight:
             scores = scores + dot(q, v.T) * v_scale
         visible = kept[None, :]
-        if causal:
+        if seen is not None:
+            visible = visible & seen
+        if causal and seen is None:
             visible = visible & (key_position[None, :] <= position[:, None])
-        if window is not None:
+        if window is not None and seen is None:
             visible = visible & (position[:, None] - key_position[None, :] < window)
         scores = jnp.where(visible, scores * scale, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
@@ -201,7 +207,8 @@ def _attend(*refs, names, tiles, causal, window, scale):
         count_ref, fresh_k_ref, fresh_v_ref = refs["count"], refs["fresh_k"], refs["fresh_v"]
         count = jnp.minimum(count_ref[b], fresh_k_ref.shape[1])
         fresh_end = jnp.minimum(count, horizon - length)
-        fresh_first = jnp.maximum(oldest - length, 0) // keys
+        fresh_first = jnp.int32(0) if tree else jnp.maximum(oldest - length, 0) // keys
+        words = plgpu.load(refs["ancestors"].at[at]) if tree else position
         fresh_blocks = jnp.maximum(pl.cdiv(fresh_end, keys) - fresh_first, 0)
     share = pl.cdiv(cached_blocks + fresh_blocks, tiles.splits)
     start = split * share
@@ -227,7 +234,10 @@ def _attend(*refs, names, tiles, causal, window, scale):
         def fresh_step(i, carry):
             number = (fresh_first + i - cached_blocks) * keys + lane
             index = (b, jnp.minimum(number, fresh_k_ref.shape[1] - 1))
-            return step(length + number, fresh_k_ref, fresh_v_ref, index, number < fresh_end, carry)
+            seen = None
+            if tree:
+                seen = (words[:, None] >> jnp.minimum(number, 31).astype(jnp.uint32)[None, :]) & jnp.uint32(1) > 0
+            return step(length + number, fresh_k_ref, fresh_v_ref, index, number < fresh_end, carry, seen)
 
         carry = jax.lax.fori_loop(jnp.maximum(start, cached_blocks), stop, fresh_step, carry)
 

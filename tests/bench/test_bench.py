@@ -13,11 +13,13 @@ import jaxspec
 from jaxspec import cli, released
 from jaxspec.bench import kernel_times, random_weights, roofline, workload
 from jaxspec.decode.accept import COUPLED
+from jaxspec.decode.round import Round
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import cuda_graphs
 from jaxspec.model import gemma4, traffic
 from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.targets import abstract_target
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -271,6 +273,13 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
         (["--config", "pocket", "--temperature", "-1"], "temperature is -1.0, expected a finite number of at least 0"),
         (["--config", "pocket", "--draft-attention", "flash"], "draft_attention is 'flash'; available: 'auto', 'xla', "),
         (["--config", "pocket", "--rows", "0"], "rows is 0, expected at least 1"),
+        (["--config", "pocket", "--tree", "7"], "the drafter NoDraft drafts one token after the other and no tree"),
+        (["--config", "pocket", "--drafter", "pocket-mtp", "--tree", "7", "--k", "4"], "num_draft_tokens is 4 and tree is given too"),
+        (["--config", "pocket", "--drafter", "pocket-mtp", "--tree", "99"], "the tree has 99 nodes; expected 2 .. 31"),
+        (
+            ["--config", "pocket", "--drafter", "pocket-mtp", "--tree", "2", "--acceptance", "0.9,0.8"],
+            "the acceptance rule is 'synthetic'",
+        ),
         (["--config", "pocket", "--rows", "2"], "rows is 2 for 1 sequences of 0 drafts; expected 1 .. 1: one for each sequence"),
         (
             [
@@ -330,6 +339,12 @@ def test_a_round_of_few_rows_reads_and_computes_less():
     assert whole == pytest.approx(4 * few)
     sizes = [roofline.step_bytes(target, drafter, **shape, rows=rows) for rows in (None, 128, 32)]
     assert sizes[0] == sizes[1] and sizes[2].target < sizes[0].target and sizes[2].target_kv == sizes[0].target_kv
+
+
+def test_a_round_of_a_tree_has_a_row_for_each_node():
+    plan = workload.plan_bench("pocket", "pocket-mtp", tree=7, batches=(4,), context=64, tokens=32)
+    assert plan.work.round == Round.of_tree(DraftTree.default(7)) and plan.work.rows_each == 8
+    assert plan.work.num_draft_tokens == 3 and plan.work.accept.name == "coupled"
 
 
 def test_rows_are_dealt_out_to_data_shards():

@@ -33,7 +33,7 @@ EOS = (7, 11)
 def few_programs():
     """One of each sort, for every engine here."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, sizes in {"prefill": [(SLOTS, CHUNK)], "decode": [SLOTS], "admit": [SLOTS]}.items():
+        for name, sizes in {"prefill": [(SLOTS, CHUNK)], "decode": [SLOTS], "trees": [SLOTS], "admit": [SLOTS]}.items():
             patch.setattr(Buckets, name, sizes)
         patch.setattr(turn, "ENOUGH", 0.2)  # a long prompt alone fills a third of a call
         yield

@@ -22,6 +22,7 @@ from jaxspec.decode.accept import rule_of
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.model.config import FULL
+from jaxspec.model.draft_tree import DraftTree
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,10 +86,10 @@ def job(seed, count):
     return rng, asked, params, int(rng.integers(least, least + least // 2 + 1))
 
 
-def run(kind, seed, count=9):
-    """One random job, in one of the ways of asking for it. Returns how many sequences gave way."""
+def run(kind, seed, count=9, **changes):
+    """One random job, in one of the ways of asking for it. changes: of the settings. Returns how many sequences gave way."""
     rng, asked, params, pages = job(seed, count)
-    llm = llm_of(kind)
+    llm = llm_of(kind, **changes)
     before = llm.stats
     with only(llm, pages=pages, prefixes=rng.random() < 0.7):
         match rng.integers(3):
@@ -226,6 +227,19 @@ def test_every_request_gets_what_it_gets_alone():
 
     check()
     assert sum(gave_way) > 5
+
+
+@pytest.mark.slow
+def test_every_request_gets_what_it_gets_alone_with_trees():
+    gave_way = []
+
+    @settings(max_examples=25)
+    @given(seed=st.integers(0, 2**32 - 1))
+    def check(seed):
+        gave_way.append(run("assistant", seed, tree=DraftTree.default(9)))
+
+    check()
+    assert sum(gave_way) > 25
 
 
 @pytest.mark.slow

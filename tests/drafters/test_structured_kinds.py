@@ -18,6 +18,7 @@ from jaxspec.drafters.base import NoDraft
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.settings import Settings
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.sampling.choice import Needs
 from jaxspec.structured.vocabulary import Vocabulary
 
@@ -42,11 +43,11 @@ def vocabulary():
     return Vocabulary(data, length, strips_space=False, opening=-1, closing=-1, think=-1)
 
 
-def texts(kind, count=0, rule=COUPLED, rows=None):
-    """The completions of all expressions. kind: of the drafter, which guesses so many tokens. rows: of each round."""
+def texts(kind, count=0, rule=COUPLED, rows=None, tree=None):
+    """The completions of all expressions. kind: of the drafter, which guesses so many tokens. rows, tree: of each round."""
     drafter = NoDraft() if kind is None else kinds.weights(LAYOUTS[kind](), 3)
     with few_programs():
-        settings = Settings(num_draft_tokens=count, max_slots=3, max_len=64, page_size=8, accept=rule, progress=False)
+        settings = Settings(num_draft_tokens=count, max_slots=3, max_len=64, page_size=8, accept=rule, tree=tree, progress=False)
         with LLM(rounds.target(), drafter, tiny.Letters(), settings, eos_token_ids=EOS) as llm:
             llm._structures.__dict__["vocabulary"] = vocabulary()
             llm._needs = lambda requests: Needs(structured=True)
@@ -77,6 +78,10 @@ def test_texts_match_whatever_is_verified(rows):
     assert texts("assistant", 3, rows=rows)[0] == without_drafts()
 
 
+def test_texts_match_on_every_path_of_a_tree():
+    assert texts("assistant", 3, tree=DraftTree.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]))[0] == without_drafts()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_any_number_of_drafts_gives_the_same(count):
@@ -90,13 +95,14 @@ def test_texts_of_rejection_sampling_match(kind, rule):
     texts(kind, 3, Rule(rule))
 
 
-def test_drafts_are_masked():
+@pytest.mark.parametrize("tree", [None, pytest.param(DraftTree.default(6), marks=pytest.mark.slow)])
+def test_drafts_are_masked(tree):
     """Where one token alone may come, every draft is it, so that all are accepted: also behind a centroid head, whose best centroids do
     not have it."""
     expression = f"{LETTERS[33]}{{30}}"
     drafter = kinds.weights(KINDS["assistant"](), 3)
     with few_programs():
-        settings = Settings(num_draft_tokens=3, max_slots=3, max_len=64, page_size=8, progress=False)
+        settings = Settings(num_draft_tokens=3, max_slots=3, max_len=64, page_size=8, tree=tree, progress=False)
         with LLM(rounds.target(), drafter, tiny.Letters(), settings, eos_token_ids=EOS) as llm:
             llm._structures.__dict__["vocabulary"] = vocabulary()
             llm._needs = lambda requests: Needs(structured=True)

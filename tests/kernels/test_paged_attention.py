@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.shapes import SHAPES
 # Unoptimised code compiles in half the time, and computes the same.
 attention = jax.jit(
     paged_attention,
-    static_argnames=("causal", "window", "scale", "implementation"),
+    static_argnames=("causal", "window", "scale", "ancestors", "implementation"),
     compiler_options={"xla_backend_optimization_level": 0},
 )
 NAN = np.float32("nan")
@@ -40,10 +40,10 @@ class Case:
 
     def __init__(
         self, seed, lengths, *, queries=4, kv=2, group=2, dim=8, page=4, width=3, fresh=4, counts=None, positions=None,
-        causal=True, window=None, scale=0.6, dtype=np.float32, rotary=0,
+        causal=True, window=None, scale=0.6, dtype=np.float32, rotary=0, ancestors=None,
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
-        self.settings = {"causal": causal, "window": window, "scale": scale}
+        self.settings = {"causal": causal, "window": window, "scale": scale} | ({} if ancestors is None else {"ancestors": ancestors})
         lengths = np.asarray(lengths, np.int32)
         batch = len(lengths)
         counts = np.full(batch, min(fresh, queries), np.int32) if counts is None else np.asarray(counts, np.int32)
@@ -75,11 +75,15 @@ class Case:
                 at = positions[b, t]
                 near = [p for p in (*cached, *own) if window is None or at - p < window]
                 visible = [p for p in near if p <= at or (not causal)]
+                if ancestors is not None:
+                    seen = [p for p in own if ancestors[t] >> (p - lengths[b]) & 1]
+                    visible = [p for p in visible if p in cached] + seen
                 self.blind[b, t] = not visible
                 self.expected[b, t] = plain(self.q[b, t], *content[:, b, visible], scale)
             span = {
                 p for p in (*cached, *own) if (window is None or p > min(positions[b]) - window) and (p <= max(positions[b]) or not causal)
             }
+            span |= set(own if ancestors is not None else ())
             for p in span & set(cached):
                 pools[:, table[b, p // page % width], p % page] = content[:, b, p]
             for p in span & set(own):
@@ -248,11 +252,35 @@ def test_keys_of_which_only_the_rotary_dims_are_stored(window):
     Case(14, LENGTHS, rotary=4, window=window).check()
 
 
+# Two candidates after the root, two after the first of them and one after the second, and two more levels below that one.
+TREE = (0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101, 0b1100101, 0b11100101)
+TREE_DEPTHS = np.asarray([0, 1, 1, 2, 2, 2, 3, 4])
+
+
+def tree_case(seed, lengths, **settings):
+    """Rows of a tree after sequences of these lengths: a row sees its ancestors and itself, and rows of one depth stand at one position."""
+    positions = np.asarray(lengths)[:, None] + TREE_DEPTHS
+    return Case(seed, lengths, queries=8, fresh=8, positions=positions, ancestors=TREE, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 5}, {"counts": [3, 8, 0, 1, 7, 8, 6, 2, 8, 5]}, {"rotary": 4}, {"window": 12}])
+def test_rows_of_a_tree(settings):
+    tree_case(23, LENGTHS, **settings).check()
+
+
+def test_a_tree_needs_fresh_rows_and_as_many_ancestors():
+    case = tree_case(24, [3, 9])
+    with pytest.raises(ValueError, match="3 ancestors are given for 8 rows and 8 fresh rows; expected one each, and 1 .. 32"):
+        attention(*case.arguments, **{**case.settings, "ancestors": TREE[:3]})
+    with pytest.raises(ValueError, match="8 ancestors are given for 8 rows and no fresh rows"):
+        attention(*case.arguments[:5], **case.settings)
+
+
 # Around every edge of a page (16) and of the ring (48).
 KERNEL_LENGTHS = [0, 1, 15, 16, 17, 47, 48, 49, 130]
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "tiles"))
+@functools.partial(jax.jit, static_argnames=("causal", "window", "scale", "ancestors", "tiles"))
 def kernel(*arguments, tiles=None, **settings):
     return triton.paged_attention(*arguments, **settings, interpret=True, tiles=tiles)
 
@@ -277,6 +305,15 @@ def check_kernel(case, rtol=2e-5, atol=2e-6, tiles=None):
 )
 def test_the_kernel_on_pages_and_fresh_rows(settings):
     check_kernel(Case(15, KERNEL_LENGTHS, page=16, **settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"window": 20, "group": 5, "dim": 24}, {"rotary": 4, "counts": [8, 3, 0, 8, 1, 6, 8, 2, 7]}],
+    ids=["", "window", "rotary"],
+)
+def test_the_kernel_on_rows_of_a_tree(settings):
+    check_kernel(tree_case(25, KERNEL_LENGTHS, page=16, **settings))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7])
