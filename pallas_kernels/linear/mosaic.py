@@ -1,0 +1,314 @@
+"""Products of up to 256 rows in the Mosaic GPU dialect, for Hopper: one matrix of bfloat16 weights, read once.
+
+A program multiplies all rows with some blocks of outputs, or with a part of their inputs. One warpgroup copies weights and rows to shared
+memory, several steps ahead; each of the others multiplies blocks of its own. Outputs are the tensor core's left operand, so rows of x are
+padded to eight only. A block holds 64 outputs or fewer: as many as give each multiprocessor the same number of programs. Two programs side
+by side may share what they read of x, each of them copying half of it to both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.activation import GELU
+from pallas_kernels.dialect import pl
+from pallas_kernels.linear.registers import BLOCK, exchange, flags, store
+
+MOST_ROWS = 256
+SHARED_MEMORY = 230_000  # of a program, without its barriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a product is cut."""
+
+    outputs: int  # of a block of each matrix: a multiple of 8, at most 64
+    wide: int  # warpgroups that multiply
+    blocks: int = 1  # of a warpgroup
+    step: int = 64  # inputs of a step: a multiple of 64
+    stages: int = 4  # steps in shared memory
+    splits: int = 1  # programs that share the sums
+    cluster: int = 1  # programs that share what they read of x
+    stream: bool = False  # whether programs have equal runs of steps, which may begin and end within a tile
+    delay: int = 1  # steps whose products are in flight when the next ones start
+
+    def padded(self, rows: int) -> int:
+        """Rows of x, padded."""
+        return pl.cdiv(rows, 8 * self.cluster) * 8 * self.cluster
+
+    def shared(self, rows: int, matrices: int) -> int:
+        """Bytes of shared memory."""
+        handed = self.wide // 2 * BLOCK * self.padded(rows) * 2 if self.blocks % matrices else 0
+        return handed + self.stages * (self.wide * self.blocks * BLOCK + self.padded(rows)) * self.step * 2
+
+
+def linear(x, w, splits=1, *, tiles, interpret=False):
+    """See `pallas_kernels.linear.linear`."""
+    parts = _product(x, w, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32, GELU, interpret)
+    return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
+
+
+def partials(x, w, splits=None, *, tiles, interpret=False):
+    """See `pallas_kernels.linear.partials`."""
+    return _product(x, w, 1, tiles, jnp.float32, GELU, interpret)
+
+
+def gated(x, gate_up, activation=GELU, *, tiles, interpret=False):
+    """See `pallas_kernels.linear.gated`."""
+    return _product(x, gate_up, 2, tiles, x.dtype, activation, interpret)[0]
+
+
+def _product(x: jax.Array, w: jax.Array, matrices: int, tiles: Tiles, dtype: Any, activation: Any, interpret: Any) -> jax.Array:
+    """Parts of the product, or of what the activation makes of two products, [splits, rows, outputs]."""
+    mosaic, outputs, padded = dialect.mosaic(), w.shape[-2], tiles.padded(x.shape[0])
+    steps = x.shape[1] // tiles.step
+    splits = pl.cdiv(steps, pl.cdiv(steps, tiles.splits))
+    out = {"out": jax.ShapeDtypeStruct((splits, x.shape[0], outputs), dtype)}
+    handed = tiles.blocks % matrices != 0  # whether a warpgroup has one matrix only, and hands its product to another one
+    pairs = tiles.wide // 2
+    scratch: dict[str, Any] = {}
+    if handed:
+        barriers = {name: mosaic.Barrier(num_barriers=pairs) for name in ("given", "taken")}
+        scratch = {"handed": mosaic.SMEM((pairs, padded // 4, 256), x.dtype), **barriers}
+
+    def worker(refs, warpgroup):
+        """What a warpgroup does with its products. Returns a function of them and one for the end."""
+        out = refs["out"]
+        give, take = exchange(mosaic, padded, out.dtype, interpret=bool(interpret)) if handed else (None, None)
+        place = jax.lax.rem(warpgroup, pairs) if handed else None
+
+        def output(value, split, block):
+            end = jnp.minimum(block + tiles.outputs, outputs)
+            store(mosaic, value, out.at[split], block, end, interpret=bool(interpret))
+
+        def finish(number, split, firsts, totals):
+            found = [total.astype(out.dtype) for total in totals]
+            if not handed:
+                each = tiles.blocks // matrices
+                for b in range(each):
+                    output(found[b] if matrices == 1 else activation(found[b], found[each + b]), split, firsts[b])
+                return
+
+            @pl.when(warpgroup >= pairs)
+            def _give():
+                pl.when(number > 0)(lambda: mosaic.barrier_wait(refs["taken"].at[place]))
+                give(found[0], refs["handed"].at[place])
+                mosaic.barrier_arrive(refs["given"].at[place])
+
+            @pl.when(warpgroup < pairs)
+            def _take():
+                mosaic.barrier_wait(refs["given"].at[place])
+                up = take(refs["handed"].at[place])
+                mosaic.barrier_arrive(refs["taken"].at[place])
+                output(activation(found[0], up), split, firsts[0])
+
+        def end(finished):
+            if handed:
+                pl.when((warpgroup >= pairs) & (finished > 0))(lambda: mosaic.barrier_wait(refs["taken"].at[place]))
+
+        return finish, end
+
+    name = "gated" if matrices == 2 else "linear"
+    return products(x, w.reshape(matrices, *w.shape[-2:]), tiles, worker, name=name, out=out, scratch=scratch, interpret=interpret)["out"]
+
+
+def products(
+    x: jax.Array,
+    w: jax.Array,
+    tiles: Tiles,
+    worker: Any,
+    *,
+    name: str,
+    out: dict[str, jax.ShapeDtypeStruct],
+    arrays: dict[str, jax.Array] | None = None,
+    scratch: dict[str, Any] | None = None,
+    interpret: Any = False,
+) -> dict[str, jax.Array]:
+    """A kernel of products x w^T. x: [N, H]; w: [matrices, O, H].
+
+    worker: a function of all references, by name, and a warpgroup's number. It returns two functions: one takes how many tiles came before,
+    the split, the first output of each of the warpgroup's blocks and their products [64, N padded]; the other takes how many tiles there
+    were, at the end. name: the kernel's. out, arrays, scratch: what the worker writes, reads and keeps in shared memory. Returns `out`.
+    """
+    mosaic = dialect.mosaic()
+    matrices, outputs, width = w.shape
+    rows, padded = x.shape[0], tiles.padded(x.shape[0])
+    if rows < padded:
+        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
+    steps = width // tiles.step
+    share = pl.cdiv(steps, tiles.splits)
+    splits = pl.cdiv(steps, share)
+    count = tiles.wide * tiles.blocks  # blocks of a program
+    works = pl.cdiv(pl.cdiv(outputs, count // matrices * tiles.outputs), tiles.cluster) * splits
+    programs = min(works * steps if tiles.stream else works, dialect.MULTIPROCESSORS // tiles.cluster)
+    transforms = mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128)
+    barrier = mosaic.Barrier
+    if tiles.cluster > 1:
+        barrier = functools.partial(mosaic.ClusterBarrier, collective_axes=("member",))
+    kept = {
+        "weights": mosaic.SMEM((tiles.stages, count, BLOCK, tiles.step), w.dtype, transforms=transforms),
+        "rows": mosaic.SMEM((tiles.stages, padded, tiles.step), x.dtype, transforms=transforms),
+        "full": mosaic.Barrier(num_arrivals=count + 1, num_barriers=tiles.stages),
+        "empty": barrier(num_arrivals=tiles.wide, num_barriers=tiles.stages),
+    }
+    read, written = {"x": x, "w": w, **(arrays or {})}, dict(out)
+    if tiles.stream:
+        mine = programs * tiles.cluster * tiles.wide
+        read["flags"] = jnp.zeros((mine,), jnp.int32)
+        written["sums"] = jax.ShapeDtypeStruct((mine, tiles.blocks, padded // 4, 256), jnp.float32)
+    names = (*read, *written)
+    settings = {"works": works, "splits": splits, "steps": steps, "share": share, "matrices": matrices}
+
+    def body(*refs, **scratch):
+        refs = dict(zip(names, refs, strict=True)) | scratch
+        _multiply(mosaic, refs, worker, tiles=tiles, interpret=bool(interpret), **settings)
+
+    together = {"cluster": (tiles.cluster,), "cluster_names": ("member",)} if tiles.cluster > 1 else {}
+    interpreted = {"interpret": interpret} if interpret else {}
+    found = mosaic.kernel(
+        body,
+        out_type=tuple(written.values()),
+        scratch_types=kept | (scratch or {}),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=tiles.wide + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
+        **together,
+        **interpreted,
+    )(*read.values())
+    return dict(zip(written, found, strict=True))
+
+
+def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matrices, interpret):
+    weights, rows, full, empty = (refs[name] for name in ("weights", "rows", "full", "empty"))
+    warpgroup, program, programs = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program"), jax.lax.axis_size("program")
+    member = jax.lax.axis_index("member") if tiles.cluster > 1 else 0
+    stages, count, _, _ = weights.shape
+    padded, workers = rows.shape[1], tiles.wide
+    places = count // matrices  # blocks of outputs of a program
+    if tiles.stream:
+        program = programs - 1 - program  # so that a program waits only for some that started before it
+        begin, end = (jax.lax.div(p * (works * steps), programs) for p in (program, program + 1))
+        head = jax.lax.div(begin, steps)
+        pieces = jax.lax.div(end - 1, steps) - head + 1
+        shared_first = (jax.lax.rem(begin, steps) > 0).astype(
+            jnp.int32
+        )  # whether the first piece is the rest of a tile of the program before
+    else:
+        pieces, shared_first = jax.lax.div(works - program + programs - 1, programs), 0
+
+    def each_work(do):
+        """Calls do(number, tile, split, first step, steps, steps before) for each piece of the program's work. Returns all steps."""
+
+        def work(i, before):
+            if tiles.stream:
+                number, split = head + i, 0
+                first, last = jnp.maximum(begin - number * steps, 0), jnp.minimum(end - number * steps, steps)
+                tile, length = number, last - first
+            else:
+                number = program + i * programs
+                tile, split = jax.lax.div(number, splits), jax.lax.rem(number, splits)
+                first = split * share
+                length = jnp.minimum(share, steps - first)
+            do(i, tile * tiles.cluster + member, split, first, length, before)
+            return before + length
+
+        return jax.lax.fori_loop(0, pieces, work, jnp.int32(0))
+
+    @pl.when(warpgroup == workers)
+    def _copy():
+        if not interpret:
+            mosaic.set_max_registers(40, action="decrease")
+        shared = {"collective_axes": "member"} if tiles.cluster > 1 else {}
+
+        def copy(_, tile, __, first, length, before):
+            def step(i, _):
+                slot = jax.lax.rem(before + i, stages)
+                pl.when(before + i >= stages)(lambda: mosaic.barrier_wait(empty.at[slot]))
+                inputs = pl.ds((first + i) * tiles.step, tiles.step)
+                for block in range(count):
+                    begin = (tile * places + block % places) * tiles.outputs
+                    source = refs["w"].at[block // places, pl.ds(begin, tiles.outputs), inputs]
+                    mosaic.copy_gmem_to_smem(source, weights.at[slot, block, pl.ds(0, tiles.outputs)], full.at[slot])
+                mosaic.copy_gmem_to_smem(refs["x"].at[:, inputs], rows.at[slot], full.at[slot], **shared)
+
+            jax.lax.fori_loop(0, length, step, None)
+
+        done = each_work(copy)
+
+        # Arrivals of the other program of a cluster still come here, so this one must not end before.
+        def drain(i, _):
+            mosaic.barrier_wait(empty.at[jax.lax.rem(i, stages)])
+
+        jax.lax.fori_loop(jnp.maximum(done - stages, 0), done, drain, None)
+
+    @pl.when(warpgroup < workers)
+    def _compute():
+        # What the copying warpgroup gives up goes to the others.
+        started = 65_536 // (128 * (workers + 1)) // 8 * 8
+        if not interpret:
+            mosaic.set_max_registers(min(232, started + (started - 40) // workers // 8 * 8), action="increase")
+        finish, finish_all = worker(refs, warpgroup)
+        # A warpgroup's blocks: of the same outputs in each matrix, or one block of one matrix.
+        each = tiles.blocks // matrices
+        mine = [b // each * places + warpgroup * each + b % each for b in range(tiles.blocks)] if each else [warpgroup]
+
+        def compute(number, tile, split, first, length, before):
+            def multiply(*accumulators):
+                def step(i, _):
+                    slot = jax.lax.rem(before + i, stages)
+                    mosaic.barrier_wait(full.at[slot])
+                    for k in range(0, tiles.step, 64):
+                        right = dialect.mosaic_transposed(rows.at[slot, :, pl.ds(k, 64)])
+                        for block, accumulator in zip(mine, accumulators, strict=True):
+                            mosaic.wgmma(accumulator, weights.at[slot, block, :, pl.ds(k, 64)], right)
+                    if tiles.delay == 0:
+                        mosaic.wgmma_wait(0)
+                        mosaic.barrier_arrive(empty.at[slot])
+                        return
+                    mosaic.wgmma_wait(tiles.step // 64 * tiles.blocks)  # only this step's products may still run
+                    pl.when(i > 0)(lambda: mosaic.barrier_arrive(empty.at[jax.lax.rem(before + i - 1, stages)]))
+
+                jax.lax.fori_loop(0, length, step, None)
+                totals = tuple(accumulator[...] for accumulator in accumulators)
+                if tiles.delay:
+                    mosaic.barrier_arrive(empty.at[jax.lax.rem(before + length - 1, stages)])
+                return totals
+
+            totals = pl.run_scoped(multiply, *[mosaic.ACC((BLOCK, padded), jnp.float32)] * tiles.blocks)
+            firsts = [(tile * places + jax.lax.rem(block, places)) * tiles.outputs for block in mine]
+            if not tiles.stream:
+                finish(number, split, firsts, totals)
+                return
+            give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
+            set_flag, wait_for = flags(mosaic)
+
+            def of(other):
+                return (other * tiles.cluster + member) * workers + warpgroup
+
+            @pl.when(first > 0)
+            def _leave():
+                for b, total in enumerate(totals):
+                    give_sums(total, refs["sums"].at[of(program), b])
+                set_flag(refs["flags"], of(program))
+
+            @pl.when(first == 0)
+            def _complete():
+                def add(other, totals):
+                    wait_for(refs["flags"], of(other))
+                    return tuple(total + take_sums(refs["sums"].at[of(other), b]) for b, total in enumerate(totals))
+
+                # The last program that has steps of this tile.
+                last = jax.lax.div((jax.lax.div(tile, tiles.cluster) + 1) * steps * programs - 1, works * steps)
+                finish(number - shared_first, split, firsts, jax.lax.fori_loop(program + 1, last + 1, add, totals))
+
+        each_work(compute)
+        finish_all(pieces - shared_first)
