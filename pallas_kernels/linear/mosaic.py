@@ -21,6 +21,7 @@ from pallas_kernels.dialect import pl
 from pallas_kernels.linear.registers import BLOCK, exchange, flags, store
 
 MOST_ROWS = 256
+FETCHED = 256  # inputs whose weights are brought into the L2 cache together
 SHARED_MEMORY = 230_000  # of a program, without its barriers
 
 
@@ -36,6 +37,7 @@ class Tiles:
     splits: int = 1  # programs that share the sums
     cluster: int = 1  # programs that share what they read of x
     stream: bool = False  # whether programs have equal runs of steps, which may begin and end within a tile
+    ahead: int = 0  # steps by which weights are in the L2 cache before they are copied; 0 for as late as they are copied
     delay: int = 1  # steps whose products are in flight when the next ones start
 
     def padded(self, rows: int) -> int:
@@ -223,6 +225,25 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
 
         return jax.lax.fori_loop(0, pieces, work, jnp.int32(0))
 
+    together = FETCHED // tiles.step
+
+    def fetch(at):
+        """Brings the weights of FETCHED inputs, from the program's step `at` on, into the L2 cache."""
+        if tiles.stream:
+            there = begin + at
+            tile, step, total = jax.lax.div(there, steps), jax.lax.rem(there, steps), end - begin
+        else:
+            number = program + jax.lax.div(at, share) * programs
+            tile, total = jax.lax.div(number, splits), pieces * share
+            step = jax.lax.rem(number, splits) * share + jax.lax.rem(at, share)
+
+        @pl.when(at < total)
+        def _fetch():
+            inputs = pl.ds(step * tiles.step, FETCHED)
+            for block in range(count):
+                first = ((tile * tiles.cluster + member) * places + block % places) * tiles.outputs
+                mosaic.async_prefetch(refs["w"].at[block // places, pl.ds(first, tiles.outputs), inputs])
+
     @pl.when(warpgroup == workers)
     def _copy():
         if not interpret:
@@ -232,6 +253,8 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
         def copy(_, tile, __, first, length, before):
             def step(i, _):
                 slot = jax.lax.rem(before + i, stages)
+                if tiles.ahead:
+                    pl.when(jax.lax.rem(before + i, together) == 0)(lambda: fetch(before + i + tiles.ahead))
                 pl.when(before + i >= stages)(lambda: mosaic.barrier_wait(empty.at[slot]))
                 inputs = pl.ds((first + i) * tiles.step, tiles.step)
                 for block in range(count):
@@ -242,6 +265,8 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
 
             jax.lax.fori_loop(0, length, step, None)
 
+        for at in range(together, tiles.ahead, together):
+            fetch(jnp.int32(at))
         done = each_work(copy)
 
         # Arrivals of the other program of a cluster still come here, so this one must not end before.
