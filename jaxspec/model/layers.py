@@ -159,7 +159,7 @@ def head_logits(hidden: jax.Array, weight: Weight, implementation: str) -> jax.A
 
 def for_rows(implementation: str, rows: jax.Array, weight: Weight) -> str:
     """The implementation asked for if it serves that many rows of products with this weight, else XLA. rows: [N, H]."""
-    return implementation if rows.shape[0] <= most_rows(weight) else "xla"
+    return implementation if rows.shape[0] <= most_rows(weight, implementation) else "xla"
 
 
 def times(x: jax.Array, number: float) -> jax.Array:

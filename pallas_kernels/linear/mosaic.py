@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,9 +21,17 @@ from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear.registers import BLOCK, exchange, flags, store
 
-MOST_ROWS = 256
+LEAST_ROWS, MOST_ROWS = 17, 256
+LEAST_WEIGHTS = 1 << 24
 FETCHED = 256  # inputs whose weights are brought into the L2 cache together
 SHARED_MEMORY = 230_000  # of a program, without its barriers
+MOST_STAGES = 12
+MOST_SPLITS = 8
+MOST_LONG = 64  # rows up to which a step has 128 inputs
+LEAST_SHARE = 512  # inputs of a program that shares sums
+# The times of `choose_tiles`: of a row of x beside a row of weights, of a tile's end, of programs that wait for each other, and of a number
+# of a part, which the next kernel reads.
+OF_ROWS, TILE, STREAM, OF_PARTS = 1 / 12, 200, 2000, 5e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,29 +55,84 @@ class Tiles:
 
     def shared(self, rows: int, matrices: int) -> int:
         """Bytes of shared memory."""
-        handed = self.wide // 2 * BLOCK * self.padded(rows) * 2 if self.blocks % matrices else 0
-        return handed + self.stages * (self.wide * self.blocks * BLOCK + self.padded(rows)) * self.step * 2
+        return self.handed(rows, matrices) + self.stages * (self.wide * self.blocks * BLOCK + self.padded(rows)) * self.step * 2
+
+    def handed(self, rows: int, matrices: int) -> int:
+        """Bytes of shared memory for products that a warpgroup hands to another."""
+        return self.wide // 2 * BLOCK * self.padded(rows) * 2 if self.blocks % matrices else 0
 
 
-def linear(x, w, splits=1, *, tiles, interpret=False):
+def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
+    """Why the kernels cannot serve these arrays, or None."""
+    if reason := dialect.mosaic_obstacle():
+        return reason
+    if others:
+        return "the product is gated by other numbers; the kernel does not read any"
+    if {x.dtype, w.dtype} != {jnp.dtype(jnp.bfloat16)}:
+        return f"x is {x.dtype.name} and the matrix {w.dtype.name}; the kernel needs bfloat16"
+    *_, outputs, width = w.shape
+    if width % BLOCK or outputs % 8:
+        return f"the matrix is {list(w.shape)}; the kernel needs inputs in multiples of {BLOCK} and outputs in multiples of 8"
+    if x.shape[0] > MOST_ROWS:
+        return f"x has {x.shape[0]} rows; the kernel takes at most {MOST_ROWS}"
+    return None
+
+
+def pays(w: jax.Array) -> bool:
+    """Whether the device has the kernels and they are the fastest with this matrix, from LEAST_ROWS rows on."""
+    return w.dtype == jnp.bfloat16 and dialect.mosaic_obstacle() is None and math.prod(w.shape) >= LEAST_WEIGHTS
+
+
+def choose_tiles(rows: int, outputs: int, width: int, *, matrices: int = 1, splits: int | None = 1) -> Tiles:
+    """The tiles for a product of `rows` rows with [matrices, outputs, width] weights. splits: as for `linear`."""
+    padded = pl.cdiv(rows, 8) * 8
+    step = 128 if padded <= MOST_LONG and width % 128 == 0 else 64
+
+    def fitting(**settings: Any) -> Tiles:
+        tiles = Tiles(wide=2, step=step, stages=1, **settings)
+        most = (SHARED_MEMORY - tiles.shared(rows, matrices)) // (tiles.shared(rows, matrices) - tiles.handed(rows, matrices)) + 1
+        return dataclasses.replace(tiles, stages=min(most, MOST_STAGES))
+
+    def time(tiles: Tiles) -> float:  # in units of a step's time for a weight of each of its inputs, fitted to measured times
+        at_once = tiles.wide * tiles.blocks // matrices * tiles.outputs
+        each = tiles.wide * tiles.blocks * tiles.outputs + rows * OF_ROWS
+        works, steps = pl.cdiv(outputs, at_once), pl.cdiv(width, BLOCK)
+        if tiles.stream:
+            return works * steps * each / dialect.MULTIPROCESSORS + STREAM
+        share = pl.cdiv(steps, tiles.splits)
+        waves = pl.cdiv(works * tiles.splits, dialect.MULTIPROCESSORS)
+        return waves * (share * each + TILE) + tiles.splits * rows * outputs * OF_PARTS
+
+    shapes = [fitting(outputs=height, splits=count) for height in (64, 56, 48, 40) for count in range(1, (splits or MOST_SPLITS) + 1)]
+    shapes = [tiles for tiles in shapes if tiles.splits * LEAST_SHARE <= width or tiles.splits == 1]
+    return min([*shapes, fitting(outputs=64, stream=True)], key=time)
+
+
+def linear(x, w, splits: int | None = 1, *, tiles: Tiles | None = None, interpret: Any = False):
     """See `pallas_kernels.linear.linear`."""
-    parts = _product(x, w, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32, GELU, interpret)
-    return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
+    tiles = tiles or _tiles(x, w, splits)
+    parts = _product(x, w, tiles, x.dtype if tiles.splits == 1 else jnp.float32, GELU, interpret)
+    return parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
 
-def partials(x, w, splits=None, *, tiles, interpret=False):
+def partials(x, w, splits: int | None = None, *, tiles: Tiles | None = None, interpret: Any = False):
     """See `pallas_kernels.linear.partials`."""
-    return _product(x, w, 1, tiles, jnp.float32, GELU, interpret)
+    return _product(x, w, tiles or _tiles(x, w, splits), jnp.float32, GELU, interpret)
 
 
-def gated(x, gate_up, activation=GELU, *, tiles, interpret=False):
+def gated(x, gate_up, activation=GELU, *, tiles: Tiles | None = None, interpret: Any = False):
     """See `pallas_kernels.linear.gated`."""
-    return _product(x, gate_up, 2, tiles, x.dtype, activation, interpret)[0]
+    return _product(x, gate_up, tiles or _tiles(x, gate_up), x.dtype, activation, interpret)[0]
 
 
-def _product(x: jax.Array, w: jax.Array, matrices: int, tiles: Tiles, dtype: Any, activation: Any, interpret: Any) -> jax.Array:
+def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
+    *matrices, outputs, width = w.shape
+    return choose_tiles(x.shape[0], outputs, width, matrices=math.prod(matrices), splits=splits)
+
+
+def _product(x: jax.Array, w: jax.Array, tiles: Tiles, dtype: Any, activation: Any, interpret: Any) -> jax.Array:
     """Parts of the product, or of what the activation makes of two products, [splits, rows, outputs]."""
-    mosaic, outputs, padded = dialect.mosaic(), w.shape[-2], tiles.padded(x.shape[0])
+    mosaic, outputs, padded, matrices = dialect.mosaic(), w.shape[-2], tiles.padded(x.shape[0]), math.prod(w.shape[:-2])
     steps = x.shape[1] // tiles.step
     splits = pl.cdiv(steps, pl.cdiv(steps, tiles.splits))
     out = {"out": jax.ShapeDtypeStruct((splits, x.shape[0], outputs), dtype)}
@@ -82,7 +146,7 @@ def _product(x: jax.Array, w: jax.Array, matrices: int, tiles: Tiles, dtype: Any
     def worker(refs, warpgroup):
         """What a warpgroup does with its products. Returns a function of them and one for the end."""
         out = refs["out"]
-        give, take = exchange(mosaic, padded, out.dtype, interpret=bool(interpret)) if handed else (None, None)
+        give, take = exchange(mosaic, padded, out.dtype, interpret=bool(interpret))
         place = jax.lax.rem(warpgroup, pairs) if handed else None
 
         def output(value, split, block):
@@ -201,11 +265,10 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
         begin, end = (jax.lax.div(p * (works * steps), programs) for p in (program, program + 1))
         head = jax.lax.div(begin, steps)
         pieces = jax.lax.div(end - 1, steps) - head + 1
-        shared_first = (jax.lax.rem(begin, steps) > 0).astype(
-            jnp.int32
-        )  # whether the first piece is the rest of a tile of the program before
+        shared_first = (jax.lax.rem(begin, steps) > 0).astype(jnp.int32)  # whether the first piece began in another program
     else:
-        pieces, shared_first = jax.lax.div(works - program + programs - 1, programs), 0
+        begin = end = head = shared_first = 0
+        pieces = jax.lax.div(works - program + programs - 1, programs)
 
     def each_work(do):
         """Calls do(number, tile, split, first step, steps, steps before) for each piece of the program's work. Returns all steps."""

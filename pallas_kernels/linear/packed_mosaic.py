@@ -20,6 +20,7 @@ import numpy as np
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
+from pallas_kernels.linear.registers import exchange, store
 from pallas_kernels.packed import BLOCK, KINDS, Packed
 
 MOST_ROWS = 256
@@ -236,7 +237,7 @@ def _multiply(mosaic, refs, *, kind, tiles, works, splits, steps, share, per_out
         place, part = jax.lax.div(warpgroup, tiles.deep), jax.lax.rem(warpgroup, tiles.deep)
         mine = tiles.step // tiles.deep
         operand = _unpacker(mosaic, kind, groups)
-        give_sums, take_sums = _exchange(mosaic, padded)
+        give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
         # Masks come from memory: ptxas would load a constant again before each use.
         masks = [mosaic.layout_cast(jnp.full((1,), refs["masks"][i], jnp.uint32), mosaic.Layout.WG_SPLAT((1,))) for i in range(2)]
 
@@ -284,72 +285,9 @@ def _multiply(mosaic, refs, *, kind, tiles, works, splits, steps, share, per_out
                     found = [GELU(gate, up) for gate, up in zip(found[: tiles.blocks], found[tiles.blocks :], strict=True)]
                 for b, value in enumerate(found):
                     block = tile * at_once + place * tiles.blocks + b
-                    pl.when(block * BLOCK < out.shape[2])(functools.partial(_store, mosaic, value, out.at[split], block * BLOCK))
+                    pl.when(block * BLOCK < out.shape[2])(functools.partial(store, mosaic, value, out.at[split], block * BLOCK))
 
         each_work(compute)
-
-
-def _exchange(mosaic, columns):
-    """Functions that store a product [64, columns] in shared memory [columns / 4, 256] as it lies in registers, and load it again."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
-    def places(count):
-        index = ir.IndexType.get()
-        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), arith.constant(index, 128))
-        pair = arith.muli(thread, arith.constant(index, 2))
-        return [[arith.constant(index, i), pair] for i in range(count)]
-
-    def give(_, value, held):
-        for register, place in zip(value.registers.flat, places(columns // 4), strict=True):
-            vector.store(register, held, place)
-
-    def take(_, held):
-        numbers = ir.VectorType.get((2,), ir.F32Type.get())
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, columns)), dtype=object)
-        for n, place in enumerate(places(columns // 4)):
-            registers.flat[n] = vector.load(numbers, held, place)
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-    result = mosaic.ShapeDtypeStruct((BLOCK, columns), jnp.float32, layout=mosaic.Layout.WGMMA)
-    return (
-        mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType()))(give),
-        mosaic.inline_mgpu(arg_types=(mosaic.RefType(),), return_type=result)(take),
-    )
-
-
-def _store(mosaic, value, ref, first):
-    """Stores a product [64, N] as columns first .. first + 63 of a matrix [rows, columns] in global memory, of which rows may be fewer."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, memref, vector
-
-    columns = mosaic.layout_cast(jnp.full((1,), first, jnp.int32), mosaic.Layout.WG_SPLAT((1,)))
-
-    def store(_, value, out, columns):
-        index = ir.IndexType.get()
-
-        def at(value):
-            return arith.constant(index, value)
-
-        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), at(128))
-        warp, lane = arith.divui(thread, at(32)), arith.remui(thread, at(32))
-        column = arith.addi(arith.muli(warp, at(16)), arith.divui(lane, at(4)))
-        column = arith.addi(column, arith.index_cast(index, columns.registers.flat[0]))
-        row = arith.muli(arith.remui(lane, at(4)), at(2))
-        rows = out.type.shape[0]
-        for place, register in np.ndenumerate(value.registers):
-            for n in range(2):
-                where = [arith.addi(row, at(8 * place[1] + n)), arith.addi(column, at(8 * place[4]))]
-                number = vector.extract(register, [], [n])
-                if 8 * place[1] + 8 <= rows:
-                    memref.store(number, out, where)
-                else:
-                    with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, where[0], at(rows))):
-                        memref.store(number, out, where)
-
-    mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,))))(store)(value, ref, columns)
 
 
 def _unpacker(mosaic, kind, groups):

@@ -109,7 +109,7 @@ def _set(ref: Any, value: jax.Array) -> None:
 
 
 def flags(mosaic: Any) -> tuple[Any, Any]:
-    """Functions of an array of flags in global memory and a place in it: one sets a flag after what the warpgroup stored, one waits for it."""
+    """Functions of flags in global memory and a place among them: one sets a flag after what a warpgroup stored, one waits for it."""
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm

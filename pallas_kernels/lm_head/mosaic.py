@@ -6,6 +6,7 @@ logits, adds noise, and finds the best of its warp's sixteen with shuffles. The 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,17 +16,43 @@ import numpy as np
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear import mosaic as linear
-from pallas_kernels.linear.mosaic import Tiles
+from pallas_kernels.linear.mosaic import MOST_LONG, MOST_STAGES, SHARED_MEMORY, Tiles
+from pallas_kernels.linear.registers import BLOCK
 from pallas_kernels.lm_head.reference import best
+from pallas_kernels.lm_head.triton import too_many
 
+LEAST_ROWS, MOST_ROWS = 33, linear.MOST_ROWS  # with fewer, the Triton kernel is as fast
 WARPS = 4  # of a warpgroup
 TOGETHER = 4  # groups of 8 columns that go through shared memory together
 LOG_2 = float(np.log(2))
 SERIES_BELOW, SERIES_TERMS = 0.125, 8  # where -log(1 - d) is d + d^2 / 2 + ..., since the GPU's logarithm is not exact enough near 1
 
 
-def lm_head(hidden, table, keys, temperature, softcap, suppressed, first_id, *, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+def unsupported(hidden: jax.Array, table: jax.Array, suppressed: tuple[int, ...]) -> str | None:
+    """Why the kernel cannot serve this, or None."""
+    return linear.unsupported(hidden, table) or too_many(suppressed)
+
+
+def choose_tiles(rows: int, width: int) -> Tiles:
+    """The tiles for this many rows of hidden states."""
+    tiles = Tiles(BLOCK, 2, step=128 if rows <= MOST_LONG and width % 128 == 0 else 64, stages=1)
+    kept = tiles.wide * (WARPS * tiles.padded(rows) * 8 + 2 * TOGETHER * 256 * 4)
+    return dataclasses.replace(tiles, stages=min(MOST_STAGES, (SHARED_MEMORY - kept) // tiles.shared(rows, 1)))
+
+
+def lm_head(
+    hidden: jax.Array,
+    table: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    softcap: float | None,
+    suppressed: tuple[int, ...],
+    first_id: jax.Array | None,
+    *,
+    tiles: Tiles | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.lm_head.lm_head`."""
+    tiles = tiles or choose_tiles(*hidden.shape)
     mosaic, rows, padded = dialect.mosaic(), hidden.shape[0], tiles.padded(hidden.shape[0])
     warps = WARPS * tiles.wide
     works = pl.cdiv(table.shape[0], tiles.wide * tiles.blocks * tiles.outputs)
@@ -92,7 +119,7 @@ def _inline(mosaic: Any, columns: int, size: int, softcap: float | None, suppres
     def at(value):
         return arith.constant(ir.IndexType.get(), value)
 
-    def unary(name, x):
+    def unary(name: str, x: Any) -> Any:
         return llvm.inline_asm(ir.F32Type.get(), [x], f"{name} $0, $1;", "=f,f", asm_dialect=0)
 
     def threads():
