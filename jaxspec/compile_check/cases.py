@@ -123,7 +123,7 @@ def named_cases() -> Iterator[Case]:
         for rows in (5, 40, 160):
             arguments = shape.arguments(rows, dtype)
             yield Case("linear", f"{name} x {rows}", function, arguments)
-            if rows == 40 and mosaic_products.pays(arguments[1]) and shape.kind != "gated_by":
+            if rows == 40 and mosaic_products.most_rows(arguments[1], 2 if shape.kind == "gated" else 1):
                 triton = functools.partial(function, implementation="triton")
                 yield Case("linear", f"{name} x {rows}, Triton", triton, arguments, further=not name.startswith("31B"))
         for packing, rows in itertools.product(linear_shapes.PACKINGS, (5, 40, 160)):
@@ -135,7 +135,7 @@ def named_cases() -> Iterator[Case]:
         args = (array(shape.rows, shape.hidden), array(shape.vocab, shape.hidden), *sampling)
         between = min(lm_head_shapes.HIDDEN_SIZES.values()) < shape.hidden < max(lm_head_shapes.HIDDEN_SIZES.values())
         yield Case("lm_head", name, function, args, further=between)
-        if mosaic_head.LEAST_ROWS <= shape.rows <= lm_head.MOST_ROWS and mosaic_products.pays(args[1]):
+        if mosaic_head.LEAST_ROWS <= shape.rows <= lm_head.MOST_ROWS and mosaic_head.most_rows(args[1]):
             triton = functools.partial(function, implementation="triton")
             yield Case("lm_head", f"{name}, Triton", triton, args, further=between)
         table = packed.abstract((shape.vocab, shape.hidden), "int8", group=None, scale_dtype=dtype)

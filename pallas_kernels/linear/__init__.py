@@ -7,6 +7,7 @@ the product adds them up. The activation of a gated layer is part of its product
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +26,13 @@ from pallas_kernels.packed import Packed
 MOST_PASSES = 3
 
 
-def most_rows(w: jax.Array | Packed, implementation: str = "auto") -> int:
-    """The most rows that a kernel multiplies with this matrix. implementation: the one asked for."""
+def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: bool = False) -> int:
+    """The most rows that a kernel multiplies with this matrix. implementation: the one asked for. gated: whether w is a gated pair."""
     if isinstance(w, Packed):
         return 0 if any(w.cut) else MOST_PASSES * packed_triton.MOST_ROWS
-    return mosaic.MOST_ROWS if implementation in ("auto", "mosaic") and mosaic.pays(w) else MOST_ROWS
+    if implementation == "mosaic":
+        return mosaic.MOST_ROWS
+    return max(MOST_ROWS, mosaic.most_rows(w, 2 if gated else 1)) if implementation == "auto" else MOST_ROWS
 
 
 def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, implementation: str = "auto") -> jax.Array:
@@ -39,7 +42,7 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     adds them up. w: packed or not, as in all functions here; what a packed one means is its weights as `unpack` gives them.
     implementation: "auto" is XLA above `most_rows`, and if a matrix that is not packed has few columns for so many rows (`triton.pays`);
     otherwise see `dialect.select`; or "mosaic", a kernel for Hopper, which "auto" takes where it serves (of a matrix that is not packed:
-    where `mosaic.LEAST_ROWS` and `mosaic.pays` say so). Raises ValueError for an unknown or unsupported one, or if splits is not positive.
+    from `mosaic.LEAST_ROWS` to `mosaic.most_rows` rows). Raises ValueError for an unknown or unsupported one, or if splits is not positive.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
@@ -93,7 +96,8 @@ def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array 
         unsupported = packed_mosaic.unsupported(x, w, *more) if packed else mosaic.unsupported(x, w, *more)
         if unsupported and implementation == "mosaic":
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
-        if not unsupported and (packed or implementation == "mosaic" or (x.shape[0] >= mosaic.LEAST_ROWS and mosaic.pays(w))):
+        fastest = packed or implementation == "mosaic" or mosaic.LEAST_ROWS <= x.shape[0] <= mosaic.most_rows(w, math.prod(w.shape[:-2]))
+        if not unsupported and fastest:
             return "mosaic"
     if packed:
         return dialect.select(implementation, packed_triton.unsupported(x, w, *more), further=("mosaic",))

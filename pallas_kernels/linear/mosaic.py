@@ -1,16 +1,20 @@
-"""Products of up to 256 rows in the Mosaic GPU dialect, for Hopper: one matrix of bfloat16 weights, read once.
+"""Products of up to 256 rows in the Mosaic GPU dialect, for Hopper: one matrix of bfloat16 weights, or a gated pair, read once.
 
-A program multiplies all rows with some blocks of outputs, or with a part of their inputs. One warpgroup copies weights and rows to shared
-memory, several steps ahead; each of the others multiplies blocks of its own. Outputs are the tensor core's left operand, so rows of x are
-padded to eight only. A block holds 64 outputs or fewer: as many as give each multiprocessor the same number of programs. Two programs side
-by side may share what they read of x, each of them copying half of it to both.
+A program multiplies all rows with two blocks of outputs, or with a part of their inputs; of a gated pair, with a block of each matrix. One
+warpgroup copies weights and rows to shared memory, several steps ahead; each of two others multiplies a block. Outputs are the tensor
+core's left operand, so rows of x are padded to eight only. A block holds 64 outputs or fewer: as many as give each multiprocessor the same
+number of programs. Where no number does, programs have equal runs of steps. Two programs whose runs meet within a tile share its sums: the
+first one to work on it leaves them in memory, and the other adds them to its own. Two programs side by side may share what they read of x,
+each of them copying half of it to both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,33 +25,31 @@ from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear.registers import BLOCK, exchange, flags, store
 
-LEAST_ROWS, MOST_ROWS = 17, 256
-LEAST_WEIGHTS = 1 << 24
-FETCHED = 256  # inputs whose weights are brought into the L2 cache together
+MOST_ROWS = 256
+WORKERS = 2  # warpgroups that multiply
+# Where the kernels are faster than others on an H200, by the number of matrices: from LEAST_ROWS rows on, with so many weights.
+LEAST_ROWS, MOST_FASTEST, LEAST_WEIGHTS = 17, {1: 96, 2: 160}, {1: 30 << 20, 2: 18 << 20}
 SHARED_MEMORY = 230_000  # of a program, without its barriers
-MOST_STAGES = 12
+MOST_STAGES, FEW_STAGES = 12, 4
+MOST_LONG = {1: 96, 2: 64}  # rows up to which a step may have 128 inputs, by the number of matrices
 MOST_SPLITS = 8
-MOST_LONG = 64  # rows up to which a step has 128 inputs
 LEAST_SHARE = 512  # inputs of a program that shares sums
-# The times of `choose_tiles`: of a row of x beside a row of weights, of a tile's end, of programs that wait for each other, and of a number
-# of a part, which the next kernel reads.
-OF_ROWS, TILE, STREAM, OF_PARTS = 1 / 12, 200, 2000, 5e-4
+MANY_ROWS = 80  # with more, programs of equal runs share what they read of x
+# The terms of a tile's time beside that of its weights, fitted to measured times: of a program, of a tile, of programs that wait for each
+# other, of a number of a part, which the next kernel reads, and of the rows, which takes the square of their number.
+START, TILE, STREAM, OF_PARTS, OF_ROWS = 300, 200, 2100, 5e-4, 1 / 900
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """How a product is cut."""
 
-    outputs: int  # of a block of each matrix: a multiple of 8, at most 64
-    wide: int  # warpgroups that multiply
-    blocks: int = 1  # of a warpgroup
+    outputs: int  # of a block: a multiple of 8, at most 64
     step: int = 64  # inputs of a step: a multiple of 64
     stages: int = 4  # steps in shared memory
     splits: int = 1  # programs that share the sums
-    cluster: int = 1  # programs that share what they read of x
     stream: bool = False  # whether programs have equal runs of steps, which may begin and end within a tile
-    ahead: int = 0  # steps by which weights are in the L2 cache before they are copied; 0 for as late as they are copied
-    delay: int = 1  # steps whose products are in flight when the next ones start
+    cluster: int = 1  # programs that share what they read of x
 
     def padded(self, rows: int) -> int:
         """Rows of x, padded."""
@@ -55,11 +57,11 @@ class Tiles:
 
     def shared(self, rows: int, matrices: int) -> int:
         """Bytes of shared memory."""
-        return self.handed(rows, matrices) + self.stages * (self.wide * self.blocks * BLOCK + self.padded(rows)) * self.step * 2
+        return self.handed(rows, matrices) + self.stages * (WORKERS * BLOCK + self.padded(rows)) * self.step * 2
 
     def handed(self, rows: int, matrices: int) -> int:
-        """Bytes of shared memory for products that a warpgroup hands to another."""
-        return self.wide // 2 * BLOCK * self.padded(rows) * 2 if self.blocks % matrices else 0
+        """Bytes of shared memory for a product that one warpgroup hands to the other."""
+        return BLOCK * self.padded(rows) * 2 if matrices == 2 else 0
 
 
 def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
@@ -78,34 +80,40 @@ def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
     return None
 
 
-def pays(w: jax.Array) -> bool:
-    """Whether the device has the kernels and they are the fastest with this matrix, from LEAST_ROWS rows on."""
-    return w.dtype == jnp.bfloat16 and dialect.mosaic_obstacle() is None and math.prod(w.shape) >= LEAST_WEIGHTS
+def most_rows(w: jax.Array, matrices: int = 1) -> int:
+    """The most rows for which the kernels are the fastest with this matrix or pair on the current device; 0 if they never are."""
+    small = math.prod(w.shape) < LEAST_WEIGHTS[matrices]
+    return 0 if small or w.dtype != jnp.bfloat16 or dialect.mosaic_obstacle() else MOST_FASTEST[matrices]
 
 
 def choose_tiles(rows: int, outputs: int, width: int, *, matrices: int = 1, splits: int | None = 1) -> Tiles:
     """The tiles for a product of `rows` rows with [matrices, outputs, width] weights. splits: as for `linear`."""
-    padded = pl.cdiv(rows, 8) * 8
-    step = 128 if padded <= MOST_LONG and width % 128 == 0 else 64
 
-    def fitting(**settings: Any) -> Tiles:
-        tiles = Tiles(wide=2, step=step, stages=1, **settings)
-        most = (SHARED_MEMORY - tiles.shared(rows, matrices)) // (tiles.shared(rows, matrices) - tiles.handed(rows, matrices)) + 1
-        return dataclasses.replace(tiles, stages=min(most, MOST_STAGES))
+    def staged(tiles: Tiles) -> Tiles:
+        least = dataclasses.replace(tiles, stages=0).shared(rows, matrices)
+        each = dataclasses.replace(tiles, stages=1).shared(rows, matrices) - least
+        return dataclasses.replace(tiles, stages=min(MOST_STAGES, (SHARED_MEMORY - least) // each))
 
-    def time(tiles: Tiles) -> float:  # in units of a step's time for a weight of each of its inputs, fitted to measured times
-        at_once = tiles.wide * tiles.blocks // matrices * tiles.outputs
-        each = tiles.wide * tiles.blocks * tiles.outputs + rows * OF_ROWS
-        works, steps = pl.cdiv(outputs, at_once), pl.cdiv(width, BLOCK)
+    def time(tiles: Tiles) -> float:  # in units of the time for a row of weights of 64 inputs
+        works, steps = pl.cdiv(outputs, WORKERS // matrices * tiles.outputs), pl.cdiv(width, BLOCK)
+        each = WORKERS * tiles.outputs + rows * rows * OF_ROWS
+        parts = tiles.splits * rows * outputs * OF_PARTS if splits is None else 0
         if tiles.stream:
-            return works * steps * each / dialect.MULTIPROCESSORS + STREAM
-        share = pl.cdiv(steps, tiles.splits)
+            return works * steps * each / dialect.MULTIPROCESSORS + STREAM + parts
         waves = pl.cdiv(works * tiles.splits, dialect.MULTIPROCESSORS)
-        return waves * (share * each + TILE) + tiles.splits * rows * outputs * OF_PARTS
+        return waves * (pl.cdiv(steps, tiles.splits) * each + TILE) + START + parts
 
-    shapes = [fitting(outputs=height, splits=count) for height in (64, 56, 48, 40) for count in range(1, (splits or MOST_SPLITS) + 1)]
-    shapes = [tiles for tiles in shapes if tiles.splits * LEAST_SHARE <= width or tiles.splits == 1]
-    return min([*shapes, fitting(outputs=64, stream=True)], key=time)
+    def forms() -> Iterator[Tiles]:
+        most = max(1, min(MOST_SPLITS if splits is None else splits, width // LEAST_SHARE))
+        for height, count in itertools.product((64, 56, 48, 40), range(1, most + 1)):
+            # Programs share sums where all of them run at once.
+            if count == 1 or pl.cdiv(outputs, WORKERS // matrices * height) * count <= dialect.MULTIPROCESSORS:
+                yield Tiles(height, splits=count)
+        yield Tiles(BLOCK, stream=True, cluster=1 if rows <= MANY_ROWS else 2)
+
+    chosen = min(forms(), key=time)
+    long = staged(dataclasses.replace(chosen, step=128))
+    return long if rows <= MOST_LONG[matrices] and width % 128 == 0 and long.stages >= FEW_STAGES else staged(chosen)
 
 
 def linear(x, w, splits: int | None = 1, *, tiles: Tiles | None = None, interpret: Any = False):
@@ -136,47 +144,41 @@ def _product(x: jax.Array, w: jax.Array, tiles: Tiles, dtype: Any, activation: A
     steps = x.shape[1] // tiles.step
     splits = pl.cdiv(steps, pl.cdiv(steps, tiles.splits))
     out = {"out": jax.ShapeDtypeStruct((splits, x.shape[0], outputs), dtype)}
-    handed = tiles.blocks % matrices != 0  # whether a warpgroup has one matrix only, and hands its product to another one
-    pairs = tiles.wide // 2
     scratch: dict[str, Any] = {}
-    if handed:
-        barriers = {name: mosaic.Barrier(num_barriers=pairs) for name in ("given", "taken")}
-        scratch = {"handed": mosaic.SMEM((pairs, padded // 4, 256), x.dtype), **barriers}
+    if matrices == 2:  # one warpgroup has the gate's product, and the other hands it that of `up`
+        scratch = {"handed": mosaic.SMEM((padded // 4, 256), x.dtype), "given": mosaic.Barrier(), "taken": mosaic.Barrier()}
 
     def worker(refs, warpgroup):
         """What a warpgroup does with its products. Returns a function of them and one for the end."""
         out = refs["out"]
         give, take = exchange(mosaic, padded, out.dtype, interpret=bool(interpret))
-        place = jax.lax.rem(warpgroup, pairs) if handed else None
 
-        def output(value, split, block):
-            end = jnp.minimum(block + tiles.outputs, outputs)
-            store(mosaic, value, out.at[split], block, end, interpret=bool(interpret))
+        def output(value, split, first):
+            end = jnp.minimum(first + tiles.outputs, outputs)
+            store(mosaic, value, out.at[split], first, end, interpret=bool(interpret))
 
-        def finish(number, split, firsts, totals):
-            found = [total.astype(out.dtype) for total in totals]
-            if not handed:
-                each = tiles.blocks // matrices
-                for b in range(each):
-                    output(found[b] if matrices == 1 else activation(found[b], found[each + b]), split, firsts[b])
+        def finish(number, split, first, total):
+            found = total.astype(out.dtype)
+            if matrices == 1:
+                output(found, split, first)
                 return
 
-            @pl.when(warpgroup >= pairs)
+            @pl.when(warpgroup == 1)
             def _give():
-                pl.when(number > 0)(lambda: mosaic.barrier_wait(refs["taken"].at[place]))
-                give(found[0], refs["handed"].at[place])
-                mosaic.barrier_arrive(refs["given"].at[place])
+                pl.when(number > 0)(lambda: mosaic.barrier_wait(refs["taken"]))
+                give(found, refs["handed"])
+                mosaic.barrier_arrive(refs["given"])
 
-            @pl.when(warpgroup < pairs)
+            @pl.when(warpgroup == 0)
             def _take():
-                mosaic.barrier_wait(refs["given"].at[place])
-                up = take(refs["handed"].at[place])
-                mosaic.barrier_arrive(refs["taken"].at[place])
-                output(activation(found[0], up), split, firsts[0])
+                mosaic.barrier_wait(refs["given"])
+                up = take(refs["handed"])
+                mosaic.barrier_arrive(refs["taken"])
+                output(activation(found, up), split, first)
 
         def end(finished):
-            if handed:
-                pl.when((warpgroup >= pairs) & (finished > 0))(lambda: mosaic.barrier_wait(refs["taken"].at[place]))
+            if matrices == 2:
+                pl.when((warpgroup == 1) & (finished > 0))(lambda: mosaic.barrier_wait(refs["taken"]))
 
         return finish, end
 
@@ -199,8 +201,8 @@ def products(
     """A kernel of products x w^T. x: [N, H]; w: [matrices, O, H].
 
     worker: a function of all references, by name, and a warpgroup's number. It returns two functions: one takes how many tiles came before,
-    the split, the first output of each of the warpgroup's blocks and their products [64, N padded]; the other takes how many tiles there
-    were, at the end. name: the kernel's. out, arrays, scratch: what the worker writes, reads and keeps in shared memory. Returns `out`.
+    the split, the first output of the warpgroup's block and its product [64, N padded]; the other takes how many tiles there were, at the
+    end. name: the kernel's. out, arrays, scratch: what the worker writes, reads and keeps in shared memory. Returns `out`.
     """
     mosaic = dialect.mosaic()
     matrices, outputs, width = w.shape
@@ -210,24 +212,23 @@ def products(
     steps = width // tiles.step
     share = pl.cdiv(steps, tiles.splits)
     splits = pl.cdiv(steps, share)
-    count = tiles.wide * tiles.blocks  # blocks of a program
-    works = pl.cdiv(pl.cdiv(outputs, count // matrices * tiles.outputs), tiles.cluster) * splits
+    works = pl.cdiv(pl.cdiv(outputs, WORKERS // matrices * tiles.outputs), tiles.cluster) * splits
     programs = min(works * steps if tiles.stream else works, dialect.MULTIPROCESSORS // tiles.cluster)
     transforms = mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128)
     barrier = mosaic.Barrier
     if tiles.cluster > 1:
         barrier = functools.partial(mosaic.ClusterBarrier, collective_axes=("member",))
     kept = {
-        "weights": mosaic.SMEM((tiles.stages, count, BLOCK, tiles.step), w.dtype, transforms=transforms),
+        "weights": mosaic.SMEM((tiles.stages, WORKERS, BLOCK, tiles.step), w.dtype, transforms=transforms),
         "rows": mosaic.SMEM((tiles.stages, padded, tiles.step), x.dtype, transforms=transforms),
-        "full": mosaic.Barrier(num_arrivals=count + 1, num_barriers=tiles.stages),
-        "empty": barrier(num_arrivals=tiles.wide, num_barriers=tiles.stages),
+        "full": mosaic.Barrier(num_arrivals=WORKERS + 1, num_barriers=tiles.stages),
+        "empty": barrier(num_arrivals=WORKERS, num_barriers=tiles.stages),
     }
     read, written = {"x": x, "w": w, **(arrays or {})}, dict(out)
     if tiles.stream:
-        mine = programs * tiles.cluster * tiles.wide
+        mine = programs * tiles.cluster * WORKERS
         read["flags"] = jnp.zeros((mine,), jnp.int32)
-        written["sums"] = jax.ShapeDtypeStruct((mine, tiles.blocks, padded // 4, 256), jnp.float32)
+        written["sums"] = jax.ShapeDtypeStruct((mine, padded // 4, 256), jnp.float32)
     names = (*read, *written)
     settings = {"works": works, "splits": splits, "steps": steps, "share": share, "matrices": matrices}
 
@@ -243,7 +244,7 @@ def products(
         scratch_types=kept | (scratch or {}),
         grid=(programs,),
         grid_names=("program",),
-        num_threads=tiles.wide + 1,
+        num_threads=WORKERS + 1,
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
@@ -257,9 +258,8 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
     weights, rows, full, empty = (refs[name] for name in ("weights", "rows", "full", "empty"))
     warpgroup, program, programs = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program"), jax.lax.axis_size("program")
     member = jax.lax.axis_index("member") if tiles.cluster > 1 else 0
-    stages, count, _, _ = weights.shape
-    padded, workers = rows.shape[1], tiles.wide
-    places = count // matrices  # blocks of outputs of a program
+    stages, padded = rows.shape[:2]
+    places = WORKERS // matrices  # blocks of outputs of a program
     if tiles.stream:
         program = programs - 1 - program  # so that a program waits only for some that started before it
         begin, end = (jax.lax.div(p * (works * steps), programs) for p in (program, program + 1))
@@ -288,26 +288,7 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
 
         return jax.lax.fori_loop(0, pieces, work, jnp.int32(0))
 
-    together = FETCHED // tiles.step
-
-    def fetch(at):
-        """Brings the weights of FETCHED inputs, from the program's step `at` on, into the L2 cache."""
-        if tiles.stream:
-            there = begin + at
-            tile, step, total = jax.lax.div(there, steps), jax.lax.rem(there, steps), end - begin
-        else:
-            number = program + jax.lax.div(at, share) * programs
-            tile, total = jax.lax.div(number, splits), pieces * share
-            step = jax.lax.rem(number, splits) * share + jax.lax.rem(at, share)
-
-        @pl.when(at < total)
-        def _fetch():
-            inputs = pl.ds(step * tiles.step, FETCHED)
-            for block in range(count):
-                first = ((tile * tiles.cluster + member) * places + block % places) * tiles.outputs
-                mosaic.async_prefetch(refs["w"].at[block // places, pl.ds(first, tiles.outputs), inputs])
-
-    @pl.when(warpgroup == workers)
+    @pl.when(warpgroup == WORKERS)
     def _copy():
         if not interpret:
             mosaic.set_max_registers(40, action="decrease")
@@ -316,11 +297,9 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
         def copy(_, tile, __, first, length, before):
             def step(i, _):
                 slot = jax.lax.rem(before + i, stages)
-                if tiles.ahead:
-                    pl.when(jax.lax.rem(before + i, together) == 0)(lambda: fetch(before + i + tiles.ahead))
                 pl.when(before + i >= stages)(lambda: mosaic.barrier_wait(empty.at[slot]))
                 inputs = pl.ds((first + i) * tiles.step, tiles.step)
-                for block in range(count):
+                for block in range(WORKERS):
                     begin = (tile * places + block % places) * tiles.outputs
                     source = refs["w"].at[block // places, pl.ds(begin, tiles.outputs), inputs]
                     mosaic.copy_gmem_to_smem(source, weights.at[slot, block, pl.ds(0, tiles.outputs)], full.at[slot])
@@ -328,8 +307,6 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
 
             jax.lax.fori_loop(0, length, step, None)
 
-        for at in range(together, tiles.ahead, together):
-            fetch(jnp.int32(at))
         done = each_work(copy)
 
         # Arrivals of the other program of a cluster still come here, so this one must not end before.
@@ -338,65 +315,53 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
 
         jax.lax.fori_loop(jnp.maximum(done - stages, 0), done, drain, None)
 
-    @pl.when(warpgroup < workers)
+    @pl.when(warpgroup < WORKERS)
     def _compute():
-        # What the copying warpgroup gives up goes to the others.
-        started = 65_536 // (128 * (workers + 1)) // 8 * 8
         if not interpret:
-            mosaic.set_max_registers(min(232, started + (started - 40) // workers // 8 * 8), action="increase")
+            mosaic.set_max_registers(232, action="increase")  # what the copying warpgroup gave up
         finish, finish_all = worker(refs, warpgroup)
-        # A warpgroup's blocks: of the same outputs in each matrix, or one block of one matrix.
-        each = tiles.blocks // matrices
-        mine = [b // each * places + warpgroup * each + b % each for b in range(tiles.blocks)] if each else [warpgroup]
 
         def compute(number, tile, split, first, length, before):
-            def multiply(*accumulators):
+            def multiply(accumulator):
                 def step(i, _):
                     slot = jax.lax.rem(before + i, stages)
                     mosaic.barrier_wait(full.at[slot])
                     for k in range(0, tiles.step, 64):
                         right = dialect.mosaic_transposed(rows.at[slot, :, pl.ds(k, 64)])
-                        for block, accumulator in zip(mine, accumulators, strict=True):
-                            mosaic.wgmma(accumulator, weights.at[slot, block, :, pl.ds(k, 64)], right)
-                    if tiles.delay == 0:
-                        mosaic.wgmma_wait(0)
-                        mosaic.barrier_arrive(empty.at[slot])
-                        return
-                    mosaic.wgmma_wait(tiles.step // 64 * tiles.blocks)  # only this step's products may still run
+                        mosaic.wgmma(accumulator, weights.at[slot, warpgroup, :, pl.ds(k, 64)], right)
+                    mosaic.wgmma_wait(tiles.step // 64)  # only this step's products may still run
                     pl.when(i > 0)(lambda: mosaic.barrier_arrive(empty.at[jax.lax.rem(before + i - 1, stages)]))
 
                 jax.lax.fori_loop(0, length, step, None)
-                totals = tuple(accumulator[...] for accumulator in accumulators)
-                if tiles.delay:
-                    mosaic.barrier_arrive(empty.at[jax.lax.rem(before + length - 1, stages)])
-                return totals
+                total = accumulator[...]
+                mosaic.barrier_arrive(empty.at[jax.lax.rem(before + length - 1, stages)])
+                return total
 
-            totals = pl.run_scoped(multiply, *[mosaic.ACC((BLOCK, padded), jnp.float32)] * tiles.blocks)
-            firsts = [(tile * places + jax.lax.rem(block, places)) * tiles.outputs for block in mine]
+            total = pl.run_scoped(multiply, mosaic.ACC((BLOCK, padded), jnp.float32))
+            output = (tile * places + jax.lax.rem(warpgroup, places)) * tiles.outputs
             if not tiles.stream:
-                finish(number, split, firsts, totals)
+                finish(number, split, output, total)
                 return
             give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
             set_flag, wait_for = flags(mosaic)
 
             def of(other):
-                return (other * tiles.cluster + member) * workers + warpgroup
+                return (other * tiles.cluster + member) * WORKERS + warpgroup
 
             @pl.when(first > 0)
             def _leave():
-                for b, total in enumerate(totals):
-                    give_sums(total, refs["sums"].at[of(program), b])
+                give_sums(total, refs["sums"].at[of(program)])
                 set_flag(refs["flags"], of(program))
 
             @pl.when(first == 0)
             def _complete():
-                def add(other, totals):
+                def add(other, total):
                     wait_for(refs["flags"], of(other))
-                    return tuple(total + take_sums(refs["sums"].at[of(other), b]) for b, total in enumerate(totals))
+                    return total + take_sums(refs["sums"].at[of(other)])
 
                 # The last program that has steps of this tile.
                 last = jax.lax.div((jax.lax.div(tile, tiles.cluster) + 1) * steps * programs - 1, works * steps)
-                finish(number - shared_first, split, firsts, jax.lax.fori_loop(program + 1, last + 1, add, totals))
+                finish(number - shared_first, split, output, jax.lax.fori_loop(program + 1, last + 1, add, total))
 
         each_work(compute)
         finish_all(pieces - shared_first)

@@ -18,7 +18,9 @@ def most_rows(table: jax.Array | Packed, implementation: str = "auto") -> int:
     """The most rows that a kernel multiplies with this table. implementation: the one asked for."""
     if isinstance(table, Packed):
         return 0 if tile.unsupported(table, jnp.dtype(jnp.bfloat16)) else packed_triton.MOST_ROWS
-    return mosaic.MOST_ROWS if implementation in ("auto", "mosaic") and products.pays(table) else MOST_ROWS
+    if implementation == "mosaic":
+        return products.MOST_ROWS
+    return max(MOST_ROWS, mosaic.most_rows(table)) if implementation == "auto" else MOST_ROWS
 
 
 def lm_head(
@@ -39,7 +41,7 @@ def lm_head(
     float32. suppressed: token ids that are never chosen. first_id: [] int32, the token id of the table's first row, for a shard of a
     vocabulary (by default 0).
 
-    implementation: see `dialect.select`; or "mosaic", a kernel for Hopper and a table of bfloat16, which "auto" takes from 33 rows on.
+    implementation: see `dialect.select`; or "mosaic", a kernel for Hopper and a table of bfloat16, which "auto" takes for 33 to 160 rows.
 
     Returns ids [N] int32 and their values [N] float32, noise included. Of equal values the lower id wins. Raises ValueError for arrays
     that do not fit each other, and for an `implementation` that is unknown or cannot serve them.
@@ -58,7 +60,8 @@ def lm_head(
         implementation = "xla"
     settings = keys, temperature, softcap, suppressed, first_id
     if not isinstance(table, Packed):
-        if implementation == "mosaic" or (implementation == "auto" and products.pays(table) and hidden.shape[0] >= mosaic.LEAST_ROWS):
+        fastest = mosaic.LEAST_ROWS <= hidden.shape[0] <= mosaic.most_rows(table)
+        if implementation == "mosaic" or (implementation == "auto" and fastest):
             reason = mosaic.unsupported(hidden, table, suppressed)
             if not reason:
                 return mosaic.lm_head(hidden, table, *settings)

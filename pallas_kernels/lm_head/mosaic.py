@@ -16,12 +16,13 @@ import numpy as np
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear import mosaic as linear
-from pallas_kernels.linear.mosaic import MOST_LONG, MOST_STAGES, SHARED_MEMORY, Tiles
+from pallas_kernels.linear.mosaic import MOST_STAGES, SHARED_MEMORY, WORKERS, Tiles
 from pallas_kernels.linear.registers import BLOCK
 from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.triton import too_many
 
-LEAST_ROWS, MOST_ROWS = 33, linear.MOST_ROWS  # with fewer, the Triton kernel is as fast
+LEAST_ROWS, MOST_FASTEST = 33, 160  # rows with which the kernel is faster than Triton's and XLA's on an H200
+MOST_LONG = 64  # rows up to which a step has 128 inputs
 WARPS = 4  # of a warpgroup
 TOGETHER = 4  # groups of 8 columns that go through shared memory together
 LOG_2 = float(np.log(2))
@@ -33,10 +34,15 @@ def unsupported(hidden: jax.Array, table: jax.Array, suppressed: tuple[int, ...]
     return linear.unsupported(hidden, table) or too_many(suppressed)
 
 
+def most_rows(table: jax.Array) -> int:
+    """The most rows for which the kernel is the fastest with this table on the current device; 0 if it never is."""
+    return MOST_FASTEST if linear.most_rows(table) else 0
+
+
 def choose_tiles(rows: int, width: int) -> Tiles:
     """The tiles for this many rows of hidden states."""
-    tiles = Tiles(BLOCK, 2, step=128 if rows <= MOST_LONG and width % 128 == 0 else 64, stages=1)
-    kept = tiles.wide * (WARPS * tiles.padded(rows) * 8 + 2 * TOGETHER * 256 * 4)
+    tiles = Tiles(BLOCK, step=128 if rows <= MOST_LONG and width % 128 == 0 else 64, stages=1)
+    kept = WORKERS * (WARPS * tiles.padded(rows) * 8 + 2 * TOGETHER * 256 * 4)
     return dataclasses.replace(tiles, stages=min(MOST_STAGES, (SHARED_MEMORY - kept) // tiles.shared(rows, 1)))
 
 
@@ -54,8 +60,8 @@ def lm_head(
     """See `pallas_kernels.lm_head.lm_head`."""
     tiles = tiles or choose_tiles(*hidden.shape)
     mosaic, rows, padded = dialect.mosaic(), hidden.shape[0], tiles.padded(hidden.shape[0])
-    warps = WARPS * tiles.wide
-    works = pl.cdiv(table.shape[0], tiles.wide * tiles.blocks * tiles.outputs)
+    warps = WARPS * WORKERS
+    works = pl.cdiv(table.shape[0], WORKERS * tiles.outputs)
     programs = min(pl.cdiv(works, tiles.cluster), dialect.MULTIPROCESSORS // tiles.cluster) * tiles.cluster
     first = jnp.int32(0) if first_id is None else first_id
     # By column: the temperature's inverse, or 0 for a greedy row, and the bits of the key.
@@ -68,7 +74,7 @@ def lm_head(
     out = {name: jax.ShapeDtypeStruct((programs * warps, padded), dtype) for name, dtype in (("values", jnp.float32), ("ids", jnp.int32))}
     scratch = {name: mosaic.SMEM((warps, padded), leaf.dtype) for name, leaf in (("best_values", out["values"]), ("best_ids", out["ids"]))}
 
-    scratch["held"] = mosaic.SMEM((tiles.wide, 2 * TOGETHER, 256), jnp.float32)
+    scratch["held"] = mosaic.SMEM((WORKERS, 2 * TOGETHER, 256), jnp.float32)
 
     def worker(refs, warpgroup):
         kept = refs["best_values"], refs["best_ids"]
@@ -77,14 +83,13 @@ def lm_head(
         choose, begin, write = _inline(mosaic, padded, table.shape[0], softcap, suppressed)
         begin(*kept)
 
-        def finish(_, __, firsts, totals):
+        def finish(_, __, block, total):
             sampled = refs["settings"][1] > 0
             for noisy in (False, True):
 
                 @pl.when(sampled if noisy else ~sampled)
                 def _choose(noisy=noisy):
-                    for block, total in zip(firsts, totals, strict=True):
-                        choose[noisy](total, refs["words"], block, block + refs["settings"][0], refs["held"].at[warpgroup], *kept)
+                    choose[noisy](total, refs["words"], block, block + refs["settings"][0], refs["held"].at[warpgroup], *kept)
 
         return finish, lambda _: write(*kept, refs["values"], refs["ids"], program * warps)
 

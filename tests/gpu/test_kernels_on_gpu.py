@@ -260,13 +260,13 @@ def test_linear(name):
 
 # Tiles of every form: rows that are padded, blocks of fewer outputs, programs that share sums, or what they read of x.
 ON_HOPPER = [
-    ("linear", 33, 5128, 1536, mosaic.Tiles(64, 2, stages=4)),
-    ("linear", 100, 5128, 1536, mosaic.Tiles(64, 2, blocks=2, stages=3, cluster=2, stream=True)),
-    ("partials", 160, 5376, 8192, mosaic.Tiles(64, 2, stages=6, splits=3, ahead=16)),
-    ("partials", 39, 5128, 1536, mosaic.Tiles(64, 2, step=128, stages=3, stream=True)),
-    ("gated", 40, 2120, 1536, mosaic.Tiles(56, 2, stages=5, cluster=2)),
-    ("gated", 160, 2120, 1536, mosaic.Tiles(40, 2, blocks=2, stages=3, stream=True, ahead=8)),
-    ("gated", 256, 2120, 1536, mosaic.Tiles(64, 2, stages=3, cluster=2, delay=0)),
+    ("linear", 33, 5128, 1536, mosaic.Tiles(64)),
+    ("linear", 100, 5128, 1536, mosaic.Tiles(64, cluster=2, stream=True)),
+    ("partials", 160, 5376, 8192, mosaic.Tiles(64, stages=6, splits=3)),
+    ("partials", 39, 5128, 1536, mosaic.Tiles(64, step=128, stream=True)),
+    ("gated", 40, 2120, 1536, mosaic.Tiles(56, stages=5, cluster=2)),
+    ("gated", 160, 2120, 1536, mosaic.Tiles(40, stages=5, stream=True)),
+    ("gated", 256, 2120, 1536, mosaic.Tiles(64, stages=3, cluster=2)),
 ]
 
 
