@@ -120,7 +120,7 @@ def linear(x, w, splits: int | None = 1, *, tiles: Tiles | None = None, interpre
     """See `pallas_kernels.linear.linear`."""
     tiles = tiles or _tiles(x, w, splits)
     parts = _product(x, w, tiles, x.dtype if tiles.splits == 1 else jnp.float32, GELU, interpret)
-    return parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
+    return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
 
 def partials(x, w, splits: int | None = None, *, tiles: Tiles | None = None, interpret: Any = False):
