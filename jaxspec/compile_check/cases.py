@@ -31,8 +31,10 @@ from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
+from pallas_kernels.linear import mosaic as mosaic_products
 from pallas_kernels.linear import packed_mosaic
 from pallas_kernels.linear import shapes as linear_shapes
+from pallas_kernels.lm_head import mosaic as mosaic_head
 from pallas_kernels.lm_head import shapes as lm_head_shapes
 from pallas_kernels.moe import shapes as moe_shapes
 from pallas_kernels.paged_attention import bench as attention_bench
@@ -118,8 +120,12 @@ def named_cases() -> Iterator[Case]:
         yield Case("all_reduce", f"{name}, gather", functools.partial(_all_gather), (pairs, mail), further=rows > 5)
     for name, shape in linear_shapes.SHAPES.items():
         function = functools.partial(getattr(linear, shape.kind))
-        for rows in (5, 40):
-            yield Case("linear", f"{name} x {rows}", function, shape.arguments(rows, dtype))
+        for rows in (5, 40, 160):
+            arguments = shape.arguments(rows, dtype)
+            yield Case("linear", f"{name} x {rows}", function, arguments)
+            if rows == 40 and mosaic_products.most_rows(arguments[1], 2 if shape.kind == "gated" else 1):
+                triton = functools.partial(function, implementation="triton")
+                yield Case("linear", f"{name} x {rows}, Triton", triton, arguments, further=not name.startswith("31B"))
         for packing, rows in itertools.product(linear_shapes.PACKINGS, (5, 40, 160)):
             arguments = shape.arguments(rows, dtype, packing)
             yield Case("linear", f"{name} x {rows}, {packing}", function, arguments, further=not _first(name, packing, rows))
@@ -129,6 +135,9 @@ def named_cases() -> Iterator[Case]:
         args = (array(shape.rows, shape.hidden), array(shape.vocab, shape.hidden), *sampling)
         between = min(lm_head_shapes.HIDDEN_SIZES.values()) < shape.hidden < max(lm_head_shapes.HIDDEN_SIZES.values())
         yield Case("lm_head", name, function, args, further=between)
+        if mosaic_head.LEAST_ROWS <= shape.rows <= lm_head.MOST_ROWS and mosaic_head.most_rows(args[1]):
+            triton = functools.partial(function, implementation="triton")
+            yield Case("lm_head", f"{name}, Triton", triton, args, further=between)
         table = packed.abstract((shape.vocab, shape.hidden), "int8", group=None, scale_dtype=dtype)
         yield Case("lm_head", f"int8 {name}", function, (args[0], table, *sampling), further=between)
         if not packed_mosaic.unsupported(args[0], table):

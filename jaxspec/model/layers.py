@@ -141,7 +141,7 @@ class GatedMLP:
     def _hidden(self, x: jax.Array, implementation: str) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
         weight = self.gate_up_proj.weight
-        chosen = for_rows(implementation, rows, weight)
+        chosen = for_rows(implementation, rows, weight, gated=True)
         hidden = gated(rows, weight, activation=self.activation, implementation=chosen)
         return hidden.reshape(*x.shape[:-1], -1)
 
@@ -157,9 +157,9 @@ def head_logits(hidden: jax.Array, weight: Weight, implementation: str) -> jax.A
     return logits.reshape(*hidden.shape[:-1], -1)
 
 
-def for_rows(implementation: str, rows: jax.Array, weight: Weight) -> str:
-    """The implementation asked for if it serves that many rows of products with this weight, else XLA. rows: [N, H]."""
-    return implementation if rows.shape[0] <= most_rows(weight) else "xla"
+def for_rows(implementation: str, rows: jax.Array, weight: Weight, *, gated: bool = False) -> str:
+    """The implementation asked for if it serves that many rows of products with this weight, or gated pair, else XLA. rows: [N, H]."""
+    return implementation if rows.shape[0] <= most_rows(weight, implementation, gated=gated) else "xla"
 
 
 def times(x: jax.Array, number: float) -> jax.Array:

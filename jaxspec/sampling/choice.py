@@ -170,7 +170,7 @@ def choose_by_head(
     keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
     temperature = jnp.broadcast_to(sampling.temperature[:, None], positions.shape).reshape(-1)
     settings = {"softcap": softcap, "suppressed": suppressed, "first_id": None if shard is None else shard.first}
-    implementation = implementation if rows.shape[0] <= lm_head.most_rows(table) else "xla"
+    implementation = implementation if rows.shape[0] <= lm_head.most_rows(table, implementation) else "xla"
     chosen, maxima = lm_head.lm_head(rows, table, keys, temperature, **settings, implementation=implementation)
     if shard is not None:
         chosen, maxima = shard.best(maxima, chosen)

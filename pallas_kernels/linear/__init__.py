@@ -7,6 +7,7 @@ the product adds them up. The activation of a gated layer is part of its product
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU, Activation
-from pallas_kernels.linear import packed_mosaic, packed_triton, reference, triton
+from pallas_kernels.linear import mosaic, packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
 from pallas_kernels.packed import Packed
@@ -25,11 +26,13 @@ from pallas_kernels.packed import Packed
 MOST_PASSES = 3
 
 
-def most_rows(w: jax.Array | Packed) -> int:
-    """The most rows that a kernel multiplies with this matrix."""
+def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: bool = False) -> int:
+    """The most rows that a kernel multiplies with this matrix. implementation: the one asked for. gated: whether w is a gated pair."""
     if isinstance(w, Packed):
         return 0 if any(w.cut) else MOST_PASSES * packed_triton.MOST_ROWS
-    return MOST_ROWS
+    if implementation == "mosaic":
+        return mosaic.MOST_ROWS
+    return max(MOST_ROWS, mosaic.most_rows(w, 2 if gated else 1)) if implementation == "auto" else MOST_ROWS
 
 
 def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, implementation: str = "auto") -> jax.Array:
@@ -38,8 +41,8 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     splits: into how many parts the kernel may cut the sums; None for as many as fill the GPU. More than one take a second kernel, which
     adds them up. w: packed or not, as in all functions here; what a packed one means is its weights as `unpack` gives them.
     implementation: "auto" is XLA above `most_rows`, and if a matrix that is not packed has few columns for so many rows (`triton.pays`);
-    otherwise see `dialect.select`; or "mosaic", a kernel for Hopper and packed matrices, which "auto" takes where it serves. Raises
-    ValueError for an unknown or unsupported one, or if splits is not positive.
+    otherwise see `dialect.select`; or "mosaic", a kernel for Hopper, which "auto" takes where it serves (of a matrix that is not packed:
+    from `mosaic.LEAST_ROWS` to `mosaic.most_rows` rows). Raises ValueError for an unknown or unsupported one, or if splits is not positive.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
@@ -84,26 +87,28 @@ def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array
 def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
     if splits is not None and splits < 1:
         raise ValueError(f"splits is {splits}; expected at least 1")
-    if not isinstance(w, Packed):
-        chosen = dialect.select(implementation, triton.unsupported(x, w, *others))
-        return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
+    packed = isinstance(w, Packed)
     arrays: Any = (x, *others)
-    if packed_triton.MOST_ROWS < x.shape[0] <= most_rows(w):  # served in passes
+    if packed and packed_triton.MOST_ROWS < x.shape[0] <= most_rows(w):  # served in passes
         arrays = [jax.ShapeDtypeStruct((packed_triton.MOST_ROWS, *a.shape[1:]), a.dtype) for a in arrays]
     x, *more = arrays
     if implementation in ("auto", "mosaic"):
-        unsupported = packed_mosaic.unsupported(x, w, *more)
-        if not unsupported:
-            return "mosaic"
-        if implementation == "mosaic":
+        unsupported = packed_mosaic.unsupported(x, w, *more) if packed else mosaic.unsupported(x, w, *more)
+        if unsupported and implementation == "mosaic":
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
-    return dialect.select(implementation, packed_triton.unsupported(x, w, *more), further=("mosaic",))
+        fastest = packed or implementation == "mosaic" or mosaic.LEAST_ROWS <= x.shape[0] <= mosaic.most_rows(w, math.prod(w.shape[:-2]))
+        if not unsupported and fastest:
+            return "mosaic"
+    if packed:
+        return dialect.select(implementation, packed_triton.unsupported(x, w, *more), further=("mosaic",))
+    chosen = dialect.select(implementation, triton.unsupported(x, w, *more), further=("mosaic",))
+    return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
 
 
 def _kernel(name: str, chosen: str, w: jax.Array | Packed) -> Callable[..., jax.Array]:
     """The kernel of a function's name in the chosen implementation."""
     if chosen == "mosaic":
-        return getattr(packed_mosaic, name)
+        return getattr(packed_mosaic if isinstance(w, Packed) else mosaic, name)
     return functools.partial(getattr(packed_triton if isinstance(w, Packed) else triton, name), interpret=chosen == "triton-interpret")
 
 

@@ -1,7 +1,7 @@
 """Times products of few rows beside XLA's on this machine's GPU: `python -m pallas_kernels.linear.bench`.
 
---shapes NAME and --rows 4,40 choose what to time, --kind int4 takes packed weights, --sweep times other tiles too (of packed weights
-those of the Triton dialect; the first line is for what serves). The bytes of a line are the weights with their scales, each read once.
+--shapes NAME and --rows 4,40 choose what to time, --kind int4 takes packed weights, --sweep times other tiles too, those of the Triton
+dialect; the first line is for what serves on this GPU. The bytes of a line are the weights with their scales, each read once.
 XLA's time is for the whole product, in x's dtype and with its activation; `partials` leaves the sum of its parts to the next kernel.
 Programs first compile side by side, then are timed one after the other.
 """
@@ -44,8 +44,10 @@ def chosen(shape: Shape, rows: int, splits: int | None = None, tile: int = 0) ->
     return triton.choose_tiles(rows, shape.columns, shape.width, DTYPE.dtype.itemsize, matrices=matrices, splits=splits, tile=tile)
 
 
-def candidates(shape: Shape, rows: int) -> list[Tiles]:
-    """The tiles that serve this product, then others."""
+def candidates(shape: Shape, rows: int) -> list[Tiles | None]:
+    """None, which stands for what serves this product on this GPU, then tiles of the Triton kernel, where it takes so many rows."""
+    if rows > triton.MOST_ROWS:
+        return [None]
     serves = chosen(shape, rows)
     out = [serves, *(chosen(shape, rows, tile=tile) for tile in ((8, 16, 32, 64) if rows <= 16 else (32, 64, 128)))]
     if shape.kind == "partials":
@@ -55,7 +57,7 @@ def candidates(shape: Shape, rows: int) -> list[Tiles]:
     out += [dataclasses.replace(serves, slice=192 - serves.slice), dataclasses.replace(serves, num_stages=serves.num_stages - 1)]
     matrices = 2 if shape.kind == "gated" else 1
     fit = [t for t in out if t.num_stages > 1 and t.num_stages * t.step(rows, matrices, DTYPE.dtype.itemsize) <= 2 * triton.PROGRAM_BYTES]
-    return list(dict.fromkeys(fit))
+    return [None, *dict.fromkeys(fit)]
 
 
 def packed_candidates(shape: Shape, rows: int, packing: str) -> list[packed_triton.Tiles | None]:

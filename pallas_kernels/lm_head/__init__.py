@@ -6,18 +6,21 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.linear import mosaic as products
 from pallas_kernels.linear import packed_mosaic
-from pallas_kernels.lm_head import packed_triton, reference, triton
+from pallas_kernels.lm_head import mosaic, packed_triton, reference, triton
 from pallas_kernels.packed import Packed, tile
 
-MOST_ROWS = 64  # with more, an H200 spends its time on the product itself, and XLA's is faster
+MOST_ROWS = 64  # with more, the Triton kernel's product takes longer than XLA's
 
 
-def most_rows(table: jax.Array | Packed) -> int:
-    """The most rows that a kernel multiplies with this table."""
+def most_rows(table: jax.Array | Packed, implementation: str = "auto") -> int:
+    """The most rows that a kernel multiplies with this table. implementation: the one asked for."""
     if isinstance(table, Packed):
         return 0 if tile.unsupported(table, jnp.dtype(jnp.bfloat16)) else packed_triton.MOST_ROWS
-    return MOST_ROWS
+    if implementation == "mosaic":
+        return products.MOST_ROWS
+    return max(MOST_ROWS, mosaic.most_rows(table)) if implementation == "auto" else MOST_ROWS
 
 
 def lm_head(
@@ -38,6 +41,8 @@ def lm_head(
     float32. suppressed: token ids that are never chosen. first_id: [] int32, the token id of the table's first row, for a shard of a
     vocabulary (by default 0).
 
+    implementation: see `dialect.select`; or "mosaic", a kernel for Hopper and a table of bfloat16, which "auto" takes for 33 to 160 rows.
+
     Returns ids [N] int32 and their values [N] float32, noise included. Of equal values the lower id wins. Raises ValueError for arrays
     that do not fit each other, and for an `implementation` that is unknown or cannot serve them.
     """
@@ -55,7 +60,15 @@ def lm_head(
         implementation = "xla"
     settings = keys, temperature, softcap, suppressed, first_id
     if not isinstance(table, Packed):
-        chosen = dialect.select(implementation, triton.unsupported(table.dtype, suppressed))
+        fastest = mosaic.LEAST_ROWS <= hidden.shape[0] <= mosaic.most_rows(table)
+        if implementation == "mosaic" or (implementation == "auto" and fastest):
+            reason = mosaic.unsupported(hidden, table, suppressed)
+            if not reason:
+                return mosaic.lm_head(hidden, table, *settings)
+            if implementation == "mosaic":
+                raise ValueError(f"implementation 'mosaic' cannot serve this: {reason}")
+            implementation = "xla" if hidden.shape[0] > MOST_ROWS else implementation
+        chosen = dialect.select(implementation, triton.unsupported(table.dtype, suppressed), further=("mosaic",))
     elif implementation == "auto" and not packed_mosaic.unsupported(hidden, table):
         # Where its kernel of products runs, that saves more than it takes to write and read the logits.
         return reference.choose(packed_mosaic.partials(hidden, table, 1)[0], *settings)

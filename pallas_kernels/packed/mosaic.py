@@ -22,6 +22,7 @@ import numpy as np
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed
+from pallas_kernels.registers import exchange
 
 SHARED_MEMORY = 230_000  # of a program, without its barriers
 # The bits of a pair of codes, or of the two parts of their numbers.
@@ -185,7 +186,7 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
         place, part = jax.lax.div(warpgroup, tiles.deep), jax.lax.rem(warpgroup, tiles.deep)
         mine = tiles.step // tiles.deep
         operand = _unpacker(mosaic, kind, groups)
-        give_sums, take_sums = _exchange(mosaic, padded)
+        give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
         # Masks come from memory: ptxas would load a constant again before each use.
         masks = [mosaic.layout_cast(jnp.full((1,), refs["masks"][i], jnp.uint32), mosaic.Layout.WG_SPLAT((1,))) for i in range(2)]
 
@@ -232,36 +233,6 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
                     finish(refs, piece, piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks])
 
         each_piece(compute)
-
-
-def _exchange(mosaic, columns):
-    """Functions that store a product [64, columns] in shared memory [columns / 4, 256] as it lies in registers, and load it again."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
-    def places(count):
-        index = ir.IndexType.get()
-        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), arith.constant(index, 128))
-        pair = arith.muli(thread, arith.constant(index, 2))
-        return [[arith.constant(index, i), pair] for i in range(count)]
-
-    def give(_, value, held):
-        for register, place in zip(value.registers.flat, places(columns // 4), strict=True):
-            vector.store(register, held, place)
-
-    def take(_, held):
-        numbers = ir.VectorType.get((2,), ir.F32Type.get())
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, columns)), dtype=object)
-        for n, place in enumerate(places(columns // 4)):
-            registers.flat[n] = vector.load(numbers, held, place)
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-    result = mosaic.ShapeDtypeStruct((BLOCK, columns), jnp.float32, layout=mosaic.Layout.WGMMA)
-    return (
-        mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType()))(give),
-        mosaic.inline_mgpu(arg_types=(mosaic.RefType(),), return_type=result)(take),
-    )
 
 
 def store(value: Any, out: Any, block: Any, base: Any = None, count: Any = None, places: Any = None) -> None:

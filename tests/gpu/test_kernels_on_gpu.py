@@ -15,6 +15,7 @@ from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
+from pallas_kernels.linear import mosaic
 from pallas_kernels.linear import shapes as linear_shapes
 from pallas_kernels.lm_head import reference as lm_head_reference
 from pallas_kernels.lm_head import shapes as lm_head_shapes
@@ -259,6 +260,34 @@ def test_linear(name):
         assert_close(*(x.sum(axis=0) if shape.kind == "partials" else x for x in (out, wanted)), dtype)
 
 
+# Tiles of every form: rows that are padded, blocks of fewer outputs, programs that share sums, or what they read of x.
+ON_HOPPER = [
+    ("linear", 33, 5128, 1536, mosaic.Tiles(64)),
+    ("linear", 100, 5128, 1536, mosaic.Tiles(64, cluster=2, stream=True)),
+    ("partials", 160, 5376, 8192, mosaic.Tiles(64, stages=6, splits=3)),
+    ("partials", 39, 5128, 1536, mosaic.Tiles(64, step=128, stream=True)),
+    ("gated", 40, 2120, 1536, mosaic.Tiles(56, stages=5, cluster=2)),
+    ("gated", 160, 2120, 1536, mosaic.Tiles(40, stages=5, stream=True)),
+    ("gated", 256, 2120, 1536, mosaic.Tiles(64, stages=3, cluster=2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows", "columns", "width", "tiles"), ON_HOPPER)
+def test_linear_on_hopper(kind, rows, columns, width, tiles):
+    """These tiles and those that are chosen, each three times: programs that wait for each other must give the same every time."""
+    if reason := dialect.mosaic_obstacle():
+        pytest.skip(reason)
+    specs = linear_shapes.Shape(kind, columns, width).arguments(rows, jnp.bfloat16)
+    arguments = [draw(jax.random.key(i), x.shape, width**-0.5 if i == 1 else 1.0, "bfloat16") for i, x in enumerate(specs)]
+    kernels = functools.partial(getattr(mosaic, kind), tiles=tiles), functools.partial(getattr(linear, kind), implementation="mosaic")
+    wanted = jit(functools.partial(getattr(linear, kind), implementation="xla"))(*wide(arguments))
+    for kernel in kernels:
+        found = results(*[(kernel, arguments)] * 3)
+        for out in found:
+            assert_close(*(x.sum(axis=0) if kind == "partials" else x for x in (out, wanted)), "bfloat16")
+            np.testing.assert_array_equal(out, found[0])
+
+
 @functools.partial(jit, static_argnames="shape")
 def experts_one_by_one(x, gate_up, down, scores, per_expert, shape):
     """Router and experts in float32, an expert at a time: XLA's grouped product takes more memory than many a GPU has."""
@@ -330,9 +359,12 @@ HEADS = [
 ]
 
 
+@pytest.mark.parametrize("implementation", ["triton", "mosaic"])
 @pytest.mark.parametrize(("dtype", "hidden", "softcap"), HEADS)
-def test_lm_head(dtype, hidden, softcap):
+def test_lm_head(dtype, hidden, softcap, implementation):
     """Greedy and sampled rows mixed, and greedy ones alone."""
+    if implementation == "mosaic" and (reason := dialect.mosaic_obstacle() or (dtype != "bfloat16" and "the kernel needs bfloat16")):
+        pytest.skip(reason)
     shapes = [s for s in lm_head_shapes.SHAPES.values() if (s.hidden, s.softcap) == (hidden, softcap)]
     rows, vocab = max(s.rows for s in shapes), lm_head_shapes.VOCAB
     states = draw(jax.random.key(0), (rows, hidden), 1.0, dtype)
@@ -343,7 +375,7 @@ def test_lm_head(dtype, hidden, softcap):
     @functools.partial(jit, static_argnames="rows")
     def function(states, table, keys, temperature, rows):
         arrays = states[:rows], table, keys[:rows], temperature[:rows]
-        return lm_head.lm_head(*arrays, softcap=softcap, suppressed=SUPPRESSED, **KERNEL)
+        return lm_head.lm_head(*arrays, softcap=softcap, suppressed=SUPPRESSED, implementation=implementation)
 
     with ThreadPoolExecutor() as pool:
         lower = functools.partial(function.lower, states, table, keys, mixed)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import for_cuda
 
+from pallas_kernels import device
 from pallas_kernels.lm_head import lm_head, most_rows, triton
 from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.shapes import SHAPES
@@ -211,3 +212,31 @@ def test_which_packed_tables_a_kernel_serves():
         lm_head(hidden, double, keys, temperature, implementation="triton-interpret")
     with pytest.raises(ValueError, match=r"the table int8\[64, 15\]; expected"):
         lm_head(hidden, packed_matrices.packed("int8", (64, 15)), keys, temperature)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "kernel"), [("9.0", 32, "triton"), ("9.0", 40, "mosaic"), ("9.0", 160, "mosaic"), ("8.0", 160, "xla")]
+)
+def test_on_hopper_many_rows_take_a_kernel_of_its_own(gpu, rows, kernel):
+    leaf = jax.ShapeDtypeStruct
+    table = leaf((262_144, 1536), jnp.bfloat16)
+    arrays = leaf((rows, 1536), jnp.bfloat16), table, leaf((rows, 2), jnp.uint32), leaf((rows,), jnp.float32)
+    head = jax.jit(functools.partial(lm_head, softcap=30.0, suppressed=(0, 258_881)))
+    with device.described_as(device.Described("a GPU", gpu)):
+        most = most_rows(table), most_rows(table, "triton")
+        text = for_cuda(head, *arrays)
+    assert most == (160 if gpu == "9.0" else 64, 64)
+    assert text.count("@mosaic_gpu_v2") == (kernel == "mosaic") and text.count('name = "lm_head"') == (kernel == "triton")
+
+
+def test_what_the_hopper_kernel_cannot_serve_is_refused():
+    hidden, table, keys, temperature = problem(2, 64, 64, "float32")
+    refused = functools.partial(lm_head, keys=keys, temperature=temperature, implementation="mosaic")
+    with pytest.raises(ValueError, match="'mosaic' cannot serve this: the device is a CPU; the kernel needs a Hopper GPU"):
+        refused(hidden, table)
+    with device.described_as(device.Described("NVIDIA H200", "9.0")):
+        with pytest.raises(ValueError, match="'mosaic' cannot serve this: x is float32 and the matrix float32; the kernel needs bfloat16"):
+            refused(hidden, table)
+        hidden, table = hidden.astype(jnp.bfloat16), table.astype(jnp.bfloat16)
+        with pytest.raises(ValueError, match="'mosaic' cannot serve this: 33 ids are suppressed; the kernel takes at most 32"):
+            refused(hidden, table, suppressed=tuple(range(33)))
