@@ -17,9 +17,9 @@ from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear import mosaic as linear
 from pallas_kernels.linear.mosaic import MOST_STAGES, SHARED_MEMORY, WORKERS, Tiles
-from pallas_kernels.registers import BLOCK
 from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.triton import too_many
+from pallas_kernels.registers import BLOCK
 
 LEAST_ROWS, MOST_FASTEST = 33, 160  # rows with which the kernel is faster than Triton's and XLA's on an H200
 MOST_LONG = 64  # rows up to which a step has 128 inputs
