@@ -43,13 +43,12 @@ def store(mosaic: Any, value: jax.Array, ref: Any, first: Any, end: Any = None, 
         row = arith.muli(arith.remui(lane, at(4)), at(2))
         rows = out.type.shape[0]
 
-        def write_half(half):
-            place_in = arith.addi(column, at(8 * half))
+        def write_halves(*halves):
             for place, register in np.ndenumerate(value.registers):
-                if place[4] != half:
+                if place[4] not in halves:
                     continue
                 for n in range(2):
-                    where = [arith.addi(row, at(8 * place[1] + n)), place_in]
+                    where = [arith.addi(row, at(8 * place[1] + n)), arith.addi(column, at(8 * place[4]))]
                     number = vector.extract(register, [], [n])
                     if 8 * place[1] + 8 <= rows:
                         memref.store(number, out, where)
@@ -57,13 +56,13 @@ def store(mosaic: Any, value: jax.Array, ref: Any, first: Any, end: Any = None, 
                         with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, where[0], at(rows))):
                             memref.store(number, out, where)
 
+        if end is None:
+            write_halves(0, 1)
+            return
+        last = arith.index_cast(index, end.registers.flat[0])
         for half in range(2):
-            if end is None:
-                write_half(half)
-            else:
-                last = arith.index_cast(index, end.registers.flat[0])
-                with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, arith.addi(column, at(8 * half)), last)):
-                    write_half(half)
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, arith.addi(column, at(8 * half)), last)):
+                write_halves(half)
 
     mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType(), *[splat] * len(numbers)))(write)(value, ref, *numbers)
 
