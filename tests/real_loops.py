@@ -25,8 +25,8 @@ KERNELS = {
 }
 
 
-# Of those for float weights, the kernels of which a quantised target has others.
-PACKED = {name: f"packed_{name}" for name in ("linear", "gated", "gated_by", "moe_gate_up", "moe_down")}
+# Of those for float weights, the kernels of which a quantised target has others. A gate by other numbers is a product and what XLA makes of it.
+PACKED = {name: f"packed_{name}" for name in ("linear", "gated", "moe_gate_up", "moe_down")} | {"gated_by": "packed_linear"}
 
 
 @functools.cache
