@@ -25,7 +25,7 @@ KERNELS = {
 }
 
 
-# Of those for float weights, the kernels of which a quantised target has others. A gate by other numbers is a product and what XLA makes of it.
+# Of those for float weights, the kernels of which a quantised target has others. Its gate by other numbers is a product of theirs.
 PACKED = {name: f"packed_{name}" for name in ("linear", "gated", "moe_gate_up", "moe_down")} | {"gated_by": "packed_linear"}
 
 

@@ -56,6 +56,7 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
         assert texts(llm) == first and type(llm.drafter).__name__ == "Gemma4MTP"
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_beside_a_quantised_target(folders, monkeypatch):
     """Matrices and embedding in int8, which stay packed: texts are those without learning, whatever weights are tried and taken."""
     monkeypatch.setattr(trials, "LEAST", 1)
