@@ -153,6 +153,7 @@ def test_tiles_fit_into_the_gpu(packing, gpu):
 candidates = bench.packed_candidates
 
 
+@pytest.mark.slow
 def test_candidates_compute_the_same(monkeypatch, capsys):
     """The benchmark on a shape of its own: it checks every cut against the reference."""
     monkeypatch.setattr(bench, "SHAPES", {"small": bench.Shape("partials", 64, 128)})
