@@ -35,18 +35,10 @@ MULTIPLY = 1.1e-3  # microseconds for the product of a row and a block
 
 def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
     """Why the kernel cannot serve these arrays, or None."""
-    if reason := dialect.mosaic_obstacle():
-        return reason
     if others:
         return "the product is gated by other numbers; the kernel does not read any"
-    if {x.dtype, w.scale.dtype} != {jnp.dtype(jnp.bfloat16)}:
-        return f"x is {x.dtype.name} and the scales are {w.scale.dtype.name}; the kernel needs bfloat16"
-    if any(w.cut):
-        return f"the matrix is {list(w.shape)}; the kernel needs multiples of {BLOCK}"
-    if w.zero is not None:
-        return "the matrix has zero points; the kernel has none"
-    if w.scale.shape[-1] > 8:
-        return f"{2 * BLOCK // w.scale.shape[-1]} inputs share a scale; the kernel needs 16 or more"
+    if reason := mosaic.unsupported(x, w):
+        return reason
     if w.size < LEAST_WEIGHTS:
         return f"the matrix has {w.size} weights; the kernel is made for {LEAST_WEIGHTS} and more"
     if x.shape[0] > MOST_ROWS:

@@ -51,19 +51,11 @@ def choose_tiles(pairs: int, experts: int, bits: int) -> Tiles:
 
 def unsupported(x: jax.Array, gate_up_proj: Any, down_proj: Any, pairs: int) -> str | None:
     """Why the kernels cannot serve these arrays, or None."""
-    if reason := dialect.mosaic_obstacle():
-        return reason
     if not isinstance(gate_up_proj, Packed):
         return "the weights are not packed"
     for w in (gate_up_proj, down_proj):
-        if {x.dtype, w.scale.dtype} != {jnp.dtype(jnp.bfloat16)}:
-            return f"x is {x.dtype.name} and the scales are {w.scale.dtype.name}; the kernel needs bfloat16"
-        if any(w.cut):
-            return f"a matrix is {list(w.shape[-2:])}; the kernel needs multiples of {BLOCK}"
-        if w.zero is not None:
-            return "a matrix has zero points; the kernel has none"
-        if w.scale.shape[-1] > 8:
-            return f"{2 * BLOCK // w.scale.shape[-1]} inputs share a scale; the kernel needs 16 or more"
+        if reason := mosaic.unsupported(x, w):
+            return reason
     if pairs > MOST_SHARE * gate_up_proj.shape[0]:
         return f"{pairs} pairs chose {gate_up_proj.shape[0]} experts; the kernel takes at most {MOST_SHARE} for each"
     return None

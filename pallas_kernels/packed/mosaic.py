@@ -69,6 +69,21 @@ class Piece:
     count: Any  # of steps
 
 
+def unsupported(x: jax.Array, w: Packed) -> str | None:
+    """Why no kernel here can multiply rows of x with this matrix, or each matrix of several, or None."""
+    if reason := dialect.mosaic_obstacle():
+        return reason
+    if {x.dtype, w.scale.dtype} != {jnp.dtype(jnp.bfloat16)}:
+        return f"x is {x.dtype.name} and the scales are {w.scale.dtype.name}; the kernel needs bfloat16"
+    if any(w.cut):
+        return f"the matrix is {list(w.shape)}; the kernel needs multiples of {BLOCK}"
+    if w.zero is not None:
+        return "the matrix has zero points; the kernel has none"
+    if w.scale.shape[-1] > 8:
+        return f"{2 * BLOCK // w.scale.shape[-1]} inputs share a scale; the kernel needs 16 or more"
+    return None
+
+
 def call(
     arrays: dict[str, jax.Array],
     w: Packed,
