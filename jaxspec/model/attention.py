@@ -60,7 +60,7 @@ def attend(
         k, v = (k, v) if pools is None else pools.as_stored(k, v)
         if keys.store_first:
             assert pools is not None and keys.table is not None
-            pools = paged.write(pools, keys.table, keys.length, keys.count, k, v)
+            pools = paged.write(pools, keys.table, keys.length, keys.count, k, v, attention)
             keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
         else:
             keys = dataclasses.replace(keys, fresh=(k, v))
@@ -108,16 +108,17 @@ def keys_for(cache: PagedKV | None, layer: int, spec: LayerSpec, rows: Rows, wei
     return dataclasses.replace(keys, store_first=store_first, packing=rows.packing, tree=rows.tree)
 
 
-def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys]) -> PagedKV:
+def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str) -> PagedKV:
     """The cache with every owning layer's rows. Those that are still fresh are written once all layers have read the pools as they
-    were: a chunk longer than a ring's spare places overwrites what its first rows see. Those of a tree are left to `store_path`."""
+    were: a chunk longer than a ring's spare places overwrites what its first rows see. Those of a tree are left to `store_path`.
+    attention: the implementation."""
     if rows.tree is not None:
         return cache
     layers = list(cache.layers)
     for i, keys in fresh.items():
         assert keys.pools is not None and keys.table is not None
         pools = keys.pools
-        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, keys.count, *keys.fresh)
+        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, keys.count, *keys.fresh, attention)
     return dataclasses.replace(cache, layers=tuple(layers))
 
 

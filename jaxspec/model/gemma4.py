@@ -269,7 +269,7 @@ class Gemma4:
         if last_only and cut == config.num_hidden_layers:
             normed = take_row(normed, last)
         if cache is not None:
-            cache = stored(cache, rows, fresh)
+            cache = stored(cache, rows, fresh, attention)
         return Hidden(normed, tuple(tapped[i] for i in taps), fresh), cache
 
     def init_cache(self, **settings: Any) -> PagedKV:

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
-from pallas_kernels.qkv.reference import stored, write_rows
+from pallas_kernels import qkv
+from pallas_kernels.qkv.reference import stored
 
 
 @struct.dataclass
@@ -127,14 +128,15 @@ def has_room(cache: PagedKV, spec: LayerSpec, rows: int) -> bool:
     return spec.window is None or cache.tables[spec.kind].shape[1] * page_size_of(cache) >= spec.window + rows - 1
 
 
-def write(layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, k: jax.Array, v: jax.Array) -> LayerKV:
+def write(
+    layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "xla"
+) -> LayerKV:
     """Stores rows start .. start + count - 1 of each sequence in its pages.
 
     table: [B, W] int32. start, count: [B] int32. k: [B, T, KV, key_dims], v: [B, T, KV, D]; rows from `count` on are dropped. Of
-    more rows than the ring holds, the last are kept.
+    more rows than the ring holds, the last are kept. implementation: see `pallas_kernels.qkv.write`.
     """
-    k, v = layer.as_stored(k, v)
-    pools = write_rows(layer.k, table, start, count, k), write_rows(layer.v, table, start, count, v)
+    pools = qkv.write(qkv.Pages(layer.k, layer.v, table, start, count), *layer.as_stored(k, v), implementation=implementation)
     return LayerKV(*pools, layer.scales)
 
 

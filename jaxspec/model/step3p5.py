@@ -266,7 +266,7 @@ class Step3p5:
         if last_only:
             normed = take_row(normed, jnp.maximum(rows.count - 1, 0))
         if cache is not None:
-            cache = stored(cache, rows, fresh)
+            cache = stored(cache, rows, fresh, attention)
         return Hidden(normed, tuple(tapped[i] for i in taps), fresh), cache
 
     def init_cache(self, **settings: Any) -> PagedKV:

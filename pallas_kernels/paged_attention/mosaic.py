@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
-from pallas_kernels.paged_attention import mosaic_parts, mosaic_rotary, mosaic_whole, triton
+from pallas_kernels.paged_attention import mosaic_parts, mosaic_prompt, mosaic_rotary, mosaic_whole, triton
 from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 
 START = 4  # the time of a program's start and end, in units of the time for a block of keys
@@ -39,6 +39,8 @@ def is_faster(q, key_weight, window) -> bool:
     if key_weight is not None:
         # By a tenth or more if `triton` needs several tiles of 16 query rows, since each tile reads the keys again.
         return q.shape[1] * q.shape[3] > 16
+    if mosaic_prompt.unsupported(q) is None:
+        return True
     plan = mosaic_parts.Plan(q.shape, 1, True, window, 1.0)
     rounds = pl.cdiv(plan.items, dialect.MULTIPROCESSORS)
     # Measured with windows and few rows. `triton` keeps several programs on a multiprocessor, so it is faster where a second round has few
@@ -49,16 +51,6 @@ def is_faster(q, key_weight, window) -> bool:
 
 def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None):
     """See `pallas_kernels.paged_attention.paged_attention`."""
-    batch, queries, heads, group, dim = q.shape
-
-    def cut(splits: int) -> mosaic_parts.Plan:
-        return mosaic_parts.Plan(q.shape, splits, causal, window, scale * triton.LOG2_E)
-
-    if splits is None:
-        visible = table.shape[1] * cached[0].shape[1]
-        visible = visible if window is None else min(visible, window + queries)
-        splits = splits_for(cut(1).items, visible // KEYS)
-    plan = cut(splits)
     inputs = {"lengths": lengths, "positions": positions, "q": q, "table": table, "k": cached[0], "v": cached[1]}
     if key_weight is not None:
         inputs["weight"] = key_weight
@@ -67,6 +59,19 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
         missing = -fresh[0].shape[1] % 8 if fresh[0].shape[1] > 8 else 0
         fresh = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in fresh) if missing else fresh
         inputs |= {"count": fresh_count, "fresh_k": fresh[0], "fresh_v": fresh[1]}
+    scale = scale * triton.LOG2_E
+    if key_weight is None and splits is None and mosaic_prompt.unsupported(q) is None:
+        return mosaic_prompt.attend(mosaic_prompt.Plan(q.shape, causal, window, scale), inputs, q)
+    batch, queries, heads, group, dim = q.shape
+
+    def cut(splits: int) -> mosaic_parts.Plan:
+        return mosaic_parts.Plan(q.shape, splits, causal, window, scale)
+
+    if splits is None:
+        visible = table.shape[1] * cached[0].shape[1]
+        visible = visible if window is None else min(visible, window + queries)
+        splits = splits_for(cut(1).items, visible // KEYS)
+    plan = cut(splits)
     kernel = mosaic_whole if key_weight is None else mosaic_rotary
     out = kernel.attend(plan, inputs, plan.results(q.dtype))
     if splits == 1:

@@ -56,6 +56,10 @@ class Plan:
         numbers = jax.ShapeDtypeStruct((parts, self.tiles * ROWS), jnp.float32)
         return {"acc": jax.ShapeDtypeStruct((parts, queries, group, dim), jnp.float32), "top": numbers, "total": numbers}
 
+    def softmax(self, item: Item) -> Softmax:
+        settings = {"causal": self.causal, "window": self.window, "scale": self.scale, "partial": self.splits > 1}
+        return Softmax(item.after(self), item.span.begin, **settings)
+
     def item(self, refs, number) -> Item:
         """refs: the kernel's arguments by name. number: below `items`; those with the same keys are neighbours."""
         _, queries, heads, _, _ = self.shape
@@ -65,10 +69,10 @@ class Plan:
         b, head = jax.lax.div(pair, heads), jax.lax.rem(pair, heads)
         at = [jnp.minimum(first + t, queries - 1) for t in range(self.at_once)]
         position = [refs["positions"][b, t] for t in at]
-        span = _span(refs, b, position, self.causal, self.window)
+        span = span_of(refs, b, position, self.causal, self.window)
         share = jax.lax.div(span.blocks + (self.splits - 1), self.splits)
         start = jnp.minimum(jax.lax.rem(part, self.splits) * share, span.blocks)
-        return Item(b, head, part, first, at, position, span, start, jnp.minimum(start + share, span.blocks))
+        return Item(b, head, first, span, start, jnp.minimum(start + share, span.blocks), part, at, position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,19 +111,33 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class Work:
     b: jax.Array  # the sequence
     head: jax.Array
-    part: jax.Array  # its number among all parts of all heads and sequences
     first: jax.Array  # its first query
-    at: list[jax.Array]  # its queries; the last one several times if there are fewer
-    position: list[jax.Array]  # of the queries
     span: Span
     start: jax.Array  # its blocks of the span are start .. stop - 1
     stop: jax.Array
 
 
-def _span(refs, b, position, causal, window) -> Span:
+@dataclasses.dataclass(frozen=True)
+class Item(Work):
+    part: jax.Array  # its number among all parts of all heads and sequences
+    at: list[jax.Array]  # its queries; the last one several times if there are fewer
+    position: list[jax.Array]  # of the queries
+
+    def after(self, plan: Plan) -> jax.Array:
+        """The position after each row's own."""
+        layout = dialect.mosaic().Layout.WGMMA
+        row = dialect.mosaic().broadcasted_iota(jnp.int32, (ROWS, KEYS), 0, layout=layout)
+        after = dialect.mosaic().layout_cast(jnp.full((ROWS, KEYS), (self.position[0] + 1).astype(jnp.float32)), layout)
+        for t in range(1, plan.at_once):
+            after = jnp.where(row >= t * plan.rows, (self.position[t] + 1).astype(jnp.float32), after)
+        return jnp.max(after, axis=1)
+
+
+def span_of(refs, b, position, causal, window) -> Span:
+    """The span of queries of a sequence. position: theirs, or the least and the largest."""
     length, ring = refs["lengths"][b], refs["k"].shape[1] * refs["table"].shape[1]
     horizon = functools.reduce(jnp.maximum, position) + 1
     oldest = jnp.int32(0) if window is None else jnp.maximum(functools.reduce(jnp.minimum, position) - (window - 1), 0)
@@ -140,7 +158,7 @@ def _blocks(keys):
     return jax.lax.div(keys + (KEYS - 1), KEYS)
 
 
-def each_block(refs, item: Item, copy) -> None:
+def each_block(refs, item: Work, copy) -> None:
     """Calls copy(block, K, V, major, rows) for each block of an item. Its keys are K[major, rows], where copies read zeros past the last
     row."""
     page, places = refs["k"].shape[1], refs["table"].shape[1]
@@ -210,43 +228,44 @@ def across(x, width: int):
 
 
 class Softmax:
-    """The softmax of an item's rows, a block of keys after the other."""
+    """The softmax of 64 rows, a block of keys after the other."""
 
-    def __init__(self, plan: Plan, item: Item):
-        self.plan, mosaic = plan, dialect.mosaic()
-        layout = mosaic.Layout.WGMMA
-        self.row, self.key = (mosaic.broadcasted_iota(jnp.int32, (ROWS, KEYS), d, layout=layout) for d in range(2))
+    def __init__(self, after: jax.Array, begin: jax.Array, *, causal: bool, window: int | None, scale: float, partial: bool = False):
+        """after: the position after each row's own; begin: the first position that a row may see; partial: whether only a part of the
+        keys comes. The others are those of a plan."""
+        mosaic = dialect.mosaic()
+        self.row, self.key = (mosaic.broadcasted_iota(jnp.int32, (ROWS, KEYS), d, layout=mosaic.Layout.WGMMA) for d in range(2))
         # We compare positions in float32, which holds them exactly, because int32 vectors would be compared as uint32.
-        after = mosaic.layout_cast(jnp.full((ROWS, KEYS), (item.position[0] + 1).astype(jnp.float32)), layout)
-        for t in range(1, plan.at_once):
-            after = jnp.where(self.row >= t * plan.rows, (item.position[t] + 1).astype(jnp.float32), after)
-        self.after = jnp.max(after, axis=1)  # the position after each row's own
-        self.begin = item.span.begin
+        self.after, self.begin, self.causal, self.window, self.scale, self.partial = after, begin, causal, window, scale, partial
 
     def start(self, width: int):
         """The state before the first block: sums of `width` columns of V, each row's largest score and its sum of weights."""
         acc = dialect.mosaic().layout_cast(jnp.zeros((ROWS, width), jnp.float32), dialect.mosaic().Layout.WGMMA)
         return acc, self._each_row(MASKED), self._each_row(0.0)
 
-    def step(self, scores, state, seen):
-        """The weights of a block's keys, and the state before V is added. scores: products of queries and keys. seen: of the block."""
+    def step(self, scores, state, seen, plain=None):
+        """The weights of a block's keys, and the state before V is added. scores: products of queries and keys. seen: of the block.
+        plain: whether every row sees every key of it, if that is known."""
         acc, top, total = state
-        base, end = seen
-        # Computed for every block, so that fewer registers are held for long.
-        position = (self.key + base).astype(jnp.float32)
-        limit = self._each_row(end.astype(jnp.float32))
-        if self.plan.causal:
-            limit = jnp.minimum(limit, self.after)
-        least = self._each_row(self.begin.astype(jnp.float32))
-        if self.plan.window is not None:
-            least = jnp.maximum(least, self.after - float(self.plan.window))
-        visible = (position >= across(least, KEYS)) & (position < across(limit, KEYS))
-        scores = jnp.where(visible, scores * self.plan.scale, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        scores = self._masked(scores, seen) if plain is None else jax.lax.cond(plain, lambda x: x, lambda x: self._masked(x, seen), scores)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1) * self.scale)
         shrink = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - across(new_top, KEYS))
+        weights = jnp.exp2(scores * self.scale - across(new_top, KEYS))
         total = total * shrink + jnp.sum(weights, axis=1)
         return weights.astype(jnp.bfloat16), (acc * across(shrink, acc.shape[1]), new_top, total)
+
+    def _masked(self, scores, seen):
+        base, end = seen
+        # Computed for every such block, so that fewer registers are held for long.
+        position = (self.key + base).astype(jnp.float32)
+        limit = self._each_row(end.astype(jnp.float32))
+        if self.causal:
+            limit = jnp.minimum(limit, self.after)
+        least = self._each_row(self.begin.astype(jnp.float32))
+        if self.window is not None:
+            least = jnp.maximum(least, self.after - float(self.window))
+        visible = (position >= across(least, KEYS)) & (position < across(limit, KEYS))
+        return jnp.where(visible, scores, -jnp.inf)
 
     def clear(self, values, seen) -> None:
         """Clears V of keys that no row may see. They may be NaN, and a weight of 0 times NaN is NaN."""
@@ -262,7 +281,7 @@ class Softmax:
 
     def result(self, acc, total):
         """What is stored of the sums of V: the final result, or the sums if they are partial."""
-        return acc if self.plan.splits > 1 else acc * across(1.0 / jnp.maximum(total, 1e-30), acc.shape[1])
+        return acc if self.partial else acc * across(1.0 / jnp.maximum(total, 1e-30), acc.shape[1])
 
     def _each_row(self, value):
         return dialect.mosaic().layout_cast(jnp.full((ROWS,), value, jnp.float32), dialect.mosaic().Layout.WGMMA.reduce(1))

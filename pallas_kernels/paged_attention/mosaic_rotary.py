@@ -111,7 +111,7 @@ def _compute(plan, refs, item, warpgroup):
         part[...] = (part[...].astype(jnp.float32) * weight).astype(part.dtype)
     mosaic.commit_smem()
     meet(refs["both"])
-    softmax = parts.Softmax(plan, item)
+    softmax = plan.softmax(item)
     pl.when(warpgroup == 1)(meet)  # from here on this warpgroup is half a step behind the other
 
     def step(block, state):

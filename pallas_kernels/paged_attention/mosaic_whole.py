@@ -93,7 +93,7 @@ def _compute(plan, refs, item, place):
     mosaic, (pages, results, numbers) = dialect.mosaic(), _memory(plan, refs)
     queries, columns = refs["queries"], pl.ds(0, DIM)
     parts.load_queries(plan, refs, item, queries, columns)
-    softmax = parts.Softmax(plan, item)
+    softmax = plan.softmax(item)
     mosaic.barrier_wait(refs["loaded"])
 
     def step(block, state):

@@ -1,4 +1,4 @@
-"""Norms and rotates the heads of a layer's fused projection, and stores new keys and values in their pages."""
+"""Norms and rotates the heads of a layer's fused projection, and stores new keys and values in their pages, at once or later."""
 
 from __future__ import annotations
 
@@ -56,4 +56,18 @@ def qkv(
     return triton.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings, interpret=chosen == "triton-interpret")
 
 
-__all__ = ["Pages", "qkv"]
+def write(pages: Pages, k: jax.Array, v: jax.Array, *, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
+    """Stores rows that were not stored at once: k [B, T, KV, key_dims] and v [B, T, KV, D] in the pools' dtype.
+
+    Returns the pools. Of more rows than W * page, the last are kept. implementation: see `dialect.select`; kernels do not store float8.
+    Raises ValueError for an unknown one.
+    """
+    narrow = pages.k.dtype.itemsize == 1
+    chosen = "xla" if narrow else dialect.select(implementation)
+    if chosen == "xla":
+        where = (pages.table, pages.start, pages.count)
+        return reference.write_rows(pages.k, *where, k), reference.write_rows(pages.v, *where, v)
+    return triton.write(pages, k, v, interpret=chosen == "triton-interpret")
+
+
+__all__ = ["Pages", "qkv", "write"]

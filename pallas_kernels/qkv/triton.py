@@ -1,4 +1,7 @@
-"""The heads of a layer as one kernel in the Triton dialect. A program norms, rotates and stores the heads of one row and some KV heads."""
+"""Kernels in the Triton dialect: one norms, rotates and stores the heads of a layer, and one only stores keys and values.
+
+A program serves one row, and in the first kernel some of its KV heads.
+"""
 
 from __future__ import annotations
 
@@ -119,3 +122,36 @@ def _heads(*refs, names, together, group, key_dims, eps, value_norm):
     store("k", where, is_key, high_turned, key_dims // 2, key_dims // 2)
     store("v", where, is_value, values[0], 0, half)
     store("v", where, is_value, values[1], half, half)
+
+
+def write(pages, k, v, *, interpret=False):
+    """See `pallas_kernels.qkv.write`."""
+    inputs = {"table": pages.table, "start": pages.start, "count": pages.count, "rows_k": k, "rows_v": v, "old_k": pages.k, "old_v": pages.v}
+    return dialect.call(
+        functools.partial(_write, names=(*inputs, "k", "v")),
+        name="write_pages",
+        grid=(k.shape[0] * k.shape[1],),
+        in_specs=[ANY] * len(inputs),
+        out_specs=[ANY] * 2,
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (pages.k, pages.v)],
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+        input_output_aliases={len(inputs) - 2: 0, len(inputs) - 1: 1},
+    )(*inputs.values())
+
+
+def _write(*refs, names):
+    refs = dict(zip(names, refs, strict=True))
+    rows, (page, places) = refs["rows_k"].shape[1], (refs["old_k"].shape[1], refs["table"].shape[1])
+    b, t = pl.program_id(0) // rows, pl.program_id(0) % rows
+    position, count = refs["start"][b] + t, refs["count"][b]
+    kept = (t < count) & (t >= count - page * places)
+    where = refs["table"][b, (position // page) % places], position % page
+    for name in ("k", "v"):
+        source, pool = refs[f"rows_{name}"], refs[name]
+        head, column = (jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32) for size in source.shape[2:])
+        inside = (head < source.shape[2])[:, None] & (column < source.shape[3])[None, :] & kept
+        head, column = jnp.minimum(head, source.shape[2] - 1)[:, None], jnp.minimum(column, source.shape[3] - 1)[None, :]
+        row = plgpu.load(source.at[b, t, head, column], mask=inside, other=jnp.zeros((), source.dtype))
+        plgpu.store(pool.at[(*where, head, column)], row, mask=inside)

@@ -18,7 +18,7 @@ SLOTS, PAGE, MAX_LEN = 6, 4, 22
 release = jax.jit(paged.release)
 reserve = jax.jit(paged.reserve, static_argnames="rows")
 share = jax.jit(paged.share)
-write = jax.jit(paged.write)
+write = jax.jit(paged.write, static_argnames="implementation")
 
 
 def ids(*numbers):
@@ -228,8 +228,9 @@ def test_no_two_rows_of_a_write_share_a_place(chunks):
     assert len(kept) == len(set(map(tuple, kept.tolist()))) == sum(min(12, n) for _, n in chunks)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("chunks", CHUNKS)
-def test_rows_land_where_attention_looks_for_them(chunks):
+def test_rows_land_where_attention_looks_for_them(chunks, implementation):
     rng = np.random.default_rng(1)
     table = rng.permutation(20)[:9].reshape(3, 3)
     before = rng.standard_normal((2, 20, PAGE, 1, 2)).astype(np.float32)
@@ -240,7 +241,7 @@ def test_rows_land_where_attention_looks_for_them(chunks):
             expected[:, table[b, (start + i) // PAGE % 3], (start + i) % PAGE] = rows[:, b, i]
     start, count = (jnp.asarray(x, jnp.int32) for x in zip(*chunks, strict=True))
     layer = paged.LayerKV(*map(jnp.asarray, before))
-    layer = write(layer, jnp.asarray(table, jnp.int32), start, count, *map(jnp.asarray, rows))
+    layer = write(layer, jnp.asarray(table, jnp.int32), start, count, *map(jnp.asarray, rows), implementation=implementation)
     assert np.array_equal(np.stack([layer.k, layer.v]), expected)
     # The same by the reader's rule: place j of the ring holds the newest position congruent to j.
     held = np.asarray(ring_positions(start + count, 12))

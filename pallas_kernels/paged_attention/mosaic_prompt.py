@@ -1,0 +1,189 @@
+"""Paged attention in the Mosaic GPU dialect for many rows of a prompt, with keys that are stored whole.
+
+A program serves 64 queries of a sequence, for two query heads of one KV head. It has three warpgroups. One copies blocks of keys and values
+to shared memory. The other two compute, each for one of the two heads, so that a row of a product is a query. They take turns: while one
+computes products, the other computes its softmax, as in FlashAttention-3 (Shah et al., 2024).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl
+from pallas_kernels.paged_attention import mosaic_parts as parts
+from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
+
+DIM = 256
+SLOTS = 5  # blocks of keys or of values in shared memory
+WORKERS = 2  # warpgroups that compute, and query heads of an item
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call is cut into items, and what else is the same for all of them."""
+
+    shape: tuple[int, ...]  # of the queries: [B, T, KV, G, D]
+    causal: bool
+    window: int | None
+    scale: float  # of scores, in units of log2
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.shape[1], ROWS)
+
+    @property
+    def pairs(self) -> int:
+        return self.shape[3] // WORKERS
+
+    @property
+    def items(self) -> int:
+        return self.tiles * self.pairs * self.shape[0] * self.shape[2]
+
+    def item(self, refs, number) -> Item:
+        """refs: the kernel's arguments by name. number: below `items`; those with the same keys are neighbours."""
+        rest, tile = jax.lax.div(number, self.tiles), self.tiles - 1 - jax.lax.rem(number, self.tiles)
+        rest, pair = jax.lax.div(rest, self.pairs), jax.lax.rem(rest, self.pairs)
+        b, head = jax.lax.div(rest, self.shape[2]), jax.lax.rem(rest, self.shape[2])
+        low, high = refs["low"][b, tile], refs["high"][b, tile]
+        span = parts.span_of(refs, b, [low, high], self.causal, self.window)
+        return Item(b, head, tile * ROWS, span, jnp.int32(0), span.blocks, pair * WORKERS, low, high)
+
+    def plain(self, item: Item, seen) -> jax.Array:
+        """Whether every row sees every key of a block. seen: of the block."""
+        base, end = seen
+        limit = jnp.minimum(end, item.low + 1) if self.causal else end
+        least = item.span.begin if self.window is None else jnp.maximum(item.span.begin, item.high + 1 - self.window)
+        return (base >= least) & (base + KEYS <= limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item(parts.Work):
+    member: jax.Array  # the first of its query heads
+    low: jax.Array  # the least position of its queries
+    high: jax.Array  # the largest
+
+
+def unsupported(q) -> str | None:
+    """Why the kernel cannot serve these queries, which `mosaic_whole` can, or None."""
+    if q.shape[1] < ROWS or q.shape[1] % 8 or q.shape[3] % WORKERS:
+        return f"there are {q.shape[1]} rows and {q.shape[3]} query heads, the kernel needs a multiple of 8, {ROWS} or more, and an even number"
+    return None
+
+
+def attend(plan: Plan, inputs, q):
+    """The result. inputs: the kernel's arguments by name."""
+    mosaic = dialect.mosaic()
+    programs = min(plan.items, dialect.MULTIPROCESSORS)
+    positions = inputs["positions"]
+    missing = plan.tiles * ROWS - positions.shape[1]
+    positions = jnp.pad(positions, ((0, 0), (0, missing)), mode="edge") if missing else positions
+    tiles = positions.reshape(-1, plan.tiles, ROWS)
+    inputs = inputs | {"positions": positions, "low": jnp.min(tiles, axis=2), "high": jnp.max(tiles, axis=2)}
+    scratch = {
+        "queries": parts.tiled(WORKERS, ROWS, DIM),  # where results are put together later
+        "pages": parts.tiled(SLOTS, KEYS, DIM),
+        "loaded": mosaic.Barrier(num_barriers=WORKERS),
+        "full": mosaic.Barrier(num_barriers=SLOTS),
+        "empty": mosaic.Barrier(num_arrivals=WORKERS, num_barriers=SLOTS),
+        "turn": mosaic.Barrier(num_arrivals=WORKERS),
+    }
+    names = (*inputs, "out")
+
+    def body(*refs, **scratch):
+        refs = dict(zip(names, refs, strict=True)) | scratch
+        warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
+
+        def serve(role):
+            def step(n, before):
+                item = plan.item(refs, program + n * programs)
+
+                def place(block, kind):
+                    """Counts the blocks of keys and of values before a block's; and its slot. kind: 0 for keys, 1 for values."""
+                    number = 2 * (before + block) + kind
+                    return number, jax.lax.rem(number, SLOTS)
+
+                role(plan, refs, item, place, warpgroup)
+                return before + item.stop
+
+            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
+
+        @pl.when(warpgroup == WORKERS)
+        def _():
+            mosaic.set_max_registers(40, action="decrease")
+            serve(_copy)
+
+        @pl.when(warpgroup < WORKERS)
+        def _():
+            mosaic.set_max_registers(232, action="increase")
+            pl.when(warpgroup == 1)(lambda: _meet(refs))  # from here on this warpgroup is half a step behind the other
+            serve(_compute)
+            pl.when(warpgroup == 0)(lambda: _meet(refs))
+
+    return mosaic.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=WORKERS + 1,
+        thread_name="warpgroup",
+        kernel_name="paged_attention",
+        compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
+    )(*inputs.values())
+
+
+def _meet(refs):
+    dialect.mosaic().barrier_arrive(refs["turn"])
+    dialect.mosaic().barrier_wait(refs["turn"])
+
+
+def _copy(plan, refs, item, place, _):
+    mosaic = dialect.mosaic()
+
+    def copy(block, k_source, v_source, major, rows):
+        for kind, source in enumerate((k_source, v_source)):
+            number, slot = place(block, kind)
+            pl.when(number >= SLOTS)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
+            mosaic.copy_gmem_to_smem(source.at[major, rows, item.head], refs["pages"].at[slot, pl.ds(0, rows.size)], refs["full"].at[slot])
+
+    parts.each_block(refs, item, copy)
+
+
+def _compute(plan, refs, item, place, warpgroup):
+    mosaic, pages, held = dialect.mosaic(), refs["pages"], refs["queries"].at[warpgroup]
+    at = (item.b, pl.ds(item.first, ROWS), item.head, item.member + warpgroup)
+    mosaic.copy_gmem_to_smem(refs["q"].at[at], held, refs["loaded"].at[warpgroup])
+    own = dialect.mosaic_load(refs["positions"].at[item.b, pl.ds(item.first, ROWS)], mosaic.Layout.WGMMA.reduce(1))
+    after = own.astype(jnp.float32) + 1.0
+    softmax = parts.Softmax(after, item.span.begin, causal=plan.causal, window=plan.window, scale=plan.scale)
+    mosaic.barrier_wait(refs["loaded"].at[warpgroup])
+
+    def step(block, state):
+        (_, k), (_, v) = place(block, 0), place(block, 1)
+
+        def product(scores):
+            mosaic.wgmma(scores, held, dialect.mosaic_transposed(pages.at[k]))
+            _meet(refs)
+            return scores[...]
+
+        mosaic.barrier_wait(refs["full"].at[k])
+        scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
+        mosaic.barrier_arrive(refs["empty"].at[k])
+        seen = item.span.seen(block)
+        weights, (acc, *state) = softmax.step(scores, state, seen, plan.plain(item, seen))
+        mosaic.barrier_wait(refs["full"].at[v])
+        softmax.clear(pages.at[v], seen)
+        _meet(refs)
+        acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, pages.at[v]))(mosaic.ACC.init(acc))
+        mosaic.barrier_arrive(refs["empty"].at[v])
+        return acc, *state
+
+    acc, _, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start(DIM))
+    held[...] = softmax.result(acc, total).astype(held.dtype)
+    mosaic.commit_smem()
+    mosaic.copy_smem_to_gmem(held, refs["out"].at[at])
+    mosaic.wait_smem_to_gmem(0)
