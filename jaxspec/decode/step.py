@@ -74,7 +74,7 @@ def spec_step(
         else:
             assert choices.tokens is not None
             path, accepted = coupled_path(tree, drafts.tokens, choices.tokens)
-            cache = store_path(cache, out.keys, start, jnp.minimum(accepted + 1, count), path)
+            cache = store_path(cache, out.keys, start, jnp.minimum(accepted + 1, count), path, round.attention)
             block = dataclasses.replace(block, ids=take_rows(block.ids, path), tree=None)
             choices, hidden, taps = choices.along(path), take_rows(hidden, path), [take_rows(tap, path) for tap in taps]
             tokens = choices.tokens

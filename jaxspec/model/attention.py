@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
-from jaxspec.model.rows import Keys, Rows, take_rows
+from jaxspec.model.rows import Keys, Rows
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qkv import Pages
@@ -60,7 +60,7 @@ def attend(
         k, v = (k, v) if pools is None else pools.as_stored(k, v)
         if keys.store_first:
             assert pools is not None and keys.table is not None
-            pools = paged.write(pools, keys.table, keys.length, keys.count, k, v, attention)
+            pools = paged.write(pools, keys.table, keys.length, keys.count, k, v, implementation=attention)
             keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
         else:
             keys = dataclasses.replace(keys, fresh=(k, v))
@@ -117,21 +117,25 @@ def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str
     layers = list(cache.layers)
     for i, keys in fresh.items():
         assert keys.pools is not None and keys.table is not None
-        pools = keys.pools
-        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, keys.count, *keys.fresh, attention)
+        if keys.fresh is None:
+            layers[i] = keys.pools
+        else:
+            layers[i] = paged.write(keys.pools, keys.table, rows.start, keys.count, *keys.fresh, implementation=attention)
     return dataclasses.replace(cache, layers=tuple(layers))
 
 
-def store_path(cache: PagedKV, fresh: Mapping[int, Keys], start: jax.Array, count: jax.Array, path: jax.Array) -> PagedKV:
+def store_path(
+    cache: PagedKV, fresh: Mapping[int, Keys], start: jax.Array, count: jax.Array, path: jax.Array, attention: str = "auto"
+) -> PagedKV:
     """The cache with some rows of a tree, as positions start, start + 1, ... of each sequence.
 
     fresh: `Hidden.keys` of the pass over the tree. start, count: [B] int32, 0 stores nothing. path: [B, N] int32, a tree's row for each of
-    the positions, of which the first `count` are stored."""
+    the positions, of which the first `count` are stored. attention: the implementation."""
     layers = list(cache.layers)
     for i, keys in fresh.items():
         pools = layers[i]
         assert pools is not None and keys.table is not None and keys.fresh is not None
-        layers[i] = paged.write(pools, keys.table, start, count, *(take_rows(x, path) for x in keys.fresh))
+        layers[i] = paged.write(pools, keys.table, start, count, *keys.fresh, path, implementation=attention)
     return dataclasses.replace(cache, layers=tuple(layers))
 
 

@@ -129,14 +129,24 @@ def has_room(cache: PagedKV, spec: LayerSpec, rows: int) -> bool:
 
 
 def write(
-    layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "xla"
+    layer: LayerKV,
+    table: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    path: jax.Array | None = None,
+    *,
+    implementation: str = "xla",
 ) -> LayerKV:
     """Stores rows start .. start + count - 1 of each sequence in its pages.
 
-    table: [B, W] int32. start, count: [B] int32. k: [B, T, KV, key_dims], v: [B, T, KV, D]; rows from `count` on are dropped. Of
-    more rows than the ring holds, the last are kept. implementation: see `pallas_kernels.qkv.write`.
+    table: [B, W] int32. start, count: [B] int32. k: [B, T, KV, key_dims], v: [B, T, KV, D]; rows from `count` on are dropped. path:
+    [B, N] int32, which of the rows are stored, None for all. Of more rows than the ring holds, the last are kept. implementation: see
+    `pallas_kernels.qkv.write`.
     """
-    pools = qkv.write(qkv.Pages(layer.k, layer.v, table, start, count), *layer.as_stored(k, v), implementation=implementation)
+    pages = qkv.Pages(layer.k, layer.v, table, start, count)
+    pools = qkv.write(pages, *layer.as_stored(k, v), path, implementation=implementation)
     return LayerKV(*pools, layer.scales)
 
 

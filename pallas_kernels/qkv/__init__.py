@@ -56,18 +56,20 @@ def qkv(
     return triton.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings, interpret=chosen == "triton-interpret")
 
 
-def write(pages: Pages, k: jax.Array, v: jax.Array, *, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
+def write(
+    pages: Pages, k: jax.Array, v: jax.Array, path: jax.Array | None = None, *, implementation: str = "auto"
+) -> tuple[jax.Array, jax.Array]:
     """Stores rows that were not stored at once: k [B, T, KV, key_dims] and v [B, T, KV, D] in the pools' dtype.
 
-    Returns the pools. Of more rows than W * page, the last are kept. implementation: see `dialect.select`; kernels do not store float8.
-    Raises ValueError for an unknown one.
+    path: [B, N] int32, which of the rows of k and v are stored, in this order; None for all. Returns the pools. Of more rows than
+    W * page, the last are kept. implementation: see `dialect.select`; kernels do not store float8. Raises ValueError for an unknown one.
     """
     narrow = pages.k.dtype.itemsize == 1
     chosen = "xla" if narrow else dialect.select(implementation)
     if chosen == "xla":
         where = (pages.table, pages.start, pages.count)
-        return reference.write_rows(pages.k, *where, k), reference.write_rows(pages.v, *where, v)
-    return triton.write(pages, k, v, interpret=chosen == "triton-interpret")
+        return reference.write_rows(pages.k, *where, k, path), reference.write_rows(pages.v, *where, v, path)
+    return triton.write(pages, k, v, path, interpret=chosen == "triton-interpret")
 
 
 __all__ = ["Pages", "qkv", "write"]

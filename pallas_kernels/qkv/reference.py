@@ -33,13 +33,17 @@ def stored(x: jax.Array, dtype: jnp.dtype, scale: jax.Array | None = None) -> ja
     return x.astype(dtype)
 
 
-def write_rows(pool: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array, rows: jax.Array) -> jax.Array:
+def write_rows(
+    pool: jax.Array, table: jax.Array, start: jax.Array, count: jax.Array, rows: jax.Array, path: jax.Array | None = None
+) -> jax.Array:
     """Stores rows at positions start .. start + count - 1 of each sequence in its pages, and returns the pool.
 
-    pool: [pages, page, KV, D]. table: [B, W] int32. start, count: [B] int32. rows: [B, T, KV, D]; those from `count` on are dropped. If
-    there are more rows than the ring holds, the last ones stay.
+    pool: [pages, page, KV, D]. table: [B, W] int32. start, count: [B] int32. rows: [B, T, KV, D]; those from `count` on are dropped. path:
+    [B, N] int32, the rows to be stored in place of these. If there are more rows than the ring holds, the last ones stay.
     """
     page = pool.shape[1]
+    if path is not None:
+        rows = jnp.take_along_axis(rows, path[:, :, None, None], axis=1)
     row = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
     position = start[:, None] + row
     kept = (row < count[:, None]) & (row >= count[:, None] - table.shape[1] * page)

@@ -124,13 +124,15 @@ def _heads(*refs, names, together, group, key_dims, eps, value_norm):
     store("v", where, is_value, values[1], half, half)
 
 
-def write(pages, k, v, *, interpret=False):
+def write(pages, k, v, path=None, *, interpret=False):
     """See `pallas_kernels.qkv.write`."""
-    inputs = {"table": pages.table, "start": pages.start, "count": pages.count, "rows_k": k, "rows_v": v, "old_k": pages.k, "old_v": pages.v}
+    chosen = {} if path is None else {"path": path}
+    inputs = {"table": pages.table, "start": pages.start, "count": pages.count, **chosen, "rows_k": k, "rows_v": v}
+    inputs |= {"old_k": pages.k, "old_v": pages.v}
     return dialect.call(
         functools.partial(_write, names=(*inputs, "k", "v")),
         name="write_pages",
-        grid=(k.shape[0] * k.shape[1],),
+        grid=(k if path is None else path).shape[:2],
         in_specs=[ANY] * len(inputs),
         out_specs=[ANY] * 2,
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (pages.k, pages.v)],
@@ -143,9 +145,10 @@ def write(pages, k, v, *, interpret=False):
 
 def _write(*refs, names):
     refs = dict(zip(names, refs, strict=True))
-    rows, (page, places) = refs["rows_k"].shape[1], (refs["old_k"].shape[1], refs["table"].shape[1])
-    b, t = pl.program_id(0) // rows, pl.program_id(0) % rows
+    page, places = refs["old_k"].shape[1], refs["table"].shape[1]
+    b, t = pl.program_id(0), pl.program_id(1)
     position, count = refs["start"][b] + t, refs["count"][b]
+    row = refs["path"][b, t] if "path" in refs else t
     kept = (t < count) & (t >= count - page * places)
     where = refs["table"][b, (position // page) % places], position % page
     for name in ("k", "v"):
@@ -153,5 +156,5 @@ def _write(*refs, names):
         head, column = (jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32) for size in source.shape[2:])
         inside = (head < source.shape[2])[:, None] & (column < source.shape[3])[None, :] & kept
         head, column = jnp.minimum(head, source.shape[2] - 1)[:, None], jnp.minimum(column, source.shape[3] - 1)[None, :]
-        row = plgpu.load(source.at[b, t, head, column], mask=inside, other=jnp.zeros((), source.dtype))
-        plgpu.store(pool.at[(*where, head, column)], row, mask=inside)
+        values = plgpu.load(source.at[b, row, head, column], mask=inside, other=jnp.zeros((), source.dtype))
+        plgpu.store(pool.at[(*where, head, column)], values, mask=inside)

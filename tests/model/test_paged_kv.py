@@ -251,6 +251,20 @@ def test_rows_land_where_attention_looks_for_them(chunks, implementation):
                 assert np.array_equal(expected[:, table[b, place // PAGE], place % PAGE], rows[:, b, position - start]), (b, position)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+def test_rows_of_a_path_are_stored_in_its_order(implementation):
+    """As where the rows on the path are taken first."""
+    rng = np.random.default_rng(2)
+    layer = paged.LayerKV(*(jnp.asarray(rng.standard_normal((9, PAGE, 2, 4)), jnp.float32) for _ in range(2)))
+    table, start, count = ids(4, 2, 7, 0, 8, 3).reshape(2, 3), ids(9, 3), ids(4, 2)
+    rows, path = [jnp.asarray(rng.standard_normal((2, 8, 2, 4)), jnp.float32) for _ in range(2)], ids(0, 3, 1, 7, 6, 2, 2, 5).reshape(2, 4)
+    found = write(layer, table, start, count, *rows, path, implementation=implementation)
+    taken = [jnp.stack([x[b, path[b]] for b in range(2)]) for x in rows]
+    expected = write(layer, table, start, count, *taken, implementation="xla")
+    assert not np.array_equal(expected.k, layer.k)
+    assert np.array_equal(found.k, expected.k) and np.array_equal(found.v, expected.v)
+
+
 def test_rows_are_stored_in_the_pools_dtype():
     layer = empty(slots=1, dtype=jnp.bfloat16).layers[0]
     rows = jnp.full((1, 2, 1, 8), 1.001, jnp.float32)
