@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
-from pallas_kernels.registers import BLOCK, exchange, flags, store
+from pallas_kernels.registers import BLOCK, exchange, store
 
 MOST_ROWS = 256
 WORKERS = 2  # warpgroups that multiply
@@ -225,15 +225,17 @@ def products(
         "empty": barrier(num_arrivals=WORKERS, num_barriers=tiles.stages),
     }
     read, written = {"x": x, "w": w, **(arrays or {})}, dict(out)
+    mine = 0
     if tiles.stream:
         mine = programs * tiles.cluster * WORKERS
-        read["flags"] = jnp.zeros((mine,), jnp.int32)
         written["sums"] = jax.ShapeDtypeStruct((mine, padded // 4, 256), jnp.float32)
     names = (*read, *written)
     settings = {"works": works, "splits": splits, "steps": steps, "share": share, "matrices": matrices}
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
+        if tiles.stream:
+            refs["ready"] = pl.get_global(mosaic.SemaphoreType.REGULAR((mine,)))
         _multiply(mosaic, refs, worker, tiles=tiles, interpret=bool(interpret), **settings)
 
     together = {"cluster": (tiles.cluster,), "cluster_names": ("member",)} if tiles.cluster > 1 else {}
@@ -343,7 +345,6 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
                 finish(number, split, output, total)
                 return
             give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
-            set_flag, wait_for = flags(mosaic)
 
             def of(other):
                 return (other * tiles.cluster + member) * WORKERS + warpgroup
@@ -351,12 +352,12 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
             @pl.when(first > 0)
             def _leave():
                 give_sums(total, refs["sums"].at[of(program)])
-                set_flag(refs["flags"], of(program))
+                pl.semaphore_signal(refs["ready"].at[of(program)])
 
             @pl.when(first == 0)
             def _complete():
                 def add(other, total):
-                    wait_for(refs["flags"], of(other))
+                    pl.semaphore_wait(refs["ready"].at[of(other)])
                     return total + take_sums(refs["sums"].at[of(other)])
 
                 # The last program that has steps of this tile.
