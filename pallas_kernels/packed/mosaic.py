@@ -25,11 +25,11 @@ from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed
 from pallas_kernels.registers import exchange
 
 SHARED_MEMORY = 230_000  # of a program, without its barriers
-# The bits of a pair of codes, or of the two parts of their numbers.
+# The bits of a pair of codes, or of the parts of their numbers; of "fp8" those of the pair h = 0, and the parts of h = 1.
 MASKS = {
     "int4": (0x000F000F, 0),
     "int8": (0x007F007F, 0x00800080),
-    "fp8": (0x80008000, 0x07F007F0),
+    "fp8": (0x87F087F0, 0x80F080F0, 0x07000700),
     "fp4": (0x80008000, 0x01C001C0),
 }
 
@@ -203,7 +203,8 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
         operand = _unpacker(mosaic, kind, groups)
         give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
         # Masks come from memory: ptxas would load a constant again before each use.
-        masks = [mosaic.layout_cast(jnp.full((1,), refs["masks"][i], jnp.uint32), mosaic.Layout.WG_SPLAT((1,))) for i in range(2)]
+        layout = mosaic.Layout.WG_SPLAT((1,))
+        masks = [mosaic.layout_cast(jnp.full((1,), refs["masks"][i], jnp.uint32), layout) for i in range(refs["masks"].shape[0])]
 
         def compute(number, piece, before):
             def multiply(*accumulators):
@@ -317,7 +318,7 @@ def _unpacker(mosaic, kind, groups):
 
     splat = mosaic.Layout.WG_SPLAT((1,))
 
-    @mosaic.inline_mgpu(arg_types=(mosaic.RefType(), mosaic.RefType(), splat, splat), return_type=settings)
+    @mosaic.inline_mgpu(arg_types=(mosaic.RefType(), mosaic.RefType(), *[splat] * len(MASKS[kind])), return_type=settings)
     def unpack(_, words, scales, *masks):
         i32, bf16, index = ir.IntegerType.get_signless(32), ir.BF16Type.get(), ir.IndexType.get()
         pair = ir.VectorType.get((2,), bf16)
@@ -373,9 +374,12 @@ def _unpacker(mosaic, kind, groups):
                         code = right(word, shift)
                         low, high = (arith.ori(bits(mask, code), number(0x43004300)) for mask in (0x007F007F, 0x00800080))
                         value = arith.subf(floats(low), floats(high))
+                    elif kind == "fp8" and h == 0:
+                        value = floats(bits(0x87F087F0, word))
+                    elif kind == "fp8":
+                        value = floats(arith.ori(bits(0x80F080F0, right(word, -4)), bits(0x07000700, right(word, 4))))
                     else:
-                        sign, size, mask = (8, 4, 0x07F007F0) if kind == "fp8" else (12, 6, 0x01C001C0)
-                        value = floats(arith.ori(bits(0x80008000, right(word, shift - sign)), bits(mask, right(word, shift - size))))
+                        value = floats(arith.ori(bits(0x80008000, right(word, shift - 12)), bits(0x01C001C0, right(word, shift - 6))))
                     registers[0, 2 * s + e, 0, 0, h, 0, 0, 0, 0] = arith.mulf(value, spread[2 * (s * groups // 4) + h])
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
