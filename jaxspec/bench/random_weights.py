@@ -44,7 +44,7 @@ def _packed(leaf: Packed, seed: np.uint32, index: np.uint32, std: float) -> Pack
     codes = np.arange(2 ** KINDS[leaf.kind].bits, dtype=np.uint8)
     kept = codes & ~np.uint8(leaf.kind == "fp8")  # the codes of NaN are odd
     scale = std / float(np.std(np.asarray(values_of(jnp.asarray(kept), leaf.kind))))
-    words = _words(seed, index, shape=leaf.words.shape, sharding=leaf.words.sharding, mask=0xFEFEFEFE if leaf.kind == "fp8" else 0xFFFFFFFF)
+    words = _words(seed, index, shape=leaf.words.shape, sharding=leaf.words.sharding, mask=0xFFEEFFEE if leaf.kind == "fp8" else 0xFFFFFFFF)
     scales = jnp.full(leaf.scale.shape, scale, leaf.scale.dtype)
     if any(leaf.cut):  # the filling has scales of 0
         inner = leaf.shape[leaf.ndim - leaf.over :]

@@ -89,7 +89,7 @@ def drawn(w: Packed) -> Packed:
     keys = jax.random.split(jax.random.key(1), 3)
     words = jax.random.bits(keys[0], w.words.shape, jnp.uint32)
     if w.kind == "fp8":  # without a bit of the exponent there is no NaN
-        words &= jnp.uint32(0xBFBFBFBF)
+        words &= jnp.uint32(0xBBFFBBFF)
     dtype = w.scale.dtype
     scale = jax.random.uniform(keys[1], w.scale.shape, dtype, 0.5, 2.0) * dtype.type(w.shape[-1] ** -0.5 / LARGEST[w.kind])
     zero = None if w.zero is None else jax.random.randint(keys[2], w.zero.shape, 0, 16).astype(dtype)

@@ -8,6 +8,7 @@ of 8 rows of x makes a product. With many rows the warpgroups have different out
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
+from pallas_kernels.linear.triton import multiprocessors
 from pallas_kernels.packed import BLOCK, KINDS, Packed, mosaic
 from pallas_kernels.packed.mosaic import SHARED_MEMORY, Tiles
 
@@ -29,6 +31,8 @@ FEW_OUTPUTS = 4096
 MOST_SPLITS = 8
 START = 3  # the time of a program's start and end, in units of the time for a step
 PROGRAMS = dialect.MULTIPROCESSORS
+JOINING = 4  # the time that it takes to join the parts of two programs, in the same units
+JOINED_ROWS = 9, 40  # from so many rows to so many programs may have equal parts of all steps
 READ = 1 / 30_000  # microseconds for a byte, of one of 132 multiprocessors that all read
 MULTIPLY = 1.1e-3  # microseconds for the product of a row and a block
 
@@ -56,7 +60,10 @@ def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: i
         if blocks % step or stages < min(3, blocks // step):
             return []
         counts = range(1, min(splits or MOST_SPLITS, blocks // step) + 1)
-        return [Tiles(1, wide, deep, step, stages, count, 1 if padded > 64 else 4) for count in counts]
+        found = [Tiles(1, wide, deep, step, stages, count, 1 if padded > 64 else 4) for count in counts]
+        if JOINED_ROWS[0] <= padded <= JOINED_ROWS[1] and joins(pl.cdiv(outputs // BLOCK, wide), blocks // step):
+            found.append(dataclasses.replace(found[0], joined=True))
+        return found
 
     def time(tiles: Tiles) -> float:  # about so many microseconds on an H200
         wide, steps = tiles.wide * matrices, pl.cdiv(blocks // tiles.step, tiles.splits)
@@ -66,7 +73,8 @@ def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: i
             step = tiles.step * wide * 512 * bits * READ
         programs = pl.cdiv(outputs // BLOCK, tiles.wide) * tiles.splits
         parts = 8 * tiles.splits * outputs * padded * READ / dialect.MULTIPROCESSORS  # each is written and read once
-        return pl.cdiv(programs, dialect.MULTIPROCESSORS) * (steps + START) * step + parts
+        waves = (programs + JOINING / steps) / PROGRAMS if tiles.joined else pl.cdiv(programs, PROGRAMS)
+        return waves * (steps + START) * step + parts
 
     if padded > 64:
         shapes = ((3, 1, 2), (2, 1, 2), (1, 2, 2))
@@ -75,8 +83,19 @@ def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: i
     if matrices == 1:
         shapes = ((1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))
     else:
+        # Two blocks of outputs halve what is read of x, but give each program less than two tiles.
+        if joined := [tiles for tiles in fitting(2, 2, 2) if tiles.joined]:
+            return joined[0]
         shapes = ((1, 4, 4), (1, 3, 3), (1, 2, 2), (1, 1, 1)) if padded <= 40 else ((1, 2, 2), (1, 1, 1))
     return min(next(filter(None, (fitting(*shape) for shape in shapes))), key=time)
+
+
+def joins(tiles: int, steps: int) -> bool:
+    """Whether it pays that programs have equal parts of all steps of a product, so that two may share a tile.
+
+    One then waits for the other. So all must run at once, and no third program may share the tile."""
+    share = pl.cdiv(tiles * steps, PROGRAMS)
+    return multiprocessors() >= PROGRAMS < tiles < 2 * PROGRAMS and steps - 1 <= share and share + JOINING < 2 * steps
 
 
 def linear(x, w, splits: int | None = 1):
@@ -112,24 +131,30 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     outputs, steps = w.shape[-2], w.shape[-1] // BLOCK // tiles.step
     groups = pl.cdiv(outputs // BLOCK, tiles.at_once)
-    share = pl.cdiv(steps, tiles.splits)
-    splits = pl.cdiv(steps, share)
-    programs = min(groups * splits, PROGRAMS)
+    # Programs have equal parts of all steps, in order; or they take tiles, or splits of tiles, in turn.
+    share = pl.cdiv(groups * steps, PROGRAMS) if tiles.joined else pl.cdiv(steps, tiles.splits)
+    splits = 1 if tiles.joined else pl.cdiv(steps, share)
+    programs = pl.cdiv(groups * steps, share) if tiles.joined else min(groups * splits, PROGRAMS)
 
     def works(refs, program):
+        if tiles.joined:
+            return mosaic.shares(groups, steps, share, program)
         return mosaic.in_turn(groups * splits, program, programs)
 
     def locate(refs, program, i):
+        zero = jnp.minimum(i, 0)  # rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there
+        if tiles.joined:
+            tile, first, count = mosaic.shared(groups, steps, share, program, i)
+            return mosaic.Piece((), tile, zero, first, count)
         number = program + i * programs
         tile, split = jax.lax.div(number, splits), jax.lax.rem(number, splits)
         first = split * share
-        # Rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there.
-        return mosaic.Piece((), tile, jnp.minimum(i, 0), first, jnp.minimum(share, steps - first))
+        return mosaic.Piece((), tile, zero, first, jnp.minimum(share, steps - first))
 
     def finish(refs, piece, block, totals):
         totals = [total.astype(dtype) for total in totals]
         value = GELU(*totals) if matrices == 2 else totals[0]
-        mosaic.store(value, refs["out"].at[jax.lax.div(piece.first, share)], block)
+        mosaic.store(value, refs["out"].at[0 if tiles.joined else jax.lax.div(piece.first, share)], block)
 
     return mosaic.call(
         {"x": x},

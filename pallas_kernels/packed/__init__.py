@@ -15,6 +15,10 @@ lies in row 8 w + r of the slab, and
 - of 8 bits (s < 2): in word 4 c + 2 s + e, byte h + 2 b.
 So the two codes of a pair (b = 0, 1) always lie 16 bits apart, and one operation on a word unpacks both into two 16-bit floats.
 
+The 16 bits of two codes of "fp8" (h = 0, 1) lie in yet another order, since as a bfloat16 a code has its sign in bit 15 and the other
+bits, from the exponent's down, in bits 10 to 4. There the code of h = 0 has them. The other has its sign in bit 11, the first three bits
+in bits 14 to 12 and the last four in bits 3 to 0: the places that are left, and one shift each way brings them where they belong.
+
 Scales of a block, and zeros where there are any, lie in rows of the same order, [32, 2 G] with G groups of inputs: column 2 g + h.
 """
 

@@ -25,6 +25,8 @@ class Kind:
 
 # int4: 0 .. 15, less 8. int8: two's complement. fp8: float8_e4m3fn. fp4: float4_e2m1fn, a sign and an index into 0 .5 1 1.5 2 3 4 6.
 KINDS = {"int4": Kind(4, 8), "int8": Kind(8), "fp8": Kind(8), "fp4": Kind(4)}
+# Where the bits of "fp8" lie: those of a word of bytes that are in a mask move so far to the left.
+FP8_BITS = ((0x00800080, 8), (0x007F007F, 4), (0x80008000, -4), (0x70007000, 0), (0x0F000F00, -8))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("words", "scale", "zero"), meta_fields=("kind", "over", "cut"))
@@ -120,6 +122,7 @@ def pack(
     pads = [(0, 0)] * codes.ndim
     pads[split - 1], pads[-1] = (0, cut[0]), (0, cut[1])
     words = _words(jnp.pad(codes, pads), split, KINDS[kind].bits)
+    words = _moved(words, FP8_BITS) if kind == "fp8" else words
     numbers = functools.partial(_scales, split=split, width=into[-1], cut=cut[0], group=group)
     return Packed(words, numbers(scale), None if zero is None else numbers(zero.astype(scale.dtype)), kind, over, cut)
 
@@ -146,6 +149,20 @@ def _words(codes: jax.Array, split: int, bits: int) -> jax.Array:
     return jnp.sum(fields << shift.reshape((1,) * (fields.ndim - 1) + shift.shape), axis=-1, dtype=jnp.uint32)
 
 
+def _moved(words: jax.Array, bits: tuple[tuple[int, int], ...]) -> jax.Array:
+    """Words whose bits in each mask lie so far to the left."""
+    parts = [words & jnp.uint32(mask) for mask, _ in bits]
+    moved = [part << left if left > 0 else part >> -left for part, (_, left) in zip(parts, bits, strict=True)]
+    return functools.reduce(jnp.bitwise_or, moved)
+
+
+def _bytes(packed: Packed) -> jax.Array:
+    """The words of a matrix with the codes of 8 bits in bytes."""
+    if packed.kind != "fp8":
+        return packed.words
+    return _moved(packed.words, tuple((mask << left if left > 0 else mask >> -left, -left) for mask, left in FP8_BITS))
+
+
 def _scales(scale: jax.Array, *, split: int, width: int, cut: int, group: int | None) -> jax.Array:
     """Scales, or zeros, in the order of blocks: [*out', O / 64, *in', I / 64, 32, 2 G]. width: I. cut: the filling of O."""
     out, inner = scale.shape[:split], scale.shape[split:-1]
@@ -165,7 +182,7 @@ def codes_of(packed: Packed) -> jax.Array:
     bits, split = KINDS[packed.kind].bits, packed.ndim - packed.over
     *blocks, slabs, _, _ = packed.words.shape
     shift = bits * jnp.arange(32 // bits, dtype=jnp.uint32)
-    fields = (packed.words[..., None] >> shift.reshape((1,) * packed.words.ndim + shift.shape)) & jnp.uint32(2**bits - 1)
+    fields = (_bytes(packed)[..., None] >> shift.reshape((1,) * packed.words.ndim + shift.shape)) & jnp.uint32(2**bits - 1)
     names = "wrcsbeh" if bits == 4 else "wrcsebh"
     sizes = {"w": 4, "r": 8, "c": 4, "s": 4 // slabs, "b": 2, "e": 2, "h": 2}
     fine = fields.reshape(*blocks, slabs, *(sizes[name] for name in names))
@@ -222,7 +239,7 @@ def unpack_rows(packed: Packed, rows: jax.Array, dtype: Any = None) -> jax.Array
     assert KINDS[packed.kind].bits == 8 and packed.over == 1 and packed.groups is None and packed.zero is None
     block, row = rows // BLOCK, rows % BLOCK
     lane, h = row // 16 * 8 + row % 8, row // 8 % 2
-    words = packed.words[block, :, :, lane]  # [..., I / 64, slabs, 16]
+    words = _bytes(packed)[block, :, :, lane]  # [..., I / 64, slabs, 16]
     fields = jnp.stack([words >> (8 * h + shift).astype(jnp.uint32)[..., None, None, None] for shift in (0, 16)], axis=-1) & jnp.uint32(255)
     # The axes c, s, e, b of a word's place and its bytes.
     fine = fields.reshape(*fields.shape[:-2], 4, 2, 2, 2)

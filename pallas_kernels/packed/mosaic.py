@@ -25,11 +25,11 @@ from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed
 from pallas_kernels.registers import exchange
 
 SHARED_MEMORY = 230_000  # of a program, without its barriers
-# The bits of a pair of codes, or of the two parts of their numbers.
+# The bits of a pair of codes, or of the parts of their numbers; of "fp8" those of the pair h = 0, and the parts of h = 1.
 MASKS = {
     "int4": (0x000F000F, 0),
     "int8": (0x007F007F, 0x00800080),
-    "fp8": (0x80008000, 0x07F007F0),
+    "fp8": (0x87F087F0, 0x80F080F0, 0x07000700),
     "fp4": (0x80008000, 0x01C001C0),
 }
 
@@ -45,6 +45,7 @@ class Tiles:
     stages: int  # steps in shared memory
     splits: int = 1  # programs that share the sums
     flying: int = 4  # products of a warpgroup in flight
+    joined: bool = False  # whether programs have equal parts of all steps, so that two may share a tile
 
     @property
     def at_once(self) -> int:
@@ -102,7 +103,8 @@ def call(
 
     arrays: "x" [N, I], of which N is below 8 or a multiple of it, and others. w: [*index, matrices, O, I]. rows: of a piece, a multiple of
     8. Functions get the references by name: works(refs, program) is how many pieces a program has, locate(refs, program, i) what they are;
-    finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix.
+    finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix. If tiles are
+    joined, a program's last piece may lack steps, which are then the first piece of the next program; that one's products are added.
     """
     mosaic = dialect.mosaic()
     slabs = KINDS[w.kind].bits // 4
@@ -131,15 +133,20 @@ def call(
         scratch["taken"] = mosaic.Barrier(num_arrivals=tiles.wide)
     masks = jnp.asarray(np.array(MASKS[w.kind], np.uint32))
     inputs = arrays | {"w": words, "s": scale, "masks": masks}
-    names = (*inputs, "out")
+    outputs = {"out": out}
+    if tiles.joined:
+        outputs["mail"] = jax.ShapeDtypeStruct((programs, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)
+    names = (*inputs, *outputs)
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
+        if tiles.joined:
+            refs["ready"] = pl.get_global(mosaic.SemaphoreType.REGULAR((programs * tiles.wide,)))
         _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish)
 
     return mosaic.kernel(
         body,
-        out_type=out,
+        out_type=tuple(outputs.values()),
         scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
@@ -147,12 +154,26 @@ def call(
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
-    )(*inputs.values())
+    )(*inputs.values())[0]
 
 
 def in_turn(works: Any, program: Any, programs: int) -> Any:
     """How many of `works` pieces a program has if programs take them in turn."""
     return jax.lax.div(works - program + programs - 1, programs)
+
+
+def shares(tiles: int, steps: int, share: int, program: Any) -> Any:
+    """How many pieces a program has of tiles that take `steps` steps each, if a program has `share` consecutive steps of all."""
+    begin, end = program * share, jnp.minimum((program + 1) * share, tiles * steps)
+    return jax.lax.div(end - 1, steps) - jax.lax.div(begin, steps) + 1
+
+
+def shared(tiles: int, steps: int, share: int, program: Any, i: Any) -> tuple[Any, Any, Any]:
+    """Piece i of a program as in `shares`: its tile, its first step of that, and its number of steps."""
+    begin, end = program * share, jnp.minimum((program + 1) * share, tiles * steps)
+    tile = jax.lax.div(begin, steps) + i
+    first = jnp.maximum(begin - tile * steps, 0)
+    return tile, first, jnp.minimum(end - tile * steps, steps) - first
 
 
 def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
@@ -161,6 +182,8 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
     stages, matrices, at_once, lanes, _ = words.shape
     lanes, padded, groups = lanes // tiles.step, rows.shape[1], scales.shape[-1] // 64
     workers = tiles.wide * tiles.deep
+    if tiles.joined:
+        program = jax.lax.axis_size("program") - 1 - program  # so that a program waits only for one that started before it
 
     def each_piece(do):
         """Calls do(number, piece, steps before) for each piece of the program's work."""
@@ -203,7 +226,8 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
         operand = _unpacker(mosaic, kind, groups)
         give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
         # Masks come from memory: ptxas would load a constant again before each use.
-        masks = [mosaic.layout_cast(jnp.full((1,), refs["masks"][i], jnp.uint32), mosaic.Layout.WG_SPLAT((1,))) for i in range(2)]
+        layout = mosaic.Layout.WG_SPLAT((1,))
+        masks = [mosaic.layout_cast(jnp.full((1,), refs["masks"][i], jnp.uint32), layout) for i in range(refs["masks"].shape[0])]
 
         def compute(number, piece, before):
             def multiply(*accumulators):
@@ -244,8 +268,28 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
                     for other in range(tiles.deep - 1):
                         found = [total + take_sums(refs["sums"].at[other, place, n]) for n, total in enumerate(found)]
                     mosaic.barrier_arrive(refs["taken"])
-                for b in range(tiles.blocks):
-                    finish(refs, piece, piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks])
+
+                def end(found):
+                    for b in range(tiles.blocks):
+                        finish(refs, piece, piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks])
+
+                if not tiles.joined:
+                    end(found)
+                    return
+                steps, mail, ready = refs["w"].shape[-2] // (lanes * tiles.step), refs["mail"], refs["ready"]
+
+                @pl.when(piece.first > 0)
+                def _():
+                    for n, total in enumerate(found):
+                        give_sums(total, mail.at[program, place, n])
+                    pl.semaphore_signal(ready.at[program * tiles.wide + place])
+
+                @pl.when((piece.first == 0) & (piece.count < steps))
+                def _():
+                    pl.semaphore_wait(ready.at[(program + 1) * tiles.wide + place])
+                    end([total + take_sums(mail.at[program + 1, place, n]) for n, total in enumerate(found)])
+
+                pl.when(piece.count == steps)(lambda: end(found))
 
         each_piece(compute)
 
@@ -317,7 +361,7 @@ def _unpacker(mosaic, kind, groups):
 
     splat = mosaic.Layout.WG_SPLAT((1,))
 
-    @mosaic.inline_mgpu(arg_types=(mosaic.RefType(), mosaic.RefType(), splat, splat), return_type=settings)
+    @mosaic.inline_mgpu(arg_types=(mosaic.RefType(), mosaic.RefType(), *[splat] * len(MASKS[kind])), return_type=settings)
     def unpack(_, words, scales, *masks):
         i32, bf16, index = ir.IntegerType.get_signless(32), ir.BF16Type.get(), ir.IndexType.get()
         pair = ir.VectorType.get((2,), bf16)
@@ -373,9 +417,12 @@ def _unpacker(mosaic, kind, groups):
                         code = right(word, shift)
                         low, high = (arith.ori(bits(mask, code), number(0x43004300)) for mask in (0x007F007F, 0x00800080))
                         value = arith.subf(floats(low), floats(high))
+                    elif kind == "fp8" and h == 0:
+                        value = floats(bits(0x87F087F0, word))
+                    elif kind == "fp8":
+                        value = floats(arith.ori(bits(0x80F080F0, right(word, -4)), bits(0x07000700, right(word, 4))))
                     else:
-                        sign, size, mask = (8, 4, 0x07F007F0) if kind == "fp8" else (12, 6, 0x01C001C0)
-                        value = floats(arith.ori(bits(0x80008000, right(word, shift - sign)), bits(mask, right(word, shift - size))))
+                        value = floats(arith.ori(bits(0x80008000, right(word, shift - 12)), bits(0x01C001C0, right(word, shift - 6))))
                     registers[0, 2 * s + e, 0, 0, h, 0, 0, 0, 0] = arith.mulf(value, spread[2 * (s * groups // 4) + h])
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 

@@ -242,8 +242,7 @@ def _eight_bits(words, form):
     words = words.reshape(a, b, 2, 4, 8, 4, 2, 2)
     if form.kind == "int8":
         return jnp.stack([words, _shifted(words, -8)], axis=-1)
-    halves = [_shifted(words, 8 - 8 * h) & _signed(0x80008000) | _shifted(words, 4 - 8 * h) & 0x07F007F0 for h in range(2)]
-    return jnp.stack(halves, axis=-1)
+    return jnp.stack([words & _signed(0x87F087F0), words << 4 & _signed(0x80F080F0) | words >> 4 & 0x07000700], axis=-1)
 
 
 def _values(pairs, offset, form):

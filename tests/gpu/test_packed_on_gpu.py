@@ -12,7 +12,7 @@ from packed_matrices import FORMS, packed
 import jaxspec
 from pallas_kernels import dialect, linear, moe
 from pallas_kernels.activation import GELU
-from pallas_kernels.linear import packed_triton
+from pallas_kernels.linear import packed_mosaic, packed_triton
 from pallas_kernels.moe import packed_mosaic as experts_mosaic
 from pallas_kernels.packed import unpack
 
@@ -80,6 +80,25 @@ def test_the_kernel_of_this_gpu_multiplies_with_unpacked_weights(form, rows):
         else:
             found, limit = jax.jit(linear.partials)(x, w).sum(0), 1e-5
         assert largest_gap(found, wanted) <= limit, shape
+
+
+@pytest.mark.parametrize("rows", [9, 40])
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+def test_programs_that_share_a_tile_add_their_sums(form, rows):
+    """Enough outputs for more than one tile a program, but not for two. Calls that follow one another wait for their own parts."""
+    x = normal(rows, 2304)
+    for shape in ((2, 160 * 128, 2304), (160 * 128, 2304)):
+        w = packed(form, shape, rows)
+        if reason := packed_mosaic.unsupported(x, w):
+            pytest.skip(reason)
+        assert packed_mosaic.choose_tiles(rows, 160 * 128, 2304, 4 if form == "int4" else 8, matrices=len(shape) - 1).joined
+        wanted = jnp.einsum("nh,...h->n...", x.astype(jnp.float32), unpack(w, x.dtype).astype(jnp.float32), precision="highest")
+        if len(shape) == 3:
+            wanted = GELU(*(wanted[:, i].astype(jnp.bfloat16) for i in range(2)))
+        run = jax.jit(lambda x, w: [(linear.gated if len(w.shape) == 3 else linear.linear)(x * scale, w) for scale in (1, 2, 1)])
+        first, _, last = run(x, w)
+        assert largest_gap(first, wanted) <= 3e-3, shape
+        np.testing.assert_array_equal(first, last)
 
 
 def largest_gap(found, wanted):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,15 @@ def test_equals_numpy(case, monkeypatch):
         assert got.shape == (tiles.splits, rows, outputs)
         got = got.sum(0)
     np.testing.assert_allclose(got, exact, rtol=0, atol=1e-2 * np.abs(exact).max())
+
+
+def test_programs_wait_on_memory_of_their_own_call():
+    """A call writes to the semaphores of programs that share a tile. XLA would give two calls one array of zeros that they only read."""
+    x, w = jax.ShapeDtypeStruct((40, 1536), jnp.bfloat16), jax.ShapeDtypeStruct((2, 2120, 1536), jnp.bfloat16)
+    with device.described_as(H200):
+        text = for_cuda(jax.jit(functools.partial(mosaic.gated, tiles=Tiles(40, stages=5, stream=True))), x, w)
+    aliases = re.findall(r"#stablehlo.output_operand_alias<([^>]*)>", text)
+    assert len(aliases) == 1 and "output_tuple_indices = [2]" in aliases[0] and "operand_index = 2" in aliases[0]
 
 
 @pytest.mark.parametrize("rows", [33, 160])

@@ -11,11 +11,38 @@ from packed_matrices import FORMS
 
 from pallas_kernels import device, moe
 from pallas_kernels.activation import Activation
+from pallas_kernels.linear import packed_mosaic as products
 from pallas_kernels.moe import packed_mosaic, packed_triton, triton
 from pallas_kernels.moe.shapes import SHAPES
 from pallas_kernels.packed import abstract, mosaic
 
 A100, H200 = device.Described("NVIDIA A100-SXM4-40GB", "8.0"), device.Described("NVIDIA H200", "9.0")
+
+
+@pytest.mark.parametrize("tiles, steps, programs", [(168, 42, 132), (144, 21, 132), (133, 84, 132), (5, 7, 4), (3, 4, 3)])
+def test_programs_share_all_steps(tiles, steps, programs):
+    """Each step belongs to one program, and only a program's last piece may lack steps: those are the next program's first piece."""
+    share = -(-tiles * steps // programs)
+    found, lacking = np.zeros((tiles, steps), int), None
+    counts = np.asarray(mosaic.shares(tiles, steps, share, jnp.arange(-(-tiles * steps // share))))
+    places = np.asarray([(program, i) for program, count in enumerate(counts) for i in range(count)])
+    pieces = np.stack(mosaic.shared(tiles, steps, share, *jnp.asarray(places).T), axis=1)
+    for (program, i), (tile, first, taken) in zip(places, pieces, strict=True):
+        assert taken > 0 and (first > 0) <= (i == 0) and (first + taken < steps) <= (i == counts[program] - 1)
+        assert lacking is None or (tile, first, taken) == (lacking[0], lacking[1], steps - lacking[1])
+        lacking = (tile, first + taken) if first + taken < steps else None
+        found[tile, first : first + taken] += 1
+    assert (found == 1).all() and lacking is None
+
+
+def test_no_three_programs_share_a_tile():
+    """The program that has a tile's first step adds what the next one has, and no more."""
+    joined = [(tiles, steps) for tiles in range(1, 500, 7) for steps in (1, 2, 5, 6, 21, 84) if products.joins(tiles, steps)]
+    assert len(joined) > 20
+    for tiles, steps in joined:
+        share = -(-tiles * steps // products.PROGRAMS)
+        ends = np.arange(share, tiles * steps, share)
+        assert np.bincount(ends[ends % steps > 0] // steps, minlength=1).max() <= 1, (tiles, steps)
 
 
 @pytest.mark.parametrize("rows, count, top_k, tall", [(1, 6, 2, 8), (7, 3, 2, 8), (40, 16, 4, 16), (90, 4, 3, 32)])
