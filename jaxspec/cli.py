@@ -91,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
     text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
     model.add_argument("--quantize-embedding", metavar="KIND", help=text)
+    text = "quantise the drafter's float weights: int8, int4 or fp8 (default: as they are)"
+    model.add_argument("--quantize-drafter", metavar="KIND", help=text)
     model.add_argument("--kv-dtype", default="auto", help="dtype of the target's cache: auto, float32, bfloat16 or fp8 (default: auto)")
     model.add_argument("--max-len", type=int, metavar="N", help="most tokens of a sequence, including its prompt")
     model.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens (default: up to max-len)")
@@ -158,6 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
     text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
     convert.add_argument("--quantize-embedding", metavar="KIND", help=text)
+    text = "quantise the drafter's float weights: int8, int4 or fp8 (default: as they are)"
+    convert.add_argument("--quantize-drafter", metavar="KIND", help=text)
     text = "devices that hold the weights during the conversion, such as tensor=4 (default: one device)"
     convert.add_argument("--mesh", metavar="AXIS=N,...", help=text)
     convert.set_defaults(command=_convert)
@@ -204,6 +208,7 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
         dtype=args.dtype,
         quantize=args.quantize,
         quantize_embedding=args.quantize_embedding,
+        quantize_drafter=args.quantize_drafter,
         kv_dtype=args.kv_dtype,
         max_len=args.max_len,
         accept=args.accept,
@@ -394,7 +399,7 @@ def _convert(args: argparse.Namespace) -> None:
     with _door():
         from jaxspec.converting import convert
 
-        quantised = {"quantize": args.quantize, "quantize_embedding": args.quantize_embedding}
+        quantised = {name: getattr(args, name) for name in ("quantize", "quantize_embedding", "quantize_drafter")}
         settings = {"dtype": args.dtype, **quantised, "mesh": _mesh(args), "progress": sys.stderr.isatty()}
         models = {"drafter": args.drafter, "adapter": args.adapter, **dataclasses.asdict(_hub(args))}
         print(convert(args.source, args.destination, **models, **settings))

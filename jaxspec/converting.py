@@ -25,6 +25,7 @@ from jaxspec.checkpoint.files import CONVERTED, INDEX_FILE
 from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import Hub
+from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.model.families import family_of
 from jaxspec.planning import pair_of
 from jaxspec.progress import watched
@@ -44,6 +45,7 @@ def convert(
     dtype: Any = "auto",
     quantize: str | None = None,
     quantize_embedding: str | None = None,
+    quantize_drafter: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     adapter: str | os.PathLike[str] | None = None,
     revision: str | None = None,
@@ -58,9 +60,9 @@ def convert(
     under any name that `load` takes, "same" too; it goes to the folder `drafter` in the destination. dtype: of the float weights,
     "float32" or "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the
     target's float weights as `load` does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the
-    token embedding, as `load` does. mesh: the devices that hold the weights during the conversion; None is the default device alone. The
-    result can be loaded onto any mesh. adapter: is merged into the target's weights, as `load` does, which are then written without it.
-    revision, token, cache_dir, local_files_only: as for `load`.
+    token embedding, as `load` does. quantize_drafter: quantises the drafter, as `load` does. mesh: the devices that hold the weights
+    during the conversion; None is the default device alone. The result can be loaded onto any mesh. adapter: is merged into the target's
+    weights, as `load` does, which are then written without it. revision, token, cache_dir, local_files_only: as for `load`.
 
     Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
     if several processes convert. A conversion that fails or is killed leaves no folder under the destination's name.
@@ -76,7 +78,7 @@ def convert(
     def dtype_of(name: str) -> Any:
         return targets.DTYPES.get(name, jnp.float32) if dtype == "auto" else targets.weights_dtype(dtype, name)
 
-    pair = pair_of(source, drafter, hub, dtype=dtype_of, adapter=adapter, **asked)
+    pair = pair_of(source, drafter, hub, dtype=dtype_of, adapter=adapter, quantize_drafter=quantize_drafter, **asked)
     config, weights_dtype, draft_folder = pair.config, jnp.dtype(pair.dtype), pair.drafter_folder
     if drafter is not None and draft_folder is None:
         raise ValueError(f"the drafter {drafter!r} is not a checkpoint: it has no weights to convert, and fits every target")
@@ -90,16 +92,22 @@ def convert(
     try:
         weights = targets.load_target(folder, place(tree), quantisation, pair.changes, progress=progress)
         more = {} if quantize is None else {"quantization_config": config_of(quantize)}
-        about = None if quantisation is None else describe(quantisation, tree, family_of(config).prefixes[0])
-        _write(unfinished, folder, weights, weights_dtype, more, {} if about is None else {KEY: about})
+        _write(unfinished, folder, weights, weights_dtype, more, _about(quantisation, tree, family_of(config).prefixes[0]))
         del weights
         if draft_folder is not None:
-            guesser = drafters.load_drafter(draft_folder, config, weights_dtype, place=place, progress=progress)
-            _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype, {}, {})
+            guesser = drafters.load_drafter(draft_folder, config, weights_dtype, quantize=quantize_drafter, place=place, progress=progress)
+            planned, quantisation = drafters.planned(draft_folder, config, weights_dtype, quantize_drafter)
+            about = _about(quantisation, drafters.checkpoint_part(planned), getattr(planned, "key_prefixes", ("",))[0])
+            _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype, {}, about)
         unfinished.replace(final)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return final
+
+
+def _about(quantisation: Quantisation | None, tree: Any, prefix: str) -> dict[str, Any]:
+    """What jaxspec.json says of quantised matrices. Arguments as for `describe`."""
+    return {} if quantisation is None else {KEY: describe(quantisation, tree, prefix)}
 
 
 def _check_destination(folder: Path) -> None:

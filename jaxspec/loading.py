@@ -48,6 +48,7 @@ def load(
     dtype: Any = "auto",
     quantize: str | None = None,
     quantize_embedding: str | None = None,
+    quantize_drafter: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     tensor: int | None = None,
     max_slots: int | None = None,
@@ -96,6 +97,11 @@ def load(
 
     quantize_embedding: "int8" quantises the target's float token embedding, which is its head too, with a scale for each token; alone or
     beside matrices that are quantised in any way. None takes it as the checkpoint has it.
+
+    quantize_drafter: "int8", "int4" or "fp8" quantises the drafter's float weights in the same way, as they are read from its checkpoint;
+    texts stay the same. Its heads have 8 bits ("int8") in all three, be it an assistant's or draft model's token embedding, a head of a
+    draft vocabulary, MTP modules' heads or DSpark's Markov output; what is gathered from stays float: centroid heads, other embeddings, and
+    DFlash2's codebooks. A drafter whose checkpoint is quantised is read as it is, without it. It may not learn.
 
     mesh: devices to spread weights and slots over: a Mesh with axes "data" and "tensor", as `jaxspec.mesh(data=2, tensor=4)` makes it;
     one device by default. Over several processes, only "tensor" may be spread. tensor: short for a mesh of so many devices along
@@ -147,7 +153,8 @@ def load(
 
     hub = Hub(revision, token, cache_dir, local_files_only)
     asked = {"quantize": quantize, "quantize_embedding": quantize_embedding}
-    pair = pair_of(target, drafter, hub, dtype=functools.partial(weights_dtype, dtype), adapter=adapter, **asked)
+    dtype_of = functools.partial(weights_dtype, dtype)
+    pair = pair_of(target, drafter, hub, dtype=dtype_of, adapter=adapter, quantize_drafter=quantize_drafter, **asked)
     config, max_len = pair.config, max_len_of(pair.config, max_len)
     count = pair.num_draft_tokens(num_draft_tokens, max_len)
     rule.check(count)
@@ -197,7 +204,8 @@ def load(
     abstract = placement.place(abstract_target(config, pair.dtype, quantisation))
     weights = load_target(folder, abstract, quantisation, pair.changes, progress=progress)
     if pair.drafter_folder is not None:
-        loaded = drafters.load_drafter(pair.drafter_folder, config, pair.dtype, place=placement.place, progress=progress)
+        settings_of_drafter = {"quantize": quantize_drafter, "place": placement.place, "progress": progress}
+        loaded = drafters.load_drafter(pair.drafter_folder, config, pair.dtype, **settings_of_drafter)
     else:
         loaded = placement.put(pair.drafter)
     llm = LLM(

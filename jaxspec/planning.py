@@ -70,6 +70,7 @@ def pair_of(
     adapter: str | os.PathLike[str] | None = None,
     quantize: str | None = None,
     quantize_embedding: str | None = None,
+    quantize_drafter: str | None = None,
 ) -> Pair:
     """The target and the drafter of these names, of which only configs and the drafter's weights are downloaded.
 
@@ -88,9 +89,10 @@ def pair_of(
         drafter = made[drafter].made()
     if isinstance(drafter, str | os.PathLike):
         drafter_folder = drafters.resolve(drafter, folder, hub.of_others)
-        planned = drafters.abstract_drafter(drafter_folder, config, chosen)
+        planned = drafters.abstract_drafter(drafter_folder, config, chosen, quantize_drafter)
     else:
         drafter_folder, planned = None, _object(drafter, config)
+        _check_no_quantising(quantize_drafter, planned)
     quantisation = quantisation_of(folder, config, chosen, quantize, quantize_embedding)
     changes = {} if adapter is None else adapter_changes(adapter, hub, folder, config, read_quantisation(folder))
     tree = abstract_target(config, chosen, quantisation)
@@ -98,7 +100,13 @@ def pair_of(
 
 
 def released_pair(
-    target: str, drafter: str | None = None, hub: Hub = HUB, *, quantize: str | None = None, quantize_embedding: str | None = None
+    target: str,
+    drafter: str | None = None,
+    hub: Hub = HUB,
+    *,
+    quantize: str | None = None,
+    quantize_embedding: str | None = None,
+    quantize_drafter: str | None = None,
 ) -> Pair:
     """The released target of a name such as "e4b", of which there need be no checkpoint, and a drafter, of which neither.
 
@@ -107,13 +115,24 @@ def released_pair(
     config = released.target_config(target)
     dtype = DTYPES[config.dtype]
     folder, planned = None, NoDraft()
+    if drafter is None:
+        _check_no_quantising(quantize_drafter, planned)
     if drafter in released.drafter_names():
-        planned = released.abstract_drafter(drafter, target, config, dtype)
+        planned = released.abstract_drafter(drafter, target, config, dtype, quantize_drafter)
     elif drafter is not None:
         folder = checkpoint.resolve(drafter, hub.of_others)
-        planned = drafters.abstract_drafter(folder, config, dtype)
+        planned = drafters.abstract_drafter(folder, config, dtype, quantize_drafter)
     quantisation = asked_quantisation(config, dtype, quantize, quantize_embedding)
     return Pair(None, config, {}, Defaults(), dtype, abstract_target(config, dtype, quantisation), quantisation, {}, folder, planned)
+
+
+def _check_no_quantising(quantize_drafter: str | None, drafter: Any) -> None:
+    """Raises ValueError if a drafter that is no checkpoint is to be quantised."""
+    if quantize_drafter is not None:
+        raise ValueError(
+            f"quantize_drafter is {quantize_drafter!r}, but the drafter, {type(drafter).__name__}, is no checkpoint, and weights are "
+            "quantised as they are read from one; expected None"
+        )
 
 
 def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, max_len: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxspec import checkpoint, drafters
 from jaxspec.checkpoint.quantisation import Quantisation
+from jaxspec.drafters import quantising
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import KINDS, kind_of
@@ -255,8 +256,9 @@ def has_drafter(name: str, shape: str) -> bool:
     return released is not None and released(shape, TARGETS[shape], target_config(shape)) is not None
 
 
-def abstract_drafter(name: str, shape: str, target: TargetConfig, dtype: Any) -> Any:
-    """A named drafter for the target of a name, or that of a checkpoint folder, as a tree of ShapeDtypeStructs.
+def abstract_drafter(name: str, shape: str, target: TargetConfig, dtype: Any, quantize: str | None = None) -> Any:
+    """A named drafter for the target of a name, or that of a checkpoint folder, as a tree of ShapeDtypeStructs. quantize:
+    `quantize_drafter` of `load`.
 
     Raises FileNotFoundError or ValueError for what is neither, and for a drafter that there is not for this target.
     """
@@ -264,12 +266,14 @@ def abstract_drafter(name: str, shape: str, target: TargetConfig, dtype: Any) ->
         config = drafter_config(name, shape, target)
         kind = _named_kinds().get(name) or kind_of(config)
         assert kind is not None
-        return fitted(kind.from_checkpoint(None, config, target, dtype), target)
+        made = fitted(kind.from_checkpoint(None, config, target, dtype), target)
+        asked = None if quantize is None else quantising.asked_quantisation(quantize, made, config, dtype)
+        return quantising.quantised(made, asked)
     try:
         folder = checkpoint.resolve(name)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"drafter {error}; named drafters: {', '.join(drafter_names())}") from error
-    return drafters.abstract_drafter(folder, target, dtype)
+    return drafters.abstract_drafter(folder, target, dtype, quantize)
 
 
 def _named_kinds() -> dict[str, Kind]:

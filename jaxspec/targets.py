@@ -70,15 +70,9 @@ def asked_quantisation(
 ) -> Quantisation | None:
     """What `load` is asked to make of a target's float weights, beside what is quantised already (`found`). Raises ValueError for a
     `quantize` or `quantize_embedding` that does not exist."""
-    scales = scale_dtype(config.dtype, dtype)
+    scales = from_floats.scale_dtype(config.dtype, dtype)
     found = found if quantize is None else from_floats.quantisation(quantize, scales)
     return found if quantize_embedding is None else from_floats.with_embedding(found, quantize_embedding, scales)
-
-
-def scale_dtype(checkpoint_dtype: str, dtype: Any) -> str:
-    """The dtype of the scales of float weights that are quantised: the checkpoint's, so that the weights are the same numbers on devices
-    that compute in others; but bfloat16 if they are to be bfloat16."""
-    return "bfloat16" if "bfloat16" in (checkpoint_dtype, jnp.dtype(dtype).name) else "float32"
 
 
 def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation | None = None) -> TargetModel:

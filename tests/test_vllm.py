@@ -347,6 +347,8 @@ def test_arguments_have_their_meaning(asked):
     assert (found["dtype"], found["memory_fraction"], found["max_len"], found["max_slots"]) == ("float32", 0.5, 100, 7)
     assert (found["drafter"], found["num_draft_tokens"], found["seed"]) == ("pocket-draft", 2, 0)
     assert asked("pocket", quantization="int8_per_channel_weight_only", max_model_len=-1)["quantize"] == "int8" and found["max_len"] is None
+    drafting = {"model": "pocket-mtp", "quantization": "fp8"}
+    assert asked("pocket", speculative_config=drafting)["quantize_drafter"] == "fp8" and found["quantize"] is None
     assert asked("pocket", dtype=jnp.bfloat16)["dtype"] == jnp.bfloat16 and asked("pocket", dtype="half")["dtype"] == "float16"
     for config, ends in (({"prompt_lookup_max": 4, "prompt_lookup_min": 2}, (4, 2)), ({"prompt_lookup_max": 3}, (3, 3)), ({}, (5, 5))):
         drafter = asked("pocket", speculative_config={"method": "ngram", **config})["drafter"]
@@ -397,9 +399,9 @@ def test_arguments_that_cannot_be_served(name):
             "is 'eagle3', but 'pocket-mtp' is a drafter of the kind mtp",
         ),
         (
-            {"speculative_config": {"model": "pocket-mtp", "quantization": "fp8"}},
+            {"speculative_config": {"model": "pocket-mtp", "quantization": "awq"}},
             ValueError,
-            r"speculative_config\['quantization'\] is 'fp8', which cannot be served",
+            "quantization is 'awq', but the weights of 'pocket-mtp' are float; these can be quantised by .* 'fp8'",
         ),
     ],
 )

@@ -38,6 +38,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     option("dtype", "bfloat16 (the default) or float32")
     option("quantize", "quantise the target's matrices: int8, int4 or fp8 (default: none)", metavar="KIND")
     option("quantize-embedding", "quantise the target's token embedding, which is its head too: int8 (default: none)", metavar="KIND")
+    option("quantize-drafter", "quantise the drafter's matrices: int8, int4 or fp8 (default: none)", metavar="KIND")
     option("attention", "implementation of attention (default: auto)")
     option("draft-attention", "implementation of the drafter's attention (default: auto)")
     option("repeats", "number of timed calls (default: 3)", type=int, metavar="N")

@@ -89,6 +89,7 @@ class BenchReport:
     dtype: str
     quantize: str | None  # what the target's float weights were quantised to
     quantize_embedding: str | None  # and its token embedding
+    quantize_drafter: str | None  # what the drafter's were quantised to
     settings: Workload
     mesh: dict[str, int]  # devices by axis; {} for one device
     target_bytes: int  # of the weights, each counted once
@@ -110,6 +111,7 @@ def report_lines(report: BenchReport) -> Iterator[str]:
     sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(f.temperature for f in report.decode) else ""
     quantised = f", target quantised to {report.quantize}" if report.quantize else ""
     quantised += f", embedding in {report.quantize_embedding}" if report.quantize_embedding else ""
+    quantised += f", drafter in {report.quantize_drafter}" if report.quantize_drafter else ""
     yield f"{report.config}, {report.dtype}{quantised}; {with_drafter}{sampling}; attention {work.attention}"
     mesh = "".join(f", {axis} {size}" for axis, size in report.mesh.items())
     yield f"{report.device}{mesh}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"

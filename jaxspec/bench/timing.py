@@ -76,6 +76,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
         dtype=plan.dtype,
         quantize=plan.quantize,
         quantize_embedding=plan.quantize_embedding,
+        quantize_drafter=plan.quantize_drafter,
         settings=work,
         mesh=plan.placement.axes,
         target_bytes=nbytes(target),

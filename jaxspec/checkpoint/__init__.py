@@ -4,7 +4,7 @@
 from jaxspec.checkpoint.files import read_config, read_generation_config
 from jaxspec.checkpoint.formats import read_quantisation
 from jaxspec.checkpoint.hub import resolve
-from jaxspec.checkpoint.load import load_weights, read_headers
+from jaxspec.checkpoint.load import load_weights, read_headers, weight_keys
 from jaxspec.checkpoint.save import save_json, save_weights
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "resolve",
     "save_json",
     "save_weights",
+    "weight_keys",
 ]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.onto_devices import COPIED_BYTES
-from jaxspec.checkpoint.quantisation import Matrix, Quantisation, Scheme, Wanted
+from jaxspec.checkpoint.quantisation import EMBEDDING, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import FLOATS, Stored
 from pallas_kernels.packed import KINDS
 
@@ -23,8 +23,10 @@ GROUPS = {"int8": None, "int4": 32, "fp8": None}
 EMBEDDINGS = ("int8",)  # of these, what a token embedding may have
 # What a scale is of: the largest magnitude of its weights over this.
 STEPS = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}
-# Modules that stay float: routers, heads, and gates of attention heads. What is no matrix, and embedding tables, stay so anyway.
-FLOAT = re.compile(r"router|lm_head|\bg_proj|\.gate$")
+# Modules that stay float: routers, and gates of attention heads. What is no matrix, and embedding tables, stay so anyway.
+FLOAT = r"router|\bg_proj|\.gate$"
+# A target's head stays float too. A drafter's heads have 8 bits whatever its layers have: the wrong ones of thousands of tokens are near.
+HEAD = re.compile(r"(^|\.)(lm_head|shared_head\.output|markov_w2)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +60,27 @@ def quantisation(name: str, scale_dtype: str) -> Quantisation:
     Raises ValueError for another name."""
     if name not in GROUPS:
         raise ValueError(f"quantize is {name!r}; available: {', '.join(map(repr, GROUPS))}, or None for the weights as they are")
-    format = FromFloats(Scheme(name, GROUPS[name], scale_dtype=scale_dtype))
-    return Quantisation(name, lambda module: None if FLOAT.search(module) else format)
+    format, stays = FromFloats(Scheme(name, GROUPS[name], scale_dtype=scale_dtype)), re.compile(f"{FLOAT}|lm_head")
+    return Quantisation(name, lambda module: None if stays.search(module) else format)
+
+
+def quantisation_of_drafter(name: str, scale_dtype: str, unquantised: Sequence[str]) -> Quantisation:
+    """How a drafter's float weights are quantised under a name of GROUPS: every matrix but those of modules whose names hold a pattern of
+    `unquantised`. Heads have 8 bits, with a scale for each token; so has a token embedding, which then is the head.
+
+    Raises ValueError for another name."""
+    if name not in GROUPS:
+        raise ValueError(f"quantize_drafter is {name!r}; available: {', '.join(map(repr, GROUPS))}, or None for the weights as they are")
+    matrix, head = (FromFloats(Scheme(kind, GROUPS[kind], scale_dtype=scale_dtype)) for kind in (name, "int8"))
+    stays = re.compile("|".join([FLOAT, *unquantised]))
+    embedding = None if stays.search(EMBEDDING) else head
+    return Quantisation(name, lambda module: None if stays.search(module) else head if HEAD.search(module) else matrix, embedding=embedding)
+
+
+def scale_dtype(checkpoint_dtype: str, dtype: Any) -> str:
+    """The dtype of the scales of float weights that are quantised: the checkpoint's, so that the weights are the same numbers on devices
+    that compute in others; but bfloat16 if they are to be bfloat16."""
+    return "bfloat16" if "bfloat16" in (checkpoint_dtype, jnp.dtype(dtype).name) else "float32"
 
 
 def with_embedding(found: Quantisation | None, name: str, scale_dtype: str) -> Quantisation:

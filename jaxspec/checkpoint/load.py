@@ -23,6 +23,8 @@ from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Store
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
+# How keys of a quantised matrix end where a float one's would end in ".weight", those of a converted folder among them.
+CODES = re.compile(r"\.(weight_packed|qweight|weight\.words)$")
 QUANTISED = re.compile(r"\.(weight_packed|weight_scale(_2|_inv)?|weight_global_scale|qweight)$")
 # Of a cache of 8 bits: `read_quantisation` reads those of keys and values.
 CACHE_SCALE = re.compile(r"\bself_attn\.((attn|[kv]_proj)\.)?(q|k|v|prob)_(scale|zero_point)$")
@@ -99,6 +101,11 @@ def read_headers(folder: Path, layouts: Layouts = layouts) -> dict[str, Stored]:
     reads them, for their shapes and dtypes alone; `layouts` says what they were, see `layout.layouts_of`. Raises as
     `safetensors.read_folder` and `fused.stored_shapes` do."""
     return _converted_headers(folder, layouts) if (folder / CONVERTED).exists() else read_folder(folder)
+
+
+def weight_keys(folder: Path, layouts: Layouts = layouts) -> set[str]:
+    """The keys of a checkpoint's weights as if all were float. Arguments and errors are those of `read_headers`."""
+    return {CODES.sub(".weight", key) for key in read_headers(folder, layouts)}
 
 
 def _converted_headers(folder: Path, layouts: Layouts) -> dict[str, Stored]:

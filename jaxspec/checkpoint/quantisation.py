@@ -87,7 +87,7 @@ class Quantisation:
 
 def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: bool = False) -> Any:
     """A tree of ShapeDtypeStructs with a `Packed` in place of every matrix that is quantised. prefix: stands before our paths in the
-    names that scheme_of takes. embedding: whether scheme_of is asked for the token embedding too.
+    names that scheme_of takes. embedding: whether scheme_of is asked for token embeddings too.
 
     Other embedding tables and vectors stay. Raises ValueError if the parts of a fused matrix have different schemes.
     """
@@ -96,7 +96,7 @@ def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: 
 
     def changed(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        is_table = EMBEDDING in name and not (embedding and name == f"{EMBEDDING}.weight")
+        is_table = EMBEDDING in name and not (embedding and name.endswith(f"{EMBEDDING}.weight"))
         if len(leaf.shape) < 2 or is_table or "norm" in name:
             return leaf
         # The last way names every module by itself.

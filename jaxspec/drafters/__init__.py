@@ -5,14 +5,15 @@ them."""
 from jaxspec.drafters.base import Drafter, NoDraft
 from jaxspec.drafters.checking import check
 from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.quantising import checkpoint_part
 from jaxspec.drafters.registry import (
     KINDS,
     REGISTRY,
     abstract_drafter,
-    checkpoint_part,
     is_drafter,
     load_drafter,
     names_of,
+    planned,
     register,
     resolve,
     save_drafter,
@@ -31,6 +32,7 @@ __all__ = [
     "is_drafter",
     "load_drafter",
     "names_of",
+    "planned",
     "register",
     "resolve",
     "save_drafter",

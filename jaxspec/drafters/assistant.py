@@ -30,7 +30,7 @@ from jaxspec.model.config import FULL, SLIDING, AssistantConfig
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.gemma4_fresh import narrow, text_config, with_query_norms
-from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, softcap
+from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, head_logits, softcap
 from jaxspec.model.rows import Hidden, Keys
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -78,6 +78,16 @@ class Gemma4MTP:
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     @property
+    def unquantised(self) -> tuple[str, ...]:
+        """A centroid head is gathered from."""
+        return () if self.masked_embedding is None else (r"\bmasked_embedding\.", r"\bembed_tokens$")
+
+    @property
+    def dtype(self) -> Any:
+        """Of the float weights."""
+        return self.model.norm.weight.dtype
+
+    @property
     def partitions(self) -> tuple[tuple[str, PartitionSpec], ...]:
         # The MLPs are so narrow that a sum takes longer than reading them. Centroids need a few rows of the table, in any order.
         whole = [r"\bmlp\."] if self.masked_embedding is None else [r"\bmlp\.", r"^model\.embed_tokens\."]
@@ -87,7 +97,7 @@ class Gemma4MTP:
         return dataclasses.replace(self, config=bind(self.config, target))
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> MTPState:
-        return MTPState(jnp.zeros((slots, self.config.backbone_hidden_size), self.post_projection.weight.dtype))
+        return MTPState(jnp.zeros((slots, self.config.backbone_hidden_size), self.dtype))
 
     def observe(self, state: MTPState, rows: Observed) -> MTPState:
         slots = jnp.where(rows.committed > 0, rows.slots, state.hidden.shape[0])
@@ -143,12 +153,12 @@ class Gemma4MTP:
         embedded: [B, T, H], the target's embedding of the newest token. hidden: [B, T, H]. positions: [B, T] int32, P of each row.
         keys: by kind of layer, the target's K and V. Returns the output after the final norm [B, T, h] and the feedback [B, T, H].
         """
-        dtype = self.pre_projection.weight.dtype
-        x = self.pre_projection(jnp.concatenate([embedded.astype(dtype), hidden.astype(dtype)], axis=-1))
+        both = jnp.concatenate([embedded.astype(self.dtype), hidden.astype(self.dtype)], axis=-1)
+        x = self.pre_projection(both, implementation=attention)
         layers, out = self.model.layers, self.model.layers[0].input_layernorm(x)
         for layer, next_weight in zip(layers, next_weights(layers, self.model.norm), strict=True):
             x, out, _ = decoder_layer(layer, x, out, positions, keys[layer.self_attn.spec.kind], None, next_weight, attention)
-        return out, self.post_projection(out)
+        return out, self.post_projection(out, implementation=attention)
 
     def candidates(
         self, out: jax.Array, implementation: str = "auto", open_centroids: jax.Array | None = None
@@ -159,7 +169,8 @@ class Gemma4MTP:
         tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
         """
         if self.masked_embedding is None:
-            logits = softcap(Linear(self.model.embed_tokens.weight)(out, dtype=jnp.float32), self.config.text.final_logit_softcapping)
+            logits = head_logits(out, self.model.embed_tokens.weight, implementation)
+            logits = softcap(logits, self.config.text.final_logit_softcapping)
             if self.suppress_tokens:
                 logits = suppress(logits, self.suppress_tokens, self.model.embed_tokens.shard)
             return logits, None

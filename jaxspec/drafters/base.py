@@ -111,6 +111,8 @@ class Drafter(Protocol):
     - `unread`: beginnings of a checkpoint's keys that nothing reads.
     - `checkpoint_field`: name of the field that a checkpoint holds, where it is not the whole drafter; `key_prefixes`: what keys may have
       before the paths in it; the first is written where config.json has a `text_config`, the last elsewhere.
+    - `unquantised`: patterns of the names of modules, as a checkpoint has them, that are never quantised: tables that rows are read of, and
+      products that no kernel makes of a packed matrix. A drafter without this member has float weights alone.
     - `check_weights(folder)` raises ValueError for weights that can be no such drafter's, once they are loaded.
 
     Several devices:

@@ -75,7 +75,7 @@ class BlockLayer(Protocol):
 
     def __call__(self, x: jax.Array, attend: Callable[[jax.Array], jax.Array], implementation: str) -> jax.Array:
         """The layer over a block's rows [B, T, h], with `attend` in it: attention and its output projection. implementation: of gated
-        products that have one."""
+        products that have one, and of products with packed weights."""
         ...
 
 
@@ -171,21 +171,22 @@ class BlockDrafter(PlainDrafter):
                 f"num_draft_tokens is {num_draft_tokens}; the drafter's block_size of {self.config.block_size} holds "
                 f"{f'the anchor and {holds}' if self.config.silent_rows else holds}"
             )
-        dtype = self.fc.weight.dtype
+        dtype = self.dtype
         # Only committed rows are stored, so that a sliding ring needs no room for drafts.
         sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": 0, "page_size": self.page_size}
         return BlockState(paged.fixed(paged.init(blocks.stored(self.config.layers), **sizes, dtype=dtype)))
 
     def observe(self, state: BlockState, rows: Observed) -> BlockState:
         count = jnp.where(rows.slots < state.cache.slots, rows.committed, 0)
-        keys = self.context(rows.taps, rows.positions)
+        keys = self.context(rows.taps, rows.positions, rows.draft_attention)
         return BlockState(paged.write_all(state.cache, rows.slots, rows.positions[:, 0], count, keys))
 
-    def context(self, taps: tuple[jax.Array, ...], positions: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        """Each layer's K and V of rows. taps: [B, T, h] each; positions: [B, T] int32 -> [B, T, KV, D] each."""
-        dtype = self.fc.weight.dtype
+    def context(self, taps: tuple[jax.Array, ...], positions: jax.Array, implementation: str = XLA) -> list[tuple[jax.Array, jax.Array]]:
+        """Each layer's K and V of rows. taps: [B, T, h] each; positions: [B, T] int32 -> [B, T, KV, D] each. implementation: of products
+        with packed weights."""
         with jax.named_scope("context"):
-            projected = self.kv_proj(self.hidden_norm(self.fc(jnp.concatenate([tap.astype(dtype) for tap in taps], axis=-1))))
+            features = self.fc(jnp.concatenate([tap.astype(self.dtype) for tap in taps], axis=-1), implementation=implementation)
+            projected = self.kv_proj(self.hidden_norm(features), implementation=implementation)
         return [layer.self_attn.keys_values(projected[:, :, i], positions) for i, layer in enumerate(self.layers)]
 
     def rows(self, state: BlockState, target: Target, count: int) -> jax.Array:
@@ -212,14 +213,15 @@ class BlockDrafter(PlainDrafter):
         positions = target.length[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
         for i, layer in enumerate(self.layers):
             pools, table = state.cache.pages_of(i, target.slots)
-            kv_proj = Linear(jax.lax.index_in_dim(self.kv_proj.weight, i, keepdims=False))
+            # All fields of a packed matrix have the axis of layers first.
+            kv_proj = Linear(jax.tree.map(lambda field, i=i: jax.lax.index_in_dim(field, i, keepdims=False), self.kv_proj.weight))
             causal, attention = self.config.causal[i], target.draft_attention
             x = _layer(layer, kv_proj, x, positions, pools, table, target.length, seen, causal, attention)
         return self.norm(x)
 
     def embed(self, model: TargetModel, ids: jax.Array) -> jax.Array:
         """The block's embeddings. ids: [B, T] int32 -> [B, T, h]."""
-        dtype, scale = self.fc.weight.dtype, self.embedding_scale
+        dtype, scale = self.dtype, self.embedding_scale
         x = model.embed(ids, scale).astype(dtype)
         if self.mask_embedding is None:
             return x
@@ -237,7 +239,7 @@ class BlockDrafter(PlainDrafter):
     def bytes_of_a_pass(self, target: TargetModel, *, batch: int, context: float) -> tuple[float, float]:
         """Bytes that one pass over the block reads: all weights, the head being the target's where the drafter has none, and K and V."""
         head = 0 if self.lm_head is not None else nbytes(target.head[0])
-        kv = traffic.visible_kv(blocks.stored(self.config.layers), self.fc.weight.dtype, context)
+        kv = traffic.visible_kv(blocks.stored(self.config.layers), self.dtype, context)
         return nbytes(self) + head, batch * kv
 
     def rows_along(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, count: int) -> jax.Array:
@@ -272,9 +274,9 @@ def _layer(
 
     def attend(normed: jax.Array) -> jax.Array:
         with jax.named_scope(spec.kind):
-            q = attn.rotated(attn.q_norm(attn.q_proj(normed)), positions)
+            q = attn.rotated(attn.q_norm(attn.q_proj(normed, implementation=attention)), positions)
             # Apart from the queries' product: XLA would merge the two, and copy this layer's part of kv_proj to do so.
-            k, v = attn.keys_values(kv_proj(jax.lax.optimization_barrier(normed)), positions)
+            k, v = attn.keys_values(kv_proj(jax.lax.optimization_barrier(normed), implementation=attention), positions)
             heads = paged_attention(
                 q,
                 positions,
@@ -288,7 +290,7 @@ def _layer(
                 scale=attn.scale,
                 implementation=attention,
             )
-            return attn.o_proj.of_heads(heads)
+            return attn.o_proj.of_heads(heads, implementation=attention)
 
     return layer(x, attend, attention)
 
@@ -335,7 +337,7 @@ class Leaves:
 
 
 def keys_of(folder: Path | None) -> Collection[str]:
-    """The keys of a checkpoint's tensors, none without a folder. Raises ValueError for a mask embedding that cannot be read safely."""
+    """The keys of a checkpoint's weights, none without a folder. Raises ValueError for a mask embedding that cannot be read safely."""
     if folder is None:
         return ()
     if (folder / "mask_embedding.pt").exists():
@@ -345,4 +347,4 @@ def keys_of(folder: Path | None) -> Collection[str]:
             "t = load_file('model.safetensors'); t['mask_embedding'] = torch.load('mask_embedding.pt', weights_only=True).flatten(); "
             "save_file(t, 'model.safetensors', {'format': 'pt'})\", and remove mask_embedding.pt"
         )
-    return checkpoint.read_headers(folder, BlockDrafter.layouts)
+    return checkpoint.weight_keys(folder, BlockDrafter.layouts)

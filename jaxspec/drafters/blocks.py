@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, require
-from jaxspec.model.layers import Linear, Weight, head_logits
+from jaxspec.model.layers import Linear, RMSNorm, Weight, head_logits
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
 
@@ -117,9 +117,10 @@ class SiluMLP:
 
     sums: ClassVar[tuple[str, ...]] = ("down_proj",)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = self.gate_up_proj(x)
-        return self.down_proj(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
+    def __call__(self, x: jax.Array, implementation: str = "xla") -> jax.Array:
+        """implementation: of products with packed weights."""
+        gate_up = self.gate_up_proj(x, implementation=implementation)
+        return self.down_proj(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], implementation=implementation)
 
 
 def head(
@@ -127,11 +128,11 @@ def head(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Float32 logits from a drafter's own head or the target's, and the candidates' token ids, i + d2t[i], where a head has d2t.
 
-    implementation: of the target's head where that is packed; only XLA's has a gradient."""
+    implementation: of a packed head's product; only XLA's has a gradient."""
     if lm_head is None:
         logits = head_logits(out.astype(model.dtype), model.head[0], implementation)
     else:
-        logits = lm_head(out.astype(lm_head.weight.dtype), dtype=jnp.float32)
+        logits = lm_head(out, dtype=jnp.float32, implementation=implementation)
     if d2t is None:
         return logits, None
     return logits, jnp.broadcast_to((d2t + jnp.arange(d2t.shape[0], dtype=jnp.int32))[None, None, :], logits.shape)
@@ -141,14 +142,21 @@ class PlainDrafter:
     """The members that drafters with such layers share: see `base.Drafter`."""
 
     config: Any
+    norm: RMSNorm
     d2t: Weight | None
 
+    unquantised: ClassVar[tuple[str, ...]] = ()
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (
         (r"\b(lm_head|fc)\.weight$", PartitionSpec(TENSOR, None)),
         (r"\bq_proj\.weight$", PartitionSpec(TENSOR, None, None, None)),
         (r"\bkv_proj\.weight$", PartitionSpec(None, None, TENSOR, None, None)),
         *PARTITIONS,
     )
+
+    @property
+    def dtype(self) -> Any:
+        """Of the float weights."""
+        return self.norm.weight.dtype
 
     @property
     def taps(self) -> tuple[int, ...]:

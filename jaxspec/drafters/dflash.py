@@ -23,7 +23,6 @@ from jaxspec.drafters.blocks import SiluMLP
 from jaxspec.drafters.dflash_config import RELEASED, DFlashConfig, default_config
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import Guess, Objective
-from jaxspec.model.config import refuse_quantised
 from jaxspec.model.layers import Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -43,7 +42,7 @@ class DFlashLayer:
         """See `BlockLayer`."""
         x = x + attend(self.input_layernorm(x))
         with jax.named_scope("feed_forward"):
-            return x + self.mlp(self.post_attention_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x), implementation)
 
 
 @struct.dataclass
@@ -94,7 +93,6 @@ def abstract(config: DFlashConfig, dtype: Any = jnp.bfloat16) -> DFlash:
 
 def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> DFlash:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs. Raises ValueError if it cannot be used with the target."""
-    refuse_quantised(config)
     return abstract(DFlashConfig.from_hf(config, target, keys_of(folder)), dtype)
 
 

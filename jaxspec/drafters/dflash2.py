@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from jaxspec.drafters.blocks import SiluMLP
 from jaxspec.drafters.dflash2_config import RELEASED, DFlash2Config, default_config
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import Guess, Objective, Shortlist, pick
-from jaxspec.model.config import refuse_quantised
 from jaxspec.model.layers import Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -75,7 +74,7 @@ class DFlash2Layer:
         """See `BlockLayer`."""
         x = x + self.attention_conv.around(attend, self.input_layernorm(x))
         with jax.named_scope("feed_forward"):
-            return x + self.mlp_conv.around(self.mlp, self.post_attention_layernorm(x))
+            return x + self.mlp_conv.around(lambda rows: self.mlp(rows, implementation), self.post_attention_layernorm(x))
 
 
 @struct.dataclass
@@ -113,6 +112,8 @@ class DFlash2(BlockDrafter):
     config: DFlash2Config = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
     reading: jax.Array | None = None
+
+    unquantised: ClassVar[tuple[str, ...]] = (r"_conv\.", r"\bcandidate_selector\.")
 
     def draft(self, state: BlockState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, BlockState]:
         if num_draft_tokens == 0:
@@ -183,7 +184,6 @@ def abstract(config: DFlash2Config, dtype: Any = jnp.bfloat16) -> DFlash2:
 
 def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> DFlash2:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs. Raises ValueError if it cannot be used with the target."""
-    refuse_quantised(config)
     return abstract(DFlash2Config.from_hf(config, target, keys_of(folder)), dtype)
 
 

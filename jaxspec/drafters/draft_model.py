@@ -24,7 +24,7 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_rows
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import FULL, refuse_quantised
+from jaxspec.model.config import FULL
 from jaxspec.model.families import MODEL_TYPES, family_named, family_of
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Rows
@@ -69,6 +69,11 @@ class DraftModel:
         return family_of(self.model.config).unread(self.model.config)
 
     @property
+    def unquantised(self) -> tuple[str, ...]:
+        """A table that is not the head too."""
+        return () if self.model.head[0] is self.model.embed_tokens.weight else (r"\bembed_tokens$",)
+
+    @property
     def partitions(self) -> tuple[tuple[str, PartitionSpec], ...] | None:
         layers = self.model.layers
         return None if nbytes(layers) < len(layers) * SMALL_LAYER else self.model.partitions
@@ -106,7 +111,7 @@ class DraftModel:
         steps = []
         for k in range(1, num_draft_tokens + 1):
             at = target.length + k
-            token, logits, sampling = draw(self.model.unembed(hidden), at[:, None], sampling)
+            token, logits, sampling = draw(self.model.unembed(hidden, target.draft_attention), at[:, None], sampling)
             steps.append((token, logits, None))
             if k < num_draft_tokens:
                 count = ((target.slots < state.hidden.shape[0]) & (at < end)).astype(jnp.int32)
@@ -145,7 +150,6 @@ def abstract(config: TargetConfig, dtype: Any = jnp.bfloat16) -> DraftModel:
 
 def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> DraftModel:
     """The draft model that a target's config.json tells of, as a tree of ShapeDtypeStructs."""
-    refuse_quantised(config)
     return abstract(family_named(config.get("model_type")).read(config), dtype)
 
 

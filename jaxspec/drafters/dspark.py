@@ -29,8 +29,7 @@ from jaxspec.drafters.branching import Branching
 from jaxspec.drafters.dflash import DFlashLayer
 from jaxspec.drafters.dspark_config import CONFIDENCE, GEMMA, RELEASED, DSparkConfig, default_config
 from jaxspec.drafters.kind import Kind
-from jaxspec.drafters.training import Guess, Objective, pick
-from jaxspec.model.config import refuse_quantised
+from jaxspec.drafters.training import XLA, Guess, Objective, pick
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4_fresh import with_query_norms
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight
@@ -98,10 +97,13 @@ class MarkovHead:
             return None
         return jnp.zeros((*hidden.shape[:-1], self.markov_w1.weight.shape[-1]), jnp.float32)
 
-    def __call__(self, embedded: jax.Array, hidden: jax.Array, memory: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(
+        self, embedded: jax.Array, hidden: jax.Array, memory: jax.Array | None, implementation: str = XLA
+    ) -> tuple[jax.Array, jax.Array | None]:
         """The bias of a row's logits, [..., C] float32, and what the head remembers after the row.
 
         embedded: [..., r], of the token before the guess. hidden: [..., h], the row's. memory: as the row before left it.
+        implementation: of the product with a packed markov_w2.
         """
         if self.gate_proj is not None:
             gate = jax.nn.sigmoid(self.gate_proj(jnp.concatenate([hidden, embedded], axis=-1)))
@@ -112,7 +114,7 @@ class MarkovHead:
             keep, new, out = jnp.split(self.joint_proj(inputs), 3, axis=-1)
             keep = jax.nn.sigmoid(keep)
             memory, embedded = keep * memory + (1 - keep) * jnp.tanh(new), jnp.tanh(out).astype(embedded.dtype)
-        return self.markov_w2(embedded, dtype=jnp.float32), memory
+        return self.markov_w2(embedded, dtype=jnp.float32, implementation=implementation), memory
 
 
 @struct.dataclass
@@ -140,6 +142,8 @@ class DSpark(BlockDrafter):
     page_size: int = struct.field(pytree_node=False, default=64)
     reading: jax.Array | None = None
 
+    # A table, of which rows are read, and products that are small.
+    unquantised: ClassVar[tuple[str, ...]] = (r"\bmarkov_w1$", r"\bmarkov_head\.(gate|joint)_proj$", r"\bconfidence_head\.")
     # The rows of markov_w1 that a round reads are few, and a sum over devices takes longer than they do: so it is whole everywhere.
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (
         (r"\bmarkov_w2\.weight$", PartitionSpec(TENSOR, None)),
@@ -156,7 +160,7 @@ class DSpark(BlockDrafter):
         for k in range(num_draft_tokens):
             hidden = guessing[:, k]
             odds.append(self.confidence(previous, hidden))
-            logits, memory = self.follow(base[:, k], previous, hidden, memory)
+            logits, memory = self.follow(base[:, k], previous, hidden, memory, target.draft_attention)
             logits, among = logits[:, None], None if ids is None else ids[:, k : k + 1]
             token, logits, sampling = draw(logits, target.length[:, None] + k + 1, sampling, among)
             steps.append((token, logits, among))
@@ -178,7 +182,7 @@ class DSpark(BlockDrafter):
             def of_parents(x: jax.Array, k: int = k, count: int = len(level.inner)) -> jax.Array:
                 return jnp.broadcast_to(x[:, k : k + 1], (x.shape[0], count, x.shape[2]))
 
-            logits, memory = self.follow(of_parents(base), previous, of_parents(guessing), memory)
+            logits, memory = self.follow(of_parents(base), previous, of_parents(guessing), memory, target.draft_attention)
             among = None if ids is None else of_parents(ids)
             previous, branching = branching.choose(logits, target.length + k + 1, level, among)
             memory = None if memory is None else memory[:, level.parent]
@@ -198,13 +202,13 @@ class DSpark(BlockDrafter):
         return stepped if isinstance(first, int) or stepped is None else jnp.where(first == 0, memory, stepped)
 
     def follow(
-        self, base: jax.Array, previous: jax.Array, hidden: jax.Array, memory: jax.Array | None
+        self, base: jax.Array, previous: jax.Array, hidden: jax.Array, memory: jax.Array | None, implementation: str = XLA
     ) -> tuple[jax.Array, jax.Array | None]:
         """A guess's logits, [..., C] float32, and what the Markov head remembers. base: [..., C], the block's; previous: [...] int32, the
-        token before the guess; hidden: [..., h], the row's; memory: as the guess before left it."""
+        token before the guess; hidden: [..., h], the row's; memory: as the guess before left it; implementation: as the head takes it."""
         if self.markov_head is None:
             return base, None
-        bias, memory = self.markov_head(self.markov_head.embed(previous), hidden, memory)
+        bias, memory = self.markov_head(self.markov_head.embed(previous), hidden, memory, implementation)
         return base + bias, memory
 
     def confidence(self, previous: jax.Array, hidden: jax.Array) -> jax.Array | None:
@@ -273,7 +277,6 @@ def abstract(config: DSparkConfig, dtype: Any = jnp.bfloat16) -> DSpark:
 
 def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> DSpark:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs. Raises ValueError if it cannot be used with the target."""
-    refuse_quantised(config)
     keys = ("lm_head.weight", CONFIDENCE) if folder is None else keys_of(folder)
     return abstract(DSparkConfig.from_hf(config, target, keys), dtype)
 

@@ -30,7 +30,7 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import LayerSpec, refuse_quantised
+from jaxspec.model.config import LayerSpec
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4_fresh import with_query_norms
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
@@ -62,9 +62,10 @@ class Eagle3Attention:
     def kv_heads(self) -> tuple[KVHeads, ...]:
         return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
-    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x: [B, T, in] -> queries [B, T, KV, G, D], and K and V as they are stored, [B, T, KV, D]."""
-        spec, projected = self.spec, self.qkv_proj(x)
+    def project(self, x: jax.Array, positions: jax.Array, implementation: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x: [B, T, in] -> queries [B, T, KV, G, D], and K and V as they are stored, [B, T, KV, D]. implementation: of the product with
+        packed weights."""
+        spec, projected = self.spec, self.qkv_proj(x, implementation=implementation)
         q, k, v = projected[..., : spec.group, :], projected[..., spec.group, :], projected[..., -1, :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -99,10 +100,10 @@ class Eagle3Layer:
         return both, normed if self.norm_before_residual else x
 
     def outputs(self, residual: jax.Array, attended: jax.Array, implementation: str) -> jax.Array:
-        """The layer after attention. [B, T, H] each. implementation: of Gemma's gated product."""
+        """The layer after attention. [B, T, H] each. implementation: of Gemma's gated product, and of products with packed weights."""
         if self.pre_feedforward_layernorm is None:
             x = residual + attended
-            return x + self.mlp(self.post_attention_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x), implementation)
         assert self.post_feedforward_layernorm is not None and self.layer_scalar is not None and isinstance(self.mlp, GatedMLP)
         x = residual + self.post_attention_layernorm(attended)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), implementation))
@@ -149,11 +150,14 @@ class Eagle3(PlainDrafter):
     config: Eagle3Config = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
 
+    unquantised: ClassVar[tuple[str, ...]] = (r"\bembed_tokens$",)
+
     @staticmethod
     def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[layout.Part]]:
         """EAGLE has another name for its only layer."""
         ways = layout.layouts(path, shapes)
-        return ways + layout.renamed(ways, "layers.0.", "midlayer.") if path.startswith("layers.0.") else ways
+        # The last way has the names of modules by which a config says what is quantised.
+        return [*ways, *layout.renamed(ways, "layers.0.", "midlayer."), *ways] if path.startswith("layers.0.") else ways
 
     @property
     def num_draft_tokens(self) -> int | None:
@@ -167,7 +171,7 @@ class Eagle3(PlainDrafter):
         return self
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> Eagle3State:
-        dtype = self.fc.weight.dtype
+        dtype = self.dtype
         sizes = {"slots": slots, "max_len": max_len, "num_draft_tokens": 0, "page_size": self.page_size}
         cache = paged.fixed(paged.init(blocks.stored(self.config.layers), **sizes, dtype=dtype))
         return Eagle3State(cache, jnp.zeros((slots, self.config.hidden_size), dtype))
@@ -180,7 +184,8 @@ class Eagle3(PlainDrafter):
         ids = jnp.where(last, rows.anchor[:, None], jnp.roll(rows.ids, -1, axis=1))
         start = rows.positions[:, 0]
         block = DraftRows(rows.positions, cache, rows.slots, start, None, count)
-        x, fresh = self.run(self.embed(rows.model, ids), self.features(rows.taps), block, rows.draft_attention)
+        features = self.features(rows.taps, rows.draft_attention)
+        x, fresh = self.run(self.embed(rows.model, ids), features, block, rows.draft_attention)
         slots = jnp.where(count > 0, rows.slots, cache.slots)
         hidden = take_row(x, jnp.maximum(count - 1, 0))[:, 0]
         cache = paged.write_all(cache, rows.slots, start, paged.known_after(x, count), fresh)
@@ -231,22 +236,22 @@ class Eagle3(PlainDrafter):
             after.append(keys)
         return x, tuple(after)
 
-    def features(self, taps: tuple[jax.Array, ...]) -> jax.Array:
-        """What the drafter makes of the target's hidden states. taps: [B, T, H] each -> [B, T, h]."""
-        dtype = self.fc.weight.dtype
-        parts = [tap.astype(dtype) for tap in taps]
+    def features(self, taps: tuple[jax.Array, ...], implementation: str = XLA) -> jax.Array:
+        """What the drafter makes of the target's hidden states. taps: [B, T, H] each -> [B, T, h]. implementation: of the product with
+        packed weights."""
+        parts = [tap.astype(self.dtype) for tap in taps]
         if self.input_norm is not None:
             parts = [self.input_norm(jnp.concatenate(parts, axis=-1))]
             parts = jnp.split(parts[0], len(taps), axis=-1)
         if self.fc_norm is not None:
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-        return self.fc(jnp.concatenate(parts, axis=-1))
+        return self.fc(jnp.concatenate(parts, axis=-1), implementation=implementation)
 
     def embed(self, model: TargetModel, ids: jax.Array) -> jax.Array:
         """Embeddings of tokens: the drafter's own, or rows of the target's table. ids: [B, T] int32 -> [B, T, h]."""
         scale = math.sqrt(self.config.hidden_size) if self.config.gemma else 1.0
         embedded = model.embed(ids, scale) if self.embed_tokens is None else self.embed_tokens(ids)
-        return embedded.astype(self.fc.weight.dtype)
+        return embedded.astype(self.dtype)
 
     def candidates(self, model: TargetModel, x: jax.Array, implementation: str = XLA) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of the last layer's outputs, and the token ids that they belong to (None: candidate i is token i).
@@ -261,7 +266,7 @@ class Eagle3(PlainDrafter):
         head = 0 if self.lm_head is not None else nbytes(target.head[0])
         once = nbytes((self.fc, self.input_norm, self.fc_norm))
         each = nbytes(self) - once - nbytes(self.embed_tokens) + head
-        kv = traffic.visible_kv(blocks.stored(self.config.layers), self.fc.weight.dtype, context)
+        kv = traffic.visible_kv(blocks.stored(self.config.layers), self.dtype, context)
         return once + num_draft_tokens * each, num_draft_tokens * batch * kv
 
     def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
@@ -270,7 +275,7 @@ class Eagle3(PlainDrafter):
         batch, length = ids.shape
         slots, zero = jnp.arange(batch, dtype=jnp.int32), jnp.zeros((batch,), jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], ids.shape)
-        dtype, layers = self.fc.weight.dtype, self.config.layers
+        dtype, layers = self.dtype, self.config.layers
         none = whole_cache(layers, [(jnp.zeros((batch, 1, spec.num_kv_heads, spec.head_dim), dtype),) * 2 for spec in layers])
         following = self.embed(target, jnp.roll(ids, -1, axis=1))
         x, keys = self.run(following, self.features(out.taps), DraftRows(positions, none, slots, zero, None, zero + length), XLA)
@@ -311,13 +316,13 @@ def _layer(
     attn = layer.self_attn
     with jax.named_scope("attention"):
         inputs, residual = layer.inputs(embedded, x)
-        q, *own = attn.project(inputs, positions)
+        q, *own = attn.project(inputs, positions, attention)
         k, v = (new.astype(pools.k.dtype) for new in own)
         if fresh is not None:
             k, v = (jnp.concatenate(pair, axis=1) for pair in zip(fresh, (k, v), strict=True))
         settings = {"scale": attn.scale, "ancestors": ancestors, "implementation": attention}
         heads = paged_attention(q, positions, (pools.k, pools.v), table, length, (k, v), count, **settings)
-        attended = attn.o_proj.of_heads(heads)
+        attended = attn.o_proj.of_heads(heads, implementation=attention)
     with jax.named_scope("feed_forward"):
         return layer.outputs(residual, attended, attention), (k, v)
 
@@ -371,8 +376,7 @@ def abstract(config: Eagle3Config, dtype: Any = jnp.bfloat16) -> Eagle3:
 
 def from_checkpoint(folder: Path | None, config: Mapping[str, Any], target: TargetConfig, dtype: Any) -> Eagle3:
     """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs. Raises ValueError if it cannot be used with the target."""
-    refuse_quantised(config)
-    keys = ("lm_head.weight",) if folder is None else checkpoint.read_headers(folder)
+    keys = ("lm_head.weight",) if folder is None else checkpoint.weight_keys(folder)
     return abstract(Eagle3Config.from_hf(config, target, keys), dtype)
 
 

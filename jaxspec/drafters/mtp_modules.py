@@ -136,6 +136,7 @@ class MTPModules:
     config: ModulesConfig = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
 
+    unquantised: ClassVar[tuple[str, ...]] = (r"\beh_proj$",)  # small beside a layer and a head
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (
         (r"\b(shared_head\.output|eh_proj)\.weight$", PartitionSpec(TENSOR, None)),
         (r"\bg_proj\.weight$", PartitionSpec(TENSOR, None, None)),
@@ -232,7 +233,7 @@ class MTPModules:
             if s < used:
                 cache = _store(cache, s, keys, base, paged.known_after(x, done))
             if s < num_draft_tokens:
-                logits = self.logits(s, take_row(x, jnp.maximum(count - 1, 0)))
+                logits = self.logits(s, take_row(x, jnp.maximum(count - 1, 0)), target.draft_attention)
                 token, logits, sampling = draw(logits, target.length[:, None] + s + 1, sampling)
                 steps.append((token, logits, None))
                 column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
@@ -258,10 +259,12 @@ class MTPModules:
         positions = base[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
         return module(embedded, hidden, positions, keys, attention)
 
-    def logits(self, step: int, hidden: jax.Array) -> jax.Array:
-        """What the module of a step makes of its block's output: [B, T, H] -> [B, T, V] float32."""
+    def logits(self, step: int, hidden: jax.Array, implementation: str = XLA) -> jax.Array:
+        """What the module of a step makes of its block's output: [B, T, H] -> [B, T, V] float32. implementation: of a packed head's
+        product."""
         head = self.modules[step % len(self.modules)].shared_head
-        return softcap(head.output(head.norm(hidden), dtype=jnp.float32), self.config.final_logit_softcapping)
+        logits = head.output(head.norm(hidden), dtype=jnp.float32, implementation=implementation)
+        return softcap(logits, self.config.final_logit_softcapping)
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """A module for each draft, in turn."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,9 +12,11 @@ import numpy as np
 from jaxspec import checkpoint
 from jaxspec.checkpoint import safetensors
 from jaxspec.checkpoint.hub import HUB, Hub
+from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.drafters import assistant, base, dflash, dflash2, draft_model, dspark, eagle3, mtp_modules, ngram
 from jaxspec.drafters.base import Drafter, fitted
 from jaxspec.drafters.kind import Kind
+from jaxspec.drafters.quantising import asked_quantisation, checkpoint_part, quantised, stored_quantisation, with_checkpoint_part
 from jaxspec.model.families import MODEL_TYPES
 from jaxspec.model.target import TargetConfig
 
@@ -77,11 +78,16 @@ def is_drafter(config: Mapping[str, Any]) -> bool:
     return any(name in REGISTRY and name not in MODEL_TYPES for name in names_of(config))
 
 
-def abstract_drafter(folder: Path, target: TargetConfig, dtype: Any) -> Any:
-    """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs, bound to its target.
+def abstract_drafter(folder: Path, target: TargetConfig, dtype: Any, quantize: str | None = None) -> Any:
+    """The drafter in a checkpoint folder as a tree of ShapeDtypeStructs, bound to its target. quantize: `quantize_drafter` of `load`.
 
-    Raises ValueError if the checkpoint is no drafter, or does not fit the target.
+    Raises ValueError if the checkpoint is no drafter, or does not fit the target, and as `quantising.asked_quantisation` does.
     """
+    return planned(folder, target, dtype, quantize)[0]
+
+
+def planned(folder: Path, target: TargetConfig, dtype: Any, quantize: str | None = None) -> tuple[Any, Quantisation | None]:
+    """(what `abstract_drafter` gives, how its matrices are quantised)."""
     config = checkpoint.read_config(folder)
     kind = kind_of(config)
     if kind is None:
@@ -90,22 +96,35 @@ def abstract_drafter(folder: Path, target: TargetConfig, dtype: Any) -> Any:
         named = f" ({', '.join(architectures)})" if architectures else ""
         raise ValueError(f"the drafter {folder} has model_type {found!r}{named}; expected one of {known}")
     try:
-        return fitted(kind.from_checkpoint(folder, config, target, dtype), target)
+        drafter = fitted(kind.from_checkpoint(folder, config, target, dtype), target)
+        stored = stored_quantisation(folder, config, drafter)
+        found = quantised(drafter, stored)
     except ValueError as error:
         raise ValueError(f"the drafter {folder} cannot be used with this target: {error}") from error
+    if quantize is None:
+        return found, stored
+    asked = asked_quantisation(quantize, drafter, config, dtype, folder, stored)
+    return quantised(drafter, asked), asked
 
 
 def load_drafter(
-    folder: Path, target: TargetConfig, dtype: Any, *, place: Callable[[Any], Any] = lambda abstract: abstract, progress: bool = True
+    folder: Path,
+    target: TargetConfig,
+    dtype: Any,
+    *,
+    quantize: str | None = None,
+    place: Callable[[Any], Any] = lambda abstract: abstract,
+    progress: bool = True,
 ) -> Drafter:
-    """The drafter in a checkpoint folder. place: gives the leaves of an abstract tree their shardings.
+    """The drafter in a checkpoint folder. quantize: `quantize_drafter` of `load`. place: gives the leaves of an abstract tree their
+    shardings.
 
     Raises ValueError as `abstract_drafter` and `checkpoint.load_weights` do, and for weights that can be no such drafter's."""
-    drafter = place(abstract_drafter(folder, target, dtype))
-    prefixes, skip = getattr(drafter, "key_prefixes", ("",)), getattr(drafter, "unread", ())
-    weights = checkpoint.load_weights(folder, checkpoint_part(drafter), prefixes=prefixes, skip=skip, progress=progress)
-    field = getattr(drafter, "checkpoint_field", None)
-    drafter = weights if field is None else dataclasses.replace(drafter, **{field: weights})
+    drafter, quantisation = planned(folder, target, dtype, quantize)
+    drafter = place(drafter)
+    settings = {"prefixes": getattr(drafter, "key_prefixes", ("",)), "skip": getattr(drafter, "unread", ()), "quantisation": quantisation}
+    weights = checkpoint.load_weights(folder, checkpoint_part(drafter), **settings, progress=progress)
+    drafter = with_checkpoint_part(drafter, weights)
     check = getattr(drafter, "check_weights", None)
     if check is not None:
         check(folder)
@@ -128,9 +147,3 @@ def save_trained(folder: Path, drafter: Any, config: Mapping[str, Any], generati
     save_drafter(folder, drafter, config, dtype)
     if generation:
         checkpoint.save_json(folder / "generation_config.json", generation)
-
-
-def checkpoint_part(drafter: Any) -> Any:
-    """The part of a drafter that a checkpoint holds, whose paths are the checkpoint's keys."""
-    field = getattr(drafter, "checkpoint_field", None)
-    return drafter if field is None else getattr(drafter, field)

@@ -16,6 +16,7 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> argparse.Argument
     info.add_argument("--adapter", help="also say whether this LoRA adapter fits")
     info.add_argument("--quantize", metavar="KIND", help="as if the target's float weights were quantised: int8, int4 or fp8")
     info.add_argument("--quantize-embedding", metavar="KIND", help="as if its float token embedding were quantised: int8")
+    info.add_argument("--quantize-drafter", metavar="KIND", help="as if the drafter's float weights were quantised: int8, int4 or fp8")
     info.add_argument("--mesh", metavar="AXIS=N,...", help="print what each device of a mesh holds, such as tensor=4 or data=2,tensor=4")
     text = "print how load would use a device's memory; the options below imply it"
     info.add_argument("--plan", action="store_true", help=text)
@@ -42,14 +43,15 @@ def lines(args: argparse.Namespace, hub: Any, jax_fraction: float) -> list[str]:
     named = None if args.target is None else card_named(args.target)
     card, shares = _card(args, named, jax_fraction)
     if args.target is None or named is not None:
-        about = ("drafter", "adapter", "quantize", "quantize_embedding", "mesh", "kv_dtype", "max_len", "max_slots", "k", "learn")
+        quantised = ("quantize", "quantize_embedding", "quantize_drafter")
+        about = ("drafter", "adapter", *quantised, "mesh", "kv_dtype", "max_len", "max_slots", "k", "learn")
         given = [name for name in about if getattr(args, name) is not None]
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} is about a model, and none is named")
         if card is None:
             raise ValueError("neither a model is named nor --memory given, and this device does not say what memory it has")
         return list(info.describe_card(card, **shares))
-    asked = {name: getattr(args, name) for name in ("adapter", "quantize", "quantize_embedding")}
+    asked = {name: getattr(args, name) for name in ("adapter", "quantize", "quantize_embedding", "quantize_drafter")}
     pair = info.read(args.target, args.drafter, hub, **asked)
     shown = {} if args.memory is None else {"show": card.show}
     found = list(info.describe(pair, args.target, args.drafter, **shown))

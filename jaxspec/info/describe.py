@@ -44,7 +44,8 @@ OFFERED_LEN = 4096
 def read(target: str, drafter: str | None = None, hub: Hub = HUB, *, adapter: str | None = None, **asked: Any) -> Pair:
     """What the lines are about: a target under any name that `load` takes, or a released one such as "e4b", and a drafter for it.
 
-    asked: quantize and quantize_embedding. Raises as `load` does for what cannot be used and for a drafter that does not fit.
+    asked: quantize, quantize_embedding and quantize_drafter. Raises as `load` does for what cannot be used and for a drafter that does
+    not fit.
     """
     if target in released.TARGETS:
         if adapter is not None:
@@ -87,7 +88,8 @@ def describe(pair: Pair, target: str, drafter: str | None = None, show: Callable
         kind = type(draft).__name__
         if readings := getattr(draft, "readings", ()):
             yield f"            its config.json leaves open {' or '.join(readings)}: the first rounds try both"
-        yield f"            {kind}, fits; {weight_count(draft):,} parameters, {show(nbytes(draft))}; num_assistant_tokens {count}"
+        held = f" in {' and '.join([*kinds, jnp.dtype(dtype).name])}" if (kinds := packed_kinds(draft)) else ""
+        yield f"            {kind}, fits; {weight_count(draft):,} parameters, {show(nbytes(draft))}{held}; num_assistant_tokens {count}"
 
 
 def describe_plan(

@@ -10,6 +10,7 @@ from typing import Any
 from jaxspec.checks import integer
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import KINDS
+from jaxspec.trees import packed_kinds
 
 PART = 2**25  # logits of a draft step that are computed at a time, about: see `parts`
 
@@ -72,6 +73,10 @@ def learnable(drafter: Any) -> Kind:
     if kind is None or kind.objective is None:
         able = ", ".join(sorted(kind.made.__name__ for kind in KINDS.values() if kind.objective is not None))
         raise ValueError(f"the drafter is a {type(drafter).__name__}, which has nothing to learn; expected one of {able}")
+    if kinds := packed_kinds(drafter):
+        raise ValueError(
+            f"the drafter's weights are quantised ({', '.join(kinds)}), and only float weights learn; expected a float drafter"
+        )
     return kind
 
 

@@ -130,7 +130,6 @@ class AssistantConfig:
         model_type = config.get("model_type")
         if model_type not in ASSISTANT_TYPES:
             raise ValueError(f"model_type is {model_type!r}; a Gemma 4 assistant has one of {', '.join(ASSISTANT_TYPES)}")
-        refuse_quantised(config)
         inner = dict(require(config, "text_config"))
         inner["num_kv_shared_layers"] = require(inner, "num_hidden_layers")
         text = _text_config(inner, config)
@@ -145,15 +144,6 @@ class AssistantConfig:
                 f"found num_centroids {centroids}, vocab_size {text.vocab_size}, centroid_intermediate_top_k {top_k}"
             )
         return cls(text, int(require(config, "backbone_hidden_size")), ordered, centroids, top_k)
-
-
-def refuse_quantised(config: Mapping[str, Any]) -> None:
-    """Raises ValueError if the checkpoint's weights are quantised."""
-    for where in (config, config.get("text_config") or {}):
-        quantisation = where.get("quantization_config") or where.get("compression_config")
-        if quantisation:
-            method = quantisation.get("quant_method", "unknown")
-            raise ValueError(f"the checkpoint's weights are quantised (quant_method {method!r}); a drafter's have to be float")
 
 
 def require(config: Mapping[str, Any], field: str) -> Any:

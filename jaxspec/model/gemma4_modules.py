@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.model.config import FULL, SLIDING, TEXT_TYPES, Gemma4Config, refuse_quantised
+from jaxspec.model.config import FULL, SLIDING, TEXT_TYPES, Gemma4Config
 from jaxspec.model.gemma4_fresh import text_config
 from jaxspec.model.target import ModulesConfig, TargetConfig
 
@@ -17,7 +17,6 @@ def read_modules(config: Mapping[str, Any]) -> ModulesConfig:
     """Reads config.json. Raises ValueError for another model type, or a value that this implementation does not have."""
     if config.get("model_type") != MODEL_TYPE:
         raise ValueError(f"model_type is {config.get('model_type')!r}; MTP modules of Gemma 4 layers have {MODEL_TYPE!r}")
-    refuse_quantised(config)
     count, text = config.get("num_nextn_predict_layers"), config.get("text_config")
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"num_nextn_predict_layers is {count!r}; expected at least 1")

@@ -37,13 +37,14 @@ class Linear:
     gather_over: str | None = struct.field(pytree_node=False, default=None)
     mail: jax.Array | None = None
 
-    def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
-        """x: [..., in] -> [..., *out], in x's dtype or in `dtype`; products are summed in float32 on GPU."""
-        return gathered(summed(product(x, self.weight, dtype=dtype), self.sum_over), self.gather_over)
+    def __call__(self, x: jax.Array, *, dtype: Any = None, implementation: str = "xla") -> jax.Array:
+        """x: [..., in] -> [..., *out], in x's dtype or in `dtype`; products are summed in float32 on GPU. implementation: of a packed
+        weight's product, where there are few enough rows for it; only XLA's has a gradient."""
+        return gathered(summed(_product(x, self.weight, 1, dtype, implementation), self.sum_over), self.gather_over)
 
-    def of_heads(self, heads: jax.Array) -> jax.Array:
-        """heads: [B, T, KV, G, D] -> [B, T, H], by a weight [H, KV, G, D]."""
-        return summed(product(heads, self.weight, over=3), self.sum_over)
+    def of_heads(self, heads: jax.Array, *, implementation: str = "xla") -> jax.Array:
+        """heads: [B, T, KV, G, D] -> [B, T, H], by a weight [H, KV, G, D]. implementation: as for a call."""
+        return summed(_product(heads, self.weight, 3, None, implementation), self.sum_over)
 
     def parts(self, x: jax.Array, implementation: str, over: int = 1) -> jax.Array | Unsummed:
         """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
@@ -132,7 +133,7 @@ class GatedMLP:
 
     def __call__(self, x: jax.Array, implementation: str = "auto") -> jax.Array:
         """implementation: of the gated product, where there are few enough rows for it."""
-        return self.down_proj(self._hidden(x, implementation))
+        return self.down_proj(self._hidden(x, implementation), implementation=implementation)
 
     def parts(self, x: jax.Array, implementation: str) -> jax.Array | Unsummed:
         """The output as `Linear.parts` gives it."""
@@ -144,6 +145,16 @@ class GatedMLP:
         chosen = for_rows(implementation, rows, weight, gated=True)
         hidden = gated(rows, weight, activation=self.activation, implementation=chosen)
         return hidden.reshape(*x.shape[:-1], -1)
+
+
+def _product(x: jax.Array, weight: Weight, over: int, dtype: Any, implementation: str) -> jax.Array:
+    """`linear.product` by a kernel, where the weight is packed and one serves so few rows. implementation: the one asked for."""
+    rows = x.reshape(-1, math.prod(x.shape[x.ndim - over :]))
+    chosen = for_rows(implementation, rows, weight) if isinstance(weight, Packed) else "xla"
+    if chosen == "xla":
+        return product(x, weight, over=over, dtype=dtype)
+    total = jnp.sum(partials(rows, weight.flat(), implementation=chosen), axis=0).astype(dtype or x.dtype)
+    return total.reshape(*x.shape[: x.ndim - over], *weight.shape[: weight.ndim - over])
 
 
 def head_logits(hidden: jax.Array, weight: Weight, implementation: str) -> jax.Array:

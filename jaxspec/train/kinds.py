@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoint.formats import quantisation_config
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import trainable
@@ -28,8 +29,11 @@ def fresh(kind: Kind, config: Mapping[str, Any], target: TargetModel, tokens: np
     """A drafter that has learnt nothing, float32. tokens: what it will be trained on, whose counts choose a draft vocabulary.
 
     Heads begin as rows of the target's, and the norms before such a head, or before the target's own, as the target's last norm:
-    see the drafters' `fresh`. Raises ValueError for a config that is not of this kind, or does not fit the target.
+    see the drafters' `fresh`. Raises ValueError for a config that is not of this kind, does not fit the target, or has quantised weights.
     """
+    if found := quantisation_config(config):
+        method = found.get("quant_method", "unknown")
+        raise ValueError(f"config.json says that the weights are quantised (quant_method {method!r}); a drafter that is trained is float")
     abstract = fitted(kind.from_checkpoint(None, config, target.config, jnp.float32), target.config)
     weights = initial(abstract, seed, target.config.hidden_size)
     head, _ = target.head

@@ -34,6 +34,7 @@ from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, take_rows
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
 from jaxspec.train.loop import Run, fit
+from jaxspec.trees import packed_kinds
 from pallas_kernels import dialect
 
 MEASURED = 16  # held-out texts that acceptance is measured on
@@ -203,6 +204,8 @@ def _drafter(
             found = abstract_drafter(folder, model.config, jnp.float32)
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")
+            if packed := packed_kinds(found):
+                raise ValueError(f"the weights of init {folder} are quantised ({', '.join(packed)}); a drafter that is trained is float")
             if readings := getattr(found, "readings", ()):
                 raise ValueError(
                     f"the config.json of init {folder} leaves open {' or '.join(readings)}; expected the one that the drafter was trained "

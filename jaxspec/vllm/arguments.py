@@ -92,7 +92,16 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # Keys of speculative_config: those that are read, those that only tune vLLM, and those that are refused.
 ADAPTIVE = "enable_adaptive_verification"
-SPECULATION_READ = ("model", "method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "revision", ADAPTIVE)
+SPECULATION_READ = (
+    "model",
+    "method",
+    "num_speculative_tokens",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "revision",
+    "quantization",
+    ADAPTIVE,
+)
 SPECULATION_TUNING = (
     "attention_backend",
     "disable_by_batch_size",
@@ -106,7 +115,6 @@ SPECULATION_TUNING = (
     "use_local_argmax_reduction",
 )
 SPECULATION_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization": ((None,), "a drafter's weights are read as they are"),
     "rejection_sample_method": ((None, "strict", "standard", "probabilistic"), "jaxspec.load(accept=...) has acceptance at given rates"),
     "speculative_token_tree": ((None,), "jaxspec.load(tree=...) has trees"),
 }
@@ -146,7 +154,8 @@ def kv_dtype_of(name: str) -> str:
 
 
 def quantize_of(model: Any, quantization: str | None, hub: Hub = HUB) -> str | None:
-    """`quantize` of `load`: None for weights that the checkpoint holds as `quantization` says, or that it says nothing of.
+    """`quantize` of `load`, or of a drafter `quantize_drafter`: None for weights that the checkpoint holds as `quantization` says, or that
+    it says nothing of.
 
     Raises ValueError for another format than the checkpoint's, and for a method that is not available."""
     if quantization is None:
@@ -205,6 +214,8 @@ def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[di
         kind = kind_of(checkpoint.read_config(checkpoint.resolve(drafter, hub.of_others, weights=False)))
         if kind is not None and kind.name not in METHODS[method]:
             raise ValueError(f"speculative_config['method'] is {method!r}, but {os.fspath(model)!r} is a drafter of the kind {kind.name}")
+    if quantize := quantize_of(drafter, config.get("quantization"), hub.of_others):
+        chosen["quantize_drafter"] = quantize
     return {**chosen, "drafter": drafter}, tuning
 
 

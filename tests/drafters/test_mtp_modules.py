@@ -240,7 +240,7 @@ def test_saving_and_loading(tmp_path):
         ({"text_config": None}, {}, "text_config must be the target's, with a model_type of 'gemma4_text', 'gemma4_unified_text'"),
         ({}, {"model_type": "gemma4"}, "text_config must be the target's"),
         ({}, {"attention_bias": True}, "config.json has attention_bias=True"),
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, r"the checkpoint's weights are quantised \(quant_method 'fp8'\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, {}, "the checkpoint's weights are quantised with quant_method 'hqq'; served"),
         ({}, {"hidden_size": 48}, "the modules were made for a target of hidden_size 48, this target has 32"),
         ({}, {"vocab_size": 60}, "the modules were made for a target of vocab_size 60, this target has 64"),
         ({"num_nextn_predict_layers": 1}, {"num_hidden_layers": 4}, "for a target of num_hidden_layers 4, this target has 3"),

@@ -5,7 +5,7 @@
 
 Another prints the figures of the model card, which are measured on the held-out modules:
 
-    python -m jaxspec.train.pocket measure [--drafter pocket-mtp] [--quantize int8] [--k 4]
+    python -m jaxspec.train.pocket measure [--drafter pocket-mtp] [--quantize int8] [--quantize-drafter int4] [--k 4]
 
 --data is what `python -m jaxspec.train.pocket.corpus` wrote. Training takes at most 8 minutes a model on one H200.
 """
@@ -303,8 +303,8 @@ def print_acceptance(
 ) -> None:
     """Prints acceptance length by K and temperature, and the share of distinct 8-grams in the new text.
 
-    target, drafter, quantised (`quantize` and `quantize_embedding`): as for `load`; in float32. The prompts are the beginning of each
-    held-out module and its tokens from 400 on.
+    target, drafter, quantised (`quantize`, `quantize_embedding`, `quantize_drafter`): as for `load`; in float32. The prompts are the
+    beginning of each held-out module and its tokens from 400 on.
     """
     from jaxspec import SamplingParams, load
     from jaxspec.train.pocket.corpus import BOS, held_out_texts
@@ -347,10 +347,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--drafter", default="pocket-mtp")
     command.add_argument("--quantize", help="int8, int4 or fp8: quantise the target's weights")
     command.add_argument("--quantize-embedding", help="int8: quantise its token embedding")
+    command.add_argument("--quantize-drafter", help="int8, int4 or fp8: quantise the drafter's weights")
     command.add_argument("--k", type=int, nargs="+", default=(1, 2, 4, 7), help="numbers of drafts (default: 1 2 4 7)")
     args = parser.parse_args(argv)
     if args.model == "measure":
-        print_acceptance(args.target, args.drafter, ks=args.k, quantize=args.quantize, quantize_embedding=args.quantize_embedding)
+        quantised = {name: getattr(args, name) for name in ("quantize", "quantize_embedding", "quantize_drafter")}
+        print_acceptance(args.target, args.drafter, ks=args.k, **quantised)
     elif args.model == "target":
         train_target(args)
     else:
