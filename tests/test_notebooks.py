@@ -72,7 +72,7 @@ def kernel(tmp_path_factory):
             yield client
 
 
-SLOW = ("02", "04", "05", "06", "07")  # the fourth trains for as long as all others take together, the last two train too
+SLOW = ("02", "03", "04", "05", "06", "07")  # the fourth trains for as long as all others take together, the last two train too
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in FIGURES])
