@@ -29,6 +29,11 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), *flags]))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for a hub, not even by mistake
+# Compiled programs are kept from run to run, and the processes that tests start share them. JAX is told no limit of size: with one it reads
+# the whole folder under a lock for each program that it adds, and adds none any more once a process without the limit has added one.
+CACHE, CACHE_BYTES = Path(__file__).parent.parent / ".cache" / "xla", 2**31
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import jax  # noqa: E402
@@ -38,10 +43,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # programs are lowered sooner without a traceback for every operation
-# Compiled programs are kept from run to run. A size limit makes JAX lock the folder, so that runs side by side can share it.
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "xla"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-jax.config.update("jax_compilation_cache_max_size", 2**31)
 
 # Tracing makes many objects and hardly any garbage: look for it once in 50,000 objects rather than in 700.
 gc.freeze()
@@ -68,6 +69,17 @@ LONG = [
     "cli",
 ]
 LONG += ["losses", "sharding", "distributed", "gemma4_parity", "tuning", "wheel", "draft_model", "mtp_modules", "paged_attention"]
+
+
+def pytest_configure(config):
+    """Once in a run, forgets the programs that were added longest ago if all take too much room."""
+    if hasattr(config, "workerinput") or not CACHE.exists():
+        return
+    room = CACHE_BYTES
+    for path in sorted((path for path in CACHE.iterdir() if path.is_file()), key=lambda path: path.stat().st_mtime, reverse=True):
+        room -= path.stat().st_size
+        if room < 0:
+            path.unlink()
 
 
 def pytest_collection_modifyitems(items):

@@ -12,7 +12,7 @@ from pocket_pair import assert_same, drafter_of, put, target, texts
 
 import jaxspec
 from jaxspec import decode
-from jaxspec.checkpoint.hub import resolve
+from jaxspec.checkpoint.hub import bundled, resolve
 from jaxspec.drafters import NoDraft
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.rows import Rows
@@ -52,8 +52,13 @@ def decoded(drafter, state, count=SLOTS, num_draft_tokens=K, rounds=10_000):
     return [row[:n] for row, n in zip(tokens[:count], length, strict=False)], state
 
 
-@pytest.mark.parametrize("temperature", [(0.0, 0.8), pytest.param((0.8, 0.0), marks=pytest.mark.slow)])
-def test_the_same_tokens_for_any_k_and_batch(temperature):
+ALL = (K, SLOTS)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "ways"), [((0.0, 0.8), (ALL,)), pytest.param((0.8, 0.0), (ALL, (1, 3)), marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_the_same_tokens_for_any_k_and_batch(temperature, ways):
     """Greedy and sampled in turn, past the window of 128, the longer ones up to exactly max_len, from prompts of 1 to 220 tokens."""
     sequences = [ids[:n] for ids, n in zip(texts(), [1, 3, 40, 63, 64, 127, 129, 220], strict=False)]
     limits = [MAX_LEN if len(ids) > 100 else 160 for ids in sequences]
@@ -63,7 +68,7 @@ def test_the_same_tokens_for_any_k_and_batch(temperature):
     full, length = (np.asarray(x)[: len(limits)] for x in (state.status == decode.FULL_LENGTH, state.length))
     assert (length[full] == np.asarray(limits)[full]).all() and MAX_LEN in length[full]
     compared, ties = 0, 0
-    for k, batch in ((K, SLOTS), (1, 3)):
+    for k, batch in ways:
         found, _ = decoded(drafter_of("mtp"), ready, batch, k)
         for seed, (f, e) in enumerate(zip(found, expected[:batch], strict=False)):
             ties += assert_same(f, e, temperature[seed % 2], seed)
@@ -89,14 +94,16 @@ def test_acceptance_on_unseen_code(written):
     assert new / int(state.rounds.sum()) >= 2.6
 
 
-# The one with least to spare is always tried; `make test-all` has the others too.
+@pytest.mark.parametrize("name", sorted(set(bundled()) - {"pocket"}))
+def test_every_bundled_drafter_fits_the_target(name):
+    drafter = drafter_of(name.removeprefix("pocket-"))
+    assert {x.dtype for x in jax.tree.leaves(drafter)} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+    assert max(drafter.taps, default=0) <= len(target().layers)
+
+
+@pytest.mark.slow  # tests/engine/test_readings.py always has one of them on other texts
 @pytest.mark.parametrize(
-    ("name", "least"),
-    [
-        ("dflash", 2.25),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dflash2", 2.4), ("dspark", 2.4))),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eagle3", 2.3), ("modules", 2.4), ("draft", 2.45))),
-    ],
+    ("name", "least"), [("dflash", 2.25), ("dflash2", 2.4), ("dspark", 2.4), ("eagle3", 2.3), ("modules", 2.4), ("draft", 2.45)]
 )
 def test_every_drafter_guesses_the_same_text(written, name, least):
     """The assistant's tokens, which are those without a drafter, and how many of them a round gives."""
@@ -109,6 +116,7 @@ def test_every_drafter_guesses_the_same_text(written, name, least):
     assert new / int(state.rounds.sum()) >= least
 
 
+@pytest.mark.slow
 def test_a_tree_gives_as_many_tokens_as_the_ranks_of_its_candidates_say(written):
     """The same text, in fewer rounds: 3.46 tokens a step where every place of 48 such texts counts (`python benchmarks/trees.py pocket-mtp
     --served 15`), and 3.0 with as many drafts in a row."""

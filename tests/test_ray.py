@@ -6,7 +6,6 @@ import os
 import signal
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 import jaxspec
@@ -39,8 +38,7 @@ def texts(folders):
 
 @pytest.fixture(scope="module")
 def cluster():
-    kept = {
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),  # which holds what the test above compiled
+    kept = {  # so that programs are those that the test above has compiled
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",

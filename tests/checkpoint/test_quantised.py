@@ -50,6 +50,7 @@ def load(folder, dtype=jnp.float32) -> gemma4.Gemma4:
     return targets.load_target(folder, targets.abstract_target(config, dtype, quantisation), quantisation, progress=False)
 
 
+@jax.jit
 def unpacked(tree):
     """A tree with every Packed as the array that it means, in float32."""
     return jax.tree.map(lambda x: unpack(x, jnp.float32) if isinstance(x, Packed) else x, tree, is_leaf=lambda x: isinstance(x, Packed))

@@ -148,7 +148,9 @@ def test_without_drafts_the_distribution_is_the_targets(rule):
     assert not accepted.any()
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(
+    "filters", [f if f in (FILTERS[0], FILTERS[-1]) else pytest.param(f, marks=pytest.mark.slow) for f in FILTERS], ids=str
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_filters_hold_at_every_verified_position(rule, filters):
     expected = enumerated(table_of(TARGET, **filters))
@@ -166,7 +168,11 @@ def test_greedy_rows_have_one_text(rule):
 
 @pytest.mark.parametrize(
     ("rule", "fault"),
-    [("standard", "the draft's noise"), ("block", "the draft's noise"), ("standard", "one round's noise"), ("block", "nothing taken away")],
+    [
+        *(pytest.param(rule, "the draft's noise", marks=pytest.mark.slow) for rule in ("standard", "block")),
+        ("standard", "one round's noise"),
+        ("block", "nothing taken away"),
+    ],
 )
 def test_wrong_rules_are_found(rule, fault, monkeypatch):
     """What follows a rejection drawn with the draft's noise; noise of a rejected tail used again; p in place of what p has left."""

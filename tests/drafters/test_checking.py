@@ -157,7 +157,9 @@ class Wild:
         return Drafts(jnp.broadcast_to(ids, (target.slots.shape[0], num_draft_tokens))), state
 
 
-@pytest.mark.parametrize("rule", ["coupled", "standard", "block", accept.synthetic([1.0, 1.0, 1.0])], ids=str)
+@pytest.mark.parametrize(
+    "rule", ["coupled", *(pytest.param(r, marks=pytest.mark.slow) for r in ("standard", "block", accept.synthetic([1.0] * 3)))], ids=str
+)
 def test_ids_out_of_range_count_as_rejected(rule, folders, monkeypatch, unoptimised):
     few_programs(monkeypatch)
     settings = {"max_slots": 1, "max_len": 40, "progress": False}

@@ -17,6 +17,10 @@ pytestmark = pytest.mark.usefixtures("unoptimised")
 K = 3
 
 
+def few(kind_names, often):
+    return [kind if kind in often else pytest.param(kind, marks=pytest.mark.slow) for kind in kind_names]
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """The target of `rounds` in int4 with zero points, 16 inputs to a scale."""
@@ -40,7 +44,7 @@ def test_texts_are_not_those_of_float_weights(texts) -> None:
     assert (texts != rounds.texts()).any()
 
 
-@pytest.mark.parametrize("kind", kinds.KINDS)
+@pytest.mark.parametrize("kind", few(kinds.KINDS, ("assistant", "modules")))
 def test_texts_are_those_without_drafts(kind: str, target, texts) -> None:
     drafter = kinds.drafter(kind)
     after = rounds.ended(target, drafter, rounds.started(drafter, target), K)
@@ -57,7 +61,7 @@ def with_int8_embedding(tmp_path_factory):
     return targets.load_target(folder, targets.abstract_target(config, jnp.float32, quantisation), quantisation, progress=False)
 
 
-@pytest.mark.parametrize("kind", ["assistant", "dflash", "eagle3", "modules"])
+@pytest.mark.parametrize("kind", few(("assistant", "dflash", "eagle3", "modules"), ("assistant", "dflash")))
 def test_texts_of_a_quantised_embedding_are_those_without_drafts(kind: str, with_int8_embedding) -> None:
     """Drafters that embed with the target's table, or guess by its head, read it packed."""
     target, drafter = with_int8_embedding, kinds.drafter(kind)

@@ -109,22 +109,22 @@ def run(kind, seed, count=9, **changes):
     return (llm.stats - before).preemptions
 
 
-def test_a_sequence_that_gave_way_goes_on_where_it_was():
+@pytest.mark.parametrize("accept", ["block", pytest.param("coupled", marks=pytest.mark.slow)])
+def test_a_sequence_that_gave_way_goes_on_where_it_was(accept):
     """With whatever rule, down to the rounds it took: it keeps its tokens and anchor, its flags, log-probabilities and noise."""
     asked = fixed(5, 17)
     params = [SamplingParams(seed=i, max_tokens=45, logprobs=1 if i == 4 else None, **PLAIN) for i in range(5)]
-    for accept in ("coupled", "block"):
-        llm = llm_of("modules", accept=rule_of(accept))
-        with only(llm):
-            before = llm.stats
-            expected = llm.generate(asked, params)
-            assert (llm.stats - before).preemptions == 0
-        with only(llm, pages=9):
-            found = llm.generate(asked, params)
-            assert (llm.stats - before).preemptions >= 2
-        assert found[:4] == expected[:4] and found[4].stats == expected[4].stats and len(found[4].logprobs) == 45
-        same(found[4], expected[4])
-        assert sum(c.stats.accepted for c in found) > 10
+    llm = llm_of("modules", accept=rule_of(accept))
+    with only(llm):
+        before = llm.stats
+        expected = llm.generate(asked, params)
+        assert (llm.stats - before).preemptions == 0
+    with only(llm, pages=9):
+        found = llm.generate(asked, params)
+        assert (llm.stats - before).preemptions >= 2
+    assert found[:4] == expected[:4] and found[4].stats == expected[4].stats and len(found[4].logprobs) == 45
+    same(found[4], expected[4])
+    assert sum(c.stats.accepted for c in found) > 10
 
 
 def test_what_prompts_begin_with_is_computed_once():

@@ -31,7 +31,7 @@ EXPRESSIONS = [
     "",
     f"(?:{LETTERS[8]}|{LETTERS[9]}{LETTERS[10]})+{LETTERS[12]}?",
 ]
-FEW = ["assistant", "ngram"]
+FEW = ["assistant"]
 
 
 def vocabulary():
@@ -73,7 +73,8 @@ def test_texts_match_and_are_those_without_drafts(kind):
     assert texts(kind, 3)[0] == without_drafts()
 
 
-@pytest.mark.parametrize("rows", [5, pytest.param(3, marks=pytest.mark.slow), pytest.param(11, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [3, 5, 11])
 def test_texts_match_whatever_is_verified(rows):
     assert texts("assistant", 3, rows=rows)[0] == without_drafts()
 

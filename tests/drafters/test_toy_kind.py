@@ -87,6 +87,7 @@ def drafted(target, drafter, state, slots):
     return state, drafts.tokens
 
 
+@pytest.mark.slow
 def test_tokens_and_guesses_on_two_devices_are_those_of_one(monkeypatch):
     """Tokens are those without drafts. Wrong guesses would change none of them, so they are compared by themselves."""
     target = meshes.target("31B").config

@@ -383,7 +383,8 @@ def random_calls(work, snapshots, pages, shards, seed, calls):
     return llm.stats
 
 
-@pytest.mark.parametrize(("snapshots", "pages", "shards"), SETTINGS)
+# Among them is every value of each setting.
+@pytest.mark.parametrize(("snapshots", "pages", "shards"), [(0, 22, 1), (1, PAGES, 1), (0, PAGES, 2)])
 def test_calls_of_every_sort_give_what_each_request_gets_alone(work, snapshots, pages, shards):
     stats = random_calls(work, snapshots, pages, shards, 0, 36)
     assert stats.cached_tokens > 100 and (pages == PAGES or stats.preemptions > 0)
@@ -391,6 +392,6 @@ def test_calls_of_every_sort_give_what_each_request_gets_alone(work, snapshots, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("snapshots", "pages", "shards"), SETTINGS)
-@pytest.mark.parametrize("seed", range(1, 11))
+@pytest.mark.parametrize("seed", range(11))
 def test_calls_of_every_sort_give_what_each_request_gets_alone_more(work, snapshots, pages, shards, seed):
     random_calls(work, snapshots, pages, shards, seed, 170)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import few_programs
 
 import jaxspec
 from jaxspec import Learn, SamplingParams, released
@@ -14,9 +15,15 @@ from jaxspec.engine import learn as engine_learn
 from jaxspec.engine import memory, trials
 from jaxspec.model import gemma4
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
 SIZES = {"num_draft_tokens": 2, "max_slots": 4, "max_len": 64, "progress": False}
 LEARN = Learn(share=0.9, batch=2, length=32, anchors=4, rate=1e-2, every=1, patience=1000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
 
 
 def texts(llm):

@@ -5,12 +5,14 @@ import pytest
 
 import jaxspec
 from jaxspec.decode.accept import synthetic
+from jaxspec.engine import buckets
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.programs import Programs
 from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.runner import Runner
 from jaxspec.model.draft_tree import DraftTree
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 TREE = DraftTree.default(6)
 PROMPTS = [[5 + i, 6, 7 + i, 8] for i in range(6)]
 
@@ -34,8 +36,9 @@ def calls(monkeypatch):
     return seen
 
 
-def test_few_sequences_have_trees_and_more_have_chains(folders, calls):
+def test_few_sequences_have_trees_and_more_have_chains(folders, calls, monkeypatch):
     """Six requests that end one after the other: chains while more than four decode, then trees, and texts as without drafts."""
+    monkeypatch.setattr(buckets, "PREFILL_ROWS", buckets.PREFILL_CHUNK)  # one program for prompts of every length
     each = [params(i) for i in range(6)]
     sizes = {"max_len": 64, "max_slots": 6, "kv_pages": 12, "progress": False}
     with jaxspec.load(folders[0], None, **sizes) as alone:

@@ -38,8 +38,13 @@ def difference(found, expected):
     return np.abs(found - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize("gpu", [A100, H200])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "gpu"),
+    [
+        *(("bfloat16", H200), ("float32", A100)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bfloat16", A100), ("float32", H200))),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_those_of_unpack_to_the_last_bit(form, dtype, gpu):
     """Rows of the identity pick them one by one, on each kind of matrix unit; two blocks each way, the last ones not full."""

@@ -16,12 +16,8 @@ from pallas_kernels.paged_attention import bench, mosaic, mosaic_parts, paged_at
 from pallas_kernels.paged_attention.reference import ring_positions
 from pallas_kernels.paged_attention.shapes import SHAPES
 
-# Unoptimised code compiles in half the time, and computes the same.
-attention = jax.jit(
-    paged_attention,
-    static_argnames=("causal", "window", "scale", "ancestors", "implementation"),
-    compiler_options={"xla_backend_optimization_level": 0},
-)
+pytestmark = pytest.mark.usefixtures("unoptimised")
+attention = jax.jit(paged_attention, static_argnames=("causal", "window", "scale", "ancestors", "implementation"))
 NAN = np.float32("nan")
 
 

@@ -54,8 +54,6 @@ def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(folder
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
 

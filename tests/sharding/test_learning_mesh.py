@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from quick import few_programs
 
 import jaxspec
 from jaxspec import Learn, SamplingParams
@@ -12,12 +13,18 @@ from jaxspec.engine import learn as engine_learn
 from jaxspec.engine import trials
 from jaxspec.engine.learn import learner_of
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
 LEARN = Learn(share=0.9, batch=4, length=32, anchors=8, rate=1e-2, every=1)
 SIZES = {"num_draft_tokens": 2, "max_slots": 4, "max_len": 64, "progress": False}
 PROMPTS = np.random.default_rng(0).integers(100, 4000, (6, 9)).tolist()
 # The assistant's one KV head of the sliding layer is repeated on two devices.
-MESHES = [{"data": 2}, {"tensor": 2}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow)]
+MESHES = [{"data": 2, "tensor": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.slow) for axis in ("data", "tensor"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
 
 
 def loaded(folders, **axes):

@@ -128,7 +128,9 @@ def test_gradients_equal_finite_differences(kind):
         np.testing.assert_allclose((up - down) / 4e-3, norm, rtol=0.03, atol=2e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("mtp", "dflash2", "eagle3") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_a_drafter_learns_a_batch_by_heart(kind):
     """Almost every draft along it is accepted in the end, and hardly any before."""
     (trained, kept), texts = split(small.drafter(kind)), batch()
