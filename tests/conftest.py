@@ -54,21 +54,12 @@ hypothesis.settings.load_profile("jaxspec")
 
 
 # Of which each takes one process a quarter of a minute or more: begun last, one of them would leave the other processes idle.
-LONG = [
-    "every_kind",
-    "ray",
-    "mesh_tokens",
-    "pocket",
-    "notebooks",
-    "lossless",
-    "decode_loop",
-    "llm",
-    "readme",
-    "completions",
-    "requests",
-    "cli",
-]
-LONG += ["losses", "sharding", "distributed", "gemma4_parity", "tuning", "wheel", "draft_model", "mtp_modules", "paged_attention"]
+LONG = """
+packed_products quantize mesh_tokens every_kind ray llm decode_loop learning_kinds structured pocket paged_attention completions readme
+readings losses calls sharding quantised_target quantised distributed requests learning_mesh tuning round_shape step3p5_modules
+notebooks bench lossless learning draft_model wheel in_place dspark mtp_modules structured_kinds learn cli gemma4_parity ngram eagle3
+tree_requests vllm step3p5_parity distil_quantised step3p5_doors quantize_embedding scaling lowering linear
+""".split()
 
 
 def pytest_configure(config):

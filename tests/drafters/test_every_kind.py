@@ -152,7 +152,7 @@ def test_the_first_draft_is_kept_as_often_as_shared_noise_lets_it(kind):
     off, deviation = errors(0, chances)
     assert max(chances) > 0 and off < 4
     if kind != "ngram":  # which draws nothing; the others would be found out
-        assert abs(np.mean(chances) - np.mean(apart)) / deviation > 15
+        assert abs(np.mean(chances) - np.mean(apart)) / deviation > 10
     if kind == "assistant":
         assert errors(1, apart)[0] < 4
 
