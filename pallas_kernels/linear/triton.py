@@ -124,24 +124,26 @@ def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
     tiles = tiles or _tiles(x, w, splits)
     if tiles.splits > 1:
         return jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
-    return _call(_linear, "linear", tiles, x, w, dtype=x.dtype, interpret=interpret)[0]
+    return _call(_linear, "linear", tiles, x, w, dtype=x.dtype, launch_dependents=False, interpret=interpret)[0]
 
 
-def partials(x, w, splits=None, *, interpret=False, tiles=None):
+def partials(x, w, splits=None, *, launch_dependents=False, interpret=False, tiles=None):
     """See `pallas_kernels.linear.partials`."""
-    return _call(_linear, "linear", tiles or _tiles(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
+    settings = {"dtype": jnp.float32, "launch_dependents": launch_dependents, "interpret": interpret}
+    return _call(_linear, "linear", tiles or _tiles(x, w, splits), x, w, **settings)
 
 
-def gated(x, gate_up, activation=GELU, *, interpret=False, tiles=None):
+def gated(x, gate_up, activation=GELU, *, launch_dependents=False, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated`."""
     kernel = functools.partial(_gated, activation=activation)
-    return _call(kernel, "gated", tiles or _tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
+    settings = {"dtype": x.dtype, "launch_dependents": launch_dependents, "interpret": interpret}
+    return _call(kernel, "gated", tiles or _tiles(x, gate_up), x, gate_up, **settings)[0]
 
 
-def gated_by(x, w, u, index, *, interpret=False, tiles=None):
+def gated_by(x, w, u, index, *, launch_dependents=False, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated_by`."""
-    others = u, index.reshape(1)
-    return _call(_gated_by, "gated_by", tiles or _tiles(x, w), x, w, *others, dtype=x.dtype, interpret=interpret)[0]
+    settings = {"dtype": x.dtype, "launch_dependents": launch_dependents, "interpret": interpret}
+    return _call(_gated_by, "gated_by", tiles or _tiles(x, w), x, w, u, index.reshape(1), **settings)[0]
 
 
 def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
@@ -149,8 +151,8 @@ def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
     return choose_tiles(x.shape[0], columns, width, x.dtype.itemsize, matrices=math.prod(matrices), splits=splits)
 
 
-def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *others: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
-    """The product's parts, [splits, N, O]. It has fewer splits than the tiles if some would be empty."""
+def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *others: jax.Array, dtype: Any, **settings: Any) -> jax.Array:
+    """The product's parts, [splits, N, O]. It has fewer splits than the tiles if some would be empty. settings: of `dialect.call`."""
     (rows, width), columns = x.shape, w.shape[-2]
     steps = pl.cdiv(width, tiles.depth)
     share = pl.cdiv(steps, tiles.splits)
@@ -164,7 +166,7 @@ def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *oth
         out_shape=jax.ShapeDtypeStruct((splits, rows, columns), dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        interpret=interpret,
+        **settings,
     )(x, w, *others)
 
 
