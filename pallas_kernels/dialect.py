@@ -67,12 +67,6 @@ def call(
 
     Offsets have 64 bits if an array needs them. The returned function raises NotImplementedError if this JAX cannot compute such offsets.
     """
-    import os
-
-    mode = os.environ.get("JAXSPEC_EARLY", "off")
-    launch_dependents = {"off": False, "all": True, "safe": launch_dependents}.get(
-        mode, mode == "small" and name not in ("linear", "gated", "gated_by", "lm_head")
-    )
     if launch_dependents and not interpret and (capability() or 0.0) >= HOPPER:
         kernel = launching(kernel)
     made = pl.pallas_call(

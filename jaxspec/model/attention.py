@@ -47,8 +47,8 @@ def attend(
     read_by_kernel: bool = False,
 ) -> tuple[jax.Array, Keys]:
     """Attention of a layer's rows. projected: what `weights.heads` takes; positions: [B, T]; dtype: of the rows; scale: of the scores;
-    attention: the implementation; read_by_kernel: whether a kernel reads the heads, and no operation of XLA does. Returns the heads [B, T, KV, G, D] and the keys that they attended to: those given, with the rows' own
-    if the layer owns any."""
+    attention: the implementation; read_by_kernel: whether a kernel reads the heads, and no operation of XLA does. Returns the heads
+    [B, T, KV, G, D] and the keys that they attended to: those given, with the rows' own if the layer owns any."""
     assert not isinstance(projected, Unsummed)
     spec, pages, pools = weights.spec, None, keys.pools
     if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == dtype and pools.scales is None:

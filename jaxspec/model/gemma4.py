@@ -130,7 +130,8 @@ class DecoderLayer:
         read_by_kernel: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The layer after attention, whose output it adds first. x: [B, T, H]; attended: the same, or parts of it. read_by_kernel: whether
-        kernels read the results, and no operation of XLA does. Returns the stream and its norm with next_weight (None without), [B, T, H] each."""
+        kernels read the results, and no operation of XLA does. Returns the stream and its norm with next_weight (None without),
+        [B, T, H] each."""
         add = functools.partial(add_norm, eps=self.post_attention_layernorm.eps, implementation=implementation)
         if self.router is None:
             entering, first = (self.pre_feedforward_layernorm.weight,), self.mlp.by_kernel(x, implementation)

@@ -33,7 +33,8 @@ def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: boo
         return 0 if any(w.cut) else MOST_PASSES * packed_triton.MOST_ROWS
     if implementation == "mosaic":
         return mosaic.MOST_ROWS
-    return max(MOST_ROWS, mosaic.most_rows(w, 2 if gated else 1)) if implementation == "auto" else MOST_ROWS
+    most = triton.most_rows(w)
+    return max(most, mosaic.most_rows(w, 2 if gated else 1)) if implementation == "auto" else most
 
 
 def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, implementation: str = "auto") -> jax.Array:
@@ -42,8 +43,8 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     splits: into how many parts the kernel may cut the sums; None for as many as fill the GPU. More than one take a second kernel, which
     adds them up. w: packed or not, as in all functions here; what a packed one means is its weights as `unpack` gives them.
     implementation: "auto" is XLA above `most_rows`, and if a matrix that is not packed has few columns for so many rows (`triton.pays`);
-    otherwise see `dialect.select`; or "mosaic", a kernel for Hopper, which "auto" takes where it serves (of a matrix that is not packed:
-    from `mosaic.LEAST_ROWS` to `mosaic.most_rows` rows). Raises ValueError for an unknown or unsupported one, or if splits is not positive.
+    otherwise see `dialect.select`; or "mosaic", a kernel for Hopper, which "auto" takes where it serves (a matrix that is not packed
+    where `mosaic.is_fastest`). Raises ValueError for an unknown or unsupported one, or if splits is not positive.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
@@ -124,7 +125,7 @@ def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array 
         unsupported = packed_mosaic.unsupported(x, w, *more) if packed else mosaic.unsupported(x, w, *more)
         if unsupported and implementation == "mosaic":
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
-        fastest = packed or implementation == "mosaic" or mosaic.LEAST_ROWS <= x.shape[0] <= mosaic.most_rows(w, math.prod(w.shape[:-2]))
+        fastest = packed or implementation == "mosaic" or mosaic.is_fastest(x.shape[0], w, math.prod(w.shape[:-2]), splits)
         if not unsupported and fastest:
             return "mosaic"
     if packed:
