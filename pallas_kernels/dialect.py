@@ -60,11 +60,15 @@ def call(
     num_stages: int,
     interpret: bool,
     input_output_aliases: Mapping[int, int] | None = None,
+    launch_dependents: bool = False,
 ) -> Callable[..., Any]:
-    """`pl.pallas_call` in the Triton dialect. name: the kernel's, in the lowered program. Other arguments are those of `pallas_call`.
+    """`pl.pallas_call` in the Triton dialect. name: the kernel's, in the lowered program. launch_dependents: whether the kernels that come
+    next may be launched while this one runs: see `launching`. Other arguments are those of `pallas_call`.
 
     Offsets have 64 bits if an array needs them. The returned function raises NotImplementedError if this JAX cannot compute such offsets.
     """
+    if launch_dependents and not interpret and (capability() or 0.0) >= HOPPER:
+        kernel = launching(kernel)
     made = pl.pallas_call(
         kernel,
         out_shape=out_shape,
@@ -88,6 +92,31 @@ def call(
         return made(*args)
 
     return checked
+
+
+def launching(kernel: Callable[..., None]) -> Callable[..., None]:
+    """The kernel, which begins by allowing the GPU to launch the kernels that come next. These wait for its end before they read anything,
+    but the launch is over by then. NVIDIA calls this programmatic dependent launch; GPUs before Hopper do not have it.
+
+    XLA has every kernel of its own and of this dialect begin with that wait, so that all kernels before this one have ended too. But the
+    compiler may move a load of XLA's own kernels ahead of the wait, since they read operands as constants. So no operation of XLA may read
+    the results of such a kernel: only kernels of this dialect, whose loads stay where they are, and others that are launched after its end.
+    """
+
+    def begun(*refs: Any) -> None:
+        out, zero = refs[-1], jnp.zeros((1,), jnp.int32)
+        (found,) = plgpu.elementwise_inline_asm(
+            "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+            args=[zero],
+            constraints="=r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(zero.shape, zero.dtype)],
+        )
+        # A store that never happens keeps the instruction, whose result it needs, from being optimised away.
+        plgpu.store(out.at[(zero,) * len(out.shape)], jnp.zeros(zero.shape, out.dtype), mask=found != 0)
+        kernel(*refs)
+
+    return begun
 
 
 @functools.cache

@@ -123,7 +123,7 @@ def named_cases() -> Iterator[Case]:
         for rows in (5, 40, 160):
             arguments = shape.arguments(rows, dtype)
             yield Case("linear", f"{name} x {rows}", function, arguments)
-            if rows == 40 and mosaic_products.most_rows(arguments[1], 2 if shape.kind == "gated" else 1):
+            if rows == 40 and mosaic_products.is_fastest(rows, arguments[1], 2 if shape.kind == "gated" else 1):
                 triton = functools.partial(function, implementation="triton")
                 yield Case("linear", f"{name} x {rows}, Triton", triton, arguments, further=not name.startswith("31B"))
         for packing, rows in itertools.product(linear_shapes.PACKINGS, (5, 40, 160)):

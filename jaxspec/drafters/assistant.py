@@ -156,8 +156,11 @@ class Gemma4MTP:
         both = jnp.concatenate([embedded.astype(self.dtype), hidden.astype(self.dtype)], axis=-1)
         x = self.pre_projection(both, implementation=attention)
         layers, out = self.model.layers, self.model.layers[0].input_layernorm(x)
-        for layer, next_weight in zip(layers, next_weights(layers, self.model.norm), strict=True):
-            x, out, _ = decoder_layer(layer, x, out, positions, keys[layer.self_attn.spec.kind], None, next_weight, attention)
+        following = (*layers[1:], None)
+        for layer, next_layer, next_weight in zip(layers, following, next_weights(layers, self.model.norm), strict=True):
+            read_by_kernel = next_layer is not None and next_layer.enters_kernel(x, attention)
+            theirs = keys[layer.self_attn.spec.kind]
+            x, out, _ = decoder_layer(layer, x, out, positions, theirs, None, next_weight, attention, read_by_kernel)
         return out, self.post_projection(out, implementation=attention)
 
     def candidates(

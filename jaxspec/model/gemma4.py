@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from jaxspec.model.target import Family, ModulesFamily, Shapes
 from jaxspec.trees import nbytes, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
-from pallas_kernels.linear import gated_by
+from pallas_kernels.linear import by_kernel, gated_by
 from pallas_kernels.packed import Packed
 from pallas_kernels.qkv import Pages, qkv
 
@@ -66,12 +67,15 @@ class Attention:
     def kv_heads(self) -> tuple[KVHeads, ...]:
         return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
-    def heads(self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any) -> Heads:
+    def heads(
+        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any, read_by_kernel: bool
+    ) -> Heads:
         """See `AttentionWeights.heads`."""
         spec = self.spec
         cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        settings = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": dtype, "implementation": implementation}
+        settings: dict[str, Any] = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": dtype}
+        settings |= {"launch_dependents": read_by_kernel, "implementation": implementation}
         return qkv(projected, cos, sin, self.q_norm.weight, k_weight, pages, **settings)
 
     @property
@@ -105,12 +109,16 @@ class DecoderLayer:
 
     def __call__(self, x: jax.Array, positions: jax.Array, keys: Keys, attention: str = "auto") -> tuple[jax.Array, Keys]:
         """See `Block`."""
-        x, _, keys = decoder_layer(self, x, self.input_layernorm(x), positions, keys, None, None, attention)
+        x, _, keys = decoder_layer(self, x, self.input_layernorm(x), positions, keys, None, None, attention, False)
         return x, keys
 
     def weights_read(self, rows: int) -> float:
         """See `Block`."""
         return nbytes(self) - traffic.experts_left_out(self.self_attn.spec, self.experts, rows)
+
+    def enters_kernel(self, x: jax.Array, implementation: str) -> bool:
+        """Whether the norm of the layer's input x, [B, T, H], is read by a kernel, and by no operation of XLA."""
+        return self.self_attn.qkv_proj.by_kernel(math.prod(x.shape[:-1]), x.dtype, implementation)
 
     def feed_forward(
         self,
@@ -119,12 +127,15 @@ class DecoderLayer:
         per_layer_input: PerLayerInput | None,
         next_weight: jax.Array | None,
         implementation: str,
+        read_by_kernel: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The layer after attention, whose output it adds first. x: [B, T, H]; attended: the same, or parts of it.
-        Returns the stream and its norm with next_weight (None without), [B, T, H] each."""
+        """The layer after attention, whose output it adds first. x: [B, T, H]; attended: the same, or parts of it. read_by_kernel: whether
+        kernels read the results, and no operation of XLA does. Returns the stream and its norm with next_weight (None without),
+        [B, T, H] each."""
         add = functools.partial(add_norm, eps=self.post_attention_layernorm.eps, implementation=implementation)
         if self.router is None:
-            x, normed = add(x, attended, self.post_attention_layernorm.weight, next_weights=(self.pre_feedforward_layernorm.weight,))
+            entering, first = (self.pre_feedforward_layernorm.weight,), self.mlp.by_kernel(x, implementation)
+            x, normed = add(x, attended, self.post_attention_layernorm.weight, next_weights=entering, launch_dependents=first)
             out = self.mlp.parts(normed, implementation)
         else:
             assert self.experts and self.post_feedforward_layernorm_1
@@ -139,15 +150,17 @@ class DecoderLayer:
         weight = self.post_feedforward_layernorm.weight
         if per_layer_input is not None:
             assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm
-            (x,) = add(x, out, weight)
-            rows, inputs = x.reshape(-1, x.shape[-1]), per_layer_input.all
+            gate, projection, inputs = self.per_layer_input_gate.weight, self.per_layer_projection, per_layer_input.all
             inputs = inputs.reshape(-1, *inputs.shape[-2:])
-            gate = self.per_layer_input_gate.weight
+            rows = x.reshape(len(inputs), -1)
             chosen = for_rows(implementation, rows, gate)
-            gated = gated_by(rows, gate, inputs, per_layer_input.layer, implementation=chosen)
-            out = self.per_layer_projection.parts(gated.reshape(*x.shape[:-1], -1), implementation)
+            (x,) = add(x, out, weight, launch_dependents=by_kernel(rows, gate, inputs, splits=1, implementation=chosen))
+            settings = {"launch_dependents": projection.by_kernel(len(rows), x.dtype, implementation), "implementation": chosen}
+            gated = gated_by(x.reshape(rows.shape), gate, inputs, per_layer_input.layer, **settings)
+            out = projection.parts(gated.reshape(*x.shape[:-1], -1), implementation)
             weight = self.post_per_layer_input_norm.weight
-        x, *normed = add(x, out, weight, scalar=self.layer_scalar, next_weights=() if next_weight is None else (next_weight,))
+        after = () if next_weight is None else (next_weight,)
+        x, *normed = add(x, out, weight, scalar=self.layer_scalar, next_weights=after, launch_dependents=read_by_kernel)
         return x, normed[0] if normed else None
 
 
@@ -263,7 +276,9 @@ class Gemma4:
                 keys = fresh[source]
             else:
                 keys = keys_for(cache, source, spec, rows, self.layers[source].self_attn.key_weight)
-            x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention)
+            goes_on = i + 1 < len(self.layers) and i + 1 not in (cut, *taps)  # into the next layer alone
+            read_by_kernel = goes_on and self.layers[i + 1].enters_kernel(x, attention)
+            x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention, read_by_kernel)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
         if last_only and cut == config.num_hidden_layers:
@@ -291,7 +306,7 @@ def next_weights(layers: tuple[DecoderLayer, ...], norm: RMSNorm) -> tuple[Weigh
 
 
 # Jitted by itself so that layers with equal specs are traced once; XLA inlines it.
-@jax.jit(static_argnames="attention")
+@jax.jit(static_argnames=("attention", "read_by_kernel"))
 def decoder_layer(
     layer: DecoderLayer,
     x: jax.Array,
@@ -301,16 +316,20 @@ def decoder_layer(
     per_layer_input: PerLayerInput | None,
     next_weight: jax.Array | None,
     attention: str,
+    read_by_kernel: bool,
 ) -> tuple[jax.Array, jax.Array | None, Keys]:
     """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; next_weight: [H], of the norm
-    that reads the output, or None. attention: implementation of attention and of the kernels around it. Returns x, that norm of it (or
+    that reads the output, or None. attention: implementation of attention and of the kernels around it. read_by_kernel: whether kernels
+    read the first two results, and no operation of XLA does: see `pallas_kernels.dialect.launching`. Returns x, that norm of it (or
     None), and the keys that the layer attended to: those given, with its own fresh K and V if it owns any."""
     attn = layer.self_attn
     with jax.named_scope(attn.spec.kind):
-        heads, keys = attend(attn, attn.qkv_proj.parts(normed, attention), positions, keys, x.dtype, attention)
+        first = attn.o_proj.by_kernel(math.prod(x.shape[:-1]), x.dtype, attention, over=3)
+        projected = attn.qkv_proj.parts(normed, attention)
+        heads, keys = attend(attn, projected, positions, keys, x.dtype, attention, read_by_kernel=first)
         attended = attn.o_proj.parts(heads, attention, over=3)
     with jax.named_scope("feed_forward"):
-        return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention), keys
+        return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention, read_by_kernel), keys
 
 
 def abstract(config: Gemma4Config, dtype: Any = jnp.bfloat16) -> Gemma4:

@@ -18,7 +18,7 @@ from flax import struct
 from jaxspec.collectives import Shard, gathered, local_ids, summed
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.all_reduce import Unsummed, serves
-from pallas_kernels.linear import gated, linear, most_rows, partials, product
+from pallas_kernels.linear import by_kernel, gated, linear, most_rows, partials, product
 from pallas_kernels.packed import Packed, unpack_rows
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
@@ -46,10 +46,23 @@ class Linear:
         """heads: [B, T, KV, G, D] -> [B, T, H], by a weight [H, KV, G, D]. implementation: as for a call."""
         return summed(_product(heads, self.weight, 3, None, implementation), self.sum_over)
 
-    def parts(self, x: jax.Array, implementation: str, over: int = 1) -> jax.Array | Unsummed:
+    def by_kernel(self, rows: int, dtype: Any, implementation: str, over: int = 1) -> bool:
+        """Whether in `parts` a kernel reads x, of so many rows and this dtype, and no operation of XLA does."""
+        if self.gather_over is not None or self.sum_over is not None:
+            return False
+        weight, cut = self.weight, len(self.weight.shape) - over
+        width = math.prod(weight.shape[cut:])
+        x = jax.ShapeDtypeStruct((rows, width), dtype)
+        if isinstance(weight, Packed):
+            weight = weight.flat()
+        else:
+            weight = jax.ShapeDtypeStruct((math.prod(weight.shape[:cut]), width), weight.dtype)
+        return by_kernel(x, weight, implementation=for_rows(implementation, x, weight))
+
+    def parts(self, x: jax.Array, implementation: str, over: int = 1, *, read_by_kernel: bool = True) -> jax.Array | Unsummed:
         """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
         [S, ..., *out] whose sum it is, or whose sum over devices; else the product. x: [..., *in]; over: how many axes `in` are, 3 for
-        heads."""
+        heads. read_by_kernel: whether there is such a kernel, wherever there are kernels at all."""
         leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
         rows = x.reshape(math.prod(leading), -1)
         chosen = for_rows(implementation, rows, self.weight)
@@ -60,7 +73,8 @@ class Linear:
         weight = self.weight.flat() if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
         if spread and not in_kernel:
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
-        parts = partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)
+        parts = partials(rows, weight, launch_dependents=read_by_kernel and not spread, implementation=chosen)
+        parts = parts.reshape(-1, *leading, *out)
         return Unsummed(parts, self.mail) if in_kernel and self.mail is not None else parts
 
 
@@ -133,17 +147,24 @@ class GatedMLP:
 
     def __call__(self, x: jax.Array, implementation: str = "auto") -> jax.Array:
         """implementation: of the gated product, where there are few enough rows for it."""
-        return self.down_proj(self._hidden(x, implementation), implementation=implementation)
+        return self.down_proj(self._hidden(x, implementation, False), implementation=implementation)
 
-    def parts(self, x: jax.Array, implementation: str) -> jax.Array | Unsummed:
+    def by_kernel(self, x: jax.Array, implementation: str) -> bool:
+        """Whether in `parts` a kernel reads x, [..., H], and no operation of XLA does."""
+        rows, weight = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype), self.gate_up_proj.weight
+        return by_kernel(rows, weight, splits=1, implementation=for_rows(implementation, rows, weight, gated=True))
+
+    def parts(self, x: jax.Array, implementation: str, *, read_by_kernel: bool = True) -> jax.Array | Unsummed:
         """The output as `Linear.parts` gives it."""
-        return self.down_proj.parts(self._hidden(x, implementation), implementation)
+        down = self.down_proj
+        hidden = self._hidden(x, implementation, down.by_kernel(math.prod(x.shape[:-1]), x.dtype, implementation))
+        return down.parts(hidden, implementation, read_by_kernel=read_by_kernel)
 
-    def _hidden(self, x: jax.Array, implementation: str) -> jax.Array:
+    def _hidden(self, x: jax.Array, implementation: str, read_by_kernel: bool) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
         weight = self.gate_up_proj.weight
-        chosen = for_rows(implementation, rows, weight, gated=True)
-        hidden = gated(rows, weight, activation=self.activation, implementation=chosen)
+        settings = {"activation": self.activation, "launch_dependents": read_by_kernel}
+        hidden = gated(rows, weight, **settings, implementation=for_rows(implementation, rows, weight, gated=True))
         return hidden.reshape(*x.shape[:-1], -1)
 
 
@@ -168,7 +189,7 @@ def head_logits(hidden: jax.Array, weight: Weight, implementation: str) -> jax.A
     return logits.reshape(*hidden.shape[:-1], -1)
 
 
-def for_rows(implementation: str, rows: jax.Array, weight: Weight, *, gated: bool = False) -> str:
+def for_rows(implementation: str, rows: Any, weight: Weight, *, gated: bool = False) -> str:
     """The implementation asked for if it serves that many rows of products with this weight, or gated pair, else XLA. rows: [N, H]."""
     return implementation if rows.shape[0] <= most_rows(weight, implementation, gated=gated) else "xla"
 

@@ -22,6 +22,7 @@ def add_norm(
     scalar: jax.Array | None = None,
     next_weights: tuple[jax.Array, ...] = (),
     eps: float,
+    launch_dependents: bool = False,
     implementation: str = "auto",
 ) -> tuple[jax.Array, ...]:
     """(x + norm(y, weight)) * scalar, followed by the norm of that with each of next_weights. All returned arrays are like x.
@@ -32,14 +33,16 @@ def add_norm(
     None in the place of a weight, what it would norm is taken as it is.
 
     Arithmetic is in float32. Norms, sums and products are rounded to x's dtype, which y has too unless it is in parts.
-    implementation: see `dialect.select`. Raises ValueError for an unknown one.
+    launch_dependents: whether only kernels read the results: see `dialect.launching`. implementation: see `dialect.select`. Raises
+    ValueError for an unknown one.
     """
     chosen = dialect.select(implementation)
     if chosen == "xla":
         return reference.add_norm(x, y, weight, scalar, next_weights, eps)
     if isinstance(y, tuple):
         y = tuple((part.summed(x.dtype) if isinstance(part, Unsummed) else part, w) for part, w in y)
-    return triton.add_norm(x, y, weight, scalar, next_weights, eps, interpret=chosen == "triton-interpret")
+    settings = {"launch_dependents": launch_dependents, "interpret": chosen == "triton-interpret"}
+    return triton.add_norm(x, y, weight, scalar, next_weights, eps, **settings)
 
 
 __all__ = ["Addend", "add_norm"]

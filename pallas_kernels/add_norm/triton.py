@@ -18,7 +18,7 @@ WARP = 512  # numbers of a row that a warp holds: for each array a thread has tw
 MOST_WARPS = 16
 
 
-def add_norm(x, y, weight, scalar, next_weights, eps, *, interpret=False, num_warps=None):
+def add_norm(x, y, weight, scalar, next_weights, eps, *, launch_dependents=False, interpret=False, num_warps=None):
     """See `pallas_kernels.add_norm.add_norm`."""
     width = x.shape[-1]
     rows = x.reshape(-1, width)
@@ -37,6 +37,7 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, interpret=False, num_wa
         num_warps=num_warps or max(1, min(MOST_WARPS, pl.next_power_of_2(width) // WARP)),
         num_stages=1,
         interpret=interpret,
+        launch_dependents=launch_dependents,
     )(*inputs)
     return tuple(a.reshape(x.shape) for a in out)
 

@@ -24,6 +24,7 @@ from pallas_kernels.packed import Packed
 # How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
 # reads them again, which takes as long as two or three passes.
 MOST_PASSES = 3
+MOSAIC_ROWS = 16  # of which a multiple needs no padding
 
 
 def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: bool = False) -> int:
@@ -32,7 +33,8 @@ def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: boo
         return 0 if any(w.cut) else MOST_PASSES * packed_triton.MOST_ROWS
     if implementation == "mosaic":
         return mosaic.MOST_ROWS
-    return max(MOST_ROWS, mosaic.most_rows(w, 2 if gated else 1)) if implementation == "auto" else MOST_ROWS
+    most = triton.most_rows(w)
+    return max(most, mosaic.most_rows(w, 2 if gated else 1)) if implementation == "auto" else most
 
 
 def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, implementation: str = "auto") -> jax.Array:
@@ -41,8 +43,8 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     splits: into how many parts the kernel may cut the sums; None for as many as fill the GPU. More than one take a second kernel, which
     adds them up. w: packed or not, as in all functions here; what a packed one means is its weights as `unpack` gives them.
     implementation: "auto" is XLA above `most_rows`, and if a matrix that is not packed has few columns for so many rows (`triton.pays`);
-    otherwise see `dialect.select`; or "mosaic", a kernel for Hopper, which "auto" takes where it serves (of a matrix that is not packed:
-    from `mosaic.LEAST_ROWS` to `mosaic.most_rows` rows). Raises ValueError for an unknown or unsupported one, or if splits is not positive.
+    otherwise see `dialect.select`; or "mosaic", a kernel for Hopper, which "auto" takes where it serves (a matrix that is not packed
+    where `mosaic.is_fastest`). Raises ValueError for an unknown or unsupported one, or if splits is not positive.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
@@ -50,38 +52,65 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
     return _by_rows(_kernel("linear", chosen, w), 0, w, splits)(x)
 
 
-def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, implementation: str = "auto") -> jax.Array:
+def partials(
+    x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, launch_dependents: bool = False, implementation: str = "auto"
+) -> jax.Array:
     """Parts of x w^T, to be summed over the first axis. x: [N, H], w: [O, H] -> [S, N, O] float32.
 
-    splits: the most that S may be; None for as many as fill the GPU. XLA's S is 1. implementation and errors: as for `linear`.
+    splits: the most that S may be; None for as many as fill the GPU. XLA's S is 1. launch_dependents: whether only kernels read the
+    results: see `dialect.launching`. implementation and errors: as for `linear`.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.partials(x, w)
-    return _by_rows(_kernel("partials", chosen, w), 1, w, splits)(x)
+    return _by_rows(_kernel("partials", chosen, w, launch_dependents), 1, w, splits)(x)
 
 
-def gated(x: jax.Array, gate_up: jax.Array | Packed, *, activation: Activation = GELU, implementation: str = "auto") -> jax.Array:
+def gated(
+    x: jax.Array,
+    gate_up: jax.Array | Packed,
+    *,
+    activation: Activation = GELU,
+    launch_dependents: bool = False,
+    implementation: str = "auto",
+) -> jax.Array:
     """act(x gate^T) * (x up^T), with `activation`'s act and limit. x: [N, H], gate_up: [2, I, H] -> [N, I] in x's dtype.
 
-    Both products are summed in float32 and rounded to x's dtype; all else is computed in float32 and rounded once. implementation and
-    errors: as for `linear`.
+    Both products are summed in float32 and rounded to x's dtype; all else is computed in float32 and rounded once. launch_dependents: as
+    for `partials`. implementation and errors: as for `linear`.
     """
     chosen = _select(implementation, 1, x, gate_up)
     if chosen == "xla":
         return reference.gated(x, gate_up, activation)
-    return _by_rows(_kernel("gated", chosen, gate_up), 0, gate_up, activation)(x)
+    return _by_rows(_kernel("gated", chosen, gate_up, launch_dependents), 0, gate_up, activation)(x)
 
 
-def gated_by(x: jax.Array, w: jax.Array | Packed, u: jax.Array, index: jax.Array, *, implementation: str = "auto") -> jax.Array:
+def gated_by(
+    x: jax.Array,
+    w: jax.Array | Packed,
+    u: jax.Array,
+    index: jax.Array,
+    *,
+    launch_dependents: bool = False,
+    implementation: str = "auto",
+) -> jax.Array:
     """gelu_tanh(x w^T) * u[:, index]. x: [N, H], w: [P, H], u: [N, L, P], index: [] int32 -> [N, P] in x's dtype.
 
-    Rounded as `gated` is. implementation and errors: as for `linear`.
+    Rounded as `gated` is. launch_dependents: as for `partials`. implementation and errors: as for `linear`.
     """
     chosen = _select(implementation, 1, x, w, u)
     if chosen == "xla":
         return reference.gated_by(x, w, u, index)
-    return _by_rows(lambda x, w, u: _kernel("gated_by", chosen, w)(x, w, u, index), 0, w)(x, u)
+    kernel = _kernel("gated_by", chosen, w, launch_dependents)
+    return _by_rows(lambda x, w, u: kernel(x, w, u, index), 0, w)(x, u)
+
+
+def by_kernel(x: Any, w: Any, *others: Any, splits: int | None = None, implementation: str = "auto") -> bool:
+    """Whether a kernel reads x, and no operation of XLA does. x: [N, H]; others: further arrays that the product takes. Of all arrays the
+    shapes are enough. splits and implementation: as for `partials`; splits is 1 for a product with a gate."""
+    chosen, rows = _select(implementation, splits, x, w, *others), x.shape[0]
+    divided = isinstance(w, Packed) and rows > packed_triton.MOST_ROWS  # by XLA, which also pads rows for the kernels for Hopper
+    return chosen != "xla" and not divided and (chosen != "mosaic" or rows % MOSAIC_ROWS == 0)
 
 
 def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
@@ -96,7 +125,7 @@ def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array 
         unsupported = packed_mosaic.unsupported(x, w, *more) if packed else mosaic.unsupported(x, w, *more)
         if unsupported and implementation == "mosaic":
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
-        fastest = packed or implementation == "mosaic" or mosaic.LEAST_ROWS <= x.shape[0] <= mosaic.most_rows(w, math.prod(w.shape[:-2]))
+        fastest = packed or implementation == "mosaic" or mosaic.is_fastest(x.shape[0], w, math.prod(w.shape[:-2]), splits)
         if not unsupported and fastest:
             return "mosaic"
     if packed:
@@ -105,11 +134,15 @@ def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array 
     return "xla" if chosen != implementation and not triton.pays(x, w, splits) else chosen
 
 
-def _kernel(name: str, chosen: str, w: jax.Array | Packed) -> Callable[..., jax.Array]:
+def _kernel(name: str, chosen: str, w: jax.Array | Packed, launch_dependents: bool = False) -> Callable[..., jax.Array]:
     """The kernel of a function's name in the chosen implementation."""
     if chosen == "mosaic":
         return getattr(packed_mosaic if isinstance(w, Packed) else mosaic, name)
-    return functools.partial(getattr(packed_triton if isinstance(w, Packed) else triton, name), interpret=chosen == "triton-interpret")
+    interpret = chosen == "triton-interpret"
+    if isinstance(w, Packed):
+        return functools.partial(getattr(packed_triton, name), interpret=interpret)
+    settings = {"launch_dependents": launch_dependents} if name != "linear" else {}
+    return functools.partial(getattr(triton, name), interpret=interpret, **settings)
 
 
 def _by_rows(kernel: Callable[..., jax.Array], axis: int, w: jax.Array | Packed, *settings: Any) -> Callable[..., jax.Array]:
@@ -130,4 +163,4 @@ def _by_rows(kernel: Callable[..., jax.Array], axis: int, w: jax.Array | Packed,
     return run
 
 
-__all__ = ["MOST_ROWS", "gated", "gated_by", "linear", "most_rows", "partials", "product"]
+__all__ = ["MOST_ROWS", "by_kernel", "gated", "gated_by", "linear", "most_rows", "partials", "product"]

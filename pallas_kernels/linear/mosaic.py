@@ -29,6 +29,8 @@ MOST_ROWS = 256
 WORKERS = 2  # warpgroups that multiply
 # Where the kernels are faster than others on an H200, by the number of matrices: from LEAST_ROWS rows on, with so many weights.
 LEAST_ROWS, MOST_FASTEST, LEAST_WEIGHTS = 17, {1: 96, 2: 160}, {1: 30 << 20, 2: 18 << 20}
+# Parts of products with matrices of fewer weights, which leave out the pass that adds them up.
+PARTS_ROWS, PARTS_WEIGHTS = (97, 128), (1 << 20, 30 << 20)
 SHARED_MEMORY = 230_000  # of a program, without its barriers
 MOST_STAGES, FEW_STAGES = 12, 4
 MOST_LONG = {1: 96, 2: 64}  # rows up to which a step may have 128 inputs, by the number of matrices
@@ -80,10 +82,20 @@ def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
     return None
 
 
+def is_fastest(rows: int, w: jax.Array, matrices: int = 1, splits: int | None = 1) -> bool:
+    """Whether the kernels are the fastest for so many rows with this matrix or pair on the current device. splits: as for `linear`."""
+    if w.dtype != jnp.bfloat16 or dialect.mosaic_obstacle():
+        return False
+    size = math.prod(w.shape)
+    if size >= LEAST_WEIGHTS[matrices]:
+        return LEAST_ROWS <= rows <= MOST_FASTEST[matrices]
+    of_parts = matrices == 1 and splits is None and PARTS_WEIGHTS[0] < size < PARTS_WEIGHTS[1]
+    return of_parts and PARTS_ROWS[0] <= rows <= PARTS_ROWS[1]
+
+
 def most_rows(w: jax.Array, matrices: int = 1) -> int:
     """The most rows for which the kernels are the fastest with this matrix or pair on the current device; 0 if they never are."""
-    small = math.prod(w.shape) < LEAST_WEIGHTS[matrices]
-    return 0 if small or w.dtype != jnp.bfloat16 or dialect.mosaic_obstacle() else MOST_FASTEST[matrices]
+    return max((rows for rows in (*MOST_FASTEST.values(), PARTS_ROWS[1]) if is_fastest(rows, w, matrices, None)), default=0)
 
 
 def choose_tiles(rows: int, outputs: int, width: int, *, matrices: int = 1, splits: int | None = 1) -> Tiles:

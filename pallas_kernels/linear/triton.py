@@ -30,6 +30,8 @@ LEFT, RIGHT = 64, 16  # least rows of a tensor core's left operand, least column
 SLICES = (128, 64)  # numbers of a part in a step: the first that divides the width, or else the last
 LEAST_STAGES = 3
 LEAST_COLUMNS = 4
+# A matrix of so few weights is read again for each block of rows, from the L2 cache: most weights, most rows, least rows of a block.
+SMALL, SMALL_ROWS, ROW_BLOCK = 1 << 20, 128, 16
 PROGRAM_BYTES = 98_304  # of shared memory: an L4 has 101,376 for a program, an H200 room for two such programs
 IN_FLIGHT = 65_536  # bytes of weights in flight for each multiprocessor
 
@@ -43,6 +45,7 @@ class Tiles:
     slice: int  # numbers of a part in a step
     num_warps: int
     num_stages: int
+    rows: int = 0  # of x in a program: a power of two, or 0 for all of them
 
     @property
     def tile(self) -> int:
@@ -60,8 +63,8 @@ class Tiles:
         return self.parts * self.slice
 
     def height(self, rows: int) -> int:
-        """Rows of x, padded."""
-        return max(pl.next_power_of_2(rows), RIGHT // self.parts)
+        """Rows of x in a program, padded."""
+        return max(self.rows or pl.next_power_of_2(rows), RIGHT // self.parts)
 
     def step(self, rows: int, matrices: int, itemsize: int) -> int:
         """Bytes of shared memory of a step in flight."""
@@ -79,6 +82,13 @@ def choose_tiles(rows: int, columns: int, width: int, itemsize: int, *, matrices
     splits: None for as many as fill the GPU. tile: most columns of a program; 0 for what seems best.
     """
     cores = multiprocessors()
+    if matrices * columns * width <= SMALL and rows > ROW_BLOCK and itemsize == 2 and not tile:
+        for block, height in ((16, ROW_BLOCK), (32, ROW_BLOCK), (64, ROW_BLOCK), (64, 2 * ROW_BLOCK)):
+            programs, count = pl.cdiv(columns, block) * pl.cdiv(rows, height), 1
+            while splits is None and count < min(MOST_SPLITS, width // 512) and programs * (count + 1) <= cores:
+                count += 1
+            if programs <= cores:
+                return Tiles(min(block, columns), count, SLICES[-1], 4, LEAST_STAGES + 1, height)
     # Each block of columns reads all rows again, so with many rows the blocks are wide.
     if splits is None:
         tile, splits = tile or (LEFT if rows > 16 else 16), 1
@@ -108,15 +118,20 @@ def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
         return f"the arrays are {', '.join(dtypes)}; the kernel needs one dtype"
     if dtypes[0] not in ("bfloat16", "float16", "float32"):
         return f"x is {dtypes[0]}; the kernel takes bfloat16, float16 and float32"
-    if x.shape[0] > MOST_ROWS:
-        return f"x has {x.shape[0]} rows; the kernel takes at most {MOST_ROWS}"
+    if x.shape[0] > most_rows(w):
+        return f"x has {x.shape[0]} rows; the kernel takes at most {most_rows(w)}"
     return None
+
+
+def most_rows(w: Any) -> int:
+    """The most rows that a kernel multiplies with this matrix or pair."""
+    return SMALL_ROWS if math.prod(w.shape) <= SMALL and w.dtype.itemsize == 2 else MOST_ROWS
 
 
 def pays(x: jax.Array, w: jax.Array, splits: int | None = 1) -> bool:
     """Whether the kernel is faster than XLA. It is not if a program reads much more of x than of w: with many rows and few columns."""
     tiles, rows, matrices = _tiles(x, w, splits), x.shape[0], math.prod(w.shape[:-2])
-    return rows <= RIGHT or 5 * matrices * tiles.columns >= 3 * tiles.height(rows)
+    return rows <= RIGHT or tiles.rows > 0 or 5 * matrices * tiles.columns >= 3 * tiles.height(rows)
 
 
 def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
@@ -124,24 +139,26 @@ def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
     tiles = tiles or _tiles(x, w, splits)
     if tiles.splits > 1:
         return jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
-    return _call(_linear, "linear", tiles, x, w, dtype=x.dtype, interpret=interpret)[0]
+    return _call(_linear, "linear", tiles, x, w, dtype=x.dtype, launch_dependents=False, interpret=interpret)[0]
 
 
-def partials(x, w, splits=None, *, interpret=False, tiles=None):
+def partials(x, w, splits=None, *, launch_dependents=False, interpret=False, tiles=None):
     """See `pallas_kernels.linear.partials`."""
-    return _call(_linear, "linear", tiles or _tiles(x, w, splits), x, w, dtype=jnp.float32, interpret=interpret)
+    settings = {"dtype": jnp.float32, "launch_dependents": launch_dependents, "interpret": interpret}
+    return _call(_linear, "linear", tiles or _tiles(x, w, splits), x, w, **settings)
 
 
-def gated(x, gate_up, activation=GELU, *, interpret=False, tiles=None):
+def gated(x, gate_up, activation=GELU, *, launch_dependents=False, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated`."""
     kernel = functools.partial(_gated, activation=activation)
-    return _call(kernel, "gated", tiles or _tiles(x, gate_up), x, gate_up, dtype=x.dtype, interpret=interpret)[0]
+    settings = {"dtype": x.dtype, "launch_dependents": launch_dependents, "interpret": interpret}
+    return _call(kernel, "gated", tiles or _tiles(x, gate_up), x, gate_up, **settings)[0]
 
 
-def gated_by(x, w, u, index, *, interpret=False, tiles=None):
+def gated_by(x, w, u, index, *, launch_dependents=False, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated_by`."""
-    others = u, index.reshape(1)
-    return _call(_gated_by, "gated_by", tiles or _tiles(x, w), x, w, *others, dtype=x.dtype, interpret=interpret)[0]
+    settings = {"dtype": x.dtype, "launch_dependents": launch_dependents, "interpret": interpret}
+    return _call(_gated_by, "gated_by", tiles or _tiles(x, w), x, w, u, index.reshape(1), **settings)[0]
 
 
 def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
@@ -149,8 +166,8 @@ def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
     return choose_tiles(x.shape[0], columns, width, x.dtype.itemsize, matrices=math.prod(matrices), splits=splits)
 
 
-def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *others: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
-    """The product's parts, [splits, N, O]. It has fewer splits than the tiles if some would be empty."""
+def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *others: jax.Array, dtype: Any, **settings: Any) -> jax.Array:
+    """The product's parts, [splits, N, O]. It has fewer splits than the tiles if some would be empty. settings: of `dialect.call`."""
     (rows, width), columns = x.shape, w.shape[-2]
     steps = pl.cdiv(width, tiles.depth)
     share = pl.cdiv(steps, tiles.splits)
@@ -158,13 +175,13 @@ def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *oth
     return dialect.call(
         functools.partial(kernel, tiles=tiles, share=share),
         name=name,
-        grid=(pl.cdiv(columns, tiles.columns), splits),
+        grid=(pl.cdiv(columns, tiles.columns), splits, pl.cdiv(rows, tiles.height(rows))),
         in_specs=[ANY] * (2 + len(others)),
         out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct((splits, rows, columns), dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        interpret=interpret,
+        **settings,
     )(x, w, *others)
 
 
@@ -193,11 +210,12 @@ def _products(x_ref, w_ref, indices, tiles, share):
     tile, parts, depth, height = tiles.tile, tiles.parts, tiles.depth, tiles.height(rows)
     lane, left_part = _split(jnp.arange(tile * parts, dtype=jnp.int32), parts)
     right_part, row = _split(jnp.arange(parts * height, dtype=jnp.int32), height)
+    row = pl.program_id(2) * height + row
     column = pl.program_id(0) * tiles.columns + lane
     place = jnp.arange(tiles.slice, dtype=jnp.int32)[None, :]
     left_at, right_at = (part[:, None] * tiles.slice + place for part in (left_part, right_part))
     left_mask = None if tile == tiles.columns and columns % tile == 0 else ((lane < tiles.columns) & (column < columns))[:, None]
-    right_mask = None if rows == height else (row < rows)[:, None]
+    right_mask = None if rows % height == 0 else (row < rows)[:, None]
     first, steps = pl.program_id(1) * share, pl.cdiv(width, depth)
     precision = "highest" if x_ref.dtype == jnp.float32 else None
 
@@ -213,7 +231,7 @@ def _products(x_ref, w_ref, indices, tiles, share):
     if parts > 1:
         same = left_part[:, None] == right_part[None, :]
         sums = [jnp.where(same, s, 0.0).reshape(tile, parts, -1).sum(axis=1).reshape(tile, parts, height).sum(axis=1) for s in sums]
-    lane, row = jnp.arange(tile, dtype=jnp.int32)[:, None], jnp.arange(height, dtype=jnp.int32)[None, :]
+    lane, row = jnp.arange(tile, dtype=jnp.int32)[:, None], pl.program_id(2) * height + jnp.arange(height, dtype=jnp.int32)[None, :]
     column = pl.program_id(0) * tiles.columns + lane
     return column, row, (lane < tiles.columns) & (column < columns) & (row < rows), sums
 

@@ -36,7 +36,7 @@ def unsupported(hidden: jax.Array, table: jax.Array, suppressed: tuple[int, ...]
 
 def most_rows(table: jax.Array) -> int:
     """The most rows for which the kernel is the fastest with this table on the current device; 0 if it never is."""
-    return MOST_FASTEST if linear.most_rows(table) else 0
+    return MOST_FASTEST if linear.is_fastest(linear.LEAST_ROWS, table) else 0
 
 
 def choose_tiles(rows: int, width: int) -> Tiles:

@@ -23,6 +23,7 @@ def paged_attention(
     window: int | None = None,
     scale: float = 1.0,
     ancestors: tuple[int, ...] | None = None,
+    launch_dependents: bool = False,
     implementation: str = "auto",
 ) -> jax.Array:
     """Softmax attention of query rows over a sequence's pages and over fresh rows that are not in the pages yet.
@@ -41,6 +42,8 @@ def paged_attention(
     Returns [B, T, KV, G, D] in q's dtype; zeros for a query that sees no key. K and V may be anything, even NaN, at positions outside
     0 .. lengths + fresh_count - 1, at or before min(positions) - window, and (if causal) after max(positions).
 
+    launch_dependents: whether only kernels read the result: see `dialect.launching`.
+
     implementation: see `dialect.select`; or "mosaic", kernels for Hopper and bfloat16: one for keys of which only the rotary dims are
     stored, one for whole keys of head_dim 256. "auto" takes them where they are faster. Raises ValueError for an unknown or unsupported
     one.
@@ -56,9 +59,17 @@ def paged_attention(
         if implementation == "mosaic" and unsupported:
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
         if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q, key_weight, window)):
-            return mosaic.paged_attention(*arguments[:-1], causal=causal, window=window, scale=scale)
-    chosen = dialect.select(implementation, triton.unsupported(q, cached), further=("mosaic",))
+            settings = {"causal": causal, "window": window, "scale": scale, "launch_dependents": launch_dependents}
+            return mosaic.paged_attention(*arguments[:-1], **settings)
+    unsupported = triton.unsupported(q.shape[-1], None if cached is None else cached[0].shape[1])
+    chosen = dialect.select(implementation, unsupported, further=("mosaic",))
     settings = {"causal": causal, "window": window, "scale": scale, "ancestors": ancestors}
     if chosen == "xla":
         return reference.paged_attention(*arguments, **settings)
-    return triton.paged_attention(*arguments, **settings, interpret=chosen == "triton-interpret")
+    settings |= {"launch_dependents": launch_dependents, "interpret": chosen == "triton-interpret"}
+    return triton.paged_attention(*arguments, **settings)
+
+
+def by_kernel(head_dim: int, page: int | None, implementation: str = "auto") -> bool:
+    """Whether a kernel reads the queries, and no operation of XLA does. page: positions of a page, or None without a cache."""
+    return implementation == "mosaic" or dialect.select(implementation, triton.unsupported(head_dim, page)) != "xla"

@@ -49,7 +49,9 @@ def is_faster(q, key_weight, window) -> bool:
     return window is not None and plan.tiles == 1 and plan.items >= 16 and full
 
 
-def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None):
+def paged_attention(
+    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None, launch_dependents=False
+):
     """See `pallas_kernels.paged_attention.paged_attention`."""
     inputs = {"lengths": lengths, "positions": positions, "q": q, "table": table, "k": cached[0], "v": cached[1]}
     if key_weight is not None:
@@ -79,7 +81,7 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     acc, *numbers = out
     acc = acc.reshape(batch, heads, splits, queries * group, dim)
     numbers = (x.reshape(batch, heads, splits, x.shape[1]) for x in numbers)
-    return triton.merged((acc, *numbers), q, splits, interpret=False, rows=plan.rows)
+    return triton.merged((acc, *numbers), q, splits, interpret=False, rows=plan.rows, launch_dependents=launch_dependents)
 
 
 def splits_for(programs: int, blocks: int) -> int:

@@ -37,12 +37,12 @@ class Tiles:
     num_stages: int
 
 
-def unsupported(q: jax.Array, cached: tuple[jax.Array, jax.Array] | None) -> str | None:
-    """Why the kernel cannot serve these arrays, or None."""
-    if cached is not None and cached[0].shape[1] % 16:
-        return f"pages hold {cached[0].shape[1]} positions, the kernel needs a multiple of 16"
-    if q.shape[-1] > 512:
-        return f"head_dim is {q.shape[-1]}, the kernel holds at most 512"
+def unsupported(head_dim: int, page: int | None) -> str | None:
+    """Why the kernel cannot serve heads of this size and a cache with pages of that size (None: no cache), or None."""
+    if page is not None and page % 16:
+        return f"pages hold {page} positions, the kernel needs a multiple of 16"
+    if head_dim > 512:
+        return f"head_dim is {head_dim}, the kernel holds at most 512"
     return None
 
 
@@ -82,8 +82,8 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
 
 
 def paged_attention(
-    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale, ancestors=None, interpret=False,
-    tiles=None,
+    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale, ancestors=None,
+    launch_dependents=False, interpret=False, tiles=None,
 ):  # fmt: skip
     """See `pallas_kernels.paged_attention.paged_attention`."""
     batch, queries, heads, group, dim = q.shape
@@ -118,8 +118,9 @@ def paged_attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
+        launch_dependents=launch_dependents or tiles.splits > 1,
     )(*inputs.values())
-    return out[0] if tiles.splits == 1 else merged(out, q, tiles.splits, interpret)
+    return out[0] if tiles.splits == 1 else merged(out, q, tiles.splits, interpret, launch_dependents=launch_dependents)
 
 
 def _attend(*refs, names, tiles, causal, window, scale):
@@ -254,7 +255,7 @@ def _attend(*refs, names, tiles, causal, window, scale):
         plgpu.store(refs["total"].at[b, head, split, row], total, mask=real)
 
 
-def merged(parts, q, splits, interpret, rows=None):
+def merged(parts, q, splits, interpret, rows=None, launch_dependents=False):
     """Merges the partial results of all splits: [B, T, KV, G, D] in q's dtype. A program merges some columns of one query row.
 
     parts: for each split, the weighted sums of V [B, KV, splits, rows, D] float32, the largest score of each row and the sum of its
@@ -290,6 +291,7 @@ def merged(parts, q, splits, interpret, rows=None):
         num_warps=1,
         num_stages=1,
         interpret=interpret,
+        launch_dependents=launch_dependents,
     )(*parts)
 
 

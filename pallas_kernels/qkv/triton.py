@@ -19,7 +19,9 @@ HEADS = 16  # heads of a program, if there are many rows
 MANY_ROWS = 32  # of all sequences; with fewer rows each KV head has a program, to keep the GPU busy
 
 
-def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, value_norm, dtype, interpret=False):
+def qkv(
+    projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, value_norm, dtype, launch_dependents=False, interpret=False
+):  # fmt: skip
     """See `pallas_kernels.qkv.qkv`."""
     if projected.ndim == 5:
         projected = projected[None]
@@ -51,6 +53,7 @@ def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps,
         num_stages=1,
         interpret=interpret,
         input_output_aliases=aliases,
+        launch_dependents=launch_dependents,
     )(*inputs.values())
     return (*out, None, None) if k_weight is None else tuple(out)
 

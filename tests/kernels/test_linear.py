@@ -88,12 +88,26 @@ TILES = {
     "many parts": Tiles(3, 1, 16, 4, 3),
     "uneven splits": Tiles(20, 3, 16, 4, 3),
     "a tile above the left operand": Tiles(100, 2, 32, 4, 3),
+    "blocks of rows": Tiles(20, 2, 16, 4, 3, 16),
 }
 
 
 def test_a_program_has_four_columns_at_least_and_no_more_stages_than_steps():
     assert choose_tiles(4, 256, 1536, 2) == Tiles(4, 1, 64, 4, 3)
-    assert choose_tiles(32, 256, 1536, 2) == Tiles(9, 1, 64, 4, 4)  # blocks that are wider for their rows stay as they are
+    assert choose_tiles(32, 512, 3072, 2) == Tiles(9, 1, 64, 4, 4)  # blocks that are wider for their rows stay as they are
+
+
+def test_small_matrices_are_read_by_blocks_of_rows():
+    assert choose_tiles(32, 256, 1536, 2) == choose_tiles(128, 256, 1536, 2) == Tiles(16, 1, 64, 4, 4, 16)
+    # As few programs as run at once, or else a program has all rows.
+    assert [(t.columns, t.rows) for t in (choose_tiles(rows, 1536, 256, 2) for rows in (32, 128))] == [(32, 16), (64, 32)]
+    assert choose_tiles(128, 2560, 256, 2).rows == 0
+    assert choose_tiles(32, 256, 2048, 2, splits=None) == Tiles(16, 4, 64, 4, 4, 16)  # as many parts as fill the GPU
+    assert choose_tiles(16, 256, 1536, 2).rows == choose_tiles(32, 256, 1536, 4).rows == choose_tiles(32, 1024, 1536, 2).rows == 0
+    small, wide = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 1536), (1536, 1536)))
+    assert (triton.most_rows(small), triton.most_rows(wide)) == (128, 64)
+    x = jax.ShapeDtypeStruct((129, 1536), jnp.bfloat16)
+    assert triton.unsupported(x, small) == "x has 129 rows; the kernel takes at most 128"
 
 
 @pytest.mark.parametrize("rows", [1, 7, 33])
@@ -198,7 +212,8 @@ def test_auto_leaves_narrow_products_of_many_rows_to_xla(monkeypatch):
 
     assert [chosen("gated", rows, 2112, 2816) for rows in (5, 40)] == ["triton", "xla"]
     assert [chosen("linear", rows, 1024, 10752) for rows in (8, 40)] == ["triton", "xla"]
-    assert [chosen("partials", 40, 1536, width) for width in (2048, 256)] == ["triton", "xla"]
+    assert [chosen("partials", 40, 1536, width) for width in (2048, 1024)] == ["triton", "xla"]
+    assert chosen("partials", 40, 1536, 256) == "triton"  # so small that blocks of rows have programs of their own
     assert chosen("gated", 40, 21504, 5376) == "triton"
 
 

@@ -63,7 +63,8 @@ def test_lowers_for_cuda_at_real_shapes(rows):
     with device.described_as(H200):
         kinds = {"linear": 1, "partials": 1, "gated": 2}
         shapes = [s for s in SHAPES.values() if s.kind in kinds]
-        shapes = [s for s in shapes if mosaic.most_rows(s.arguments(rows, jnp.bfloat16)[1], kinds[s.kind]) >= rows]
+        splits = {"partials": None}
+        shapes = [s for s in shapes if mosaic.is_fastest(rows, s.arguments(1, jnp.bfloat16)[1], kinds[s.kind], splits.get(s.kind, 1))]
         arguments = [s.arguments(rows, jnp.bfloat16) for s in shapes]
         text = for_cuda(jax.jit(lambda arguments: [getattr(linear, s.kind)(*a) for s, a in zip(shapes, arguments, strict=True)]), arguments)
     assert text.count("@mosaic_gpu_v2") == len(shapes) >= 3 and "__gpu$xla.gpu.triton" not in text
@@ -97,6 +98,10 @@ def test_tiles_fit_every_matrix():
         ({"rows": 17}, "mosaic"),
         ({"rows": 96}, "mosaic"),
         ({"rows": 97}, "xla"),
+        ({"name": "E2B o", "rows": 96}, "xla"),
+        ({"name": "E2B o", "rows": 97}, "mosaic"),
+        ({"name": "E2B o", "rows": 128}, "mosaic"),
+        ({"name": "E2B o", "rows": 129}, "xla"),
         ({"rows": 256, "implementation": "mosaic"}, "mosaic"),
         ({"name": "26B qkv"}, "triton"),
         ({"gpu": A100}, "triton"),
@@ -104,7 +109,8 @@ def test_tiles_fit_every_matrix():
         ({"dtype": "float32"}, "triton"),
         ({"dtype": "float32", "rows": 160}, "xla"),
         ({"name": "E2B per-layer projection", "rows": 4}, "triton"),
-        ({"name": "E2B per-layer projection", "rows": 160}, "xla"),
+        ({"name": "E2B per-layer projection", "rows": 128}, "triton"),
+        ({"name": "E2B per-layer projection", "rows": 129}, "xla"),
         ({"implementation": "triton"}, "triton"),
         ({"implementation": "mosaic", "name": "E2B o", "rows": 2}, "mosaic"),
         ({"implementation": "xla"}, "xla"),
@@ -125,15 +131,17 @@ def test_auto_takes_the_hopper_kernel_where_it_pays(settings, chosen, monkeypatc
         jax.eval_shape(functools.partial(linear.partials, implementation=settings["implementation"]), x, w)
         most = linear.most_rows(w), linear.most_rows(w, "triton")
     assert called == [chosen]
-    fast = settings["gpu"] is H200 and settings["dtype"] == "bfloat16" and math.prod(w.shape) >= mosaic.LEAST_WEIGHTS[1]
-    assert most == (96 if fast else 64, 64)
+    size, fast = math.prod(w.shape), settings["gpu"] is H200 and settings["dtype"] == "bfloat16"
+    of_triton = 128 if size <= linear.triton.SMALL and settings["dtype"] == "bfloat16" else 64
+    of_mosaic = (96 if size >= mosaic.LEAST_WEIGHTS[1] else 128) if fast else 0
+    assert most == (max(of_triton, of_mosaic), of_triton)
 
 
 def test_gated_pairs_are_taken_up_to_more_rows():
     _, pair = SHAPES["E2B gate_up"].arguments(1, jnp.bfloat16)
     with device.described_as(H200):
         assert linear.most_rows(pair, gated=True) == 160
-        assert [linear.most_rows(pair, name) for name in ("auto", "triton", "mosaic")] == [64, 64, 256]
+        assert [linear.most_rows(pair, name, gated=True) for name in ("triton", "mosaic")] == [64, 256]
     with device.described_as(A100):
         assert linear.most_rows(pair, gated=True) == 64
 
