@@ -60,7 +60,7 @@ def attend(
         k, v = (k, v) if pools is None else pools.as_stored(k, v)
         if keys.store_first:
             assert pools is not None and keys.table is not None
-            pools = paged.write(pools, keys.table, keys.length, keys.count, k, v, attention)
+            pools = paged.write(pools, keys.table, keys.length, keys.count, k, v, implementation=attention)
             keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
         else:
             keys = dataclasses.replace(keys, fresh=(k, v))
@@ -118,7 +118,9 @@ def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str
     for i, keys in fresh.items():
         assert keys.pools is not None and keys.table is not None
         pools = keys.pools
-        layers[i] = pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, keys.count, *keys.fresh, attention)
+        layers[i] = (
+            pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, keys.count, *keys.fresh, implementation=attention)
+        )
     return dataclasses.replace(cache, layers=tuple(layers))
 
 

@@ -129,7 +129,7 @@ def has_room(cache: PagedKV, spec: LayerSpec, rows: int) -> bool:
 
 
 def write(
-    layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "xla"
+    layer: LayerKV, table: jax.Array, start: jax.Array, count: jax.Array, k: jax.Array, v: jax.Array, *, implementation: str = "xla"
 ) -> LayerKV:
     """Stores rows start .. start + count - 1 of each sequence in its pages.
 

@@ -126,7 +126,8 @@ def _heads(*refs, names, together, group, key_dims, eps, value_norm):
 
 def write(pages, k, v, *, interpret=False):
     """See `pallas_kernels.qkv.write`."""
-    inputs = {"table": pages.table, "start": pages.start, "count": pages.count, "rows_k": k, "rows_v": v, "old_k": pages.k, "old_v": pages.v}
+    inputs = {"table": pages.table, "start": pages.start, "count": pages.count, "rows_k": k, "rows_v": v}
+    inputs |= {"old_k": pages.k, "old_v": pages.v}
     return dialect.call(
         functools.partial(_write, names=(*inputs, "k", "v")),
         name="write_pages",
