@@ -6,11 +6,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
-from pallas_kernels.paged_attention import mosaic_parts, mosaic_prompt, mosaic_rotary, mosaic_whole, triton
+from pallas_kernels.paged_attention import mosaic_parts, mosaic_rotary, mosaic_rotary_prompt, mosaic_whole, mosaic_whole_prompt, triton
 from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 
 START = 4  # the time of a program's start and end, in units of the time for a block of keys
 MOST_SPLITS = 64
+LEAST_ITEMS = 32  # of the kernel for many rows and whole keys, for which it was the fastest
 
 
 def unsupported(q, cached, fresh, key_weight, scales, ancestors=None) -> str | None:
@@ -39,9 +40,9 @@ def is_faster(q, key_weight, window) -> bool:
     if key_weight is not None:
         # By a tenth or more if `triton` needs several tiles of 16 query rows, since each tile reads the keys again.
         return q.shape[1] * q.shape[3] > 16
-    if mosaic_prompt.unsupported(q) is None:
-        return True
-    plan = mosaic_parts.Plan(q.shape, 1, True, window, 1.0)
+    if mosaic_whole_prompt.unsupported(q) is None:
+        return window is not None and mosaic_whole_prompt.Plan(q.shape, True, window, 1.0).items >= LEAST_ITEMS
+    plan = mosaic_parts.Plan(q.shape, True, window, 1.0)
     rounds = pl.cdiv(plan.items, dialect.MULTIPROCESSORS)
     # Measured with windows and few rows. `triton` keeps several programs on a multiprocessor, so it is faster where a second round has few
     # items or where there are more rounds, and for fewer than sixteen items, where what counts is how soon the first key comes.
@@ -62,18 +63,20 @@ def paged_attention(
         fresh = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in fresh) if missing else fresh
         inputs |= {"count": fresh_count, "fresh_k": fresh[0], "fresh_v": fresh[1]}
     scale = scale * triton.LOG2_E
-    if key_weight is None and splits is None and mosaic_prompt.unsupported(q) is None:
-        return mosaic_prompt.attend(mosaic_prompt.Plan(q.shape, causal, window, scale), inputs, q)
+    if key_weight is None and splits is None and mosaic_whole_prompt.unsupported(q) is None:
+        return mosaic_whole_prompt.attend(mosaic_whole_prompt.Plan(q.shape, causal, window, scale), inputs, q)
     batch, queries, heads, group, dim = q.shape
 
     def cut(splits: int) -> mosaic_parts.Plan:
-        return mosaic_parts.Plan(q.shape, splits, causal, window, scale)
+        return mosaic_parts.Plan(q.shape, causal, window, scale, splits)
 
     if splits is None:
         visible = table.shape[1] * cached[0].shape[1]
         visible = visible if window is None else min(visible, window + queries)
         splits = splits_for(cut(1).items, visible // KEYS)
     plan = cut(splits)
+    if key_weight is not None and splits == 1 and queries >= ROWS:
+        return mosaic_rotary_prompt.attend(plan, inputs, q)
     kernel = mosaic_whole if key_weight is None else mosaic_rotary
     out = kernel.attend(plan, inputs, plan.results(q.dtype))
     if splits == 1:

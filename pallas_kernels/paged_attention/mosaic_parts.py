@@ -20,14 +20,27 @@ ROWS, KEYS = 64, 64  # query rows of an item, keys of a block
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a call is cut into items, and what else is the same for all of them."""
+class Call:
+    """What is the same for all items of a call."""
 
     shape: tuple[int, ...]  # of the queries: [B, T, KV, G, D]
-    splits: int  # parts of the visible keys
     causal: bool
     window: int | None
     scale: float  # of scores, in units of log2
+
+    def plain(self, item: Work, seen, least, most) -> jax.Array:
+        """Whether every row sees every key of a block. seen: of the block. least, most: positions of the item's queries."""
+        base, end = seen
+        limit = jnp.minimum(end, least + 1) if self.causal else end
+        begin = item.span.begin if self.window is None else jnp.maximum(item.span.begin, most + 1 - self.window)
+        return (base >= begin) & (base + KEYS <= limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Call):
+    """How a call is cut into items."""
+
+    splits: int = 1  # parts of the visible keys
 
     @property
     def rows(self) -> int:
@@ -158,26 +171,28 @@ def _blocks(keys):
     return jax.lax.div(keys + (KEYS - 1), KEYS)
 
 
-def each_block(refs, item: Work, copy) -> None:
+def each_block(refs, item: Work, copy, stop: jax.Array | None = None) -> None:
     """Calls copy(block, K, V, major, rows) for each block of an item. Its keys are K[major, rows], where copies read zeros past the last
-    row."""
+    row. stop: the number after that of the last block, if copies of the item's last one follow it."""
     page, places = refs["k"].shape[1], refs["table"].shape[1]
 
     def step(block, _):
+        source = block if stop is None else jnp.minimum(block, item.stop - 1)
+
         def from_page():
-            place = item.span.place(block)
+            place = item.span.place(source)
             entry = refs["table"][item.b, jax.lax.rem(jax.lax.div(place, page), places)]
             copy(block, refs["k"], refs["v"], entry, pl.ds(jax.lax.rem(place, page), KEYS))
 
         if "count" in refs:
             most = pl.cdiv(min(refs["fresh_k"].shape[1], KEYS), 8) * 8
-            rows = pl.ds(item.span.row(block), most)
-            pl.when(block >= item.span.fresh)(from_page)
-            pl.when(block < item.span.fresh)(functools.partial(copy, block, refs["fresh_k"], refs["fresh_v"], item.b, rows))
+            rows = pl.ds(item.span.row(source), most)
+            pl.when(source >= item.span.fresh)(from_page)
+            pl.when(source < item.span.fresh)(functools.partial(copy, block, refs["fresh_k"], refs["fresh_v"], item.b, rows))
         else:
             from_page()
 
-    jax.lax.fori_loop(item.start, item.stop, step, None)
+    jax.lax.fori_loop(item.start, item.stop if stop is None else stop, step, None)
 
 
 def tiled(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -244,15 +259,21 @@ class Softmax:
         return acc, self._each_row(MASKED), self._each_row(0.0)
 
     def step(self, scores, state, seen, plain=None):
-        """The weights of a block's keys, and the state before V is added. scores: products of queries and keys. seen: of the block.
-        plain: whether every row sees every key of it, if that is known."""
+        """The weights of a block's keys, and the state before V is added. The rest as in `weigh`."""
         acc, top, total = state
+        weights, shrink, top, total = self.weigh(scores, top, total, seen, plain)
+        return weights, (acc * across(shrink, acc.shape[1]), top, total)
+
+    def weigh(self, scores, top, total, seen, plain=None):
+        """The weights of a block's keys, by what to multiply all sums before it, and the largest score and the sum of weights with it.
+
+        scores: products of queries and keys. seen: of the block. plain: whether every row sees every key of it, if that is known."""
         scores = self._masked(scores, seen) if plain is None else jax.lax.cond(plain, lambda x: x, lambda x: self._masked(x, seen), scores)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1) * self.scale)
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores * self.scale - across(new_top, KEYS))
         total = total * shrink + jnp.sum(weights, axis=1)
-        return weights.astype(jnp.bfloat16), (acc * across(shrink, acc.shape[1]), new_top, total)
+        return weights.astype(jnp.bfloat16), shrink, new_top, total
 
     def _masked(self, scores, seen):
         base, end = seen

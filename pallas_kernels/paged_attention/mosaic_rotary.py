@@ -93,6 +93,19 @@ def _copy(plan, refs, item):
     parts.each_block(refs, item, copy)
 
 
+def load_queries(plan, refs, item, half):
+    """Loads half of the queries' columns, and multiplies those that do not rotate by the weight."""
+    mosaic, held = dialect.mosaic(), refs["queries"].at[half]
+    parts.load_queries(plan, refs, item, held, pl.ds(half * HALF, HALF))
+    mosaic.barrier_wait(refs["loaded"])
+    for column in range(TURNS, HALF, TURNS):
+        part = held.at[:, pl.ds(column, TURNS)]
+        weight = dialect.mosaic_load(refs["weight"].at[pl.ds(half * HALF + column, TURNS)], mosaic.Layout.WGMMA.reduce(0))
+        weight = jax.lax.broadcast_in_dim(weight.astype(jnp.float32), (ROWS, TURNS), (1,))
+        part[...] = (part[...].astype(jnp.float32) * weight).astype(part.dtype)
+    mosaic.commit_smem()
+
+
 def _compute(plan, refs, item, warpgroup):
     mosaic, (values, rotary, results, numbers) = dialect.mosaic(), _memory(plan, refs)
     queries, columns = refs["queries"], pl.ds(warpgroup * HALF, HALF)
@@ -101,15 +114,7 @@ def _compute(plan, refs, item, warpgroup):
         mosaic.barrier_arrive(barrier)
         mosaic.barrier_wait(barrier)
 
-    # Each warpgroup loads half of the queries' columns, and multiplies those that do not rotate by the weight.
-    parts.load_queries(plan, refs, item, queries.at[warpgroup], columns)
-    mosaic.barrier_wait(refs["loaded"])
-    for column in range(TURNS, HALF, TURNS):
-        part = queries.at[warpgroup, :, pl.ds(column, TURNS)]
-        weight = dialect.mosaic_load(refs["weight"].at[pl.ds(warpgroup * HALF + column, TURNS)], mosaic.Layout.WGMMA.reduce(0))
-        weight = jax.lax.broadcast_in_dim(weight.astype(jnp.float32), (ROWS, TURNS), (1,))
-        part[...] = (part[...].astype(jnp.float32) * weight).astype(part.dtype)
-    mosaic.commit_smem()
+    load_queries(plan, refs, item, warpgroup)
     meet(refs["both"])
     softmax = plan.softmax(item)
     pl.when(warpgroup == 1)(meet)  # from here on this warpgroup is half a step behind the other

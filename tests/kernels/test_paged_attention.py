@@ -1,6 +1,7 @@
 """Attention over pages and fresh rows, against a softmax in float64 over the keys that a query may see, one row at a time."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from lowering import for_cuda
 
 from pallas_kernels import device
-from pallas_kernels.paged_attention import bench, mosaic, mosaic_parts, paged_attention, triton
+from pallas_kernels.paged_attention import bench, mosaic, mosaic_parts, mosaic_whole_prompt, paged_attention, triton
 from pallas_kernels.paged_attention.reference import ring_positions
 from pallas_kernels.paged_attention.shapes import SHAPES
 
@@ -445,6 +446,8 @@ def described(shape, batch=8, context=4096):
         ("31b-sliding-17-rows", 8, False),
         ("e2b-assistant-sliding", 8, True),
         ("31b-dspark", 8, False),
+        ("31b-sliding-prefill", 1, False),
+        ("31b-full-prefill", 1, False),
     ],
 )
 def test_the_hopper_kernels_lower_for_cuda_at_real_shapes(name, batch, merged):
@@ -471,7 +474,7 @@ def test_the_hopper_kernels_read_each_key_that_a_row_sees_once(lengths, offsets,
     """Over all items of a head; and every head of every sequence has the same number of items."""
     heads, places = 2, 256 // page
     positions = np.maximum(np.add.outer(lengths, offsets), 0)
-    plan = mosaic_parts.Plan((2, 3, heads, 32, 8), splits, causal, window, 1.0)  # 32 query heads: two queries an item
+    plan = mosaic_parts.Plan((2, 3, heads, 32, 8), causal, window, 1.0, splits)  # 32 query heads: two queries an item
     refs = {"lengths": lengths, "positions": positions} | ({"count": counts} if fresh else {})
     refs = {name: jnp.asarray(x, jnp.int32) for name, x in refs.items()}
     refs |= {"k": np.empty((9, page, heads, 8)), "table": np.empty((2, places)), "fresh_k": np.empty((2, fresh, heads, 8))}
@@ -491,12 +494,48 @@ def test_the_hopper_kernels_read_each_key_that_a_row_sees_once(lengths, offsets,
         assert sorted(keys) == seen
 
 
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.integers(0, 700), min_size=2, max_size=2),
+    counts=st.lists(st.integers(0, 136), min_size=2, max_size=2),
+    window=st.sampled_from([None, 1, 64, 200]),
+    causal=st.booleans(),
+)
+def test_the_hopper_kernel_for_prompts_masks_no_block_too_few(lengths, counts, window, causal):
+    """Each key that a row sees is in one block of its item, and of a block that is not masked each row sees each key."""
+    queries, heads, group = 136, 2, 4
+    positions = np.add.outer(lengths, np.arange(queries))
+    plan = mosaic_whole_prompt.Plan((2, queries, heads, group, 8), causal, window, 1.0)
+    refs = {name: jnp.asarray(x, jnp.int32) for name, x in {"lengths": lengths, "count": counts, **plan.ends(positions)}.items()}
+    refs |= {"k": np.empty((9, 64, heads, 8)), "table": np.empty((2, 4)), "fresh_k": np.empty((2, queries, heads, 8))}
+    found = {}
+    with jax.disable_jit():
+        for number in range(plan.items):
+            item = plan.item(refs, number)
+            found[int(item.b), int(item.head), int(item.member), int(item.first)] = keys = []
+            at = positions[item.b, item.first : item.first + 64]
+            for block in range(int(item.start), int(item.stop)):
+                base, end = map(int, item.span.seen(block))
+                keys += range(max(base, int(item.span.begin)), min(base + mosaic_parts.KEYS, end))
+                if plan.plain(item, (base, end), item.low, item.high):
+                    assert base >= item.span.begin and base + mosaic_parts.KEYS <= min(end, min(at) + 1 if causal else end)
+                    assert window is None or max(at) - base < window
+    assert set(found) == {
+        (b, head, member, first) for b in range(2) for head in range(heads) for member in (0, 2) for first in (0, 64, 128)
+    }
+    for (b, _, _, first), keys in found.items():
+        at = positions[b, first : first + 64]
+        held = range(max(0, lengths[b] - 256), lengths[b] + counts[b])
+        assert sorted(keys) == [p for p in held if (window is None or p > min(at) - window) and (p <= max(at) or not causal)]
+
+
 SLIDING = {"e2b-sliding", "e4b-sliding", "12b-sliding", "26b-sliding", "31b-sliding", "e2b-assistant-sliding", "31b-assistant-sliding"}
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_auto_takes_a_hopper_kernel_where_it_is_faster(name, monkeypatch):
-    """Where rotary dims are stored, for many rows; for a window's whole keys, if few rows have about one item a multiprocessor, or two."""
+    """Where rotary dims are stored, for many rows; for a window's whole keys, if few rows have about one item a multiprocessor, or two,
+    and for a prompt's rows."""
     for module in (mosaic, triton):
         monkeypatch.setattr(module, "paged_attention", lambda *args, name=module.__name__, **settings: name.rpartition(".")[2])
     shape = SHAPES[name]
@@ -509,10 +548,22 @@ def test_auto_takes_a_hopper_kernel_where_it_is_faster(name, monkeypatch):
             assert call() == ("mosaic" if shape.queries * shape.group > 16 else "triton")
         for items in (8, 16, 128, 144, 256, 512):
             if not shape.rotary and items >= shape.kv_heads:
-                assert call(items // shape.kv_heads) == ("mosaic" if name in SLIDING and items in (16, 128, 256) else "triton")
+                few = name in SLIDING and items in (16, 128, 256)
+                many = shape.queries >= 64 and shape.window is not None
+                assert call(items // shape.kv_heads) == ("mosaic" if few or many else "triton")
         assert call(implementation="triton") == "triton"
     with device.described_as(AMPERE):
         assert call() == "triton"
+
+
+@pytest.mark.parametrize(("queries", "expected"), [(56, "triton"), (64, "triton"), (72, "mosaic"), (76, "triton")])
+def test_auto_takes_the_hopper_kernel_for_prompts_if_tiles_and_heads_are_enough(queries, expected, monkeypatch):
+    """16 KV heads with a pair of query heads: 16 items of up to 64 rows, 32 of up to 128. It takes rows in multiples of eight."""
+    for module in (mosaic, triton):
+        monkeypatch.setattr(module, "paged_attention", lambda *args, name=module.__name__, **settings: name.rpartition(".")[2])
+    with device.described_as(HOPPER):
+        args = described(dataclasses.replace(SHAPES["31b-sliding-prefill"], queries=queries), 1)
+        assert paged_attention(*args, causal=True, window=1024) == expected
 
 
 def test_the_hopper_kernels_divide_the_keys_where_that_keeps_more_multiprocessors_busy():

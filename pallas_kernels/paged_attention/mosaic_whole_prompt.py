@@ -1,8 +1,8 @@
 """Paged attention in the Mosaic GPU dialect for many rows of a prompt, with keys that are stored whole.
 
 A program serves 64 queries of a sequence, for two query heads of one KV head. It has three warpgroups. One copies blocks of keys and values
-to shared memory. The other two compute, each for one of the two heads, so that a row of a product is a query. They take turns: while one
-computes products, the other computes its softmax, as in FlashAttention-3 (Shah et al., 2024).
+to shared memory. The other two compute, each for one of the two heads, so that a row of a product is a query: while one computes products,
+the other computes its softmax.
 """
 
 from __future__ import annotations
@@ -23,13 +23,8 @@ WORKERS = 2  # warpgroups that compute, and query heads of an item
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a call is cut into items, and what else is the same for all of them."""
-
-    shape: tuple[int, ...]  # of the queries: [B, T, KV, G, D]
-    causal: bool
-    window: int | None
-    scale: float  # of scores, in units of log2
+class Plan(parts.Call):
+    """How a call is cut into items."""
 
     @property
     def tiles(self) -> int:
@@ -43,6 +38,12 @@ class Plan:
     def items(self) -> int:
         return self.tiles * self.pairs * self.shape[0] * self.shape[2]
 
+    def ends(self, positions) -> dict[str, jax.Array]:
+        """The positions [B, T], filled up to whole tiles, and the least and the largest of each tile."""
+        positions = jnp.pad(positions, ((0, 0), (0, self.tiles * ROWS - self.shape[1])), mode="edge")
+        tiles = positions.reshape(-1, self.tiles, ROWS)
+        return {"positions": positions, "low": jnp.min(tiles, axis=2), "high": jnp.max(tiles, axis=2)}
+
     def item(self, refs, number) -> Item:
         """refs: the kernel's arguments by name. number: below `items`; those with the same keys are neighbours."""
         rest, tile = jax.lax.div(number, self.tiles), self.tiles - 1 - jax.lax.rem(number, self.tiles)
@@ -51,13 +52,6 @@ class Plan:
         low, high = refs["low"][b, tile], refs["high"][b, tile]
         span = parts.span_of(refs, b, [low, high], self.causal, self.window)
         return Item(b, head, tile * ROWS, span, jnp.int32(0), span.blocks, pair * WORKERS, low, high)
-
-    def plain(self, item: Item, seen) -> jax.Array:
-        """Whether every row sees every key of a block. seen: of the block."""
-        base, end = seen
-        limit = jnp.minimum(end, item.low + 1) if self.causal else end
-        least = item.span.begin if self.window is None else jnp.maximum(item.span.begin, item.high + 1 - self.window)
-        return (base >= least) & (base + KEYS <= limit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Item(parts.Work):
 def unsupported(q) -> str | None:
     """Why the kernel cannot serve these queries, which `mosaic_whole` can, or None."""
     if q.shape[1] < ROWS or q.shape[1] % 8 or q.shape[3] % WORKERS:
-        return f"there are {q.shape[1]} rows and {q.shape[3]} query heads, the kernel needs a multiple of 8, {ROWS} or more, and an even number"
+        return f"there are {q.shape[1]} rows and {q.shape[3]} heads, the kernel needs {ROWS} or more in multiples of 8, and an even number"
     return None
 
 
@@ -78,18 +72,13 @@ def attend(plan: Plan, inputs, q):
     """The result. inputs: the kernel's arguments by name."""
     mosaic = dialect.mosaic()
     programs = min(plan.items, dialect.MULTIPROCESSORS)
-    positions = inputs["positions"]
-    missing = plan.tiles * ROWS - positions.shape[1]
-    positions = jnp.pad(positions, ((0, 0), (0, missing)), mode="edge") if missing else positions
-    tiles = positions.reshape(-1, plan.tiles, ROWS)
-    inputs = inputs | {"positions": positions, "low": jnp.min(tiles, axis=2), "high": jnp.max(tiles, axis=2)}
+    inputs = inputs | plan.ends(inputs["positions"])
     scratch = {
         "queries": parts.tiled(WORKERS, ROWS, DIM),  # where results are put together later
         "pages": parts.tiled(SLOTS, KEYS, DIM),
         "loaded": mosaic.Barrier(num_barriers=WORKERS),
         "full": mosaic.Barrier(num_barriers=SLOTS),
         "empty": mosaic.Barrier(num_arrivals=WORKERS, num_barriers=SLOTS),
-        "turn": mosaic.Barrier(num_arrivals=WORKERS),
     }
     names = (*inputs, "out")
 
@@ -119,9 +108,7 @@ def attend(plan: Plan, inputs, q):
         @pl.when(warpgroup < WORKERS)
         def _():
             mosaic.set_max_registers(232, action="increase")
-            pl.when(warpgroup == 1)(lambda: _meet(refs))  # from here on this warpgroup is half a step behind the other
             serve(_compute)
-            pl.when(warpgroup == 0)(lambda: _meet(refs))
 
     return mosaic.kernel(
         body,
@@ -134,11 +121,6 @@ def attend(plan: Plan, inputs, q):
         kernel_name="paged_attention",
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
     )(*inputs.values())
-
-
-def _meet(refs):
-    dialect.mosaic().barrier_arrive(refs["turn"])
-    dialect.mosaic().barrier_wait(refs["turn"])
 
 
 def _copy(plan, refs, item, place, _):
@@ -167,17 +149,15 @@ def _compute(plan, refs, item, place, warpgroup):
 
         def product(scores):
             mosaic.wgmma(scores, held, dialect.mosaic_transposed(pages.at[k]))
-            _meet(refs)
             return scores[...]
 
         mosaic.barrier_wait(refs["full"].at[k])
         scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
         mosaic.barrier_arrive(refs["empty"].at[k])
         seen = item.span.seen(block)
-        weights, (acc, *state) = softmax.step(scores, state, seen, plan.plain(item, seen))
+        weights, (acc, *state) = softmax.step(scores, state, seen, plan.plain(item, seen, item.low, item.high))
         mosaic.barrier_wait(refs["full"].at[v])
         softmax.clear(pages.at[v], seen)
-        _meet(refs)
         acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, pages.at[v]))(mosaic.ACC.init(acc))
         mosaic.barrier_arrive(refs["empty"].at[v])
         return acc, *state

@@ -1,0 +1,163 @@
+"""Paged attention in the Mosaic GPU dialect for many rows of a prompt, with keys of which only the rotary dims are stored.
+
+A program serves one item. It has three warpgroups. One copies pages to shared memory. The other two each accumulate half of V's columns.
+Of two blocks of keys, each computes the scores of one: (queries * weight) . V outside the rotary dims plus queries . K in them, so that one
+copy of V serves both products. They exchange weights and largest scores through shared memory, so that no score is computed twice. FlashMLA
+(https://github.com/deepseek-ai/FlashMLA) has the same structure.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dialect
+from pallas_kernels.dialect import pl
+from pallas_kernels.paged_attention import mosaic_parts as parts
+from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
+from pallas_kernels.paged_attention.mosaic_rotary import HALF, TURNS, load_queries
+
+PAIR = 2  # blocks of keys in shared memory, one for each warpgroup that computes
+
+
+def attend(plan: parts.Plan, inputs, q):
+    """The result. plan: with one part of the keys. inputs: the kernel's arguments by name."""
+    mosaic = dialect.mosaic()
+    scratch = {
+        "queries": parts.tiled(2, ROWS, HALF),  # where results are put together later
+        "values": parts.tiled(PAIR, 2, KEYS, HALF),
+        "rotary": parts.tiled(PAIR, 2, KEYS, TURNS),
+        "tops": mosaic.SMEM((PAIR, ROWS), jnp.float32),  # each row's largest score with the first block of a pair, and with both
+        "loaded": mosaic.Barrier(num_arrivals=2 * plan.at_once),
+        "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * PAIR),
+        "empty": mosaic.Barrier(num_barriers=2 * PAIR),
+        "weighed": mosaic.Barrier(num_barriers=PAIR),
+        "both": mosaic.Barrier(num_arrivals=2),
+    }
+    names = (*inputs, "out")
+
+    def body(*refs, **scratch):
+        refs = dict(zip(names, refs, strict=True)) | scratch
+        warpgroup, item = jax.lax.axis_index("warpgroup"), plan.item(refs, jax.lax.axis_index("item"))
+
+        @pl.when(warpgroup == 2)
+        def _():
+            mosaic.set_max_registers(40, action="decrease")
+            _copy(refs, item)
+
+        @pl.when(warpgroup < 2)
+        def _():
+            mosaic.set_max_registers(232, action="increase")
+            for own in range(2):
+                pl.when(warpgroup == own)(functools.partial(_compute, plan, refs, item, own))
+
+    return mosaic.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types=scratch,
+        grid=(plan.items,),
+        grid_names=("item",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name="paged_attention",
+        # Rows are reduced within a warp, which needs no shared memory; by default 2 KiB would be kept for that.
+        compiler_params=mosaic.CompilerParams(
+            approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane, reduction_scratch_bytes=1024
+        ),
+    )(*inputs.values())
+
+
+def _pairs(item):
+    return jax.lax.div(item.stop - item.start + PAIR - 1, PAIR)
+
+
+def _copy(refs, item):
+    mosaic = dialect.mosaic()
+
+    def copy(block, k_source, v_source, major, rows):
+        slot = jax.lax.rem(block - item.start, PAIR)
+        for half in range(2):
+            number = 2 * slot + half
+            pl.when(block - item.start >= PAIR)(functools.partial(mosaic.barrier_wait, refs["empty"].at[number]))
+            for source, held, columns in ((k_source, refs["rotary"], TURNS), (v_source, refs["values"], HALF)):
+                source = source.at[major, rows, item.head, pl.ds(half * columns, columns)]
+                mosaic.copy_gmem_to_smem(source, held.at[slot, half, pl.ds(0, rows.size)], refs["full"].at[number])
+
+    parts.each_block(refs, item, copy, item.start + PAIR * _pairs(item))
+
+
+def _compute(plan, refs, item, own):
+    """own: the number of the warpgroup, of its half of the columns, and of its block in a pair."""
+    mosaic, queries, values, rotary, tops = dialect.mosaic(), refs["queries"], refs["values"], refs["rotary"], refs["tops"]
+    each_row = mosaic.Layout.WGMMA.reduce(1)
+
+    def meet():
+        mosaic.barrier_arrive(refs["both"])
+        mosaic.barrier_wait(refs["both"])
+
+    load_queries(plan, refs, item, own)
+    meet()
+    softmax = plan.softmax(item)
+    least, most = (functools.reduce(extreme, item.position) for extreme in (jnp.minimum, jnp.maximum))
+    # A block's weights take the place of rotary columns of its keys, which nobody needs any more: of those whose buffer the other warpgroup
+    # gives back, because it reads the weights.
+    weights = rotary.at[0, 1], rotary.at[1, 0]
+
+    def step(pair, state):
+        blocks = [item.start + PAIR * pair + n for n in range(PAIR)]
+        # After an odd number of blocks comes a copy of the last one, of which no row sees a key.
+        seen = [tuple(jnp.where(block < item.stop, x, 0) for x in item.span.seen(block)) for block in blocks]
+
+        def product(scores):
+            for half in range(2):
+                mosaic.barrier_wait(refs["full"].at[2 * own + half])
+                still, turning = pl.ds(TURNS, HALF - TURNS), pl.ds(0, TURNS)
+                mosaic.wgmma(scores, queries.at[half, :, still], dialect.mosaic_transposed(values.at[own, half, :, still]))
+                mosaic.wgmma(scores, queries.at[half, :, turning], dialect.mosaic_transposed(rotary.at[own, half]))
+            return scores[...]
+
+        scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
+
+        def add(n, acc, shrink, weights):
+            """Adds a block's V, whose own columns nobody needs after that."""
+            softmax.clear(values.at[n, own], seen[n])
+            acc = acc * parts.across(shrink, HALF)
+            acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, values.at[n, own]))(mosaic.ACC.init(acc))
+            mosaic.barrier_arrive(refs["empty"].at[2 * n + own])
+            return acc
+
+        def give(acc, top, total):
+            """Computes the weights of the own block, and hands them to the other warpgroup."""
+            plain = plan.plain(item, seen[own], least, most)
+            found, shrink, top, total = softmax.weigh(scores, top, total, seen[own], plain)
+            weights[own][...] = found
+            tops.at[own][...] = top
+            mosaic.commit_smem()
+            mosaic.barrier_arrive(refs["weighed"].at[own])
+            return add(own, acc, shrink, found), top, total
+
+        def take(acc, top, total):
+            """Adds the other warpgroup's block."""
+            other = 1 - own
+            mosaic.barrier_wait(refs["weighed"].at[other])
+            new_top = dialect.mosaic_load(tops.at[other], each_row)
+            shrink = jnp.exp2(top - new_top)
+            return add(other, acc, shrink, weights[other]), new_top, total * shrink
+
+        for turn in (give, take) if own == 0 else (take, give):
+            state = turn(*state)
+        return state
+
+    acc, _, total = jax.lax.fori_loop(0, _pairs(item), step, softmax.start(HALF))
+    meet()  # after this no warpgroup reads queries or largest scores
+    tops.at[own][...] = total
+    mosaic.commit_smem()
+    meet()
+    total = total + dialect.mosaic_load(tops.at[1 - own], each_row)  # each has added up the weights of its own blocks
+    held = queries.at[own]
+    held[...] = softmax.result(acc, total).astype(held.dtype)
+    mosaic.commit_smem()
+    parts.store_results(plan, refs, item, held, pl.ds(own * HALF, HALF))
+    mosaic.wait_smem_to_gmem(0)
