@@ -117,10 +117,9 @@ def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str
     layers = list(cache.layers)
     for i, keys in fresh.items():
         assert keys.pools is not None and keys.table is not None
-        pools = keys.pools
-        layers[i] = (
-            pools if keys.fresh is None else paged.write(pools, keys.table, rows.start, keys.count, *keys.fresh, implementation=attention)
-        )
+        layers[i] = keys.pools
+        if keys.fresh is not None:
+            layers[i] = paged.write(keys.pools, keys.table, rows.start, keys.count, *keys.fresh, implementation=attention)
     return dataclasses.replace(cache, layers=tuple(layers))
 
 
