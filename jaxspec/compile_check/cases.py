@@ -104,6 +104,14 @@ def named_cases() -> Iterator[Case]:
         function = functools.partial(qkv.qkv, group=group, key_dims=rotary or width, eps=1e-6)
         args = (array(1, 5, kv_heads, group + owned, width), *turns, *weights, qkv.Pages(*pages) if owned else None)
         yield Case("qkv", f"{kv_heads} x {group} + {owned} of {width}", function, args)
+        rows = [array(1, 512, *pool.shape[2:]) for pool in pools]
+        yield Case(
+            "qkv",
+            f"{kv_heads} of {rotary or width} and {width}, write",
+            functools.partial(_write),
+            (*rows, qkv.Pages(*pages)),
+            further=kv_heads > 1,
+        )
     for name, shape in add_norm_shapes.SHAPES.items():
         x, y, weight, scalar, after = jax.eval_shape(functools.partial(add_norm_bench.inputs, shape, dtype))
         function = functools.partial(_add_norm, add_norm.add_norm)
@@ -171,6 +179,10 @@ def _first(name: str, packing: str, rows: int) -> bool:
 
 def _add_norm(add_norm: Any, x: Any, y: Any, weight: Any, scalar: Any, next_weights: Any) -> Any:
     return add_norm(x, y, weight, scalar=scalar, next_weights=next_weights, eps=1e-6)
+
+
+def _write(k: Any, v: Any, pages: Any) -> Any:
+    return qkv.write(pages, k, v)
 
 
 def _all_reduce(x: Any, mail: Any) -> Any:

@@ -123,9 +123,8 @@ def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str
     layers = list(cache.layers)
     for i, keys in fresh.items():
         assert keys.pools is not None and keys.table is not None
-        if keys.fresh is None:
-            layers[i] = keys.pools
-        else:
+        layers[i] = keys.pools
+        if keys.fresh is not None:
             layers[i] = paged.write(keys.pools, keys.table, rows.start, keys.count, *keys.fresh, implementation=attention)
     return dataclasses.replace(cache, layers=tuple(layers))
 

@@ -44,9 +44,9 @@ def paged_attention(
 
     launch_dependents: whether only kernels read the result: see `dialect.launching`.
 
-    implementation: see `dialect.select`; or "mosaic", kernels for Hopper and bfloat16: one for keys of which only the rotary dims are
-    stored, one for whole keys of head_dim 256. "auto" takes them where they are faster. Raises ValueError for an unknown or unsupported
-    one.
+    implementation: see `dialect.select`; or "mosaic", kernels for Hopper and bfloat16: for keys of which only the rotary dims are stored,
+    and for whole keys of head_dim 256, each for few rows and for many. "auto" takes them where they are faster. Raises ValueError for an
+    unknown or unsupported one.
     """
     if ancestors is not None and (fresh is None or len(ancestors) != q.shape[1] or fresh[0].shape[1] > 32):
         rows = "no" if fresh is None else fresh[0].shape[1]

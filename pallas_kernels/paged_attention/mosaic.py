@@ -1,4 +1,4 @@
-"""Paged attention as split-KV kernels in the Mosaic GPU dialect, for Hopper: which of them serves, and how the keys are divided."""
+"""Paged attention in the Mosaic GPU dialect, for Hopper: which of its kernels serves, and how the keys are divided."""
 
 from __future__ import annotations
 

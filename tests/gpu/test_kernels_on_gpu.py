@@ -194,6 +194,21 @@ def test_qkv(heads):
             assert_close(jnp.nan_to_num(a), jnp.nan_to_num(b), dtype)
 
 
+@pytest.mark.parametrize("rows", [5, 300], ids=["a few rows", "more rows than the ring holds"])
+def test_write(rows):
+    """Keys and values of a chunk land in their places, and nothing else changes."""
+    rng, (batch, places, page, kv_heads, dims) = np.random.default_rng(0), (3, 4, attention_shapes.PAGE, 3, (128, 256))
+    pools = [jnp.full((batch * places, page, kv_heads, dim), jnp.nan, jnp.bfloat16) for dim in dims]
+    table = jnp.asarray(rng.permutation(batch * places).reshape(batch, places), jnp.int32)
+    pages = qkv.Pages(*pools, table, jnp.array([62, 0, 1000], jnp.int32), jnp.array([rows, 0, rows - 2], jnp.int32))
+    new = [normal(rng, batch, rows, kv_heads, dim, dtype="bfloat16") for dim in dims]
+    kernel = functools.partial(qkv.write, **KERNEL)
+    (found,) = results((kernel, (pages, *new)))
+    wanted = jit(functools.partial(qkv.write, implementation="xla"))(pages, *new)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 @pytest.mark.parametrize("pages", [20_000, 28_160], ids=["2.4 GiB", "3.4 GiB"])
 def test_a_pool_of_more_than_2_31_elements(pages):
     """Values of float8, of which offsets have 64 bits: what its last pages hold and give is what a small pool's do."""
