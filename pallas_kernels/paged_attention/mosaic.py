@@ -52,7 +52,8 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     batch, queries, heads, group, dim = q.shape
 
     def cut(splits: int) -> mosaic_parts.Plan:
-        return mosaic_parts.Plan(q.shape, splits, causal, window, scale * triton.LOG2_E)
+        plan = mosaic_parts.Plan(q.shape, splits, causal, window, scale * triton.LOG2_E)
+        return plan if key_weight is not None else mosaic_whole.arranged(plan)
 
     if splits is None:
         visible = table.shape[1] * cached[0].shape[1]
@@ -74,7 +75,7 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     acc, *numbers = out
     acc = acc.reshape(batch, heads, splits, queries * group, dim)
     numbers = (x.reshape(batch, heads, splits, x.shape[1]) for x in numbers)
-    return triton.merged((acc, *numbers), q, splits, interpret=False, rows=plan.rows)
+    return triton.merged((acc, *numbers), q, splits, interpret=False, strides=(1, plan.rows) if plan.by_head else (plan.rows, 1))
 
 
 def splits_for(programs: int, blocks: int) -> int:
