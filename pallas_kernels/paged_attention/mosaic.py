@@ -39,12 +39,9 @@ def is_faster(q, key_weight, window) -> bool:
     if key_weight is not None:
         # By a tenth or more if `triton` needs several tiles of 16 query rows, since each tile reads the keys again.
         return q.shape[1] * q.shape[3] > 16
-    plan = mosaic_parts.Plan(q.shape, 1, True, window, 1.0)
-    rounds = pl.cdiv(plan.items, dialect.MULTIPROCESSORS)
-    # Measured with windows and few rows. `triton` keeps several programs on a multiprocessor, so it is faster where a second round has few
-    # items or where there are more rounds, and for fewer than sixteen items, where what counts is how soon the first key comes.
-    full = rounds == 1 or (rounds == 2 and plan.items >= 1.8 * dialect.MULTIPROCESSORS)
-    return window is not None and plan.tiles == 1 and plan.items >= 16 and full
+    plan = mosaic_whole.arranged(mosaic_parts.Plan(q.shape, 1, True, window, 1.0))
+    # Measured with windows and few rows. With fewer than sixteen items what counts is how soon the first key comes.
+    return window is not None and plan.tiles == 1 and plan.items >= 16
 
 
 def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None):
