@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
@@ -55,7 +56,7 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     if splits is None:
         visible = table.shape[1] * cached[0].shape[1]
         visible = visible if window is None else min(visible, window + queries)
-        splits = splits_for(cut(1).items, visible // KEYS)
+        splits = splits_for(cut(1).items, visible // KEYS, MOST_SPLITS if key_weight is not None else mosaic_whole.MOST_SPLITS)
     plan = cut(splits)
     inputs = {"lengths": lengths, "positions": positions, "q": q, "table": table, "k": cached[0], "v": cached[1]}
     if key_weight is not None:
@@ -65,20 +66,21 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
         missing = -fresh[0].shape[1] % 8 if fresh[0].shape[1] > 8 else 0
         fresh = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in fresh) if missing else fresh
         inputs |= {"count": fresh_count, "fresh_k": fresh[0], "fresh_v": fresh[1]}
-    kernel = mosaic_whole if key_weight is None else mosaic_rotary
-    out = kernel.attend(plan, inputs, plan.results(q.dtype))
+    if key_weight is None:
+        return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)})[0]
+    out = mosaic_rotary.attend(plan, inputs, plan.results(q.dtype))
     if splits == 1:
         return out[0]
     acc, *numbers = out
     acc = acc.reshape(batch, heads, splits, queries * group, dim)
     numbers = (x.reshape(batch, heads, splits, x.shape[1]) for x in numbers)
-    return triton.merged((acc, *numbers), q, splits, interpret=False, strides=(1, plan.rows) if plan.by_head else (plan.rows, 1))
+    return triton.merged((acc, *numbers), q, splits, interpret=False, rows=plan.rows)
 
 
-def splits_for(programs: int, blocks: int) -> int:
+def splits_for(programs: int, blocks: int, most: int = MOST_SPLITS) -> int:
     """The best number of parts for `blocks` blocks of keys. Each part takes `programs` programs; a multiprocessor runs one at a time."""
 
     def time(splits: int) -> float:  # in units of the time for a block of keys, if every sequence is as long as its table
         return pl.cdiv(programs * splits, dialect.MULTIPROCESSORS) * (blocks / splits + START)
 
-    return min(range(1, min(blocks, MOST_SPLITS) + 1), key=time)
+    return min(range(1, min(blocks, most) + 1), key=time)

@@ -12,6 +12,7 @@ A and B.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,11 @@ from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention import mosaic_parts as parts
 from pallas_kernels.paged_attention.mosaic_parts import KEYS
 from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.registers import BLOCK, cluster, exchange, store
 
 DIM = 256
 MOST_ROWS = 40  # of an item: with more, registers would be spilled
+MOST_SPLITS = 8  # programs of a cluster
 PIECE = 16  # keys that are copied at once: of a block of which a part is seen, pieces that are not seen stay away
 SHARED_MEMORY = 224_000  # of a program, without its barriers and what reductions need
 
@@ -39,11 +42,11 @@ def arranged(plan: parts.Plan) -> parts.Plan:
 def attend(plan: parts.Plan, inputs, outputs):
     """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name."""
     mosaic, height = dialect.mosaic(), plan.height
-    programs = min(plan.items, dialect.MULTIPROCESSORS)
+    programs = min(plan.items, dialect.MULTIPROCESSORS) if plan.splits == 1 else plan.items // plan.splits
     scratch = {"queries": parts.tiled(height, DIM), "weights": parts.tiled(height, KEYS)}
     taken = height * (DIM + KEYS) * 2
-    if plan.splits > 1:  # final results take the place of the queries
-        scratch |= {"results": parts.tiled(height, DIM, dtype=jnp.float32), "numbers": mosaic.SMEM((2, height), jnp.float32)}
+    if plan.splits > 1:
+        scratch |= {"sums": mosaic.SMEM((height, DIM), jnp.float32), "numbers": mosaic.SMEM((2, height), jnp.float32)}
         taken += height * (DIM + 2) * 4
     slots = (SHARED_MEMORY - taken) // (KEYS * DIM * 2)  # blocks of keys or of values in shared memory
     scratch |= {
@@ -60,7 +63,7 @@ def attend(plan: parts.Plan, inputs, outputs):
 
         def serve(role):
             def step(n, before):
-                item = plan.item(refs, program + n * programs)
+                item = plan.item(refs, number(n))
 
                 def place(block, kind):
                     """Counts the blocks of keys and of values before a block's; and its slot. kind: 0 for keys, 1 for values."""
@@ -70,11 +73,21 @@ def attend(plan: parts.Plan, inputs, outputs):
                 role(plan, refs, item, place, slots)
                 return before + item.stop - item.start
 
-            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
+            if plan.splits > 1:
+                step(0, jnp.int32(0))
+            else:
+                jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
+
+        def number(n):
+            if plan.splits == 1:
+                return program + n * programs
+            pair, tile = jax.lax.div(program, plan.tiles), jax.lax.rem(program, plan.tiles)
+            return (pair * plan.splits + jax.lax.axis_index("part")) * plan.tiles + tile
 
         pl.when(warpgroup == 0)(lambda: serve(_compute))
         pl.when(warpgroup == 1)(lambda: serve(_copy))
 
+    together = {"cluster": (plan.splits,), "cluster_names": ("part",)} if plan.splits > 1 else {}
     return mosaic.kernel(
         body,
         out_type=list(outputs.values()),
@@ -85,6 +98,7 @@ def attend(plan: parts.Plan, inputs, outputs):
         thread_name="warpgroup",
         kernel_name="paged_attention",
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
+        **together,
     )(*inputs.values())
 
 
@@ -108,6 +122,10 @@ def _copy(plan, refs, item, place, slots):
                 pl.when(jnp.logical_not(seen))(lambda slot=slot: mosaic.barrier_arrive(refs["full"].at[slot]))
 
     parts.each_block(refs, item, copy)
+    if plan.splits > 1:
+        meet, _, _ = cluster(mosaic)
+        meet()
+        meet()
 
 
 def _compute(plan, refs, item, place, slots):
@@ -139,16 +157,49 @@ def _compute(plan, refs, item, place, slots):
 
     acc, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start())
     total = jnp.sum(total, axis=0)
-    if plan.splits == 1:
-        _store(queries, (acc * softmax.along(1.0 / jnp.maximum(total, 1e-30), DIM)).astype(queries.dtype))
-        mosaic.commit_smem()
-        parts.store_results(plan, refs, item, queries, columns)
-    else:
-        _store(refs["results"], acc)
-        mosaic.commit_smem()
-        parts.store_results(plan, refs, item, refs["results"], columns)
-        parts.store_numbers(plan, refs, item, refs["numbers"], top, total)
+    if plan.splits > 1:
+        _merge(plan, refs, item, acc, top, total)
+        return
+    _store(queries, (acc * softmax.along(1.0 / jnp.maximum(total, 1e-30), DIM)).astype(queries.dtype))
+    mosaic.commit_smem()
+    parts.store_results(plan, refs, item, queries, columns)
     mosaic.wait_smem_to_gmem(0)
+
+
+def _merge(plan, refs, item, acc, top, total):
+    """Adds up the sums of all parts of the keys, which are those of a cluster's programs. Each program does it for some blocks of [64, 8],
+    and stores them."""
+    mosaic, (sums, numbers) = dialect.mosaic(), (refs["sums"], refs["numbers"])
+    put, _ = exchange(mosaic, plan.height, jnp.float32, rows=DIM)
+    meet, take, take_numbers = cluster(mosaic)
+    put(acc, sums)
+    for n, value in enumerate((top, total)):
+        numbers.at[n][...] = value
+    meet()
+    across = plan.height // 8  # blocks side by side, of 8 queries or heads each
+    blocks = DIM // BLOCK * across
+    own = jax.lax.axis_index("part")
+
+    def merge(n, _):
+        block = own + n * plan.splits
+        down, side = jax.lax.div(block, across), jax.lax.rem(block, across)
+        found, tops, totals = [], [], []
+        for other in range(plan.splits):
+            found.append(take(sums.at[pl.ds(2 * block, 2)], other))
+            tops.append(take_numbers(numbers.at[0, pl.ds(8 * side, 8)], other))
+            totals.append(take_numbers(numbers.at[1, pl.ds(8 * side, 8)], other))
+        most = functools.reduce(jnp.maximum, tops)
+        shares = [jnp.exp2(t - most) for t in tops]
+        whole = functools.reduce(jnp.add, [share * t for share, t in zip(shares, totals, strict=True)])
+        value = functools.reduce(jnp.add, [share * f for share, f in zip(shares, found, strict=True)]) * (1.0 / jnp.maximum(whole, 1e-30))
+        copy, first = jax.lax.div(8 * side, plan.rows), jax.lax.rem(8 * side, plan.rows)  # which of an item's copies, and its first row
+        rows = pl.ds(first, min(8, plan.shape[1 if plan.by_head else 3]))
+        query = rows if plan.by_head else item.first + copy
+        out = refs["out"].at[item.b, query, item.head, copy if plan.by_head else rows]
+        pl.when(True if plan.by_head else query < plan.shape[1])(lambda: store(mosaic, value.astype(refs["out"].dtype), out, down * BLOCK))
+
+    jax.lax.fori_loop(0, jax.lax.div(blocks - 1 - own, plan.splits) + 1, merge, None)
+    meet()
 
 
 def _store(ref, value):

@@ -254,15 +254,15 @@ def _attend(*refs, names, tiles, causal, window, scale):
         plgpu.store(refs["total"].at[b, head, split, row], total, mask=real)
 
 
-def merged(parts, q, splits, interpret, strides=None):
+def merged(parts, q, splits, interpret, rows=None):
     """Merges the partial results of all splits: [B, T, KV, G, D] in q's dtype. A program merges some columns of one query row.
 
     parts: for each split, the weighted sums of V [B, KV, splits, rows, D] float32, the largest score of each row and the sum of its
-    weights, [B, KV, splits, rows] float32 each. There are T * G rows, or more. strides: rows from one query to the next and from one of its
-    heads to the next in the last two; G and 1 by default.
+    weights, [B, KV, splits, rows] float32 each. There are T * G rows, or more. rows: from one query to the next in the last two, G by
+    default.
     """
     batch, queries, heads, group, dim = q.shape
-    of_query, of_head = strides or (group, 1)
+    rows = group if rows is None else rows
     width = min(MERGE_COLUMNS, MERGE_NUMBERS // pl.next_power_of_2(splits), _padded(dim))
 
     def merge(acc_ref, top_ref, total_ref, out_ref):
@@ -272,7 +272,7 @@ def merged(parts, q, splits, interpret, strides=None):
         real, inside = part < splits, column < dim
         mask = real[:, None] & inside[None, :]
         acc = plgpu.load(acc_ref.at[b, head, part[:, None], row, column[None, :]], mask=mask, other=jnp.float32(0.0))
-        number = row // group * of_query + row % group * of_head
+        number = row // group * rows + row % group
         top = plgpu.load(top_ref.at[b, head, part, number], mask=real, other=jnp.float32(MASKED))
         total = plgpu.load(total_ref.at[b, head, part, number], mask=real, other=jnp.float32(0.0))
         share = jnp.exp2(top - jnp.max(top))

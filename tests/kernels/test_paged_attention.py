@@ -358,7 +358,7 @@ def test_the_merge_is_the_sum_over_all_splits(splits, dim, pitch):
     apart = np.full((2, 2, 3, splits, 5, pitch), 7, np.float32)
     apart[..., :3] = np.stack([top, total])[..., :15].reshape(2, 2, 3, splits, 5, 3)
     top, total = apart.reshape(2, 2, 3, splits, 5 * pitch)
-    found = np.asarray(jax.jit(lambda *parts: triton.merged(parts, q, splits, True, (pitch, 1)))(acc, top, total))
+    found = np.asarray(jax.jit(lambda *parts: triton.merged(parts, q, splits, True, pitch))(acc, top, total))
     np.testing.assert_allclose(found, np.moveaxis(expected[:, :, :15].reshape(2, 3, 5, 3, dim), 1, 2), rtol=2e-5, atol=2e-6)
     assert not found[1, 0, 2, 1].any() and found[1, 0, 2, 0].any()
 
