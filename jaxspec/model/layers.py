@@ -18,7 +18,7 @@ from flax import struct
 from jaxspec.collectives import Shard, gathered, local_ids, summed
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.all_reduce import Unsummed, serves
-from pallas_kernels.linear import gated, linear, most_rows, partials, product
+from pallas_kernels.linear import gated, library_splits, linear, most_rows, partials, product
 from pallas_kernels.packed import Packed, unpack_rows
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
@@ -46,17 +46,18 @@ class Linear:
         return summed(product(heads, self.weight, over=3), self.sum_over)
 
     def parts(self, x: jax.Array, implementation: str, over: int = 1) -> jax.Array | Unsummed:
-        """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
-        [S, ..., *out] whose sum it is, or whose sum over devices; else the product. x: [..., *in]; over: how many axes `in` are, 3 for
-        heads."""
+        """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, or XLA should cut the
+        sums, float32 parts [S, ..., *out] whose sum it is, or whose sum over devices; else the product. x: [..., *in]; over: how many axes
+        `in` are, 3 for heads."""
         leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
         rows = x.reshape(math.prod(leading), -1)
         chosen = for_rows(implementation, rows, self.weight)
         spread = self.sum_over is not None
         in_kernel = spread and implementation != "xla" and serves(len(rows), math.prod(out), x.dtype, self.mail)
-        if self.gather_over is not None or (chosen == "xla" and not in_kernel):
-            return self(x) if over == 1 else self.of_heads(x)
         weight = self.weight.flat() if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
+        in_parts = not spread and implementation != "xla" and library_splits(len(rows), weight) > 1
+        if self.gather_over is not None or (chosen == "xla" and not in_kernel and not in_parts):
+            return self(x) if over == 1 else self.of_heads(x)
         if spread and not in_kernel:
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
         parts = partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU, Activation
+from pallas_kernels.dialect import pl
 from pallas_kernels.linear import mosaic, packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
@@ -24,6 +25,10 @@ from pallas_kernels.packed import Packed
 # How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
 # reads them again, which takes as long as two or three passes.
 MOST_PASSES = 3
+# Rows and outputs of a tile that the matrix library takes for 160 rows on an H200, and where parts of its sums were worth it: with so many
+# inputs for each of so many parts, for so many rows and weights.
+LIBRARY_TILE, LEAST_SHARE, MOST_LIBRARY_SPLITS = (80, 192), 2048, 3
+MOST_LIBRARY_ROWS, LEAST_LIBRARY_WEIGHTS = 160, 15 << 20
 
 
 def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: bool = False) -> int:
@@ -33,6 +38,17 @@ def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: boo
     if implementation == "mosaic":
         return mosaic.MOST_ROWS
     return max(MOST_ROWS, mosaic.most_rows(w, 2 if gated else 1)) if implementation == "auto" else MOST_ROWS
+
+
+def library_splits(rows: int, w: jax.Array | Packed) -> int:
+    """Into how many parts XLA should cut the sums of x w^T: as many as let the matrix library's tiles fill a Hopper GPU once. XLA cuts them
+    itself where it has to return their sum, for which it takes a kernel of its own."""
+    measured = not isinstance(w, Packed) and w.dtype == jnp.bfloat16 and w.size >= LEAST_LIBRARY_WEIGHTS and rows <= MOST_LIBRARY_ROWS
+    if not measured or dialect.mosaic_obstacle():
+        return 1
+    most = dialect.MULTIPROCESSORS // (pl.cdiv(rows, LIBRARY_TILE[0]) * pl.cdiv(w.shape[0], LIBRARY_TILE[1]))
+    fit = [n for n in range(1, MOST_LIBRARY_SPLITS + 1) if n <= most and w.shape[1] % (64 * n) == 0 and w.shape[1] >= LEAST_SHARE * n]
+    return max(fit, default=1)
 
 
 def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, implementation: str = "auto") -> jax.Array:
@@ -53,11 +69,11 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
 def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, implementation: str = "auto") -> jax.Array:
     """Parts of x w^T, to be summed over the first axis. x: [N, H], w: [O, H] -> [S, N, O] float32.
 
-    splits: the most that S may be; None for as many as fill the GPU. XLA's S is 1. implementation and errors: as for `linear`.
+    splits: the most that S may be; None for as many as fill the GPU. implementation and errors: as for `linear`.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
-        return reference.partials(x, w)
+        return reference.partials(x, w, min(splits or MOST_LIBRARY_SPLITS, library_splits(x.shape[0], w)))
     return _by_rows(_kernel("partials", chosen, w), 1, w, splits)(x)
 
 
@@ -130,4 +146,4 @@ def _by_rows(kernel: Callable[..., jax.Array], axis: int, w: jax.Array | Packed,
     return run
 
 
-__all__ = ["MOST_ROWS", "gated", "gated_by", "linear", "most_rows", "partials", "product"]
+__all__ = ["MOST_ROWS", "gated", "gated_by", "library_splits", "linear", "most_rows", "partials", "product"]

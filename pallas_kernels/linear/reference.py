@@ -47,9 +47,13 @@ def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = 
     return jnp.moveaxis(parts, 0, 1).reshape(len(rows), -1)[:, : math.prod(out)].reshape(*leading, *out)
 
 
-def partials(x: jax.Array, w: jax.Array | Packed) -> jax.Array:
-    """See `pallas_kernels.linear.partials`."""
-    return linear(x, w, jnp.float32)[None]
+def partials(x: jax.Array, w: jax.Array | Packed, splits: int = 1) -> jax.Array:
+    """See `pallas_kernels.linear.partials`. splits: how many parts there are; a divisor of the inputs."""
+    if splits == 1:
+        return linear(x, w, jnp.float32)[None]
+    assert not isinstance(w, Packed)
+    x, w = (a.reshape(len(a), splits, -1) for a in (x, w))
+    return jax.lax.dot_general(x, w, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
 
 
 def gated(x: jax.Array, gate_up: jax.Array | Packed, activation: Activation) -> jax.Array:

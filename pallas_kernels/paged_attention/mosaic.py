@@ -56,7 +56,7 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     if splits is None:
         visible = table.shape[1] * cached[0].shape[1]
         visible = visible if window is None else min(visible, window + queries)
-        splits = splits_for(cut(1).items, visible // KEYS, MOST_SPLITS if key_weight is not None else mosaic_whole.MOST_SPLITS)
+        splits = mosaic_whole.splits_for(cut(1), visible // KEYS) if key_weight is None else splits_for(cut(1).items, visible // KEYS)
     plan = cut(splits)
     inputs = {"lengths": lengths, "positions": positions, "q": q, "table": table, "k": cached[0], "v": cached[1]}
     if key_weight is not None:
@@ -77,10 +77,10 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     return triton.merged((acc, *numbers), q, splits, interpret=False, rows=plan.rows)
 
 
-def splits_for(programs: int, blocks: int, most: int = MOST_SPLITS) -> int:
+def splits_for(programs: int, blocks: int) -> int:
     """The best number of parts for `blocks` blocks of keys. Each part takes `programs` programs; a multiprocessor runs one at a time."""
 
     def time(splits: int) -> float:  # in units of the time for a block of keys, if every sequence is as long as its table
         return pl.cdiv(programs * splits, dialect.MULTIPROCESSORS) * (blocks / splits + START)
 
-    return min(range(1, min(blocks, most) + 1), key=time)
+    return min(range(1, min(blocks, MOST_SPLITS) + 1), key=time)

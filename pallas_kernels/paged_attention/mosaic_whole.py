@@ -26,9 +26,30 @@ from pallas_kernels.registers import BLOCK, cluster, exchange, store
 
 DIM = 256
 MOST_ROWS = 40  # of an item: with more, registers would be spilled
-MOST_SPLITS = 8  # programs of a cluster
+MOST_SPLITS, GROUPS = 8, 8  # programs of a cluster; groups of multiprocessors
+# Microseconds for a block of keys and for each of an item's rows in it, for a program's start and end and for a merge; and blocks that all
+# multiprocessors together copy in a microsecond.
+BLOCK_US, ROW_US, START_US, MERGE_US, BLOCKS_A_US = 0.4, 0.04, 4, 2, 62
 PIECE = 16  # keys that are copied at once: of a block of which a part is seen, pieces that are not seen stay away
+REDUCTION_BYTES = 128  # for each row: so that the largest scores of all rows are found at once
 SHARED_MEMORY = 224_000  # of a program, without its barriers and what reductions need
+
+
+def clusters(size: int) -> int:
+    """How many clusters of programs run at once, at least: a cluster lies within one of eight groups of multiprocessors, each of which has
+    an even number of them."""
+    return (dialect.MULTIPROCESSORS - GROUPS * (size - 2 + size % 2 if size > 1 else 0)) // size
+
+
+def splits_for(plan: parts.Plan, blocks: int) -> int:
+    """The best number of parts for `blocks` blocks of keys, the larger one of two. plan: without parts."""
+    compute = BLOCK_US + plan.height * ROW_US
+
+    def us(splits: int) -> float:  # fitted to measured times, for sequences that are as long as their tables
+        each = max(pl.cdiv(blocks, splits) * compute, plan.items * blocks / BLOCKS_A_US)
+        return pl.cdiv(plan.items, clusters(splits)) * (each + START_US) + (MERGE_US if splits > 1 else 0)
+
+    return min(range(1, min(blocks, MOST_SPLITS) + 1), key=lambda splits: (us(splits), -splits))
 
 
 def arranged(plan: parts.Plan) -> parts.Plan:
@@ -97,7 +118,9 @@ def attend(plan: parts.Plan, inputs, outputs):
         num_threads=2,
         thread_name="warpgroup",
         kernel_name="paged_attention",
-        compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
+        compiler_params=mosaic.CompilerParams(
+            approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane, reduction_scratch_bytes=height * REDUCTION_BYTES
+        ),
         **together,
     )(*inputs.values())
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from lowering import for_cuda
 
-from pallas_kernels import linear
+from jaxspec.model.layers import Linear
+from pallas_kernels import device, linear
 from pallas_kernels.activation import Activation
-from pallas_kernels.linear import bench, triton
+from pallas_kernels.linear import bench, reference, triton
 from pallas_kernels.linear.shapes import SHAPES, Shape
 from pallas_kernels.linear.triton import Tiles, choose_tiles
 
@@ -200,6 +201,37 @@ def test_auto_leaves_narrow_products_of_many_rows_to_xla(monkeypatch):
     assert [chosen("linear", rows, 1024, 10752) for rows in (8, 40)] == ["triton", "xla"]
     assert [chosen("partials", 40, 1536, width) for width in (2048, 256)] == ["triton", "xla"]
     assert chosen("gated", 40, 21504, 5376) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "parts"),
+    [
+        (160, (5376, 21504), 2),
+        (160, (5376, 8192), 2),
+        (160, (3840, 15360), 3),
+        (160, (3840, 4096), 2),  # in three parts each would be short
+        (160, (16384, 5376), 1),  # its tiles fill the GPU
+        (160, (2560, 2048), 1),  # small
+        (512, (5376, 21504), 1),
+    ],
+)
+def test_xla_cuts_the_sums_of_few_outputs_on_hopper(rows, shape, parts):
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, shape[1]), shape))
+
+    def found():
+        return jax.eval_shape(lambda w, x: Linear(w).parts(x, "auto"), w, x).shape
+
+    assert found() == (rows, shape[0])  # not on a CPU
+    with device.described_as(device.Described("NVIDIA H200", "9.0")):
+        assert found() == ((rows, shape[0]) if parts == 1 else (parts, rows, shape[0]))
+
+
+def test_xlas_parts_add_up():
+    x, w = (jax.random.normal(jax.random.key(n), s) for n, s in enumerate(((5, 192), (24, 192))))
+    parts = reference.partials(x, w, 3)
+    assert parts.shape == (3, 5, 24)
+    np.testing.assert_allclose(parts[1], x[:, 64:128] @ w[:, 64:128].T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(parts.sum(0), x @ w.T, rtol=1e-5, atol=1e-5)
 
 
 def test_refusals():

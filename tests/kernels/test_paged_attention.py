@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lowering import for_cuda
 
 from pallas_kernels import device
-from pallas_kernels.paged_attention import bench, mosaic, mosaic_parts, paged_attention, triton
+from pallas_kernels.paged_attention import bench, mosaic, mosaic_parts, mosaic_whole, paged_attention, triton
 from pallas_kernels.paged_attention.reference import ring_positions
 from pallas_kernels.paged_attention.shapes import SHAPES
 
@@ -524,7 +524,18 @@ def test_the_hopper_kernels_divide_the_keys_where_that_keeps_more_multiprocessor
     found = {items: mosaic.splits_for(items, 256) for items in (1, 4, 32, 66, 80, 128, 132, 1024)}
     assert found == {1: 64, 4: 33, 32: 4, 66: 2, 80: 3, 128: 1, 132: 1, 1024: 1}
     assert mosaic.splits_for(1, 3) == 3  # no more parts than there are blocks
-    assert mosaic.splits_for(1, 256, most=8) == 8
+
+
+def test_programs_that_share_whole_keys_run_all_at_once():
+    """As clusters, of which fewer fit than there are multiprocessors for. With more items nothing is gained, unless they are slow."""
+
+    def splits(batch, queries=5, heads=16, blocks=16):
+        plan = mosaic_parts.Plan((batch, queries, heads, 2, 256), 1, True, 1024, 1.0)
+        return mosaic_whole.splits_for(mosaic_whole.arranged(plan), blocks)
+
+    assert [mosaic_whole.clusters(n) for n in (1, 2, 3, 4, 6, 8)] == [132, 66, 38, 29, 16, 10]
+    assert [splits(batch) for batch in (1, 2, 4, 8, 32)] == [6, 3, 1, 1, 1]
+    assert splits(4, queries=16) == 2
 
 
 @pytest.mark.parametrize(
