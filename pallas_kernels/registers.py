@@ -124,12 +124,12 @@ def cluster(mosaic: Any) -> tuple[Any, Any, Any]:
         pointer = mgpu.utils.memref_ptr(held)
         own = arith.addi(llvm.ptrtoint(i32, pointer), offset)
         code = "mapa.shared::cluster.u32 $0, $1, $2;"
-        there = llvm.inline_asm(i32, [own, program], code, "=r,r,r", asm_dialect=0)
+        there: Any = llvm.inline_asm(i32, [own, program], code, "=r,r,r", asm_dialect=0)
         pair = llvm.StructType.get_literal([f32, f32])
         found = []
         for n in range(count):
             code = f"ld.shared::cluster.v2.f32 {{$0, $1}}, [$2 + {1024 * n}];"
-            both = llvm.inline_asm(pair, [there], code, "=f,=f,r", has_side_effects=True, asm_dialect=0)
+            both: Any = llvm.inline_asm(pair, [there], code, "=f,=f,r", has_side_effects=True, asm_dialect=0)
             found.append(vector.from_elements(ir.VectorType.get((2,), f32), [llvm.extractvalue(f32, both, [k]) for k in range(2)]))
         return found
 

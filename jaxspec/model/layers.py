@@ -54,10 +54,10 @@ class Linear:
         chosen = for_rows(implementation, rows, self.weight)
         spread = self.sum_over is not None
         in_kernel = spread and implementation != "xla" and serves(len(rows), math.prod(out), x.dtype, self.mail)
-        weight = self.weight.flat() if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
-        in_parts = not spread and implementation != "xla" and library_splits(len(rows), weight) > 1
+        in_parts = not spread and implementation != "xla" and library_splits(len(rows), math.prod(out), self.weight) > 1
         if self.gather_over is not None or (chosen == "xla" and not in_kernel and not in_parts):
             return self(x) if over == 1 else self.of_heads(x)
+        weight = self.weight.flat() if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
         if spread and not in_kernel:
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
         parts = partials(rows, weight, implementation=chosen).reshape(-1, *leading, *out)

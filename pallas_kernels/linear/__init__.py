@@ -40,14 +40,15 @@ def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: boo
     return max(MOST_ROWS, mosaic.most_rows(w, 2 if gated else 1)) if implementation == "auto" else MOST_ROWS
 
 
-def library_splits(rows: int, w: jax.Array | Packed) -> int:
+def library_splits(rows: int, outputs: int, w: jax.Array | Packed) -> int:
     """Into how many parts XLA should cut the sums of x w^T: as many as let the matrix library's tiles fill a Hopper GPU once. XLA cuts them
-    itself where it has to return their sum, for which it takes a kernel of its own."""
+    itself where it has to return their sum, for which it takes a kernel of its own. w: [*out, *in], of as many outputs."""
     measured = not isinstance(w, Packed) and w.dtype == jnp.bfloat16 and w.size >= LEAST_LIBRARY_WEIGHTS and rows <= MOST_LIBRARY_ROWS
     if not measured or dialect.mosaic_obstacle():
         return 1
-    most = dialect.MULTIPROCESSORS // (pl.cdiv(rows, LIBRARY_TILE[0]) * pl.cdiv(w.shape[0], LIBRARY_TILE[1]))
-    fit = [n for n in range(1, MOST_LIBRARY_SPLITS + 1) if n <= most and w.shape[1] % (64 * n) == 0 and w.shape[1] >= LEAST_SHARE * n]
+    most = dialect.MULTIPROCESSORS // (pl.cdiv(rows, LIBRARY_TILE[0]) * pl.cdiv(outputs, LIBRARY_TILE[1]))
+    width = w.size // outputs
+    fit = [n for n in range(1, MOST_LIBRARY_SPLITS + 1) if n <= most and width % (64 * n) == 0 and width >= LEAST_SHARE * n]
     return max(fit, default=1)
 
 
@@ -73,7 +74,7 @@ def partials(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, 
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
-        return reference.partials(x, w, min(splits or MOST_LIBRARY_SPLITS, library_splits(x.shape[0], w)))
+        return reference.partials(x, w, min(splits or MOST_LIBRARY_SPLITS, library_splits(x.shape[0], w.shape[0], w)))
     return _by_rows(_kernel("partials", chosen, w), 1, w, splits)(x)
 
 

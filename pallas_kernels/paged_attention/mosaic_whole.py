@@ -5,8 +5,10 @@ one item after the other, and the next item's keys arrive while it still compute
 
 Keys are the tensor core's left operand, which has 64 rows, and so are the columns of V. Queries are the right one, which may have as few
 as eight columns. So a verify block's few queries cost what they need: scores, weights and sums lie in few registers, and a block of keys
-is computed in a fraction of the time in which it arrives. FlashMLA (https://github.com/deepseek-ai/FlashMLA) and others call this swapping
-A and B.
+is computed in about half the time in which it arrives. FlashMLA (https://github.com/deepseek-ai/FlashMLA) and others call this swapping A
+and B.
+
+With few items, several programs share an item's keys. They are a cluster: they read each other's sums in shared memory and add them up.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MOST_SPLITS, GROUPS = 8, 8  # programs of a cluster; groups of multiprocessors
 # Microseconds for a block of keys and for each of an item's rows in it, for a program's start and end and for a merge; and blocks that all
 # multiprocessors together copy in a microsecond.
 BLOCK_US, ROW_US, START_US, MERGE_US, BLOCKS_A_US = 0.4, 0.04, 4, 2, 62
-PIECE = 16  # keys that are copied at once: of a block of which a part is seen, pieces that are not seen stay away
+PIECE = 32  # keys that are copied at once; of a block of which a part is seen, pieces that are not seen are not copied
 REDUCTION_BYTES = 128  # for each row: so that the largest scores of all rows are found at once
 SHARED_MEMORY = 224_000  # of a program, without its barriers and what reductions need
 
@@ -173,8 +175,8 @@ def _compute(plan, refs, item, place, slots):
         mosaic.barrier_wait(refs["full"].at[v])
         parts.clear(pages.at[v], parts.inside(item.span, block))
         mosaic.commit_smem()
-        product = lambda acc: mosaic.wgmma(acc, dialect.mosaic_transposed(pages.at[v]), dialect.mosaic_transposed(held))  # noqa: E731
-        acc = pl.run_state(product)(mosaic.ACC.init(acc))
+        values, right = dialect.mosaic_transposed(pages.at[v]), dialect.mosaic_transposed(held)
+        acc = pl.run_state(lambda acc: mosaic.wgmma(acc, values, right))(mosaic.ACC.init(acc))
         mosaic.barrier_arrive(refs["empty"].at[v])
         return acc, *state
 
