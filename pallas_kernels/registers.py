@@ -67,14 +67,15 @@ def store(mosaic: Any, value: jax.Array, ref: Any, first: Any, end: Any = None, 
     mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType(), *[splat] * len(numbers)))(write)(value, ref, *numbers)
 
 
-def exchange(mosaic: Any, columns: int, dtype: Any, *, interpret: bool = False) -> tuple[Any, Any]:
-    """Functions that store a product [64, columns] in shared memory [columns / 4, 256] as it lies in registers, and load it again."""
+def exchange(mosaic: Any, columns: int, dtype: Any, *, rows: int = BLOCK, interpret: bool = False) -> tuple[Any, Any]:
+    """Functions that store a product [rows, columns] in shared memory [rows * columns / 256, 256] as it lies in registers, blocks of
+    [64, 8] one after the other, and load it again."""
     if interpret:
 
         def put(value, held):
             _set(held, value.reshape(held.shape))
 
-        return put, lambda held: held[...].reshape(BLOCK, columns)
+        return put, lambda held: held[...].reshape(rows, columns)
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector
@@ -86,21 +87,72 @@ def exchange(mosaic: Any, columns: int, dtype: Any, *, interpret: bool = False) 
         return [[arith.constant(index, i), pair] for i in range(count)]
 
     def give(_, value, held):
-        for register, place in zip(value.registers.flat, places(columns // 4), strict=True):
+        for register, place in zip(value.registers.flat, places(rows * columns // 256), strict=True):
             vector.store(register, held, place)
 
     def take(_, held):
         numbers = ir.VectorType.get((2,), held.type.element_type)
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, columns)), dtype=object)
-        for n, place in enumerate(places(columns // 4)):
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((rows, columns)), dtype=object)
+        for n, place in enumerate(places(rows * columns // 256)):
             registers.flat[n] = vector.load(numbers, held, place)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    result = mosaic.ShapeDtypeStruct((BLOCK, columns), dtype, layout=mosaic.Layout.WGMMA)
+    result = mosaic.ShapeDtypeStruct((rows, columns), dtype, layout=mosaic.Layout.WGMMA)
     return (
         mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType()))(give),
         mosaic.inline_mgpu(arg_types=(mosaic.RefType(),), return_type=result)(take),
     )
+
+
+def cluster(mosaic: Any) -> tuple[Any, Any, Any]:
+    """Functions for programs of a cluster that read each other's shared memory, in float32: one waits until all warpgroups of all of them
+    are there, and what they stored before can be read; one loads a block [64, 8] that another program `exchange`d, [2, 256]; one loads
+    eight numbers of another program, the same for each of 64 rows."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, vector
+
+    splat, block = mosaic.Layout.WG_SPLAT((1,)), mosaic.ShapeDtypeStruct((BLOCK, 8), jnp.float32, layout=mosaic.Layout.WGMMA)
+
+    def wait(_):
+        code = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+        llvm.inline_asm(None, [], code, "", has_side_effects=True, asm_dialect=0)
+
+    def load(held, program, offset, count):
+        """Pairs of numbers, 1,024 bytes apart, of the program's `held`, from `offset` bytes on."""
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        pointer = mgpu.utils.memref_ptr(held)
+        own = arith.addi(llvm.ptrtoint(i32, pointer), offset)
+        code = "mapa.shared::cluster.u32 $0, $1, $2;"
+        there: Any = llvm.inline_asm(i32, [own, program], code, "=r,r,r", asm_dialect=0)
+        pair = llvm.StructType.get_literal([f32, f32])
+        found = []
+        for n in range(count):
+            code = f"ld.shared::cluster.v2.f32 {{$0, $1}}, [$2 + {1024 * n}];"
+            both: Any = llvm.inline_asm(pair, [there], code, "=f,=f,r", has_side_effects=True, asm_dialect=0)
+            found.append(vector.from_elements(ir.VectorType.get((2,), f32), [llvm.extractvalue(f32, both, [k]) for k in range(2)]))
+        return found
+
+    def whole(pairs):
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, 8)), dtype=object)
+        registers.flat[:] = pairs
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    def thread(modulus):
+        i32 = ir.IntegerType.get_signless(32)
+        return arith.muli(arith.remui(mgpu.thread_idx(), mgpu.c(modulus, i32)), mgpu.c(8, i32))
+
+    def take(_, held, program):
+        return whole(load(held, program.registers.flat[0], thread(128), 2))
+
+    def numbers(_, held, program):
+        return whole(load(held, program.registers.flat[0], thread(4), 1) * 2)
+
+    def of(function):
+        inline = mosaic.inline_mgpu(arg_types=(mosaic.RefType(), splat), return_type=block)(function)
+        return lambda held, program: inline(held, mosaic.layout_cast(jnp.full((1,), program, jnp.int32), splat))
+
+    return mosaic.inline_mgpu()(wait), of(take), of(numbers)
 
 
 def _set(ref: Any, value: jax.Array) -> None:

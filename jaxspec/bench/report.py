@@ -57,6 +57,7 @@ class DecodeFigures:
     loop: ProgramCost
     peak_bytes: int | None  # most memory in use since the process began; None if the device does not say
     kernels: tuple[KernelTime, ...] = ()  # where a step's time goes, if a profile was asked for
+    traced_context: float | None = None  # mean length of a sequence in that profile, which is made after all else was timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ def report_lines(report: BenchReport) -> Iterator[str]:
         )
     for f in report.decode:
         if f.kernels:
-            yield f"\nbatch {f.batch} at temperature {f.temperature}"
+            yield f"\nbatch {f.batch} at temperature {f.temperature}, traced at a context of {f.traced_context:.0f}"
             yield from kernel_lines(list(f.kernels), f.step_ms.median)
     for p in report.prefill:
         if p.kernels:

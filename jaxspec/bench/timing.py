@@ -182,14 +182,16 @@ def _decode(
         contexts.append(float(np.mean(before + length)) / 2)
     accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
     found: tuple[kernel_times.KernelTime, ...] = ()
+    traced_context = None
     if work.profile is not None:
         if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
             loop, _ = _compiled(function, weights, pool, leaves, columns(0), compiler=cuda_graphs.without)
             call(1)  # loads the kernels
-        folder, (_, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", counts()
+        folder, (longer, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", counts()
         with jax.profiler.trace(str(folder)):
             call(work.steps)
-        traced = int((counts()[1] - before).max())
+        length, rounds = counts()
+        traced, traced_context = int((rounds - before).max()), float(np.mean(longer + length)) / 2
         # A trace holds the kernels of all devices, which do the same. We want one device's.
         found = tuple(kernel_times.read_trace(folder, loop.as_text(), traced * plan.placement.size))
     step, context = Spread.of(times), statistics.mean(contexts)
@@ -217,6 +219,7 @@ def _decode(
         loop=loop_cost,
         peak_bytes=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         kernels=found,
+        traced_context=traced_context,
     )
 
 

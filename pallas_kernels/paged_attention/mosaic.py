@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
@@ -11,7 +12,7 @@ from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 
 START = 4  # the time of a program's start and end, in units of the time for a block of keys
 MOST_SPLITS = 64
-LEAST_ITEMS = 32  # of the kernel for many rows and whole keys, for which it was the fastest
+LEAST_ITEMS = 32  # of the kernels for whole keys, for which they were the fastest: with fewer, what counts is how soon the first key comes
 
 
 def unsupported(q, cached, fresh, key_weight, scales, ancestors=None) -> str | None:
@@ -42,12 +43,8 @@ def is_faster(q, key_weight, window) -> bool:
         return q.shape[1] * q.shape[3] > 16
     if mosaic_whole_prompt.unsupported(q) is None:
         return window is not None and mosaic_whole_prompt.Plan(q.shape, True, window, 1.0).items >= LEAST_ITEMS
-    plan = mosaic_parts.Plan(q.shape, True, window, 1.0)
-    rounds = pl.cdiv(plan.items, dialect.MULTIPROCESSORS)
-    # Measured with windows and few rows. `triton` keeps several programs on a multiprocessor, so it is faster where a second round has few
-    # items or where there are more rounds, and for fewer than sixteen items, where what counts is how soon the first key comes.
-    full = rounds == 1 or (rounds == 2 and plan.items >= 1.8 * dialect.MULTIPROCESSORS)
-    return window is not None and plan.tiles == 1 and plan.items >= 16 and full
+    plan = mosaic_whole.arranged(mosaic_parts.Plan(q.shape, True, window, 1.0))
+    return window is not None and plan.tiles == 1 and plan.items >= LEAST_ITEMS
 
 
 def paged_attention(
@@ -68,17 +65,19 @@ def paged_attention(
     batch, queries, heads, group, dim = q.shape
 
     def cut(splits: int) -> mosaic_parts.Plan:
-        return mosaic_parts.Plan(q.shape, causal, window, scale, splits)
+        plan = mosaic_parts.Plan(q.shape, causal, window, scale, splits)
+        return plan if key_weight is not None else mosaic_whole.arranged(plan)
 
     if splits is None:
         visible = table.shape[1] * cached[0].shape[1]
         visible = visible if window is None else min(visible, window + queries)
-        splits = splits_for(cut(1).items, visible // KEYS)
+        splits = mosaic_whole.splits_for(cut(1), visible // KEYS) if key_weight is None else splits_for(cut(1).items, visible // KEYS)
     plan = cut(splits)
-    if key_weight is not None and splits == 1 and queries >= ROWS:
+    if key_weight is None:
+        return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)})[0]
+    if splits == 1 and queries >= ROWS:
         return mosaic_rotary_prompt.attend(plan, inputs, q)
-    kernel = mosaic_whole if key_weight is None else mosaic_rotary
-    out = kernel.attend(plan, inputs, plan.results(q.dtype))
+    out = mosaic_rotary.attend(plan, inputs, plan.results(q.dtype))
     if splits == 1:
         return out[0]
     acc, *numbers = out

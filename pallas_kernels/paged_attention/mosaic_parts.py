@@ -41,16 +41,29 @@ class Plan(Call):
     """How a call is cut into items."""
 
     splits: int = 1  # parts of the visible keys
+    least: int = ROWS  # rows of an item's tile
+    most: int = ROWS  # but for a query with more heads
+    by_head: bool = False  # whether a copy is of all queries of a head; else it is of all heads of a query
 
     @property
     def rows(self) -> int:
-        """Rows for a query: its heads, and in a tile of eight rows, which is the least that is copied, some that stay unused."""
-        return max(8, pl.next_power_of_2(self.shape[3]))
+        """Rows of a copy: the heads of a query, or the queries of a head. Eight is the least that is copied, so some may stay unused."""
+        return pl.cdiv(self.shape[1], 8) * 8 if self.by_head else max(8, pl.next_power_of_2(self.shape[3]))
 
     @property
     def at_once(self) -> int:
         """Queries of an item."""
-        return min(self.shape[1], ROWS // self.rows)
+        return self.rows if self.by_head else min(self.shape[1], max(1, self.most // self.rows))
+
+    @property
+    def copies(self) -> int:
+        """Of an item's queries, and of its results."""
+        return self.shape[3] if self.by_head else self.at_once
+
+    @property
+    def height(self) -> int:
+        """Rows of an item's tile."""
+        return max(self.least, self.copies * self.rows)
 
     @property
     def tiles(self) -> int:
@@ -66,7 +79,7 @@ class Plan(Call):
         if self.splits == 1:
             return {"out": jax.ShapeDtypeStruct(self.shape, dtype)}
         parts = batch * heads * self.splits
-        numbers = jax.ShapeDtypeStruct((parts, self.tiles * ROWS), jnp.float32)
+        numbers = jax.ShapeDtypeStruct((parts, self.tiles * self.height), jnp.float32)
         return {"acc": jax.ShapeDtypeStruct((parts, queries, group, dim), jnp.float32), "top": numbers, "total": numbers}
 
     def softmax(self, item: Item) -> Softmax:
@@ -203,38 +216,66 @@ def tiled(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
 
 
 def load_queries(plan: Plan, refs, item: Item, held, columns) -> None:
-    """Copies these columns of an item's queries to rows of `held`, in shared memory. Each query's copy arrives at `refs["loaded"]`."""
-    for t, at in enumerate(item.at):
-        source = refs["q"].at[item.b, at, item.head, _heads(plan, item), columns]
-        dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(t * plan.rows, plan.rows)], refs["loaded"])
+    """Copies these columns of an item's queries to rows of `held`, in shared memory. Each copy arrives at `refs["loaded"]`."""
+    for n, (query, heads) in enumerate(_copies(plan, item)):
+        source = refs["q"].at[item.b, query, item.head, heads, columns]
+        dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(n * plan.rows, plan.rows)], refs["loaded"])
 
 
 def store_results(plan: Plan, refs, item: Item, held, columns) -> None:
     """Copies these columns of an item's results from shared memory. `wait_smem_to_gmem` waits until that is done."""
-    for t in range(plan.at_once):
+    for n, (query, heads) in enumerate(_copies(plan, item, clipped=False)):
 
-        @pl.when(item.first + t < plan.shape[1])
-        def _(t=t):
+        @pl.when(item.first + (0 if plan.by_head else n) < plan.shape[1])
+        def _(n=n, query=query, heads=heads):
             if plan.splits == 1:
-                target = refs["out"].at[item.b, item.first + t, item.head, _heads(plan, item), columns]
+                target = refs["out"].at[item.b, query, item.head, heads, columns]
             else:
-                target = refs["acc"].at[item.part, item.first + t, _heads(plan, item), columns]
-            dialect.mosaic().copy_smem_to_gmem(held.at[pl.ds(t * plan.rows, plan.rows)], target)
+                target = refs["acc"].at[item.part, query, heads, columns]
+            dialect.mosaic().copy_smem_to_gmem(held.at[pl.ds(n * plan.rows, plan.rows)], target)
 
 
-def _heads(plan: Plan, item: Item):
-    """The query heads. Copies read zeros for rows that there are not, and don't write them; a static slice may not have such rows."""
-    return pl.ds(item.first * 0, plan.rows)
+def _copies(plan: Plan, item: Item, clipped: bool = True) -> list[Any]:
+    """The query and the heads of each copy, or the queries and the head. Copies read zeros for rows that there are not, and don't write
+    them; a static slice may not have such rows. clipped: whether a query that there is not is the last one."""
+    several = pl.ds(item.first * 0, plan.rows)
+    if plan.by_head:
+        return [(several, g) for g in range(plan.copies)]
+    return [(item.at[n] if clipped else item.first + n, several) for n in range(plan.copies)]
 
 
 def store_numbers(plan: Plan, refs, item: Item, held, top, total) -> None:
     """Copies an item's largest scores and sums of weights, if its results are partial, through `held` in shared memory."""
-    mosaic, rows = dialect.mosaic(), pl.ds(item.first * plan.rows, ROWS)
+    mosaic, rows = dialect.mosaic(), pl.ds(jax.lax.div(item.first, plan.at_once) * plan.height, plan.height)
     for n, value in enumerate((top, total)):
         held.at[n][...] = value
     mosaic.commit_smem()
     for n, name in enumerate(("top", "total")):
         mosaic.copy_smem_to_gmem(held.at[n], refs[name].at[item.part, rows])
+
+
+def inside(span: Span, block) -> tuple[jax.Array, jax.Array]:
+    """The first key of a block that some row may see, and the one after the last."""
+    return within(span.begin, span.seen(block))
+
+
+def within(begin, seen) -> tuple[jax.Array, jax.Array]:
+    """The same, given the first position that a row may see and `Span.seen` of the block."""
+    base, end = seen
+    return jnp.maximum(begin - base, 0), jnp.minimum(end - base, KEYS)
+
+
+def clear(values, seen) -> None:
+    """Clears V of keys that no row may see, those outside `seen`. They may be NaN, and a weight of 0 times NaN is NaN."""
+    mosaic, (low, high) = dialect.mosaic(), seen
+
+    @pl.when((low > 0) | (high < KEYS))
+    def _():
+        row = mosaic.broadcasted_iota(jnp.int32, (KEYS, KEYS), 0, layout=mosaic.Layout.WGMMA)
+        for column in range(0, values.shape[1], KEYS):
+            part = values.at[:, pl.ds(column, KEYS)]
+            part[...] = jnp.where((row >= low) & (row < high), part[...], jnp.zeros((), part.dtype))
+        mosaic.commit_smem()
 
 
 def across(x, width: int):
@@ -249,7 +290,7 @@ class Softmax:
         """after: the position after each row's own; begin: the first position that a row may see; partial: whether only a part of the
         keys comes. The others are those of a plan."""
         mosaic = dialect.mosaic()
-        self.row, self.key = (mosaic.broadcasted_iota(jnp.int32, (ROWS, KEYS), d, layout=mosaic.Layout.WGMMA) for d in range(2))
+        self.key = mosaic.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=mosaic.Layout.WGMMA)
         # We compare positions in float32, which holds them exactly, because int32 vectors would be compared as uint32.
         self.after, self.begin, self.causal, self.window, self.scale, self.partial = after, begin, causal, window, scale, partial
 
@@ -287,18 +328,6 @@ class Softmax:
             least = jnp.maximum(least, self.after - float(self.window))
         visible = (position >= across(least, KEYS)) & (position < across(limit, KEYS))
         return jnp.where(visible, scores, -jnp.inf)
-
-    def clear(self, values, seen) -> None:
-        """Clears V of keys that no row may see. They may be NaN, and a weight of 0 times NaN is NaN."""
-        base, end = seen
-        low, high = jnp.maximum(self.begin - base, 0), jnp.minimum(end - base, KEYS)
-
-        @pl.when((low > 0) | (high < KEYS))
-        def _():
-            for column in range(0, values.shape[1], KEYS):
-                part = values.at[:, pl.ds(column, KEYS)]
-                part[...] = jnp.where((self.row >= low) & (self.row < high), part[...], jnp.zeros((), part.dtype))
-            dialect.mosaic().commit_smem()
 
     def result(self, acc, total):
         """What is stored of the sums of V: the final result, or the sums if they are partial."""

@@ -32,7 +32,7 @@ def attend(plan: parts.Plan, inputs, outputs):
         "queries": parts.tiled(2, ROWS, HALF),
         # Partial results take the place of the pages, final results that of the queries.
         "pages": pages if plan.splits == 1 else mosaic.RefUnion(pages, partial),
-        "loaded": mosaic.Barrier(num_arrivals=2 * plan.at_once),
+        "loaded": mosaic.Barrier(num_arrivals=2 * plan.copies),
         "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * STAGES),
         "empty": mosaic.Barrier(num_arrivals=2, num_barriers=2 * STAGES),
         "turn": mosaic.Barrier(num_arrivals=2),
@@ -133,9 +133,8 @@ def _compute(plan, refs, item, warpgroup):
 
         scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
         mosaic.barrier_arrive(refs["empty"].at[_half_of(item, block, 1 - warpgroup)])
-        seen = item.span.seen(block)
-        weights, (acc, *state) = softmax.step(scores, state, seen)
-        softmax.clear(values.at[slot, warpgroup], seen)
+        weights, (acc, *state) = softmax.step(scores, state, item.span.seen(block))
+        parts.clear(values.at[slot, warpgroup], parts.inside(item.span, block))
         meet()
         acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, values.at[slot, warpgroup]))(mosaic.ACC.init(acc))
         mosaic.barrier_arrive(refs["empty"].at[_half_of(item, block, warpgroup)])

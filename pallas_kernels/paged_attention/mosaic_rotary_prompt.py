@@ -122,7 +122,7 @@ def _compute(plan, refs, item, own):
 
         def add(n, acc, shrink, weights):
             """Adds a block's V, whose own columns nobody needs after that."""
-            softmax.clear(values.at[n, own], seen[n])
+            parts.clear(values.at[n, own], parts.within(item.span.begin, seen[n]))
             acc = acc * parts.across(shrink, HALF)
             acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, values.at[n, own]))(mosaic.ACC.init(acc))
             mosaic.barrier_arrive(refs["empty"].at[2 * n + own])

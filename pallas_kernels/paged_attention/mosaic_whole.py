@@ -1,11 +1,20 @@
 """Paged attention in the Mosaic GPU dialect for keys that are stored whole.
 
 A program has two warpgroups. One copies keys and values to shared memory, up to three blocks ahead; the other computes. A program serves
-one item after the other, and the next item's keys arrive while it still computes. One warpgroup takes about as long for a block as the
-block takes to arrive if all multiprocessors read.
+one item after the other, and the next item's keys arrive while it still computes.
+
+Keys are the tensor core's left operand, which has 64 rows, and so are the columns of V. Queries are the right one, which may have as few
+as eight columns. So a verify block's few queries cost what they need: scores, weights and sums lie in few registers, and a block of keys
+is computed in about half the time in which it arrives. FlashMLA (https://github.com/deepseek-ai/FlashMLA) and others call this swapping A
+and B.
+
+With few items, several programs share an item's keys. They are a cluster: they read each other's sums in shared memory and add them up.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +22,61 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention import mosaic_parts as parts
-from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
+from pallas_kernels.paged_attention.mosaic_parts import KEYS
+from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.registers import BLOCK, cluster, exchange, store
 
 DIM = 256
-SLOTS = 6  # blocks of keys or of values in shared memory
+MOST_ROWS = 40  # of an item: with more, registers would be spilled
+MOST_SPLITS, GROUPS = 8, 8  # programs of a cluster; groups of multiprocessors
+# Microseconds for a block of keys and for each of an item's rows in it, for a program's start and end and for a merge; and blocks that all
+# multiprocessors together copy in a microsecond.
+BLOCK_US, ROW_US, START_US, MERGE_US, BLOCKS_A_US = 0.4, 0.04, 4, 2, 62
+PIECE = 32  # keys that are copied at once; of a block of which a part is seen, pieces that are not seen are not copied
+REDUCTION_BYTES = 128  # for each row: so that the largest scores of all rows are found at once
+SHARED_MEMORY = 224_000  # of a program, without its barriers and what reductions need
+
+
+def clusters(size: int) -> int:
+    """How many clusters of programs run at once, at least: a cluster lies within one of eight groups of multiprocessors, each of which has
+    an even number of them."""
+    return (dialect.MULTIPROCESSORS - GROUPS * (size - 2 + size % 2 if size > 1 else 0)) // size
+
+
+def splits_for(plan: parts.Plan, blocks: int) -> int:
+    """The best number of parts for `blocks` blocks of keys, the larger one of two. plan: without parts."""
+    compute = BLOCK_US + plan.height * ROW_US
+
+    def us(splits: int) -> float:  # fitted to measured times, for sequences that are as long as their tables
+        each = max(pl.cdiv(blocks, splits) * compute, plan.items * blocks / BLOCKS_A_US)
+        return pl.cdiv(plan.items, clusters(splits)) * (each + START_US) + (MERGE_US if splits > 1 else 0)
+
+    return min(range(1, min(blocks, MOST_SPLITS) + 1), key=lambda splits: (us(splits), -splits))
+
+
+def arranged(plan: parts.Plan) -> parts.Plan:
+    """The plan with as few rows of an item as may be."""
+    by_query, by_head = (dataclasses.replace(plan, least=8, most=MOST_ROWS, by_head=by_head) for by_head in (False, True))
+    queries = plan.shape[1]
+    possible = (queries < 8 or queries % 8 == 0) and by_head.height <= MOST_ROWS  # else copies would not know where a head's queries end
+    return by_head if possible and by_head.height < queries * by_query.rows else by_query
 
 
 def attend(plan: parts.Plan, inputs, outputs):
     """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name."""
-    mosaic = dialect.mosaic()
-    # Partial results take the place of the pages, so programs with partial results have one item each. Final results take that of the
-    # queries.
-    programs = min(plan.items, dialect.MULTIPROCESSORS) if plan.splits == 1 else plan.items
-    pages, partial = parts.tiled(SLOTS, KEYS, DIM), (parts.tiled(ROWS, DIM, dtype=jnp.float32), mosaic.SMEM((2, ROWS), jnp.float32))
-    scratch = {
-        "queries": parts.tiled(ROWS, DIM),
-        "pages": pages if plan.splits == 1 else mosaic.RefUnion((pages,), partial),
-        "loaded": mosaic.Barrier(num_arrivals=plan.at_once),
-        "full": mosaic.Barrier(num_barriers=SLOTS),
-        "empty": mosaic.Barrier(num_barriers=SLOTS),
+    mosaic, height = dialect.mosaic(), plan.height
+    programs = min(plan.items, dialect.MULTIPROCESSORS) if plan.splits == 1 else plan.items // plan.splits
+    scratch = {"queries": parts.tiled(height, DIM), "weights": parts.tiled(height, KEYS)}
+    taken = height * (DIM + KEYS) * 2
+    if plan.splits > 1:
+        scratch |= {"sums": mosaic.SMEM((height, DIM), jnp.float32), "numbers": mosaic.SMEM((2, height), jnp.float32)}
+        taken += height * (DIM + 2) * 4
+    slots = (SHARED_MEMORY - taken) // (KEYS * DIM * 2)  # blocks of keys or of values in shared memory
+    scratch |= {
+        "pages": parts.tiled(slots, KEYS, DIM),
+        "loaded": mosaic.Barrier(num_arrivals=plan.copies),
+        "full": mosaic.Barrier(num_arrivals=KEYS // PIECE, num_barriers=slots),
+        "empty": mosaic.Barrier(num_barriers=slots),
     }
     names = (*inputs, *outputs)
 
@@ -41,21 +86,31 @@ def attend(plan: parts.Plan, inputs, outputs):
 
         def serve(role):
             def step(n, before):
-                item = plan.item(refs, program + n * programs)
+                item = plan.item(refs, number(n))
 
                 def place(block, kind):
                     """Counts the blocks of keys and of values before a block's; and its slot. kind: 0 for keys, 1 for values."""
                     number = 2 * (before + block - item.start) + kind
-                    return number, jax.lax.rem(number, SLOTS)
+                    return number, jax.lax.rem(number, slots)
 
-                role(plan, refs, item, place)
+                role(plan, refs, item, place, slots)
                 return before + item.stop - item.start
 
-            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
+            if plan.splits > 1:
+                step(0, jnp.int32(0))
+            else:
+                jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
+
+        def number(n):
+            if plan.splits == 1:
+                return program + n * programs
+            pair, tile = jax.lax.div(program, plan.tiles), jax.lax.rem(program, plan.tiles)
+            return (pair * plan.splits + jax.lax.axis_index("part")) * plan.tiles + tile
 
         pl.when(warpgroup == 0)(lambda: serve(_compute))
         pl.when(warpgroup == 1)(lambda: serve(_copy))
 
+    together = {"cluster": (plan.splits,), "cluster_names": ("part",)} if plan.splits > 1 else {}
     return mosaic.kernel(
         body,
         out_type=list(outputs.values()),
@@ -65,59 +120,163 @@ def attend(plan: parts.Plan, inputs, outputs):
         num_threads=2,
         thread_name="warpgroup",
         kernel_name="paged_attention",
-        compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
+        compiler_params=mosaic.CompilerParams(
+            approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane, reduction_scratch_bytes=height * REDUCTION_BYTES
+        ),
+        **together,
     )(*inputs.values())
 
 
-def _memory(plan, refs):
-    """Shared memory for the pages, for the results, and for the numbers of partial results."""
-    if plan.splits == 1:
-        return refs["pages"], refs["queries"], None
-    (pages,), (results, numbers) = refs["pages"]
-    return pages, results, numbers
-
-
-def _copy(plan, refs, item, place):
-    mosaic, (pages, _, _) = dialect.mosaic(), _memory(plan, refs)
+def _copy(plan, refs, item, place, slots):
+    mosaic, pages = dialect.mosaic(), refs["pages"]
 
     def copy(block, k_source, v_source, major, rows):
+        low, high = parts.inside(item.span, block)
         for kind, source in enumerate((k_source, v_source)):
             number, slot = place(block, kind)
-            pl.when(number >= SLOTS)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
-            mosaic.copy_gmem_to_smem(source.at[major, rows, item.head], pages.at[slot, pl.ds(0, rows.size)], refs["full"].at[slot])
+            pl.when(number >= slots)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
+            for first in range(0, KEYS, PIECE):
+                count = min(PIECE, rows.size - first)
+                seen = (low < first + PIECE) & (high > first) if count > 0 else False
+
+                @pl.when(seen)
+                def _(first=first, count=count, source=source, slot=slot):
+                    piece = source.at[major, pl.ds(rows.start + first, count), item.head]
+                    mosaic.copy_gmem_to_smem(piece, pages.at[slot, pl.ds(first, count)], refs["full"].at[slot])
+
+                pl.when(jnp.logical_not(seen))(lambda slot=slot: mosaic.barrier_arrive(refs["full"].at[slot]))
 
     parts.each_block(refs, item, copy)
+    if plan.splits > 1:
+        meet, _, _ = cluster(mosaic)
+        meet()
+        meet()
 
 
-def _compute(plan, refs, item, place):
-    mosaic, (pages, results, numbers) = dialect.mosaic(), _memory(plan, refs)
-    queries, columns = refs["queries"], pl.ds(0, DIM)
+def _compute(plan, refs, item, place, slots):
+    mosaic, pages, columns = dialect.mosaic(), refs["pages"], pl.ds(0, DIM)
+    queries, held = refs["queries"], refs["weights"]
     parts.load_queries(plan, refs, item, queries, columns)
-    softmax = plan.softmax(item)
+    softmax = Softmax(plan, item)
     mosaic.barrier_wait(refs["loaded"])
 
     def step(block, state):
         (_, k), (_, v) = place(block, 0), place(block, 1)
 
         def product(scores):
-            mosaic.wgmma(scores, queries, dialect.mosaic_transposed(pages.at[k]))
+            mosaic.wgmma(scores, pages.at[k], dialect.mosaic_transposed(queries))
             return scores[...]
 
         mosaic.barrier_wait(refs["full"].at[k])
-        scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
+        scores = pl.run_scoped(product, mosaic.ACC((KEYS, plan.height), jnp.float32))
         mosaic.barrier_arrive(refs["empty"].at[k])
-        seen = item.span.seen(block)
-        weights, (acc, *state) = softmax.step(scores, state, seen)
+        weights, (acc, *state) = softmax.step(scores, state, item.span.seen(block))
+        _store(held, weights)
         mosaic.barrier_wait(refs["full"].at[v])
-        softmax.clear(pages.at[v], seen)
-        acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, pages.at[v]))(mosaic.ACC.init(acc))
+        parts.clear(pages.at[v], parts.inside(item.span, block))
+        mosaic.commit_smem()
+        values, right = dialect.mosaic_transposed(pages.at[v]), dialect.mosaic_transposed(held)
+        acc = pl.run_state(lambda acc: mosaic.wgmma(acc, values, right))(mosaic.ACC.init(acc))
         mosaic.barrier_arrive(refs["empty"].at[v])
         return acc, *state
 
-    acc, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start(DIM))
-    results[...] = softmax.result(acc, total).astype(results.dtype)
+    acc, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start())
+    total = jnp.sum(total, axis=0)
+    if plan.splits > 1:
+        _merge(plan, refs, item, acc, top, total)
+        return
+    _store(queries, (acc * softmax.along(1.0 / jnp.maximum(total, 1e-30), DIM)).astype(queries.dtype))
     mosaic.commit_smem()
-    parts.store_results(plan, refs, item, results, columns)
-    if numbers is not None:
-        parts.store_numbers(plan, refs, item, numbers, top, total)
+    parts.store_results(plan, refs, item, queries, columns)
     mosaic.wait_smem_to_gmem(0)
+
+
+def _merge(plan, refs, item, acc, top, total):
+    """Adds up the sums of all parts of the keys, which are those of a cluster's programs. Each program does it for some blocks of [64, 8],
+    and stores them."""
+    mosaic, (sums, numbers) = dialect.mosaic(), (refs["sums"], refs["numbers"])
+    put, _ = exchange(mosaic, plan.height, jnp.float32, rows=DIM)
+    meet, take, take_numbers = cluster(mosaic)
+    put(acc, sums)
+    for n, value in enumerate((top, total)):
+        numbers.at[n][...] = value
+    meet()
+    across = plan.height // 8  # blocks side by side, of 8 queries or heads each
+    blocks = DIM // BLOCK * across
+    own = jax.lax.axis_index("part")
+
+    def merge(n, _):
+        block = own + n * plan.splits
+        down, side = jax.lax.div(block, across), jax.lax.rem(block, across)
+        found, tops, totals = [], [], []
+        for other in range(plan.splits):
+            found.append(take(sums.at[pl.ds(2 * block, 2)], other))
+            tops.append(take_numbers(numbers.at[0, pl.ds(8 * side, 8)], other))
+            totals.append(take_numbers(numbers.at[1, pl.ds(8 * side, 8)], other))
+        most = functools.reduce(jnp.maximum, tops)
+        shares = [jnp.exp2(t - most) for t in tops]
+        whole = functools.reduce(jnp.add, [share * t for share, t in zip(shares, totals, strict=True)])
+        value = functools.reduce(jnp.add, [share * f for share, f in zip(shares, found, strict=True)]) * (1.0 / jnp.maximum(whole, 1e-30))
+        copy, first = jax.lax.div(8 * side, plan.rows), jax.lax.rem(8 * side, plan.rows)  # which of an item's copies, and its first row
+        rows = pl.ds(first, min(8, plan.shape[1 if plan.by_head else 3]))
+        query = rows if plan.by_head else item.first + copy
+        out = refs["out"].at[item.b, query, item.head, copy if plan.by_head else rows]
+        pl.when(True if plan.by_head else query < plan.shape[1])(lambda: store(mosaic, value.astype(refs["out"].dtype), out, down * BLOCK))
+
+    jax.lax.fori_loop(0, jax.lax.div(blocks - 1 - own, plan.splits) + 1, merge, None)
+    meet()
+
+
+def _store(ref, value):
+    """Stores a product's numbers as the rows of shared memory."""
+    mosaic = dialect.mosaic()
+    dialect.mosaic_transposed(ref)[...] = mosaic.layout_cast(value, mosaic.Layout.WGMMA_TRANSPOSED)
+
+
+class Softmax:
+    """The softmax of an item's columns, each a query of a head, a block of keys after the other."""
+
+    def __init__(self, plan: parts.Plan, item: parts.Item):
+        self.plan, self.height, mosaic = plan, plan.height, dialect.mosaic()
+        shape, layout = (KEYS, self.height), mosaic.Layout.WGMMA
+        self.key, column = (mosaic.broadcasted_iota(jnp.int32, shape, d, layout=layout) for d in range(2))
+        query = jax.lax.rem(column, jnp.full_like(column, plan.rows)) if plan.by_head else column
+        step = 1 if plan.by_head else plan.rows
+        # We compare positions in float32, which holds them exactly, because int32 vectors would be compared as uint32.
+        after = mosaic.layout_cast(jnp.full(shape, (item.position[0] + 1).astype(jnp.float32)), layout)
+        for t in range(1, plan.at_once):
+            after = jnp.where(query >= t * step, (item.position[t] + 1).astype(jnp.float32), after)
+        self.after = jnp.max(after, axis=0)  # the position after each query's own
+        self.begin = item.span.begin
+
+    def start(self):
+        """The state before the first block: sums of V, each query's largest score, and the sums of weights of each thread's keys."""
+        mosaic = dialect.mosaic()
+        acc, total = (mosaic.layout_cast(jnp.zeros((n, self.height), jnp.float32), mosaic.Layout.WGMMA) for n in (DIM, KEYS))
+        return acc, self._each_query(MASKED), total
+
+    def step(self, scores, state, seen):
+        """The weights of a block's keys, and the state before V is added. scores: products of keys and queries. seen: of the block."""
+        acc, top, total = state
+        base, end = seen
+        position = (self.key + base).astype(jnp.float32)
+        limit = self._each_query(end.astype(jnp.float32))
+        if self.plan.causal:
+            limit = jnp.minimum(limit, self.after)
+        least = self._each_query(self.begin.astype(jnp.float32))
+        if self.plan.window is not None:
+            least = jnp.maximum(least, self.after - float(self.plan.window))
+        visible = (position >= self.along(least, KEYS)) & (position < self.along(limit, KEYS))
+        scores = jnp.where(visible, scores * self.plan.scale, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=0))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - self.along(new_top, KEYS))
+        total = total * self.along(shrink, KEYS) + weights
+        return weights.astype(jnp.bfloat16), (acc * self.along(shrink, DIM), new_top, total)
+
+    def along(self, x, rows: int):
+        """A number of each query, in `rows` rows."""
+        return jax.lax.broadcast_in_dim(x, (rows, self.height), (1,))
+
+    def _each_query(self, value):
+        return dialect.mosaic().layout_cast(jnp.full((self.height,), value, jnp.float32), dialect.mosaic().Layout.WGMMA.reduce(0))

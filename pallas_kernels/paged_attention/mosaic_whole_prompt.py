@@ -157,7 +157,7 @@ def _compute(plan, refs, item, place, warpgroup):
         seen = item.span.seen(block)
         weights, (acc, *state) = softmax.step(scores, state, seen, plan.plain(item, seen, item.low, item.high))
         mosaic.barrier_wait(refs["full"].at[v])
-        softmax.clear(pages.at[v], seen)
+        parts.clear(pages.at[v], parts.within(item.span.begin, seen))
         acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, pages.at[v]))(mosaic.ACC.init(acc))
         mosaic.barrier_arrive(refs["empty"].at[v])
         return acc, *state

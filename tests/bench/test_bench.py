@@ -236,6 +236,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
     assert len(traced) == 1
     for cell in (greedy, step):
         assert 1.0 in {kernel["count"] for kernel in cell["kernels"] if kernel["operation"].startswith("verify/")}
+        assert cell["context"] < cell["traced_context"]
     assert prompt["tokens_per_s"] == pytest.approx(24e3 / prompt["ms"]["median"])
     products = [kernel["count"] for kernel in prompt["kernels"] if "dot_general" in kernel["operation"]]
     assert products and all(count % 2 == 0 for count in products)  # 24 tokens are two calls
@@ -245,6 +246,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
         "acceptance 0.9, 0.5",
         f"{step['step_ms']['median']:8.3f}",
         f"{prompt['ms']['median']:8.2f}",
+        f"traced at a context of {step['traced_context']:.0f}",
         "kernels of a step",
         "kernels of a prompt",
     ):
