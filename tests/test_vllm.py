@@ -399,9 +399,14 @@ def test_arguments_that_cannot_be_served(name):
             "is 'eagle3', but 'pocket-mtp' is a drafter of the kind mtp",
         ),
         (
+            {"speculative_config": {"method": "ngram", "quantization": "fp8"}},
+            ValueError,
+            r"speculative_config\['quantization'\] is 'fp8', but the drafter is no checkpoint of its own",
+        ),
+        (
             {"speculative_config": {"model": "pocket-mtp", "quantization": "awq"}},
             ValueError,
-            "quantization is 'awq', but the weights of 'pocket-mtp' are float; these can be quantised by .* 'fp8'",
+            "quantization is 'awq', but the weights of 'pocket-mtp' are float; these can be quantised by 'fp8'",
         ),
     ],
 )

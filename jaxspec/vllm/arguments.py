@@ -198,7 +198,10 @@ def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[di
     chosen = {"num_draft_tokens": config.get("num_speculative_tokens")}
     if ADAPTIVE in config:
         chosen["adaptive_verification"] = config[ADAPTIVE]
-    if method in NGRAM_METHODS or model in NGRAM_METHODS:
+    quantization, lookup = config.get("quantization"), method in NGRAM_METHODS or model in NGRAM_METHODS
+    if quantization is not None and (model is None or lookup):
+        raise ValueError(f"speculative_config['quantization'] is {quantization!r}, but the drafter is no checkpoint of its own")
+    if lookup:
         most, least = config.get("prompt_lookup_max"), config.get("prompt_lookup_min")
         longest, shortest = most or least or 5, least or most or 5  # vLLM's defaults
         return {**chosen, "drafter": NGram(longest, shortest)}, tuning
@@ -214,7 +217,7 @@ def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[di
         kind = kind_of(checkpoint.read_config(checkpoint.resolve(drafter, hub.of_others, weights=False)))
         if kind is not None and kind.name not in METHODS[method]:
             raise ValueError(f"speculative_config['method'] is {method!r}, but {os.fspath(model)!r} is a drafter of the kind {kind.name}")
-    if quantize := quantize_of(drafter, config.get("quantization"), hub.of_others):
+    if quantize := quantize_of(drafter, quantization, hub.of_others):
         chosen["quantize_drafter"] = quantize
     return {**chosen, "drafter": drafter}, tuning
 
