@@ -50,7 +50,7 @@ def text(llm):
     return done.token_ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp8", "int8"))])
 def test_texts_are_those_of_the_dequantised_weights(folders, tmp_path, kind):
     """The matrices of the layers are packed, all else is float; a drafter guesses for it."""
     llm = jaxspec.load(*folders, quantize=kind, **SETTINGS)
@@ -166,6 +166,7 @@ def test_info_counts_packed_bytes_and_all_parameters(capsys):
     assert lines[True]["weights"] != lines[False]["weights"] and lines[True]["layers"] == lines[False]["layers"]
 
 
+@pytest.mark.slow
 def test_a_bench_of_quantised_weights(folders, tmp_path):
     asked = ["--drafter", "none", "--context", "4", "--tokens", "4", "--repeats", "1", "--dtype", "float32"]
     found = {}

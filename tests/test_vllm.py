@@ -459,6 +459,7 @@ def test_calls_refuse_what_they_cannot_serve(llm):
         from jaxspec.vllm import GuidedDecodingParams  # noqa: F401  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_a_script_for_structured_outputs():
     choice, email, car = run(STRUCTURED)["answers"]
     assert choice in ("Positive", "Negative") and re.fullmatch(r"\w{1,12}@\w{1,12}\.com", email)

@@ -329,7 +329,7 @@ def choosing(scope):
     return {"filters": filters, "edits": asked}
 
 
-@pytest.mark.parametrize("scope", ["top", "whole"])
+@pytest.mark.parametrize("scope", ["top", pytest.param("whole", marks=pytest.mark.slow)])
 def test_filters_and_edits_hold_whatever_is_drafted(scope):
     """Every draft is checked with all filters and penalties as if the drafts before it had been decoded one by one."""
     stops = np.tile(np.arange(40, 44), (len(ROWS), 1))

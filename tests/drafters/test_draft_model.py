@@ -103,7 +103,8 @@ def test_drafts_of_whole_rounds():
     assert set(accepted) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("k", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [7, 1])
 def test_a_target_that_drafts_for_itself_is_always_right(k):
     """Greedy and sampled, past the window and to the very end of the slots, where guesses find no room."""
     found, taken = rounds.finish(DraftModel(rounds.target(), page_size=rounds.PAGE), k)

@@ -195,8 +195,11 @@ TURNS = {
 
 
 # Each kind once, the draft model in the layout that is least like the target. The other layouts are marked slow below; that they guess what
-# they should, round after round, their own files test.
-@pytest.mark.parametrize("kind", ["draft model like E2B" if kind == "draft model" else kind for kind in KINDS])
+# they should, round after round, their own files test. DFlash2 and DSpark take in rows as DFlash does.
+FEW = ("assistant", "dflash", "eagle3", "modules", "draft model like E2B", "ngram")
+
+
+@pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash2", "dspark"))])
 def test_texts_are_those_without_drafts(kind):
     """Greedy and sampled, from prompts of 1 to 22 tokens past the window to the very end of the slots, where drafts find no room."""
     after = check_texts(kind, *TURNS.get(kind, (3,)))

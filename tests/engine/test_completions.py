@@ -239,7 +239,7 @@ def test_n_samples_have_the_seeds_that_follow(llm):
     assert drawn[1].seed == drawn[0].seed + 1
 
 
-@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("rule", [pytest.param("standard", marks=pytest.mark.slow), "block"])
 def test_other_rules_draw_texts_of_their_own(llm, load, rule):
     """The seed decides the text with them too, and greedy ones are those of every rule; a lookup's guesses have no distribution."""
     other = load(llm.drafter, num_draft_tokens=K, accept=rule)

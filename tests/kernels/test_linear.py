@@ -181,6 +181,7 @@ def test_tiles_fill_the_gpu_and_fit_into_it(rows, itemsize):
         assert programs < triton.MULTIPROCESSORS or programs / most > 0.9 * triton.MULTIPROCESSORS, (name, tiles)
 
 
+@pytest.mark.slow
 def test_candidates_compute_the_same(monkeypatch, capsys):
     """The benchmark on a shape of its own: it checks every cut against the reference."""
     monkeypatch.setattr(bench, "SHAPES", {"small": bench.Shape("partials", 96, 512)})

@@ -106,21 +106,22 @@ def test_however_a_sequence_is_cut(target, widths):
         at, turn = at + kept, turn + 1
 
 
-def test_kernels_give_the_same(target):
-    """The kernels, interpreted, over a prefill and a verify block."""
+@pytest.mark.parametrize("prefill", ["xla", pytest.param("triton-interpret", marks=pytest.mark.slow)])
+def test_kernels_give_the_same(target, prefill):
+    """The kernels, interpreted, over a verify block, and over a prefill."""
     ids = np.random.default_rng(3).integers(0, target.config.vocab_size, (1, 9)).astype(np.int32)
     zero = jnp.zeros(1, jnp.int32)
 
-    @functools.partial(jax.jit, static_argnames="attention")
-    def run(target, attention):
+    @functools.partial(jax.jit, static_argnames=("prefill", "attention"))
+    def run(target, prefill, attention):
         cache, _ = paged.reserve(
             target.init_cache(slots=1, max_len=12, num_draft_tokens=3, page_size=16, dtype=jnp.float32), zero, zero + 9, 9
         )
-        out, cache = target(Rows(jnp.asarray(ids[:, :5]), zero, zero + 5, zero), cache, attention=attention)
+        out, cache = target(Rows(jnp.asarray(ids[:, :5]), zero, zero + 5, zero), cache, attention=prefill)
         more, _ = target(Rows(jnp.asarray(ids[:, 5:]), zero + 5, zero + 4, zero), cache, attention=attention)
         return jnp.concatenate([target.unembed(out.hidden), target.unembed(more.hidden)], axis=1)
 
-    assert relative_error(run(target, "triton-interpret"), run(target, "xla")) < LIMIT
+    assert relative_error(run(target, prefill, "triton-interpret"), run(target, "xla", "xla")) < LIMIT
 
 
 def test_the_last_row_alone(target):

@@ -42,7 +42,7 @@ def quantised(monkeypatch):
     return add
 
 
-@pytest.mark.parametrize(("data", "scheme"), [(1, INT4), (2, INT8)])
+@pytest.mark.parametrize(("data", "scheme"), [pytest.param(1, INT4, marks=pytest.mark.slow), (2, INT8)])
 def test_tokens_are_those_of_one_device(quantised, data, scheme):
     member = quantised(scheme)
     placed = meshes.Placed(member, "none", sharding.mesh(data=data, tensor=2))
