@@ -27,8 +27,9 @@ from pallas_kernels.registers import BLOCK, exchange, store
 
 MOST_ROWS = 256
 WORKERS = 2  # warpgroups that multiply
-# Where the kernels are faster than others on an H200, by the number of matrices: from LEAST_ROWS rows on, with so many weights.
-LEAST_ROWS, MOST_FASTEST, LEAST_WEIGHTS = 17, {1: 96, 2: 160}, {1: 30 << 20, 2: 18 << 20}
+# Where the kernels are faster than others on an H200, by the number of matrices: from LEAST_ROWS rows on, or fewer if the next kernel adds
+# parts, with so many weights.
+LEAST_ROWS, LEAST_ROWS_OF_PARTS, MOST_FASTEST, LEAST_WEIGHTS = 17, 9, {1: 96, 2: 160}, {1: 30 << 20, 2: 18 << 20}
 # Parts of products with matrices of fewer weights, which leave out the pass that adds them up.
 PARTS_ROWS, PARTS_WEIGHTS = (97, 128), (1 << 20, 30 << 20)
 SHARED_MEMORY = 230_000  # of a program, without its barriers
@@ -88,7 +89,7 @@ def is_fastest(rows: int, w: jax.Array, matrices: int = 1, splits: int | None = 
         return False
     size = math.prod(w.shape)
     if size >= LEAST_WEIGHTS[matrices]:
-        return LEAST_ROWS <= rows <= MOST_FASTEST[matrices]
+        return (LEAST_ROWS_OF_PARTS if splits is None else LEAST_ROWS) <= rows <= MOST_FASTEST[matrices]
     of_parts = matrices == 1 and splits is None and PARTS_WEIGHTS[0] < size < PARTS_WEIGHTS[1]
     return of_parts and PARTS_ROWS[0] <= rows <= PARTS_ROWS[1]
 
