@@ -137,14 +137,22 @@ def _copy(plan, refs, item, place, slots):
             pl.when(number >= slots)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
             for first in range(0, KEYS, PIECE):
                 count = min(PIECE, rows.size - first)
-                seen = (low < first + PIECE) & (high > first) if count > 0 else False
+
+                def skip(slot=slot):
+                    mosaic.barrier_arrive(refs["full"].at[slot])
+
+                if count <= 0:
+                    skip()
+                    continue
+
+                seen = (low < first + PIECE) & (high > first)
 
                 @pl.when(seen)
                 def _(first=first, count=count, source=source, slot=slot):
                     piece = source.at[major, pl.ds(rows.start + first, count), item.head]
                     mosaic.copy_gmem_to_smem(piece, pages.at[slot, pl.ds(first, count)], refs["full"].at[slot])
 
-                pl.when(jnp.logical_not(seen))(lambda slot=slot: mosaic.barrier_arrive(refs["full"].at[slot]))
+                pl.when(jnp.logical_not(seen))(skip)
 
     parts.each_block(refs, item, copy)
     if plan.splits > 1:

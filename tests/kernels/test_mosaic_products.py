@@ -94,7 +94,8 @@ def test_tiles_fit_every_matrix():
     ("settings", "chosen"),
     [
         ({}, "mosaic"),
-        ({"rows": 16}, "triton"),
+        ({"rows": 8}, "triton"),
+        ({"rows": 9}, "mosaic"),
         ({"rows": 17}, "mosaic"),
         ({"rows": 96}, "mosaic"),
         ({"rows": 97}, "xla"),
