@@ -231,7 +231,8 @@ def _merge(plan, refs, item, acc, top, total):
         out = refs["out"].at[item.b, query, item.head, copy if plan.by_head else rows]
         pl.when(True if plan.by_head else query < plan.shape[1])(lambda: store(mosaic, value.astype(refs["out"].dtype), out, down * BLOCK))
 
-    jax.lax.fori_loop(0, jax.lax.div(blocks - 1 - own, plan.splits) + 1, merge, None)
+    # Rounded up, so that a program has none where there are fewer blocks than programs.
+    jax.lax.fori_loop(0, jax.lax.div(blocks - own + plan.splits - 1, plan.splits), merge, None)
     meet()
 
 
