@@ -55,10 +55,10 @@ hypothesis.settings.load_profile("jaxspec")
 
 # Of which each takes one process a quarter of a minute or more: begun last, one of them would leave the other processes idle.
 LONG = """
-packed_products quantize mesh_tokens every_kind ray llm decode_loop learning_kinds structured pocket paged_attention completions readme
-readings losses calls sharding quantised_target quantised distributed requests learning_mesh tuning round_shape step3p5_modules
-notebooks bench lossless learning draft_model wheel in_place dspark mtp_modules structured_kinds learn cli gemma4_parity ngram eagle3
-tree_requests vllm step3p5_parity distil_quantised step3p5_doors quantize_embedding scaling lowering linear
+mesh_tokens every_kind packed_products pocket paged_attention readings ray step3p5_doors learning_kinds notebooks llm readme decode_loop
+vllm quantize structured completions losses calls sharding quantised_target quantised distributed requests learning_mesh tuning
+round_shape step3p5_modules bench lossless learning draft_model wheel in_place dspark mtp_modules structured_kinds learn cli
+gemma4_parity ngram eagle3 tree_requests step3p5_parity distil_quantised quantize_embedding lowering linear guesses info
 """.split()
 
 
@@ -70,7 +70,7 @@ def pytest_configure(config):
     for path in sorted((path for path in CACHE.iterdir() if path.is_file()), key=lambda path: path.stat().st_mtime, reverse=True):
         room -= path.stat().st_size
         if room < 0:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,11 +1,13 @@
 """Random packed matrices."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.linear.shapes import PACKINGS
 from pallas_kernels.packed import KINDS, pack
 
+in_one_program = jax.jit(pack, static_argnames=("kind", "group"))
 # Kind, inputs that share a scale, whether there are zeros, and the scales' dtype if it is not bfloat16.
 FORMS = {
     **PACKINGS,
@@ -39,4 +41,4 @@ def packed(form, shape, seed=0):
     numbers = (*shape[:-1], -(-shape[-1] // group) if group else 1)
     scale = jnp.asarray(rng.uniform(0.5, 2, numbers) / largest, dtype)
     zero = jnp.asarray(rng.integers(-9 if kind == "int8" else 0, 15, numbers), dtype) if zeros else None
-    return pack(jnp.asarray(codes), scale, zero, kind=kind, group=group)
+    return in_one_program(codes, scale, zero, kind=kind, group=group)

@@ -47,6 +47,7 @@ def test_the_columns_that_spark_must_know_are_those_of_a_generator():
     assert [name.split()[0] for name in names.split(", ")] == list(COLUMNS)
 
 
+@pytest.mark.slow  # tests/test_readme.py runs another such loop
 def test_the_loop_of_ones_own_runs(capsys, unoptimised):
     exec(compile(PYTHON[-1], "scaling.md", "exec"), {})
     assert "[16 16]" in capsys.readouterr().out

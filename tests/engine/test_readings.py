@@ -20,8 +20,7 @@ def quick_to_compile(unoptimised):
 
 
 PROMPTS = ["def add(a, b):\n    return", "import os\n\n\nclass Reader:\n", "for i in range(10):\n    print(", "def main():\n    parser = "]
-MORE = [jaxspec.SamplingParams(max_tokens=60, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(28)]
-MIXED = MORE[:20]
+MIXED = [jaxspec.SamplingParams(max_tokens=60, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(28)]
 LOADED = {"num_draft_tokens": 4, "max_slots": 2, "max_len": 128, "progress": False}
 SCALED = "input_embedding_scale=16.0"  # sqrt(256)
 
@@ -60,7 +59,7 @@ def test_the_right_reading_is_kept(case, texts, tmp_path):
     made, right, wrong = CASES[case]
     llm = jaxspec.load("pocket", dflash(tmp_path / "drafter", **made), **LOADED)
     assert llm.stats.reading.verdict is None and "both are still tried" in str(llm.stats)
-    assert [c.token_ids for c in llm.generate(PROMPTS * 5, MIXED)[:4]] == texts
+    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)[:4]] == texts
     compiled, found = llm.stats.compilations, llm.stats.reading
     assert found.verdict == right and f"{right} is kept" in str(llm.stats)
     assert found.tallies[right].acceptance_length > found.tallies[wrong].acceptance_length + 0.5
@@ -93,8 +92,8 @@ def test_data_shards_find_it_out_together(texts, tmp_path):
     """Each takes its own turns, on two devices; one verdict holds for both."""
     folder, loaded = dflash(tmp_path / "drafter", as_dspark), LOADED | {"max_slots": 4}
     llm = jaxspec.load("pocket", folder, **loaded, mesh=jaxspec.mesh(data=2, tensor=2))
-    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MORE)[:4]] == texts
-    llm.generate(PROMPTS * 7, MORE)  # a shard learns of the verdict when it has read its next call
+    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)[:4]] == texts
+    llm.generate(PROMPTS * 7, MIXED)  # a shard learns of the verdict when it has read its next call
     assert llm.stats.reading.verdict == "sample_from_anchor=false"
     assert [int(runner.drafter.reading) for runner in llm._shards.runners] == [1, 1]
     assert all(runner.trial is None for runner in llm._shards.runners)
