@@ -136,7 +136,11 @@ def test_a_dense_assistant_is_quantised_with_its_head(folders, tmp_path):
         drafters.abstract_drafter(plain, target, jnp.float32, "int8")
 
 
-@pytest.mark.parametrize("kind", ["assistant", "dflash", "dspark", "eagle3", "eagle3 speculators", "draft model"])
+FILES_IN_CI = ("dflash", "eagle3", "draft model")
+FILES = (*FILES_IN_CI, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("assistant", "dspark", "eagle3 speculators")))
+
+
+@pytest.mark.parametrize("kind", FILES)
 def test_quantised_checkpoints(kind, tmp_path):
     """In compressed-tensors' layout, int8 and blocks of fp8, with the head too where it is a matrix of its own."""
     config = {"assistant": kinds.ASSISTANT, "dflash": kinds.DFLASH["z-lab"], "dspark": kinds.DSPARK["speculators"]}
