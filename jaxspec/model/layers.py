@@ -53,11 +53,14 @@ class Linear:
         weight, cut = self.weight, len(self.weight.shape) - over
         width = math.prod(weight.shape[cut:])
         x = jax.ShapeDtypeStruct((rows, width), dtype)
+        chosen = for_rows(implementation, x, weight)
+        if chosen == "xla":
+            return False
         if isinstance(weight, Packed):
             weight = weight.flat()
         else:
             weight = jax.ShapeDtypeStruct((math.prod(weight.shape[:cut]), width), weight.dtype)
-        return by_kernel(x, weight, implementation=for_rows(implementation, x, weight))
+        return by_kernel(x, weight, implementation=chosen)
 
     def parts(self, x: jax.Array, implementation: str, over: int = 1, *, read_by_kernel: bool = True) -> jax.Array | Unsummed:
         """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
