@@ -170,7 +170,6 @@ def test_refused_targets() -> None:
         ({"backbone_hidden_size": None}, "lacks 'backbone_hidden_size'"),
         ({"num_centroids": 1000}, "divides vocab_size .* found num_centroids 1000, vocab_size 262144, centroid_intermediate_top_k 32"),
         ({"centroid_intermediate_top_k": 4096}, "found num_centroids 2048, vocab_size 262144, centroid_intermediate_top_k 4096"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
     ],
 )
 def test_refused_assistants(changes: dict, message: str) -> None:
