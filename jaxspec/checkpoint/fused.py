@@ -20,7 +20,7 @@ from jaxspec.checkpoint.layout import Part, layouts_of, raise_misfits
 from jaxspec.checkpoint.onto_devices import Pieces
 from jaxspec.trees import leaves_by_path
 
-VERSION = 2
+VERSION = 3  # raised with any other order of what is stored, that of bits in packed matrices included
 ARRAYS_FOLDER = "weights"
 STORED_CHUNK_BYTES = 1 << 24  # small enough for several threads to read one array
 GB = 10**9

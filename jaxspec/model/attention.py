@@ -129,9 +129,7 @@ def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str
     return dataclasses.replace(cache, layers=tuple(layers))
 
 
-def store_path(
-    cache: PagedKV, fresh: Mapping[int, Keys], start: jax.Array, count: jax.Array, path: jax.Array, attention: str = "auto"
-) -> PagedKV:
+def store_path(cache: PagedKV, fresh: Mapping[int, Keys], start: jax.Array, count: jax.Array, path: jax.Array, attention: str) -> PagedKV:
     """The cache with some rows of a tree, as positions start, start + 1, ... of each sequence.
 
     fresh: `Hidden.keys` of the pass over the tree. start, count: [B] int32, 0 stores nothing. path: [B, N] int32, a tree's row for each of

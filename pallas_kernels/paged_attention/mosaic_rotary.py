@@ -38,7 +38,14 @@ def attend(plan: parts.Plan, inputs, outputs):
         "turn": mosaic.Barrier(num_arrivals=2),
         "both": mosaic.Barrier(num_arrivals=2),
     }
-    names = (*inputs, *outputs)
+    return launch(plan, inputs, outputs, scratch, _copy, _compute)
+
+
+def launch(plan: parts.Plan, inputs, outputs, scratch, copy, compute, **settings):
+    """The results of a kernel with a program for each item. inputs, outputs: as for `attend`. scratch: shared memory and barriers, by name.
+    copy, compute: functions of the plan, all references and the item, for the warpgroup that copies and, with its number, for the two that
+    compute. settings: further ones of the compiler."""
+    mosaic, names = dialect.mosaic(), (*inputs, *outputs)
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
@@ -47,12 +54,12 @@ def attend(plan: parts.Plan, inputs, outputs):
         @pl.when(warpgroup == 2)
         def _():
             mosaic.set_max_registers(40, action="decrease")
-            _copy(plan, refs, item)
+            copy(plan, refs, item)
 
         @pl.when(warpgroup < 2)
         def _():
             mosaic.set_max_registers(232, action="increase")
-            _compute(plan, refs, item, warpgroup)
+            compute(plan, refs, item, warpgroup)
 
     return mosaic.kernel(
         body,
@@ -63,7 +70,7 @@ def attend(plan: parts.Plan, inputs, outputs):
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="paged_attention",
-        compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
+        compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane, **settings),
     )(*inputs.values())
 
 

@@ -17,7 +17,7 @@ from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention import mosaic_parts as parts
 from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
-from pallas_kernels.paged_attention.mosaic_rotary import HALF, TURNS, load_queries
+from pallas_kernels.paged_attention.mosaic_rotary import HALF, TURNS, launch, load_queries
 
 PAIR = 2  # blocks of keys in shared memory, one for each warpgroup that computes
 
@@ -30,50 +30,26 @@ def attend(plan: parts.Plan, inputs, q):
         "values": parts.tiled(PAIR, 2, KEYS, HALF),
         "rotary": parts.tiled(PAIR, 2, KEYS, TURNS),
         "tops": mosaic.SMEM((PAIR, ROWS), jnp.float32),  # each row's largest score with the first block of a pair, and with both
-        "loaded": mosaic.Barrier(num_arrivals=2 * plan.at_once),
+        "loaded": mosaic.Barrier(num_arrivals=2 * plan.copies),
         "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * PAIR),
         "empty": mosaic.Barrier(num_barriers=2 * PAIR),
         "weighed": mosaic.Barrier(num_barriers=PAIR),
         "both": mosaic.Barrier(num_arrivals=2),
     }
-    names = (*inputs, "out")
 
-    def body(*refs, **scratch):
-        refs = dict(zip(names, refs, strict=True)) | scratch
-        warpgroup, item = jax.lax.axis_index("warpgroup"), plan.item(refs, jax.lax.axis_index("item"))
+    def compute(plan, refs, item, warpgroup):
+        for own in range(2):
+            pl.when(warpgroup == own)(functools.partial(_compute, plan, refs, item, own))
 
-        @pl.when(warpgroup == 2)
-        def _():
-            mosaic.set_max_registers(40, action="decrease")
-            _copy(refs, item)
-
-        @pl.when(warpgroup < 2)
-        def _():
-            mosaic.set_max_registers(232, action="increase")
-            for own in range(2):
-                pl.when(warpgroup == own)(functools.partial(_compute, plan, refs, item, own))
-
-    return mosaic.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        scratch_types=scratch,
-        grid=(plan.items,),
-        grid_names=("item",),
-        num_threads=3,
-        thread_name="warpgroup",
-        kernel_name="paged_attention",
-        # Rows are reduced within a warp, which needs no shared memory; by default 2 KiB would be kept for that.
-        compiler_params=mosaic.CompilerParams(
-            approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane, reduction_scratch_bytes=1024
-        ),
-    )(*inputs.values())
+    # Rows are reduced within a warp, which needs no shared memory; by default 2 KiB would be kept for that.
+    return launch(plan, inputs, plan.results(q.dtype), scratch, _copy, compute, reduction_scratch_bytes=1024)[0]
 
 
 def _pairs(item):
     return jax.lax.div(item.stop - item.start + PAIR - 1, PAIR)
 
 
-def _copy(refs, item):
+def _copy(plan, refs, item):
     mosaic = dialect.mosaic()
 
     def copy(block, k_source, v_source, major, rows):
