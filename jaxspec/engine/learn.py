@@ -191,7 +191,7 @@ class Learning:
     def _offer(self) -> None:
         """Puts the newest weights on trial."""
         self._candidate = self._learner.candidate()
-        self._trial, self._offered = Comparison(CANDIDATE, CURRENT), self._learner.steps
+        self._trial, self._offered = Comparison(CANDIDATE, CURRENT, challenge=True), self._learner.steps
         self._tried += 1
         self._shards.take(None)
         for runner, weights in zip(self._runners, self._of_shards(self._candidate), strict=True):

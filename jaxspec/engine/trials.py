@@ -14,7 +14,8 @@ doi:10.3758/PBR.16.2.225). With n differences, their sum S and the sum Q of thei
 
 If both are equal it ever reaches 1 / ERROR with a probability of at most ERROR, however often one looks (Hendriksen et al. 2021,
 doi:10.1214/20-BA1234). Once it does the trial ends, after 6 pairs at the earliest. It also ends once the difference is known to ALIKE of
-the tokens a step, and after PAIRS pairs in any case. The greater mean decides; equal variants keep the first.
+the tokens a step, and after PAIRS pairs in any case. The greater mean decides; equal variants keep the first. Where the first is a
+challenger, which has other chances, it has lost as soon as the number against it reaches 1 / DOUBT: so it costs fewer rounds.
 
 Some drafters have K and V of their own. If variants differ in those too, a sequence that both have served tells nothing about either:
 see `Trial`.
@@ -33,6 +34,7 @@ TURN = 32  # rounds, summed over sequences, after which the other variant has it
 PAIRS = 64  # pairs of turns at most
 LEAST = 6  # pairs, before variants are found to be alike
 ERROR = 0.01  # the probability of finding a difference where there is none
+DOUBT = 0.1  # the probability that a challenger loses early for no reason
 ALIKE = 0.01  # the standard error of the difference, as a share of tokens a step, below which nothing more is to be found out
 
 
@@ -75,13 +77,15 @@ class Findings:
 class Comparison:
     """What trials of the same two variants have found, on all data shards together. Several threads may use it.
 
-    first, second: the variants' names. The first is kept where neither is better. Raises ValueError for equal names.
+    first, second: the variants' names. The first is kept where neither is better. challenge: whether the first challenges the second, which
+    is in use. Raises ValueError for equal names.
     """
 
-    def __init__(self, first: str, second: str):
+    def __init__(self, first: str, second: str, *, challenge: bool = False):
         if first == second:
             raise ValueError(f"both variants are called {first!r}; expected two names")
         self.names = first, second
+        self._doubt = DOUBT if challenge else ERROR  # the probability that the second is found better where both are equal
         self.tallies: dict[str, Tally] = {first: Tally(), second: Tally()}  # of complete pairs
         self.verdict: str | None = None  # the name of the variant to keep; None as long as that is open
         self._count, self._sum, self._squares = 0, 0.0, 0.0
@@ -111,7 +115,8 @@ class Comparison:
                 self.tallies[name] += tally
             difference = second.acceptance_length - first.acceptance_length
             self._count, self._sum, self._squares = self._count + 1, self._sum + difference, self._squares + difference**2
-            clear = log_evidence(self._count, self._sum, self._squares) >= -math.log(ERROR)
+            error = self._doubt if self._sum > 0 else ERROR
+            clear = log_evidence(self._count, self._sum, self._squares) >= -math.log(error)
             alike = self._count >= LEAST and self._error <= ALIKE * self.tallies[self.names[0]].acceptance_length
             if clear or alike or self._count == PAIRS:
                 self.verdict = self.names[self._sum > 0]

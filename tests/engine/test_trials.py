@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import math
 
 import jax
@@ -107,6 +108,20 @@ def test_shards_share_a_verdict():
             shard.see(shard.name, Tally(TURN, 80 if shard.name == "b" else 20))
     assert comparison.verdict == "b" and [shard.weights for shard in shards] == ["B0", "B1", "B2"]
     assert comparison.tallies["b"].acceptance_length == 1 + 80 / TURN
+
+
+def test_a_challenger_loses_sooner_than_it_wins():
+    def pairs(worse, better, **settings):
+        comparison, rng = Comparison("new", "old", **settings), np.random.default_rng(3)
+        for count in itertools.count(1):
+            comparison.add(*(Tally(1000, int(rng.normal(mean, 60))) for mean in (worse, better)))
+            if comparison.verdict is not None:
+                return comparison.verdict, count
+
+    verdict, usual = pairs(1500, 1650)
+    lost, sooner = pairs(1500, 1650, challenge=True)
+    assert (verdict, lost) == ("old", "old") and sooner < usual
+    assert pairs(1650, 1500, challenge=True) == pairs(1650, 1500)
 
 
 def test_it_refuses_names_that_do_not_fit():
