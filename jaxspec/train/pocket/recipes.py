@@ -235,7 +235,7 @@ RECIPES = {
     "dspark": Recipe(
         "dspark",
         DSPARK_CONFIG,
-        5000,
+        7000,
         self_generate=16384,
         objective={"steps": 4, "decay": 0.65, "soft": 1.0, "hard": 1.0, "tv": 0.0, "confidence": 0.3},
         generation={"num_assistant_tokens": 4},  # a guess that it has not learnt misleads those after it
