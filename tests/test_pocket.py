@@ -55,9 +55,8 @@ def decoded(drafter, state, count=SLOTS, num_draft_tokens=K, rounds=10_000):
 ALL = (K, SLOTS)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "ways"), [((0.0, 0.8), (ALL,)), pytest.param((0.8, 0.0), (ALL, (1, 3)), marks=pytest.mark.slow)], ids=["few", "more"]
-)
+@pytest.mark.slow  # tests/decode/test_decode_loop.py and tests/engine/test_llm.py have the same of tiny models
+@pytest.mark.parametrize(("temperature", "ways"), [((0.0, 0.8), (ALL,)), ((0.8, 0.0), (ALL, (1, 3)))], ids=["few", "more"])
 def test_the_same_tokens_for_any_k_and_batch(temperature, ways):
     """Greedy and sampled in turn, past the window of 128, the longer ones up to exactly max_len, from prompts of 1 to 220 tokens."""
     sequences = [ids[:n] for ids, n in zip(texts(), [1, 3, 40, 63, 64, 127, 129, 220], strict=False)]

@@ -120,6 +120,7 @@ def test_what_is_refused(folders, tmp_path):
     assert list(describe_mesh(packed, "tensor=5"))
 
 
+@pytest.mark.slow  # tests/test_quantize.py has what `info` says of packed matrices
 def test_info_and_bench_count_its_bytes(folders, tmp_path, capsys):
     lines, found = {}, {}
     for more in ([], ["--quantize-embedding", "int8"]):

@@ -39,8 +39,7 @@ def copies(target, drafter, program, *args):
 
 
 # Rounds of each way of keeping rows, and prompts; DFlash2 and DSpark keep theirs as DFlash does.
-OFTEN = {*itertools.product(("assistant", "dflash", "eagle3", "modules", "draft model"), ("decode",)), ("modules", "prefill")}
-OFTEN |= {("dflash", "prefill"), ("modules", "short prefill")}
+OFTEN = {("assistant", "decode"), ("dflash", "decode"), ("modules", "decode"), ("dflash", "prefill"), ("modules", "short prefill")}
 EACH = itertools.product(kinds.KINDS, PROGRAMS)
 
 

@@ -1,5 +1,6 @@
 """What a drafter's config.json leaves open, tried on the first rounds of an LLM: one reading is right by construction."""
 
+import functools
 import json
 import shutil
 
@@ -9,6 +10,7 @@ from quick import few_programs
 import jaxspec
 from jaxspec.checkpoint.hub import resolve
 from jaxspec.decode.accept import synthetic
+from jaxspec.engine import readings, trials
 from jaxspec.engine.trials import Tally
 
 
@@ -20,7 +22,8 @@ def quick_to_compile(unoptimised):
 
 
 PROMPTS = ["def add(a, b):\n    return", "import os\n\n\nclass Reader:\n", "for i in range(10):\n    print(", "def main():\n    parser = "]
-MIXED = [jaxspec.SamplingParams(max_tokens=60, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(28)]
+MANY = [jaxspec.SamplingParams(max_tokens=60, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(28)]
+MIXED, TURN = MANY[:16], 8  # and rounds of a turn, of which there are enough then
 LOADED = {"num_draft_tokens": 4, "max_slots": 2, "max_len": 128, "progress": False}
 SCALED = "input_embedding_scale=16.0"  # sqrt(256)
 
@@ -54,16 +57,17 @@ def texts():
 
 
 @pytest.mark.parametrize("case", [pytest.param("the first", marks=pytest.mark.slow), "the second"])
-def test_the_right_reading_is_kept(case, texts, tmp_path):
+def test_the_right_reading_is_kept(case, texts, tmp_path, monkeypatch):
     """Texts are those without drafts. After the verdict acceptance is that of the right reading; nothing was compiled for the other."""
+    monkeypatch.setattr(readings, "Trial", functools.partial(trials.Trial, turn=TURN))
     made, right, wrong = CASES[case]
     llm = jaxspec.load("pocket", dflash(tmp_path / "drafter", **made), **LOADED)
     assert llm.stats.reading.verdict is None and "both are still tried" in str(llm.stats)
-    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)[:4]] == texts
+    assert [c.token_ids for c in llm.generate(PROMPTS * 4, MIXED)[:4]] == texts
     compiled, found = llm.stats.compilations, llm.stats.reading
     assert found.verdict == right and f"{right} is kept" in str(llm.stats)
     assert found.tallies[right].acceptance_length > found.tallies[wrong].acceptance_length + 0.5
-    assert {tally.rounds >= 6 * 32 for tally in found.tallies.values()} == {True}
+    assert {tally.rounds >= 6 * TURN for tally in found.tallies.values()} == {True}
     before = llm.stats
     assert [c.token_ids for c in llm.generate(PROMPTS * 2, MIXED[:8])[:4]] == texts
     since = llm.stats - before
@@ -92,8 +96,8 @@ def test_data_shards_find_it_out_together(texts, tmp_path):
     """Each takes its own turns, on two devices; one verdict holds for both."""
     folder, loaded = dflash(tmp_path / "drafter", as_dspark), LOADED | {"max_slots": 4}
     llm = jaxspec.load("pocket", folder, **loaded, mesh=jaxspec.mesh(data=2, tensor=2))
-    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)[:4]] == texts
-    llm.generate(PROMPTS * 7, MIXED)  # a shard learns of the verdict when it has read its next call
+    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MANY)[:4]] == texts
+    llm.generate(PROMPTS * 7, MANY)  # a shard learns of the verdict when it has read its next call
     assert llm.stats.reading.verdict == "sample_from_anchor=false"
     assert [int(runner.drafter.reading) for runner in llm._shards.runners] == [1, 1]
     assert all(runner.trial is None for runner in llm._shards.runners)
