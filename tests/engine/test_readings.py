@@ -11,6 +11,7 @@ import jaxspec
 from jaxspec.checkpoint.hub import resolve
 from jaxspec.decode.accept import synthetic
 from jaxspec.engine import readings, trials
+from jaxspec.engine.programs import Programs
 from jaxspec.engine.trials import Tally
 
 
@@ -23,7 +24,7 @@ def quick_to_compile(unoptimised):
 
 PROMPTS = ["def add(a, b):\n    return", "import os\n\n\nclass Reader:\n", "for i in range(10):\n    print(", "def main():\n    parser = "]
 MANY = [jaxspec.SamplingParams(max_tokens=60, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(28)]
-MIXED, TURN = MANY[:16], 8  # and rounds of a turn, of which there are enough then
+MIXED, TURN = MANY[:12], 8  # and rounds of a turn, of which there are enough then
 LOADED = {"num_draft_tokens": 4, "max_slots": 2, "max_len": 128, "progress": False}
 SCALED = "input_embedding_scale=16.0"  # sqrt(256)
 
@@ -60,10 +61,11 @@ def texts():
 def test_the_right_reading_is_kept(case, texts, tmp_path, monkeypatch):
     """Texts are those without drafts. After the verdict acceptance is that of the right reading; nothing was compiled for the other."""
     monkeypatch.setattr(readings, "Trial", functools.partial(trials.Trial, turn=TURN))
+    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps: min(steps, 3))
     made, right, wrong = CASES[case]
     llm = jaxspec.load("pocket", dflash(tmp_path / "drafter", **made), **LOADED)
     assert llm.stats.reading.verdict is None and "both are still tried" in str(llm.stats)
-    assert [c.token_ids for c in llm.generate(PROMPTS * 4, MIXED)[:4]] == texts
+    assert [c.token_ids for c in llm.generate(PROMPTS * 3, MIXED)[:4]] == texts
     compiled, found = llm.stats.compilations, llm.stats.reading
     assert found.verdict == right and f"{right} is kept" in str(llm.stats)
     assert found.tallies[right].acceptance_length > found.tallies[wrong].acceptance_length + 0.5
@@ -72,7 +74,7 @@ def test_the_right_reading_is_kept(case, texts, tmp_path, monkeypatch):
     assert [c.token_ids for c in llm.generate(PROMPTS * 2, MIXED[:8])[:4]] == texts
     since = llm.stats - before
     assert since.reading == found and llm.stats.compilations == compiled
-    assert since.acceptance_length == pytest.approx(found.tallies[right].acceptance_length, rel=0.1)
+    assert since.acceptance_length == pytest.approx(found.tallies[right].acceptance_length, rel=0.2)
 
 
 def test_other_rules_take_the_first_and_say_so(tmp_path):
