@@ -129,6 +129,7 @@ def test_a_tree_gives_as_many_tokens_as_the_ranks_of_its_candidates_say(written)
     assert 3.46 * 0.95 < given < 3.46 * 1.05
 
 
+@pytest.mark.slow  # what follows prompts is looked at above
 def test_acceptance_along_the_real_text():
     """One round from each of many places of the real text, so that repetitive output cannot flatter the figure."""
     places = np.random.default_rng(0).integers(60, 240, (len(texts()), 4))

@@ -131,9 +131,9 @@ def accepted(state, drafter):
     return np.asarray(after.length - state.length).reshape(-1, SEEDS) - 1
 
 
-# A head of centroids, a shortlist, and guesses that nobody draws. That the others draw with the target's noise their own files test: the
+# A head of centroids, and a shortlist. That the others draw with the target's noise their own files test: the
 # drafts of their rounds are those that a reference chooses with it.
-OFTEN = ("assistant", "dflash2", "ngram")
+OFTEN = ("assistant", "dflash2")
 
 
 @pytest.mark.parametrize("kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])

@@ -70,6 +70,7 @@ def test_texts_of_a_quantised_embedding_are_those_without_drafts(kind: str, with
     np.testing.assert_array_equal(rounds.tokens(rounds.ended(target, drafter, rounds.started(drafter, target), K)), alone)
 
 
+@pytest.mark.slow  # tests/test_quantize.py reads such scales, tests/decode/test_decode_loop.py has drafts over such a cache
 def test_load_takes_scales_of_a_float8_cache(tmp_path) -> None:
     """From a folder to texts, and the assistant reads the cache with the same scales: it has none of its own."""
     folder, assistant = tiny.tiny_target(tmp_path / "float"), tiny.tiny_assistant(tmp_path / "assistant")

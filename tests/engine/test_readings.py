@@ -1,6 +1,5 @@
 """What a drafter's config.json leaves open, tried on the first rounds of an LLM: one reading is right by construction."""
 
-import functools
 import json
 import shutil
 
@@ -10,8 +9,6 @@ from quick import few_programs
 import jaxspec
 from jaxspec.checkpoint.hub import resolve
 from jaxspec.decode.accept import synthetic
-from jaxspec.engine import readings, trials
-from jaxspec.engine.programs import Programs
 from jaxspec.engine.trials import Tally
 
 
@@ -23,8 +20,7 @@ def quick_to_compile(unoptimised):
 
 
 PROMPTS = ["def add(a, b):\n    return", "import os\n\n\nclass Reader:\n", "for i in range(10):\n    print(", "def main():\n    parser = "]
-MANY = [jaxspec.SamplingParams(max_tokens=60, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(28)]
-MIXED, TURN = MANY[:12], 8  # and rounds of a turn, of which there are enough then
+MIXED = [jaxspec.SamplingParams(max_tokens=60, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(28)]
 LOADED = {"num_draft_tokens": 4, "max_slots": 2, "max_len": 128, "progress": False}
 SCALED = "input_embedding_scale=16.0"  # sqrt(256)
 
@@ -57,24 +53,23 @@ def texts():
     return [c.token_ids for c in jaxspec.load("pocket", **LOADED | {"num_draft_tokens": 0}).generate(PROMPTS, MIXED[:4])]
 
 
-@pytest.mark.parametrize("case", [pytest.param("the first", marks=pytest.mark.slow), "the second"])
-def test_the_right_reading_is_kept(case, texts, tmp_path, monkeypatch):
+@pytest.mark.slow  # test_trials.py has such comparisons, tests/drafters/test_dspark.py what each reading guesses
+@pytest.mark.parametrize("case", ["the first", "the second"])
+def test_the_right_reading_is_kept(case, texts, tmp_path):
     """Texts are those without drafts. After the verdict acceptance is that of the right reading; nothing was compiled for the other."""
-    monkeypatch.setattr(readings, "Trial", functools.partial(trials.Trial, turn=TURN))
-    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps: min(steps, 3))
     made, right, wrong = CASES[case]
     llm = jaxspec.load("pocket", dflash(tmp_path / "drafter", **made), **LOADED)
     assert llm.stats.reading.verdict is None and "both are still tried" in str(llm.stats)
-    assert [c.token_ids for c in llm.generate(PROMPTS * 3, MIXED)[:4]] == texts
+    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)[:4]] == texts
     compiled, found = llm.stats.compilations, llm.stats.reading
     assert found.verdict == right and f"{right} is kept" in str(llm.stats)
     assert found.tallies[right].acceptance_length > found.tallies[wrong].acceptance_length + 0.5
-    assert {tally.rounds >= 6 * TURN for tally in found.tallies.values()} == {True}
+    assert {tally.rounds >= 6 * 32 for tally in found.tallies.values()} == {True}
     before = llm.stats
     assert [c.token_ids for c in llm.generate(PROMPTS * 2, MIXED[:8])[:4]] == texts
     since = llm.stats - before
     assert since.reading == found and llm.stats.compilations == compiled
-    assert since.acceptance_length == pytest.approx(found.tallies[right].acceptance_length, rel=0.2)
+    assert since.acceptance_length == pytest.approx(found.tallies[right].acceptance_length, rel=0.1)
 
 
 def test_other_rules_take_the_first_and_say_so(tmp_path):
@@ -98,8 +93,8 @@ def test_data_shards_find_it_out_together(texts, tmp_path):
     """Each takes its own turns, on two devices; one verdict holds for both."""
     folder, loaded = dflash(tmp_path / "drafter", as_dspark), LOADED | {"max_slots": 4}
     llm = jaxspec.load("pocket", folder, **loaded, mesh=jaxspec.mesh(data=2, tensor=2))
-    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MANY)[:4]] == texts
-    llm.generate(PROMPTS * 7, MANY)  # a shard learns of the verdict when it has read its next call
+    assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)[:4]] == texts
+    llm.generate(PROMPTS * 7, MIXED)  # a shard learns of the verdict when it has read its next call
     assert llm.stats.reading.verdict == "sample_from_anchor=false"
     assert [int(runner.drafter.reading) for runner in llm._shards.runners] == [1, 1]
     assert all(runner.trial is None for runner in llm._shards.runners)

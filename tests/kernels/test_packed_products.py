@@ -107,7 +107,7 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("form", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", TILES)
 def test_any_tiles_give_the_same(case, form):
     rows, blocks, depth, splits = TILES[case]

@@ -106,7 +106,8 @@ def test_however_a_sequence_is_cut(target, widths):
         at, turn = at + kept, turn + 1
 
 
-@pytest.mark.parametrize("prefill", ["xla", pytest.param("triton-interpret", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the kernels have tests of their own, and golden_chunks is of the model
+@pytest.mark.parametrize("prefill", ["xla", "triton-interpret"])
 def test_kernels_give_the_same(target, prefill):
     """The kernels, interpreted, over a verify block, and over a prefill."""
     ids = np.random.default_rng(3).integers(0, target.config.vocab_size, (1, 9)).astype(np.int32)

@@ -30,10 +30,11 @@ from pallas_kernels.all_reduce import Unsummed, mailboxes
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 MESHES = [(1, 2), (1, 4), (2, 2), (2, 4), (8, 1)]
-# Of the family a member whose KV heads are repeated, and one that nothing divides; the others are marked slow. A 26B with DFlash on 2 x 2
-# devices is that of the guesses below, a 31B with DSpark that of few rows, and tests/test_step3p5_doors.py loads its modules onto a mesh.
-FEW = [(1, 4, "E2B", "mtp centroids"), (1, 4, "odd", "ngram")]
-MORE = [(8, 1, "12B", "eagle3"), (1, 2, "12B", "dflash2"), (2, 2, "step", "modules")]
+# Of the family the member whose KV heads are repeated; the others are marked slow. A 26B with DFlash on 2 x 2 devices is that of the guesses
+# below, a 31B with DSpark that of few rows; where the parts lie of what nothing divides tests/sharding/test_sharding.py looks at, and
+# tests/test_step3p5_doors.py loads modules of its family onto a mesh.
+FEW = [(1, 4, "E2B", "mtp centroids")]
+MORE = [(8, 1, "12B", "eagle3"), (1, 4, "odd", "ngram"), (1, 2, "12B", "dflash2"), (2, 2, "step", "modules")]
 DRAFTERS = (
     "none",
     "ngram",
@@ -138,6 +139,7 @@ def test_guesses_are_those_of_one_device_everywhere(tensor, member, kind):
     check_guesses(tensor, member, kind)
 
 
+@pytest.mark.slow  # a target's layers are spread in the same way
 def test_a_large_draft_model_is_spread(monkeypatch):
     monkeypatch.setattr(draft_model, "SMALL_LAYER", 0)
     placed, state = check(1, 2, "31B", "draft model")
