@@ -251,7 +251,7 @@ def test_a_checkpoint_of_the_released_depth(tmp_path):
     np.testing.assert_array_equal(head.output.weight, held["model.layers.47.transformer.shared_head.output.weight"])
 
 
-@pytest.mark.slow  # tests/train/test_tuning.py trains a drafter, tests/train/test_guesses.py has the guesses of each kind
+@pytest.mark.slow  # tests/train/test_tuning.py trains a drafter, tests/train/test_guesses.py has the guesses of modules
 def test_modules_are_trained(folder, tmp_path):
     """Fresh modules begin with the target's own head and norm, learn, and are loaded again from what was written."""
     rng = np.random.default_rng(0)

@@ -30,8 +30,8 @@ from pallas_kernels.all_reduce import Unsummed, mailboxes
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 MESHES = [(1, 2), (1, 4), (2, 2), (2, 4), (8, 1)]
-# Of the family the member whose KV heads are repeated; the others are marked slow. A 26B with DFlash on 2 x 2 devices is that of the guesses
-# below, a 31B with DSpark that of few rows; where the parts lie of what nothing divides tests/sharding/test_sharding.py looks at, and
+# Of the family the member whose KV heads are repeated; the others are marked slow. A 26B with DFlash on 2 x 2 devices is that of the
+# guesses below, a 31B with DSpark that of few rows. Where the parts lie of what nothing divides test_sharding.py looks at, and
 # tests/test_step3p5_doors.py loads modules of its family onto a mesh.
 FEW = [(1, 4, "E2B", "mtp centroids")]
 MORE = [(8, 1, "12B", "eagle3"), (1, 4, "odd", "ngram"), (1, 2, "12B", "dflash2"), (2, 2, "step", "modules")]

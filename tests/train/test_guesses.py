@@ -34,8 +34,8 @@ def guessed(model, drafter, ids, at):
     return list(drafter.guesses(model, out, ids, at, STEPS))
 
 
-# Drafts one after the other, and all in one pass; tests/train/test_losses.py goes through the guesses of each kind.
-FEW = ("mtp", "eagle3", "dflash")
+# Drafts one after the other, and all in one pass; test_losses.py goes through the guesses of other kinds.
+FEW = ("mtp", "mtp-modules", "dflash")
 
 
 @pytest.mark.parametrize("kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
