@@ -50,7 +50,8 @@ def text(llm):
     return done.token_ids
 
 
-@pytest.mark.parametrize("kind", ["int4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp8", "int8"))])
+@pytest.mark.slow  # below is what is packed; tests/drafters/test_quantised_target.py and test_quantize_embedding.py have texts
+@pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_those_of_the_dequantised_weights(folders, tmp_path, kind):
     """The matrices of the layers are packed, all else is float; a drafter guesses for it."""
     llm = jaxspec.load(*folders, quantize=kind, **SETTINGS)

@@ -48,7 +48,7 @@ def test_no_pool_is_copied(name, program):
     assert copies(rounds.target(), kinds.drafter(name), *PROGRAMS[program]) == []
 
 
-@pytest.mark.parametrize("program", ["prefill", "short prefill"])
+@pytest.mark.parametrize("program", ["prefill", pytest.param("short prefill", marks=pytest.mark.slow)])
 def test_nor_one_that_later_layers_read_too(program):
     like_e2b = rounds.random_weights(gemma4.abstract(Gemma4Config.from_hf(kinds.LIKE_E2B), jnp.float32), 0)
     assert copies(like_e2b, NoDraft(), *PROGRAMS[program]) == []
