@@ -55,7 +55,7 @@ hypothesis.settings.load_profile("jaxspec")
 
 # Of which each takes one process ten seconds or more: begun last, one of them would leave the other processes idle.
 LONG = """
-step3p5_doors llm structured decode_loop mesh_tokens every_kind completions paged_attention losses round_shape lossless pocket
+step3p5_doors llm structured decode_loop mesh_tokens every_kind completions paged_attention losses round_shape lossless
 packed_products learning step3p5_modules quantised vllm cli readme dspark bench tuning lowering sharding structured_kinds gemma4_parity
 draft_model learning_kinds mtp_modules automata ngram learn step3p5_parity calls verification requests tree_requests generator info
 quantised_drafters in_place assistant quantize_embedding quantised_target

@@ -86,6 +86,7 @@ def written():
     return [(len(ids), row) for ids, row in zip(sequences, tokens, strict=True)], state
 
 
+@pytest.mark.slow  # tests/test_vllm.py speculates with this pair
 def test_acceptance_on_unseen_code(written):
     """Tokens a round, the bonus counted. An assistant that reads the wrong cache, row or position falls to about 1."""
     sequences, state = written
@@ -129,7 +130,7 @@ def test_a_tree_gives_as_many_tokens_as_the_ranks_of_its_candidates_say(written)
     assert 3.46 * 0.95 < given < 3.46 * 1.05
 
 
-@pytest.mark.slow  # what follows prompts is looked at above
+@pytest.mark.slow  # of the same pair
 def test_acceptance_along_the_real_text():
     """One round from each of many places of the real text, so that repetitive output cannot flatter the figure."""
     places = np.random.default_rng(0).integers(60, 240, (len(texts()), 4))
@@ -145,6 +146,7 @@ def test_acceptance_along_the_real_text():
     assert np.mean(gained) >= 2.3
 
 
+@pytest.mark.slow  # of the same texts
 def test_what_it_writes_does_not_loop(written):
     grams = [tuple(row[i : i + 8]) for prompt, row in written[0] for i in range(prompt, len(row) - 7)]
     assert len(set(grams)) / len(grams) >= 0.7
