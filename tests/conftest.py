@@ -53,12 +53,12 @@ hypothesis.settings.register_profile("jaxspec", derandomize=True, deadline=None,
 hypothesis.settings.load_profile("jaxspec")
 
 
-# Of which each takes one process a quarter of a minute or more: begun last, one of them would leave the other processes idle.
+# Of which each takes one process ten seconds or more: begun last, one of them would leave the other processes idle.
 LONG = """
-mesh_tokens every_kind packed_products pocket paged_attention readings ray step3p5_doors learning_kinds notebooks llm readme decode_loop
-vllm quantize structured completions losses calls sharding quantised_target quantised distributed requests learning_mesh tuning
-round_shape step3p5_modules bench lossless learning draft_model wheel in_place dspark mtp_modules structured_kinds learn cli
-gemma4_parity ngram eagle3 tree_requests step3p5_parity distil_quantised quantize_embedding lowering linear guesses info
+step3p5_doors llm structured decode_loop mesh_tokens every_kind completions paged_attention losses round_shape lossless
+packed_products learning step3p5_modules quantised vllm cli readme dspark bench tuning lowering sharding structured_kinds gemma4_parity
+draft_model learning_kinds mtp_modules automata ngram learn step3p5_parity calls verification requests tree_requests generator info
+quantised_drafters in_place assistant quantize_embedding quantised_target
 """.split()
 
 

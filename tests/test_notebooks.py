@@ -72,10 +72,8 @@ def kernel(tmp_path_factory):
             yield client
 
 
-SLOW = ("02", "03", "04", "05", "06", "07")  # the fourth trains for as long as all others take together, the last two train too
-
-
-@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in FIGURES])
+@pytest.mark.slow  # below, each is stored as it ran last; tests/test_readme.py runs the same calls
+@pytest.mark.parametrize("number", FIGURES)
 def test_notebook_runs_without_a_warning_and_draws(number, kernel):
     kernel.nb = notebook = nbformat.read(numbered(number), 4)
     notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))

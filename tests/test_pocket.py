@@ -55,9 +55,8 @@ def decoded(drafter, state, count=SLOTS, num_draft_tokens=K, rounds=10_000):
 ALL = (K, SLOTS)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "ways"), [((0.0, 0.8), (ALL,)), pytest.param((0.8, 0.0), (ALL, (1, 3)), marks=pytest.mark.slow)], ids=["few", "more"]
-)
+@pytest.mark.slow  # tests/decode/test_decode_loop.py and tests/engine/test_llm.py have the same of tiny models
+@pytest.mark.parametrize(("temperature", "ways"), [((0.0, 0.8), (ALL,)), ((0.8, 0.0), (ALL, (1, 3)))], ids=["few", "more"])
 def test_the_same_tokens_for_any_k_and_batch(temperature, ways):
     """Greedy and sampled in turn, past the window of 128, the longer ones up to exactly max_len, from prompts of 1 to 220 tokens."""
     sequences = [ids[:n] for ids, n in zip(texts(), [1, 3, 40, 63, 64, 127, 129, 220], strict=False)]
@@ -87,6 +86,7 @@ def written():
     return [(len(ids), row) for ids, row in zip(sequences, tokens, strict=True)], state
 
 
+@pytest.mark.slow  # tests/test_vllm.py speculates with this pair
 def test_acceptance_on_unseen_code(written):
     """Tokens a round, the bonus counted. An assistant that reads the wrong cache, row or position falls to about 1."""
     sequences, state = written
@@ -130,6 +130,7 @@ def test_a_tree_gives_as_many_tokens_as_the_ranks_of_its_candidates_say(written)
     assert 3.46 * 0.95 < given < 3.46 * 1.05
 
 
+@pytest.mark.slow  # of the same pair
 def test_acceptance_along_the_real_text():
     """One round from each of many places of the real text, so that repetitive output cannot flatter the figure."""
     places = np.random.default_rng(0).integers(60, 240, (len(texts()), 4))
@@ -145,6 +146,7 @@ def test_acceptance_along_the_real_text():
     assert np.mean(gained) >= 2.3
 
 
+@pytest.mark.slow  # of the same texts
 def test_what_it_writes_does_not_loop(written):
     grams = [tuple(row[i : i + 8]) for prompt, row in written[0] for i in range(prompt, len(row) - 7)]
     assert len(set(grams)) / len(grams) >= 0.7

@@ -50,7 +50,8 @@ def text(llm):
     return done.token_ids
 
 
-@pytest.mark.parametrize("kind", ["int4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp8", "int8"))])
+@pytest.mark.slow  # below is what is packed; tests/drafters/test_quantised_target.py and test_quantize_embedding.py have texts
+@pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_those_of_the_dequantised_weights(folders, tmp_path, kind):
     """The matrices of the layers are packed, all else is float; a drafter guesses for it."""
     llm = jaxspec.load(*folders, quantize=kind, **SETTINGS)
@@ -75,7 +76,7 @@ def quantised(weights, kind):
     return pack(*from_floats.quantise(weights, scheme), kind=kind, group=scheme.group)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind == "int4" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def test_a_conversion_is_what_a_load_makes(folders, tmp_path, kind):
     """Without work: what lies on disk has the shapes and dtypes of the packed matrices, and the config says how they are quantised."""
     assert cli.main(["convert", str(folders[0]), str(tmp_path / "converted"), "--quantize", kind, "--dtype", "float32"]) == 0
@@ -126,6 +127,7 @@ def loaded(folder):
     return targets.load_target(folder, targets.abstract_target(config, jnp.bfloat16, quantisation), quantisation, progress=False)
 
 
+@pytest.mark.slow  # tests/sharding/test_packed.py has packed matrices on a mesh
 def test_a_conversion_loads_onto_a_mesh(folders, tmp_path):
     converted = jaxspec.convert(folders[0], tmp_path / "converted", dtype="float32", quantize="int4", progress=False)
     mesh = sharding.mesh(tensor=2)

@@ -1,5 +1,5 @@
-"""Batch generation on a local Ray: a replica that is killed is started again, and every row comes once, with the text it has without
-Ray."""
+"""Batch generation on Ray: what an actor makes of its rows, and, in the slow run, a local Ray. There a replica that is killed is started
+again, and every row comes once, with the text it has without Ray."""
 
 import json
 import os
@@ -64,6 +64,7 @@ def workers():
     return [process for process in psutil.Process().children(recursive=True) if "ray::MapWorker" in " ".join(process.cmdline())]
 
 
+@pytest.mark.slow  # Ray takes long to start and to notice; what its actors do is looked at below
 def test_a_killed_replica_loses_no_row_and_changes_no_text(cluster, folders, texts, parquet_files, tmp_path):
     """The rows come from parquet files and from JSON lines, one of which cannot be served."""
     path, bad = tmp_path / "in.jsonl", {"id": "bad", "prompt": "", "n": 0}
@@ -115,15 +116,27 @@ def test_rows_that_were_written_are_left_out_by_the_next_run(cluster, folders, t
 class Recorded:
     """A dataset that notes what it is asked for."""
 
-    def __init__(self):
-        self.context = SimpleNamespace(checkpoint_config=None)
+    def __init__(self, batch_size=256):
+        self.context, self.batch_size = SimpleNamespace(checkpoint_config=None), batch_size
 
     def repartition(self, *, target_num_rows_per_block):
-        assert target_num_rows_per_block == 256  # a batch
+        assert target_num_rows_per_block == self.batch_size
         return self
 
     def map_batches(self, function, **asked):
         return function, asked
+
+
+def test_an_actor_gives_each_row_its_text(folders):
+    """As Ray makes the actor and hands it a batch: one row cannot be served, and the others have the texts that they have one by one."""
+    rows, bad = ROWS[:BLOCK], {"id": "bad", "prompt": "", "n": 0}
+    actor, asked = jaxspec.ray.generate(Recorded(BLOCK), *folders, **SETTINGS, gpus_per_replica=0, batch_size=BLOCK)
+    assert (asked["batch_size"], asked["batch_format"]) == (BLOCK, "pyarrow")
+    replica = actor(**asked["fn_constructor_kwargs"])
+    found = {row["id"]: row for row in replica(pa.Table.from_pylist([*rows, bad])).to_pylist()}
+    assert found.pop("bad")["error"] == "the prompt is empty; expected at least one token"
+    assert {name: row["text"] for name, row in found.items()} == {row["id"]: row["text"] for row in replica._generator.rows(rows)}
+    assert all(row["error"] is None and row["completion_tokens"] == 24 and row["n"] == int(row["id"][1:]) for row in found.values())
 
 
 def test_what_ray_is_asked_for(monkeypatch):

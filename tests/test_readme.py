@@ -68,6 +68,7 @@ def ran(line, capsys):
     return subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow  # below their options are parsed, and tests/test_cli.py runs such commands on tiny models
 def test_commands_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for line in COMMANDS:

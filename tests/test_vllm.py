@@ -182,6 +182,7 @@ def test_the_basic_script(folders, capsys):
     assert [output.request_id for output in outputs] == ["0", "1", "2"]
 
 
+@pytest.mark.slow  # the basic script has the same calls
 def test_the_script_of_the_docs(capsys, monkeypatch):
     monkeypatch.setattr(loading, "MAX_SLOTS", 2)
     page = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text(encoding="utf-8")
@@ -200,6 +201,7 @@ def test_the_chat_script(folders, tmp_path):
     assert outputs[3].prompt.endswith("Hello! How can I assist you today?\nWrite a function.\n") and "<|turn>" not in outputs[3].prompt
 
 
+@pytest.mark.slow  # tests/engine/test_calls.py has prompts that begin alike
 def test_the_script_of_prefix_caching(folders, capsys):
     run(PREFIX_CACHING, folders[0])
     assert "Generated answers are the same: True\nTrue" in capsys.readouterr().out

@@ -45,6 +45,7 @@ def test_the_wheel_holds_the_packages_and_the_bundled_models_alone(wheel):
     assert {"jaxspec/py.typed", "pallas_kernels/py.typed"} <= set(names)
 
 
+@pytest.mark.slow  # above is what the wheel holds, and tests/test_cli.py generates in a process of its own
 def test_an_installed_wheel_generates(wheel, tmp_path):
     """The environment has no package but jaxspec; the others are this environment's, whose own jaxspec is out of sight."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

@@ -26,7 +26,7 @@ def quick_to_compile(unoptimised):
         yield
 
 
-COUNT = 80
+COUNT = 40
 LOADED = {"max_len": 64, "max_slots": 2, "num_draft_tokens": 2, "progress": False}
 ASKED = SamplingParams(max_tokens=40, temperature=0.8, ignore_eos=True)
 EAGER = {"share": 0.9, "batch": 1, "length": 32, "anchors": 4, "every": 1}
@@ -62,7 +62,6 @@ def texts(*paths):
     return {record["id"]: record["text"] for path in paths for record in read_lines(path)}
 
 
-@pytest.mark.slow
 def test_a_job_that_learns_writes_the_same_texts_and_a_drafter(folders, lines, plain, tmp_path, monkeypatch):
     out, told = tmp_path / "out.jsonl", []
     monkeypatch.setattr("tqdm.std.tqdm.set_postfix_str", lambda bar, text, refresh: told.append(text))
@@ -82,6 +81,7 @@ def read_line(out, name):
     return next(record for record in read_lines(out) if record["id"] == name)
 
 
+@pytest.mark.slow  # test_batch.py kills a job, and tests/engine/test_learn.py goes on from what a run that was killed had saved
 def test_a_killed_job_goes_on_with_what_its_drafter_learnt(folders, lines, plain, tmp_path):
     out = tmp_path / "out.jsonl"
     kept = {  # so that programs are those that other runs have compiled

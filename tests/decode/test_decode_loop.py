@@ -220,7 +220,7 @@ def test_a_text_with_another_token_is_not_the_same():
             assert_same(wrong, margins=np.zeros_like(values()))
 
 
-@pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.parametrize("k", [4, 7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_drafter_that_is_often_right_changes_nothing_but_the_rounds(k):
     state = run(parrot(), k)
     assert_same(numbers(state, "tokens"))
@@ -236,7 +236,7 @@ def test_a_drafter_that_is_often_right_changes_nothing_but_the_rounds(k):
     assert numbers(state, "status", [6]) == EMPTY and not numbers(state, "rounds", [6]) and not numbers(state, "tokens", [6]).any()
 
 
-@pytest.mark.parametrize("k", [1, 2, 7])
+@pytest.mark.parametrize("k", [1, 7, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_assistant_changes_nothing_but_the_rounds(k):
     state = run(assistant(), k)
     assert_same(numbers(state, "tokens"))

@@ -170,7 +170,7 @@ def test_greedy_rows_have_one_text(rule):
     ("rule", "fault"),
     [
         *(pytest.param(rule, "the draft's noise", marks=pytest.mark.slow) for rule in ("standard", "block")),
-        ("standard", "one round's noise"),
+        pytest.param("standard", "one round's noise", marks=pytest.mark.slow),
         ("block", "nothing taken away"),
     ],
 )

@@ -129,6 +129,7 @@ def test_rows_of_each_pass(monkeypatch):
         assert passes == rows
 
 
+@pytest.mark.slow  # test_mtp_modules.py has the same of a cache of that kind
 def test_slots_that_do_not_run_stay_as_they_are():
     """Two of six ids in the call run, the others are nobody's; the last slot is not named."""
     drafter = DraftModel(rounds.target(), page_size=rounds.PAGE)

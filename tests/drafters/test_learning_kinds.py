@@ -22,7 +22,6 @@ from jaxspec.learning.learner import Learner
 
 LEARN = Learn(share=0.9, batch=2, length=48, anchors=8, rate=0.05, every=2, patience=1000)
 LEARNERS = [kind for kind in KINDS if kind != "ngram"]
-FEW = ("assistant",)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +47,8 @@ def asked_for(rng):
     return asked
 
 
-@pytest.mark.parametrize("kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in LEARNERS])
+@pytest.mark.slow  # tests/engine/test_learn.py and tests/batch/test_learning.py compare an assistant's texts
+@pytest.mark.parametrize("kind", LEARNERS)
 def test_texts_are_the_same_and_nothing_is_compiled_anew(kind, caplog):
     """Prompts that begin alike, few pages, sampled texts and several samples of a prompt, while weights are updated, tried and taken."""
     llm, rng = llm_of(kind), np.random.default_rng(5)

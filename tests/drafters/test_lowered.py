@@ -53,7 +53,9 @@ def kernels(name, k, draft_attention, rows=None):
     return len(re.findall(r'name = "paged_attention"', text)), in_place
 
 
-@pytest.mark.parametrize(("name", "k", "targets", "own"), [("dflash", 15, 2, 2), ("dflash2", 15, 2, 2), ("eagle3", 5, 3, 5)])
+@pytest.mark.parametrize(
+    ("name", "k", "targets", "own"), [("dflash", 15, 2, 2), pytest.param("dflash2", 15, 2, 2, marks=pytest.mark.slow), ("eagle3", 5, 3, 5)]
+)
 def test_attention_over_an_own_cache_is_the_kernels(name, k, targets, own):
     """A block's sliding layers, causal within it or not, and its full layers, which see both ways; EAGLE-3's passes of 1 row, each with
     one more row that is not stored, and its pass over the rows of a round. The target has two kinds of layers; with few rows, layers of

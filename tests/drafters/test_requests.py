@@ -109,7 +109,8 @@ def run(kind, seed, count=9, **changes):
     return (llm.stats - before).preemptions
 
 
-@pytest.mark.parametrize("accept", ["block", pytest.param("coupled", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_events.py has sequences that give way
+@pytest.mark.parametrize("accept", ["block", "coupled"])
 def test_a_sequence_that_gave_way_goes_on_where_it_was(accept):
     """With whatever rule, down to the rounds it took: it keeps its tokens and anchor, its flags, log-probabilities and noise."""
     asked = fixed(5, 17)

@@ -384,7 +384,7 @@ def random_calls(work, snapshots, pages, shards, seed, calls):
 
 
 # Among them is every value of each setting.
-@pytest.mark.parametrize(("snapshots", "pages", "shards"), [(0, PAGES, 1), (1, 20, 2)])
+@pytest.mark.parametrize(("snapshots", "pages", "shards"), [pytest.param(0, PAGES, 1, marks=pytest.mark.slow), (1, 20, 2)])
 def test_calls_of_every_sort_give_what_each_request_gets_alone(work, snapshots, pages, shards):
     stats = random_calls(work, snapshots, pages, shards, 0, 36)
     assert stats.cached_tokens > 100 and (pages == PAGES or stats.preemptions > 0)

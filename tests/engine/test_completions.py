@@ -160,7 +160,7 @@ def places(completion, tokenizer):
     return found
 
 
-@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("include", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_stop_string_ends_a_text_inside_a_block_and_across_tokens_and_calls(llm, include):
     whole = generate(llm)
     kinds = set()
@@ -239,7 +239,8 @@ def test_n_samples_have_the_seeds_that_follow(llm):
     assert drawn[1].seed == drawn[0].seed + 1
 
 
-@pytest.mark.parametrize("rule", [pytest.param("standard", marks=pytest.mark.slow), "block"])
+@pytest.mark.slow  # tests/decode/test_lossless.py has what each rule draws
+@pytest.mark.parametrize("rule", ["standard", "block"])
 def test_other_rules_draw_texts_of_their_own(llm, load, rule):
     """The seed decides the text with them too, and greedy ones are those of every rule; a lookup's guesses have no distribution."""
     other = load(llm.drafter, num_draft_tokens=K, accept=rule)

@@ -53,7 +53,8 @@ def texts():
     return [c.token_ids for c in jaxspec.load("pocket", **LOADED | {"num_draft_tokens": 0}).generate(PROMPTS, MIXED[:4])]
 
 
-@pytest.mark.parametrize("case", [pytest.param("the first", marks=pytest.mark.slow), "the second"])
+@pytest.mark.slow  # test_trials.py has such comparisons, tests/drafters/test_dspark.py what each reading guesses
+@pytest.mark.parametrize("case", ["the first", "the second"])
 def test_the_right_reading_is_kept(case, texts, tmp_path):
     """Texts are those without drafts. After the verdict acceptance is that of the right reading; nothing was compiled for the other."""
     made, right, wrong = CASES[case]

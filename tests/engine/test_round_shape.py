@@ -14,9 +14,15 @@ from jaxspec.engine.round_shape import HOPED_GAIN, Adaptive, RoundShape, round_s
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.warmup import measured
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
 CHEAP = {0: 1.0, 2: 1.1, 4: 1.2}  # a round's cost by K, where the target's weights are all that counts
 DEAR = {0: 1.0, 2: 2.4, 4: 3.9}  # where every row costs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile(unoptimised):
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
 
 
 def costs(**sizes):
@@ -280,7 +286,6 @@ def test_rounds_of_few_rows_change_no_text(folders, monkeypatch):
     drafts, and what was verified counts, of sequences that were preempted too."""
     prompts, each = [[*range(5 + i, 45 + i)] for i in range(5)], [params(i) for i in range(5)]
     sizes = {"max_len": 96, "progress": False, "max_slots": 3}
-    few_programs(monkeypatch)
     with jaxspec.load(folders[0], None, **sizes) as alone:
         wanted = [out.token_ids for out in alone.generate(prompts, each)]
     llm = jaxspec.load(*folders, num_draft_tokens=3, adaptive_verification=True, kv_pages=5, **sizes)

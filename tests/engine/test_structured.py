@@ -101,12 +101,11 @@ def texts(llm, count=6, **changes):
     return [c.token_ids for c in llm.generate([PROMPT] * count, asked)]
 
 
-def test_the_seed_alone_makes_a_text(llm, folders):
+def test_the_seed_alone_makes_a_text(llm):
+    """That drafts change nothing tests/drafters/test_structured_kinds.py looks at."""
     expected = texts(llm)
     one_by_one = [llm.generate([PROMPT], params(i, **structure))[0].token_ids for i, structure in enumerate(MIXED[:6])]
     assert one_by_one == expected
-    with jaxspec.load(folders[0], max_slots=2, max_len=128, progress=False) as without:
-        assert texts(without) == expected
 
 
 def test_a_preempted_text_goes_on_where_it_was(llm):

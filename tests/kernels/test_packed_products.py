@@ -107,7 +107,7 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("form", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", TILES)
 def test_any_tiles_give_the_same(case, form):
     rows, blocks, depth, splits = TILES[case]
@@ -210,8 +210,12 @@ EXPERTS = {
 }
 
 
+# The forms of scales are those of the products above, too.
+FEW = ("one row", "blocks that are not full", "several tiles of one expert")
+
+
 @pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
-@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("case", [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in EXPERTS])
 def test_experts_equal_those_of_unpacked_weights(case, implementation):
     """The last row's first choice is no expert."""
     form, rows, count, inner, hidden, top_k = EXPERTS[case]

@@ -215,7 +215,7 @@ def test_pages_outside_the_table_and_unseen_cells_change_nothing():
     assert np.array_equal(case.check(), first)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_random_lengths_counts_and_positions(seed, data):
     """Shapes stay the same, so that this compiles two programs."""
@@ -399,7 +399,7 @@ def test_keys_and_values_in_float8(implementation, rotary):
     case.check(atol=1e-5)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_the_kernel_on_random_lengths_counts_and_positions(seed, data):
     """Shapes stay the same, so that this compiles four programs."""
@@ -459,7 +459,7 @@ def test_the_hopper_kernels_lower_for_cuda_at_real_shapes(name, batch, merged):
     assert text.count('name = "paged_attention_merge"') == merged
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(0, 700), min_size=2, max_size=2),
     offsets=st.lists(st.integers(-300, 300), min_size=3, max_size=3),
@@ -494,7 +494,7 @@ def test_the_hopper_kernels_read_each_key_that_a_row_sees_once(lengths, offsets,
         assert sorted(keys) == seen
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(0, 700), min_size=2, max_size=2),
     counts=st.lists(st.integers(0, 136), min_size=2, max_size=2),

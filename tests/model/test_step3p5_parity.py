@@ -84,7 +84,8 @@ def test_golden_keys(target):
         np.testing.assert_allclose(value, tensors[f"debug.layers.{i}.value"][0], rtol=LIMIT, atol=LIMIT)
 
 
-@pytest.mark.parametrize("widths", [(1,), (3, 7), (4,), (17, 5, 4)], ids=str)
+# With (4,) rows are rejected, and a chunk of 17 is longer than the window.
+@pytest.mark.parametrize("widths", [(4,), (17, 5, 4), *(pytest.param(w, marks=pytest.mark.slow) for w in ((1,), (3, 7)))], ids=str)
 def test_however_a_sequence_is_cut(target, widths):
     """Steps of one row, chunks longer than the ring's spare places, and verify blocks of which a part is rejected, against the whole."""
     ids = np.random.default_rng(0).integers(0, target.config.vocab_size, 33)
@@ -106,7 +107,8 @@ def test_however_a_sequence_is_cut(target, widths):
         at, turn = at + kept, turn + 1
 
 
-@pytest.mark.parametrize("prefill", ["xla", pytest.param("triton-interpret", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the kernels have tests of their own, and golden_chunks is of the model
+@pytest.mark.parametrize("prefill", ["xla", "triton-interpret"])
 def test_kernels_give_the_same(target, prefill):
     """The kernels, interpreted, over a verify block, and over a prefill."""
     ids = np.random.default_rng(3).integers(0, target.config.vocab_size, (1, 9)).astype(np.int32)

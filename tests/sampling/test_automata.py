@@ -93,7 +93,7 @@ def test_every_device_masks_its_part_of_the_vocabulary(devices=4):
         return constraint(states).masked(logits, jnp.asarray(states)[:, None], Shard(TENSOR, size))
 
     spec = PartitionSpec(None, None, TENSOR)
-    found = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(logits)[..., :VOCAB]
+    found = jax.jit(jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(logits)[..., :VOCAB]
     np.testing.assert_array_equal(found, constraint(states).masked(logits[..., :VOCAB], jnp.asarray(states)[:, None], None))
 
 

@@ -31,6 +31,7 @@ def slurm_job() -> tuple[int, int]:
     raise RuntimeError("no port is free")
 
 
+@pytest.mark.slow  # tests/batch/test_batch.py kills a job and resumes it; what the processes compute is that of any mesh
 def test_a_batch_over_two_processes_ends_when_one_dies_and_goes_on_in_one(folders, unoptimised, tmp_path):
     target, path, out = folders[0], tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"id": f"r{i}", "prompt": "def f():"[: i % 7 + 1], "params": {"max_tokens": 20 + i % 13}} for i in range(LINES)]

@@ -30,15 +30,11 @@ from pallas_kernels.all_reduce import Unsummed, mailboxes
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 MESHES = [(1, 2), (1, 4), (2, 2), (2, 4), (8, 1)]
-# Meshes of each sort, each member of the family and kind of drafter once; the others are marked slow. A 26B with DFlash is that of the
-# guesses below, a 31B with DSpark that of few rows.
-FEW = [
-    (1, 4, "E2B", "mtp centroids"),
-    (8, 1, "12B", "eagle3"),
-    (1, 4, "odd", "ngram"),
-    (1, 2, "12B", "dflash2"),
-    (2, 2, "step", "modules"),
-]
+# Of the family the member whose KV heads are repeated; the others are marked slow. A 26B with DFlash on 2 x 2 devices is that of the
+# guesses below, a 31B with DSpark that of few rows. Where the parts lie of what nothing divides test_sharding.py looks at, and
+# tests/test_step3p5_doors.py loads modules of its family onto a mesh.
+FEW = [(1, 4, "E2B", "mtp centroids")]
+MORE = [(8, 1, "12B", "eagle3"), (1, 4, "odd", "ngram"), (1, 2, "12B", "dflash2"), (2, 2, "step", "modules")]
 DRAFTERS = (
     "none",
     "ngram",
@@ -70,7 +66,7 @@ def check(data, tensor, member, kind, k=meshes.MAX_K, rows=None):
     return placed, state
 
 
-@pytest.mark.parametrize(("data", "tensor", "member", "kind"), FEW)
+@pytest.mark.parametrize(("data", "tensor", "member", "kind"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_tokens_are_those_of_one_device(data, tensor, member, kind):
     """Every data shard has pages, a free list and an end of its own; every KV head lies beside its query heads, be it in copies."""
     placed, state = check(data, tensor, member, kind)
@@ -84,7 +80,7 @@ def test_tokens_are_those_of_one_device(data, tensor, member, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("data", "tensor", "member", "kind"), [case for case in ALL if case not in FEW])
+@pytest.mark.parametrize(("data", "tensor", "member", "kind"), [case for case in ALL if case not in FEW + MORE])
 def test_tokens_are_those_of_one_device_everywhere(data, tensor, member, kind):
     check(data, tensor, member, kind)
 
@@ -100,7 +96,7 @@ def test_tokens_are_those_of_one_device_whatever_is_verified(data, tensor, membe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("data", "tensor", "member", "kind"), [*FEW, (1, 2, "31B", "mtp"), (1, 2, "31B", "dspark d2t")])
+@pytest.mark.parametrize(("data", "tensor", "member", "kind"), [*FEW, *MORE, (1, 2, "31B", "mtp"), (1, 2, "31B", "dspark d2t")])
 def test_tokens_are_those_of_one_device_whatever_is_verified_everywhere(data, tensor, member, kind):
     check(data, tensor, member, kind, rows=meshes.SLOTS // data + 3)
 
@@ -143,6 +139,7 @@ def test_guesses_are_those_of_one_device_everywhere(tensor, member, kind):
     check_guesses(tensor, member, kind)
 
 
+@pytest.mark.slow  # a target's layers are spread in the same way
 def test_a_large_draft_model_is_spread(monkeypatch):
     monkeypatch.setattr(draft_model, "SMALL_LAYER", 0)
     placed, state = check(1, 2, "31B", "draft model")

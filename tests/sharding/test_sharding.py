@@ -87,6 +87,7 @@ def test_data_shards_take_requests_side_by_side(load, texts, monkeypatch):
     assert all(r.free_slots == 2 for r in llm._shards.runners)
 
 
+@pytest.mark.slow  # tests/bench/test_bench.py has a bench of one device, and the test above a mesh
 def test_a_bench_over_a_mesh(folders, tmp_path):
     """Its batch is that of all data shards, its bytes are a device's, and a profile counts one device's kernels."""
     asked = ["--drafter", "ngram", "--k", "1", "--context", "4", "--tokens", "4", "--repeats", "1", "--dtype", "float32"]

@@ -22,6 +22,7 @@ def quantised(tmp_path_factory):
     return jaxspec.convert(folder, tmp_path_factory.mktemp("converted") / "int4", dtype="float32", quantize="int4", progress=False)
 
 
+@pytest.mark.slow  # test_tuning.py trains a drafter, and tests/drafters/test_quantised_target.py has such a target's drafts
 def test_a_drafter_is_trained(quantised, tmp_path):
     """Its config says nothing of the target's quantisation, and it guesses for the target that it was trained for."""
     objective = {"steps": 2, "anchors": 6}

@@ -34,7 +34,11 @@ def guessed(model, drafter, ids, at):
     return list(drafter.guesses(model, out, ids, at, STEPS))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Drafts one after the other, and all in one pass; test_losses.py goes through the guesses of other kinds.
+FEW = ("mtp", "mtp-modules", "dflash")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def test_guesses_along_a_drafters_own_drafts_are_those_drafts(kind):
     """Logits of every step, from places before, at and behind the window's end, in rows that go on with other tokens."""
     model, drafter, count = small.target(), small.drafter(kind), len(PLACES)

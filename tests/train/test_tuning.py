@@ -104,6 +104,7 @@ def test_what_cannot_be_used_is_said_at_the_door(trained, capsys, changes, messa
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow  # test_loop.py trains over two devices, and below a fresh drafter is made
 def test_a_fresh_drafter_over_two_devices(target, tmp_path):
     """EAGLE-3 with a draft vocabulary of the data's most frequent tokens, from its config alone; the rest of the data is held back."""
     config = {**small.CONFIGS["eagle3"], "vocab_size": tiny.VOCAB, "draft_vocab_size": 64, "num_hidden_layers": 1}

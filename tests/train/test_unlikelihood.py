@@ -44,6 +44,7 @@ def test_unlikelihood_keeps_its_digits_and_its_gradient_near_certainty():
     np.testing.assert_allclose(np.asarray(slopes)[np.arange(3), tokens], p, rtol=1e-6)
 
 
+@pytest.mark.slow  # only the bundled models are trained so; its parts are looked at above
 def test_unlikelihood_is_of_the_repeats_that_the_model_wrote(monkeypatch):
     """The loss and the batches that `break_loops` trains with, in NumPy."""
     monkeypatch.setattr(unlikelihood, "fit", lambda *args, **settings: (args, settings))
