@@ -86,7 +86,6 @@ def written():
     return [(len(ids), row) for ids, row in zip(sequences, tokens, strict=True)], state
 
 
-@pytest.mark.slow  # tests/test_vllm.py speculates with this pair
 def test_acceptance_on_unseen_code(written):
     """Tokens a round, the bonus counted. An assistant that reads the wrong cache, row or position falls to about 1."""
     sequences, state = written
@@ -101,7 +100,7 @@ def test_every_bundled_drafter_fits_the_target(name):
     assert max(drafter.taps, default=0) <= len(target().layers)
 
 
-@pytest.mark.slow  # tests/engine/test_readings.py always has one of them on other texts
+@pytest.mark.slow  # the assistant's acceptance is looked at above
 @pytest.mark.parametrize(
     ("name", "least"), [("dflash", 2.25), ("dflash2", 2.4), ("dspark", 2.4), ("eagle3", 2.3), ("modules", 2.4), ("draft", 2.45)]
 )
