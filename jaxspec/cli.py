@@ -425,8 +425,13 @@ def _bench(args: argparse.Namespace) -> None:
         plan = workload.plan_bench(**given)
         if "json" in args:  # before minutes of measuring
             open(args.json, "a").close()
-    found = timing.measure_plan(plan, progress=sys.stderr.isatty())
-    print("\n".join(report.report_lines(found)))
-    if "json" in args:
-        with _door():
-            report.write_json(found, args.json)
+    shown = 0
+    for found in timing.measure_plan(plan, progress=sys.stderr.isatty()):  # a run that is cut off has shown what it measured
+        lines = list(report.report_lines(found))
+        print("\n".join(lines[shown:]), flush=True)
+        shown = len(lines)
+        if "json" in args:
+            with _door():
+                report.write_json(found, args.json)
+    for line in report.profile_lines(found):
+        print(line)

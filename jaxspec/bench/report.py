@@ -92,6 +92,7 @@ class BenchReport:
     quantize_embedding: str | None  # and its token embedding
     quantize_drafter: str | None  # what the drafter's were quantised to
     settings: Workload
+    temperatures: tuple[float, ...]  # of the steps, also of those that are still to be timed
     mesh: dict[str, int]  # devices by axis; {} for one device
     target_bytes: int  # of the weights, each counted once
     drafter_bytes: int
@@ -103,13 +104,13 @@ class BenchReport:
 
 
 def report_lines(report: BenchReport) -> Iterator[str]:
-    """The report as lines of text."""
+    """The report as lines of text, without its profiles. A longer report of the same run begins with the same lines."""
     work, gb = report.settings, 1e9
     rates = ", ".join(map(str, work.accept.rates[: work.num_draft_tokens])) or work.accept.name
     rows = "" if work.rows is None else f"{work.rows} rows{' on each data shard' if report.mesh.get('data', 1) > 1 else ''}, "
     drafts = f"K = {work.num_draft_tokens}" if work.tree is None else f"tree of {work.tree}"
     with_drafter = f"drafter {report.drafter}, {drafts}, {rows}acceptance {rates}" if work.num_draft_tokens else "no drafter"
-    sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(f.temperature for f in report.decode) else ""
+    sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(report.temperatures) else ""
     quantised = f", target quantised to {report.quantize}" if report.quantize else ""
     quantised += f", embedding in {report.quantize_embedding}" if report.quantize_embedding else ""
     quantised += f", drafter in {report.quantize_drafter}" if report.quantize_drafter else ""
@@ -139,6 +140,10 @@ def report_lines(report: BenchReport) -> Iterator[str]:
             f"{p.length:6d} {p.chunk:6d} {p.ms.median:8.2f} {p.ms.min:8.2f} {p.ms.max:8.2f} {p.tokens_per_s:9.0f} "
             f"{p.flops / 1e12:7.2f} {p.matmul_share:10.1%} {p.program.compile_s:10.1f}"
         )
+
+
+def profile_lines(report: BenchReport) -> Iterator[str]:
+    """Its profiles, as lines of text."""
     for f in report.decode:
         if f.kernels:
             yield f"\nbatch {f.batch} at temperature {f.temperature}, traced at a context of {f.traced_context:.0f}"

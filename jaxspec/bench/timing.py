@@ -38,8 +38,11 @@ from jaxspec.sharding.specs import WHOLE
 from jaxspec.trees import nbytes
 
 
-def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
-    """Makes the weights and times what was planned. progress: show a bar. Raises RuntimeError if a sequence ends while it is timed."""
+def measure_plan(plan: BenchPlan, *, progress: bool = True) -> Iterator[BenchReport]:
+    """Makes the weights and times what was planned. Yields what is known so far: when the weights are there, and after each figure.
+
+    progress: show a bar. Raises RuntimeError if a sequence ends while it is timed.
+    """
     work = plan.work
     stages = 4 + 3 * len(plan.temperatures) * len(plan.batches) + 2 * len(plan.prefill)
     bar = tqdm(total=stages, disable=not progress, leave=False)
@@ -58,35 +61,43 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> BenchReport:
         stage("random weights")
         begun = time.perf_counter()
         target, drafter = jax.block_until_ready(random_weights(plan.placed(), work.seed))
-        weights_s = time.perf_counter() - begun
+        report = BenchReport(
+            command=sys.argv,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            jax=jax.__version__,
+            jaxlib=importlib.metadata.version("jaxlib"),
+            platform=device.client.platform_version.strip(),
+            device=device.device_kind,
+            driver=_driver(),
+            config=plan.config,
+            drafter=plan.drafter,
+            dtype=plan.dtype,
+            quantize=plan.quantize,
+            quantize_embedding=plan.quantize_embedding,
+            quantize_drafter=plan.quantize_drafter,
+            settings=work,
+            temperatures=tuple(plan.temperatures if plan.batches else ()),
+            mesh=plan.placement.axes,
+            target_bytes=nbytes(target),
+            drafter_bytes=nbytes(drafter),
+            weights_s=time.perf_counter() - begun,
+            copy_bytes_per_s=bandwidth,
+            matmul_flops_per_s=rate,
+            decode=(),
+            prefill=(),
+        )
+        bar.clear()
+        yield report
         gaps = cuda_graphs.keep_apart(plan.placement.devices)
-        decoded = tuple(_decode_all(plan, target, drafter, (bandwidth, rate), stage))
-        prefilled = tuple(_prefill_all(plan, target, drafter, rate, stage))
+        for decoded in _decode_all(plan, target, drafter, (bandwidth, rate), stage):
+            report = dataclasses.replace(report, decode=(*report.decode, decoded))
+            bar.clear()
+            yield report
+        for prefilled in _prefill_all(plan, target, drafter, rate, stage):
+            report = dataclasses.replace(report, prefill=(*report.prefill, prefilled))
+            bar.clear()
+            yield report
         del gaps
-    return BenchReport(
-        command=sys.argv,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        jax=jax.__version__,
-        jaxlib=importlib.metadata.version("jaxlib"),
-        platform=device.client.platform_version.strip(),
-        device=device.device_kind,
-        driver=_driver(),
-        config=plan.config,
-        drafter=plan.drafter,
-        dtype=plan.dtype,
-        quantize=plan.quantize,
-        quantize_embedding=plan.quantize_embedding,
-        quantize_drafter=plan.quantize_drafter,
-        settings=work,
-        mesh=plan.placement.axes,
-        target_bytes=nbytes(target),
-        drafter_bytes=nbytes(drafter),
-        weights_s=weights_s,
-        copy_bytes_per_s=bandwidth,
-        matmul_flops_per_s=rate,
-        decode=decoded,
-        prefill=prefilled,
-    )
 
 
 def _decode_all(

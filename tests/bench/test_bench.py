@@ -12,6 +12,7 @@ import tiny
 import jaxspec
 from jaxspec import cli, released
 from jaxspec.bench import kernel_times, random_weights, roofline, workload
+from jaxspec.bench import report as bench_report
 from jaxspec.decode.accept import COUPLED
 from jaxspec.decode.round import Round
 from jaxspec.drafters import assistant as gemma4_mtp
@@ -209,6 +210,8 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
     work = ["--batch", "4", "--context", "20", "--tokens", "40", "--acceptance", "0.9,0.5", "--prefill", "24", "--prefill-chunk", "16"]
     work += ["--temperature", "0,0.8", "--top-k", "9", "--top-p", "0.9", "--structured", "5"]
     out = ["--repeats", "2", "--json", str(folders / "out.json"), "--profile", str(folders / "trace")]
+    written, write = [], bench_report.write_json
+    monkeypatch.setattr(bench_report, "write_json", lambda found, path: written.append((found.decode, found.prefill)) or write(found, path))
     compiled = []  # seconds that XLA took for each loop
 
     def listen(event, seconds, **more):
@@ -241,6 +244,8 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
     products = [kernel["count"] for kernel in prompt["kernels"] if "dot_general" in kernel["operation"]]
     assert products and all(count % 2 == 0 for count in products)  # 24 tokens are two calls
     printed = capsys.readouterr().out
+    assert [tuple(map(len, known)) for known in written] == [(0, 0), (1, 0), (2, 0), (2, 1)]  # each as soon as it is known
+    assert printed.count("batch  temp") == printed.count("prompt  chunk") == 1
     for wanted in (
         "where a temperature is, top_k 9 and top_p 0.9",
         "acceptance 0.9, 0.5",
