@@ -1,13 +1,13 @@
 # make demo | test | smoke | test-all | test-gpu | docs | notebooks | address. Needs git, make, Python 3.11 or newer and a package index; nothing else.
 # Settings: VENV (the virtual environment's folder), PYTHON (the interpreter that makes it), CUDA (cuda12 or cuda13), PROMPT,
-# JOBS (processes that run tests).
+# JOBS (processes that run tests; by default one a core, at most four, as each takes a few GB).
 
 # Where the repository is published: on GitHub, OWNER/NAME. After a change, `make address` writes it into the notebooks.
 REPOSITORY = YOUR_ORGANISATION/jaxspec
 VENV ?= .venv
 CUDA ?= cuda12
 PROMPT ?= class Point:
-JOBS ?= 2
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
 # A file's tests share what they compile, so each file is one process's; tests/conftest.py says which files come first.
 PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # A few minutes of tests that need no torch, for other versions of Python and JAX: make smoke VENV=.venv312 PYTHON=python3.12
