@@ -416,6 +416,8 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
     from jaxspec.bench import report, timing, workload
 
     given = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
@@ -428,7 +430,8 @@ def _bench(args: argparse.Namespace) -> None:
     shown = 0
     for found in timing.measure_plan(plan, progress=sys.stderr.isatty()):  # a run that is cut off has shown what it measured
         lines = list(report.report_lines(found))
-        print("\n".join(lines[shown:]), flush=True)
+        with tqdm.external_write_mode():  # the bar gives way
+            print("\n".join(lines[shown:]), flush=True)
         shown = len(lines)
         if "json" in args:
             with _door():

@@ -61,6 +61,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> Iterator[BenchRep
         stage("random weights")
         begun = time.perf_counter()
         target, drafter = jax.block_until_ready(random_weights(plan.placed(), work.seed))
+        weights_s = time.perf_counter() - begun
         report = BenchReport(
             command=sys.argv,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -76,26 +77,23 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> Iterator[BenchRep
             quantize_embedding=plan.quantize_embedding,
             quantize_drafter=plan.quantize_drafter,
             settings=work,
-            temperatures=tuple(plan.temperatures if plan.batches else ()),
+            temperatures=plan.temperatures if plan.batches else (),
             mesh=plan.placement.axes,
             target_bytes=nbytes(target),
             drafter_bytes=nbytes(drafter),
-            weights_s=time.perf_counter() - begun,
+            weights_s=weights_s,
             copy_bytes_per_s=bandwidth,
             matmul_flops_per_s=rate,
             decode=(),
             prefill=(),
         )
-        bar.clear()
         yield report
         gaps = cuda_graphs.keep_apart(plan.placement.devices)
         for decoded in _decode_all(plan, target, drafter, (bandwidth, rate), stage):
             report = dataclasses.replace(report, decode=(*report.decode, decoded))
-            bar.clear()
             yield report
         for prefilled in _prefill_all(plan, target, drafter, rate, stage):
             report = dataclasses.replace(report, prefill=(*report.prefill, prefilled))
-            bar.clear()
             yield report
         del gaps
 

@@ -14,8 +14,9 @@ doi:10.3758/PBR.16.2.225). With n differences, their sum S and the sum Q of thei
 
 If both are equal it ever reaches 1 / ERROR with a probability of at most ERROR, however often one looks (Hendriksen et al. 2021,
 doi:10.1214/20-BA1234). Once it does the trial ends, after 6 pairs at the earliest. It also ends once the difference is known to ALIKE of
-the tokens a step, and after PAIRS pairs in any case. The greater mean decides; equal variants keep the first. Where the first is a
-challenger, which has other chances, it has lost as soon as the number against it reaches 1 / DOUBT: so it costs fewer rounds.
+the tokens a step, and after PAIRS pairs in any case. The greater mean decides; equal variants keep the first. Where the first
+challenges the second, it loses as soon as the number says 1 / DOUBT against it: bad weights then cost few rounds, and newer ones are
+tried later.
 
 Some drafters have K and V of their own. If variants differ in those too, a sequence that both have served tells nothing about either:
 see `Trial`.
