@@ -100,7 +100,8 @@ def launching(kernel: Callable[..., None]) -> Callable[..., None]:
 
     XLA has every kernel of its own and of this dialect begin with that wait, so that all kernels before this one have ended too. But the
     compiler may move a load of XLA's own kernels ahead of the wait, since they read operands as constants. So no operation of XLA may read
-    the results of such a kernel: only kernels of this dialect, whose loads stay where they are, and others that are launched after its end.
+    the results of such a kernel: only kernels of this dialect, whose loads stay where they are, and of the Mosaic GPU dialect, which wait
+    themselves (`mosaic_wait`) or are launched after its end.
     """
 
     def begun(*refs: Any) -> None:
@@ -165,6 +166,18 @@ def mosaic() -> Any:
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
+def mosaic_wait(launch_dependents: bool = False) -> None:
+    """In a kernel of the Mosaic GPU dialect: waits for the end of the kernels before it. A kernel that does so may be launched while the
+    one before still runs, and may read what no kernel writes until it waits. launch_dependents: whether the next ones may then be
+    launched too: see `launching`.
+
+    In CUDA graphs that holds since JAX 0.12; before, a graph launches such a kernel after the end of the one before.
+    """
+    mosaic().griddepcontrol_wait()
+    if launch_dependents:
+        mosaic().griddepcontrol_launch_dependents()
+
+
 def mosaic_load(ref: Any, layout: Any) -> jax.Array:
     """Loads what a reference to global memory holds into registers with this layout."""
     index = () if jax.__version_info__ >= (0, 11) else ((),)
@@ -185,6 +198,7 @@ __all__ = [
     "mosaic_load",
     "mosaic_obstacle",
     "mosaic_transposed",
+    "mosaic_wait",
     "obstacle",
     "pl",
     "plgpu",

@@ -16,6 +16,7 @@ FORMS = {
     "int4 zeros of 16": ("int4", 16, True, None),
     "int4 float32": ("int4", 32, False, "float32"),
     "int4 zeros of 16 float32": ("int4", 16, True, "float32"),
+    "int8 zeros": ("int8", 64, True, None),
     "int8 zeros of 8": ("int8", 8, True, None),
     "int8 of 16": ("int8", 16, False, None),
     "int8 float16": ("int8", None, False, "float16"),

@@ -1,6 +1,7 @@
 """Kernels that let the next ones be launched while they run: no operation of XLA may read their results (`dialect.launching`)."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,14 @@ from real_configs import ASSISTANTS, TARGETS
 
 from jaxspec import decode
 from jaxspec.drafters import assistant as gemma4_mtp
-from jaxspec.model import gemma4
 from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.targets import abstract_target, asked_quantisation
 from pallas_kernels import device
 from pallas_kernels.add_norm import add_norm
+from pallas_kernels.linear import linear
 
+# What kernels read before they wait, of their arguments: the words, scales and zeros of a packed matrix, whose last argument is a constant.
+READ_AHEAD = dict.fromkeys(("linear", "gated", "lm_head"), slice(1, 2)) | dict.fromkeys(("packed_linear", "packed_gated"), slice(1, -1))
 VIEWS = {"reshape", "squeeze", "expand_dims", "optimization_barrier"}
 
 
@@ -26,54 +30,81 @@ def hopper():
     jax.clear_caches()
 
 
-def launches(equation):
-    return equation.primitive.name == "pallas_call" and "griddepcontrol" in str(equation.params["jaxpr"])
+def instructions(equation):
+    """Which instructions of a kernel are about the launch of others: a subset of "wait" and "launch_dependents"."""
+    return set(re.findall(r"griddepcontrol[._](\w+)", str({name: equation.params.get(name) for name in ("jaxpr", "jaxprs")})))
 
 
-def follow(jaxpr, early, found):
-    """Adds to `found` the kernels that launch dependents (a count, under "kernels") and the names of operations of XLA that read the
-    results of one. early: of each input, whether it is such a result. Returns the same of the outputs."""
-    known = dict(zip(jaxpr.invars, early, strict=True))
+def follow(jaxpr, origins, found):
+    """Adds to `found` how many kernels launch dependents and how many wait, under "launch_dependents" and "wait"; the names of operations
+    of XLA that read the results of the former; and the names of kernels that wait and have read something else than weights.
+
+    origins: of each input "weights" if it is one of those, "early" if it is the result of a kernel that launches dependents, or None.
+    Returns the same of the outputs."""
+    known = dict(zip(jaxpr.invars, origins, strict=True))
 
     def of(variables):
-        return [not isinstance(v, Literal) and known.get(v, False) for v in variables]
+        return [None if isinstance(v, Literal) else known.get(v) for v in variables]
+
+    def count(name):
+        found[name] = found.get(name, 0) + 1
 
     for equation in jaxpr.eqns:
         name, inputs = equation.primitive.name, of(equation.invars)
-        out = [False] * len(equation.outvars)
+        out = [None] * len(equation.outvars)
         if name in ("jit", "pjit", "custom_vmap_call"):
             out = follow(equation.params["call" if name == "custom_vmap_call" else "jaxpr"].jaxpr, inputs, found)
-        elif name == "pallas_call":
-            out = [launches(equation)] * len(out)
-            found["kernels"] = found.get("kernels", 0) + out[0]
+        elif name in ("pallas_call", "mpmd_map"):
+            does = instructions(equation)
+            for instruction in does:
+                count(instruction)
+            out = ["early" if "launch_dependents" in does else None] * len(out)
+            if "wait" in does and set(inputs[READ_AHEAD.get(equation.params["name"], slice(0))]) - {"weights"}:
+                count(equation.params["name"])
         elif name in VIEWS:
-            out = [any(inputs)] * len(out)
+            out = [next(filter(None, inputs), None)] * len(out)
         elif name == "while":
-            for body in (equation.params["cond_jaxpr"].jaxpr, equation.params["body_jaxpr"].jaxpr):
-                follow(body, [False] * len(body.invars), found)
-        elif any(inputs) and name not in ("core_map", "mpmd_map"):  # the latter are kernels for Hopper, launched after the end of others
-            found[name] = found.get(name, 0) + 1
+            conditions, bodies = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+            carried = [None] * (len(inputs) - conditions - bodies)
+            follow(equation.params["cond_jaxpr"].jaxpr, [*inputs[:conditions], *carried], found)
+            follow(equation.params["body_jaxpr"].jaxpr, [*inputs[conditions : conditions + bodies], *carried], found)
+        elif "early" in inputs:
+            count(name)
         known |= dict(zip(equation.outvars, out, strict=True))
     return of(jaxpr.outvars)
 
 
-def step(name, batch):
+def step(name, batch, quantize=None):
     """What `follow` finds in a loop of steps of a real model with its assistant."""
     config = Gemma4Config.from_hf(TARGETS[name])
-    target, drafter = gemma4.abstract(config), gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANTS[name]), config))
+    quantisation = None if quantize is None else asked_quantisation(config, jnp.bfloat16, quantize, None)
+    target = abstract_target(config, jnp.bfloat16, quantisation)
+    drafter = gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANTS[name]), config))
     state = jax.eval_shape(functools.partial(decode.init_state, slots=batch, max_len=1024, num_draft_tokens=4), target, drafter)
     slots, steps = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     loop = functools.partial(decode.decode_loop, round=decode.Round(4))
     jaxpr = jax.make_jaxpr(loop)(target, drafter, state, slots, steps).jaxpr
-    found = {}
-    follow(jaxpr, [False] * len(jaxpr.invars), found)
+    weights, found = len(jax.tree.leaves((target, drafter))), {}
+    follow(jaxpr, ["weights"] * weights + [None] * (len(jaxpr.invars) - weights), found)
     return found, len(config.layers)
 
 
-@pytest.mark.parametrize(("name", "batch", "least"), [("E2B", 1, 12), ("E2B", 8, 5), pytest.param("26B-A4B", 1, 6, marks=pytest.mark.slow)])
-def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper, name, batch, least):
-    found, layers = step(name, batch)
-    assert found.pop("kernels") > least * layers  # most kernels of a layer
+# least, waiting: kernels of a layer that launch dependents, and kernels for Hopper that wait: most of all kernels, with packed matrices.
+@pytest.mark.parametrize(
+    ("name", "batch", "quantize", "least", "waiting"),
+    [
+        ("E2B", 1, None, 12, 0),
+        ("E2B", 8, "int4", 6, 2),
+        pytest.param("E2B", 8, None, 5, 0, marks=pytest.mark.slow),
+        pytest.param("31B", 1, "int4", 8, 4, marks=pytest.mark.slow),
+        pytest.param("31B", 8, None, 4, 3, marks=pytest.mark.slow),
+        pytest.param("26B-A4B", 1, None, 6, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper, name, batch, quantize, least, waiting):
+    found, layers = step(name, batch, quantize)
+    assert found.pop("launch_dependents") > least * layers
+    assert found.pop("wait", 0) >= waiting * layers
     assert not found
 
 
@@ -85,5 +116,14 @@ def test_a_read_by_xla_is_found(hopper):
 
     x, weight, found = jnp.zeros((16, 128), jnp.bfloat16), jnp.zeros(128, jnp.bfloat16), {}
     jaxpr = jax.make_jaxpr(reads)(x, x, weight).jaxpr
-    follow(jaxpr, [False] * len(jaxpr.invars), found)
-    assert found == {"kernels": 2, "tanh": 1}
+    follow(jaxpr, [None] * len(jaxpr.invars), found)
+    assert found == {"launch_dependents": 2, "tanh": 1}
+
+
+def test_weights_that_the_program_computes_are_found(hopper):
+    def multiplies(x, w, twice):
+        return linear(linear(x, w, implementation="mosaic"), twice * 2, implementation="mosaic")
+
+    x, w, found = jnp.zeros((16, 2048), jnp.bfloat16), jnp.zeros((2048, 2048), jnp.bfloat16), {}
+    follow(jax.make_jaxpr(multiplies)(x, w, w).jaxpr, [None, "weights", "weights"], found)
+    assert found == {"wait": 2, "linear": 1}

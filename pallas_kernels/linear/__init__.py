@@ -24,7 +24,7 @@ from pallas_kernels.packed import Packed
 # How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
 # reads them again, which takes as long as two or three passes.
 MOST_PASSES = 3
-MOSAIC_ROWS = 16  # of which a multiple needs no padding
+MOSAIC_ROWS = 16  # a multiple needs no padding
 
 
 def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: bool = False) -> int:
@@ -63,7 +63,7 @@ def partials(
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         return reference.partials(x, w)
-    return _by_rows(_kernel("partials", chosen, w, launch_dependents), 1, w, splits)(x)
+    return _by_rows(_kernel("partials", chosen, w, launch_dependents and not _divided(x, w)), 1, w, splits)(x)
 
 
 def gated(
@@ -82,7 +82,7 @@ def gated(
     chosen = _select(implementation, 1, x, gate_up)
     if chosen == "xla":
         return reference.gated(x, gate_up, activation)
-    return _by_rows(_kernel("gated", chosen, gate_up, launch_dependents), 0, gate_up, activation)(x)
+    return _by_rows(_kernel("gated", chosen, gate_up, launch_dependents and not _divided(x, gate_up)), 0, gate_up, activation)(x)
 
 
 def gated_by(
@@ -109,8 +109,8 @@ def by_kernel(x: Any, w: Any, *others: Any, splits: int | None = None, implement
     """Whether a kernel reads x, and no operation of XLA does. x: [N, H]; others: further arrays that the product takes. Of all arrays the
     shapes are enough. splits and implementation: as for `partials`; splits is 1 for a product with a gate."""
     chosen, rows = _select(implementation, splits, x, w, *others), x.shape[0]
-    divided = isinstance(w, Packed) and rows > packed_triton.MOST_ROWS  # by XLA, which also pads rows for the kernels for Hopper
-    return chosen != "xla" and not divided and (chosen != "mosaic" or rows % MOSAIC_ROWS == 0)
+    padded = chosen == "mosaic" and rows > 8 and rows % (8 if isinstance(w, Packed) else MOSAIC_ROWS) != 0  # by XLA
+    return chosen != "xla" and not padded and not _divided(x, w)
 
 
 def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
@@ -136,13 +136,17 @@ def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array 
 
 def _kernel(name: str, chosen: str, w: jax.Array | Packed, launch_dependents: bool = False) -> Callable[..., jax.Array]:
     """The kernel of a function's name in the chosen implementation."""
+    packed, settings = isinstance(w, Packed), {}
+    if name != "linear" and (chosen == "mosaic" or not packed):
+        settings = {"launch_dependents": launch_dependents}
     if chosen == "mosaic":
-        return getattr(packed_mosaic if isinstance(w, Packed) else mosaic, name)
-    interpret = chosen == "triton-interpret"
-    if isinstance(w, Packed):
-        return functools.partial(getattr(packed_triton, name), interpret=interpret)
-    settings = {"launch_dependents": launch_dependents} if name != "linear" else {}
-    return functools.partial(getattr(triton, name), interpret=interpret, **settings)
+        return functools.partial(getattr(packed_mosaic if packed else mosaic, name), **settings)
+    return functools.partial(getattr(packed_triton if packed else triton, name), interpret=chosen == "triton-interpret", **settings)
+
+
+def _divided(x: Any, w: Any) -> bool:
+    """Whether XLA divides the rows of x [N, H] for several calls of a kernel, and puts the results together."""
+    return isinstance(w, Packed) and x.shape[0] > packed_triton.MOST_ROWS
 
 
 def _by_rows(kernel: Callable[..., jax.Array], axis: int, w: jax.Array | Packed, *settings: Any) -> Callable[..., jax.Array]:

@@ -1,11 +1,11 @@
 """Products of up to 256 rows in the Mosaic GPU dialect, for Hopper: one matrix of bfloat16 weights, or a gated pair, read once.
 
 A program multiplies all rows with two blocks of outputs, or with a part of their inputs; of a gated pair, with a block of each matrix. One
-warpgroup copies weights and rows to shared memory, several steps ahead; each of two others multiplies a block. Outputs are the tensor
-core's left operand, so rows of x are padded to eight only. A block holds 64 outputs or fewer: as many as give each multiprocessor the same
-number of programs. Where no number does, programs have equal runs of steps. Two programs whose runs meet within a tile share its sums: the
-first one to work on it leaves them in memory, and the other adds them to its own. Two programs side by side may share what they read of x,
-each of them copying half of it to both.
+warpgroup copies weights and rows to shared memory, several steps ahead, the first weights while the kernel before still runs; each of two
+others multiplies a block. Outputs are the tensor core's left operand, so rows of x are padded to eight only. A block holds 64 outputs or
+fewer: as many as give each multiprocessor the same number of programs. Where no number does, programs have equal runs of steps. Two
+programs whose runs meet within a tile share its sums: the first one to work on it leaves them in memory, and the other adds them to its
+own. Two programs side by side may share what they read of x, each of them copying half of it to both.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ WORKERS = 2  # warpgroups that multiply
 # Where the kernels are faster than others on an H200, by the number of matrices: from LEAST_ROWS rows on, or fewer if the next kernel adds
 # parts, with so many weights.
 LEAST_ROWS, LEAST_ROWS_OF_PARTS, MOST_FASTEST, LEAST_WEIGHTS = 17, 9, {1: 96, 2: 160}, {1: 30 << 20, 2: 18 << 20}
+# Few rows, so many weights and a JAX that launches kernels early in CUDA graphs: what counts is how soon the first weights are there.
+FEW_ROWS, FEW_ROWS_WEIGHTS, FEW_ROWS_SINCE = 8, 4 << 20, (0, 12)
 # Parts of products with matrices of fewer weights, which leave out the pass that adds them up.
 PARTS_ROWS, PARTS_WEIGHTS = (97, 128), (1 << 20, 30 << 20)
 SHARED_MEMORY = 230_000  # of a program, without its barriers
@@ -88,6 +90,8 @@ def is_fastest(rows: int, w: jax.Array, matrices: int = 1, splits: int | None = 
     if w.dtype != jnp.bfloat16 or dialect.mosaic_obstacle():
         return False
     size = math.prod(w.shape)
+    if rows <= FEW_ROWS and size >= FEW_ROWS_WEIGHTS and jax.__version_info__ >= FEW_ROWS_SINCE:
+        return True
     if size >= LEAST_WEIGHTS[matrices]:
         return (LEAST_ROWS_OF_PARTS if splits is None else LEAST_ROWS) <= rows <= MOST_FASTEST[matrices]
     of_parts = matrices == 1 and splits is None and PARTS_WEIGHTS[0] < size < PARTS_WEIGHTS[1]
@@ -132,18 +136,19 @@ def choose_tiles(rows: int, outputs: int, width: int, *, matrices: int = 1, spli
 def linear(x, w, splits: int | None = 1, *, tiles: Tiles | None = None, interpret: Any = False):
     """See `pallas_kernels.linear.linear`."""
     tiles = tiles or _tiles(x, w, splits)
-    parts = _product(x, w, tiles, x.dtype if tiles.splits == 1 else jnp.float32, GELU, interpret)
+    parts = _product(x, w, tiles, x.dtype if tiles.splits == 1 else jnp.float32, interpret=interpret)
     return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
 
-def partials(x, w, splits: int | None = None, *, tiles: Tiles | None = None, interpret: Any = False):
+def partials(x, w, splits: int | None = None, *, tiles: Tiles | None = None, launch_dependents: bool = False, interpret: Any = False):
     """See `pallas_kernels.linear.partials`."""
-    return _product(x, w, tiles or _tiles(x, w, splits), jnp.float32, GELU, interpret)
+    return _product(x, w, tiles or _tiles(x, w, splits), jnp.float32, launch_dependents=launch_dependents, interpret=interpret)
 
 
-def gated(x, gate_up, activation=GELU, *, tiles: Tiles | None = None, interpret: Any = False):
+def gated(x, gate_up, activation=GELU, *, tiles: Tiles | None = None, launch_dependents: bool = False, interpret: Any = False):
     """See `pallas_kernels.linear.gated`."""
-    return _product(x, gate_up, tiles or _tiles(x, gate_up), x.dtype, activation, interpret)[0]
+    settings = {"launch_dependents": launch_dependents, "interpret": interpret}
+    return _product(x, gate_up, tiles or _tiles(x, gate_up), x.dtype, activation, **settings)[0]
 
 
 def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
@@ -151,7 +156,9 @@ def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
     return choose_tiles(x.shape[0], outputs, width, matrices=math.prod(matrices), splits=splits)
 
 
-def _product(x: jax.Array, w: jax.Array, tiles: Tiles, dtype: Any, activation: Any, interpret: Any) -> jax.Array:
+def _product(
+    x: jax.Array, w: jax.Array, tiles: Tiles, dtype: Any, activation: Any = GELU, *, launch_dependents: bool = False, interpret: Any
+) -> jax.Array:
     """Parts of the product, or of what the activation makes of two products, [splits, rows, outputs]."""
     mosaic, outputs, padded, matrices = dialect.mosaic(), w.shape[-2], tiles.padded(x.shape[0]), math.prod(w.shape[:-2])
     steps = x.shape[1] // tiles.step
@@ -196,7 +203,8 @@ def _product(x: jax.Array, w: jax.Array, tiles: Tiles, dtype: Any, activation: A
         return finish, end
 
     name = "gated" if matrices == 2 else "linear"
-    return products(x, w.reshape(matrices, *w.shape[-2:]), tiles, worker, name=name, out=out, scratch=scratch, interpret=interpret)["out"]
+    settings = {"name": name, "out": out, "scratch": scratch, "launch_dependents": launch_dependents, "interpret": interpret}
+    return products(x, w.reshape(matrices, *w.shape[-2:]), tiles, worker, **settings)["out"]
 
 
 def products(
@@ -209,18 +217,21 @@ def products(
     out: dict[str, jax.ShapeDtypeStruct],
     arrays: dict[str, jax.Array] | None = None,
     scratch: dict[str, Any] | None = None,
+    launch_dependents: bool = False,
     interpret: Any = False,
 ) -> dict[str, jax.Array]:
-    """A kernel of products x w^T. x: [N, H]; w: [matrices, O, H].
+    """A kernel of products x w^T. x: [N, H]; w: [matrices, O, H], which no kernel shortly before writes.
 
     worker: a function of all references, by name, and a warpgroup's number. It returns two functions: one takes how many tiles came before,
     the split, the first output of the warpgroup's block and its product [64, N padded]; the other takes how many tiles there were, at the
-    end. name: the kernel's. out, arrays, scratch: what the worker writes, reads and keeps in shared memory. Returns `out`.
+    end. name: the kernel's. out, arrays, scratch: what the worker writes, reads and keeps in shared memory. launch_dependents: see
+    `dialect.mosaic_wait`. Returns `out`.
     """
     mosaic = dialect.mosaic()
     matrices, outputs, width = w.shape
     rows, padded = x.shape[0], tiles.padded(x.shape[0])
-    if rows < padded:
+    # Rows are copied in tiles of eight, so there must be fewer than eight, or a multiple.
+    if rows < padded and (rows > 8 or interpret):
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     steps = width // tiles.step
     share = pl.cdiv(steps, tiles.splits)
@@ -249,7 +260,8 @@ def products(
         refs = dict(zip(names, refs, strict=True)) | scratch
         if tiles.stream:
             refs["ready"] = pl.get_global(mosaic.SemaphoreType.REGULAR((mine,)))
-        _multiply(mosaic, refs, worker, tiles=tiles, interpret=bool(interpret), **settings)
+        wait = None if interpret else functools.partial(dialect.mosaic_wait, launch_dependents)
+        _multiply(mosaic, refs, worker, tiles=tiles, wait=wait, **settings)
 
     together = {"cluster": (tiles.cluster,), "cluster_names": ("member",)} if tiles.cluster > 1 else {}
     interpreted = {"interpret": interpret} if interpret else {}
@@ -269,7 +281,7 @@ def products(
     return dict(zip(written, found, strict=True))
 
 
-def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matrices, interpret):
+def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matrices, wait):
     weights, rows, full, empty = (refs[name] for name in ("weights", "rows", "full", "empty"))
     warpgroup, program, programs = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program"), jax.lax.axis_size("program")
     member = jax.lax.axis_index("member") if tiles.cluster > 1 else 0
@@ -285,40 +297,55 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
         begin = end = head = shared_first = 0
         pieces = jax.lax.div(works - program + programs - 1, programs)
 
+    def piece(i):
+        """A piece of the program's work: its tile and split, its first step, and its number of steps."""
+        if tiles.stream:
+            tile, split = head + i, 0
+            first, last = jnp.maximum(begin - tile * steps, 0), jnp.minimum(end - tile * steps, steps)
+            length = last - first
+        else:
+            number = program + i * programs
+            tile, split = jax.lax.div(number, splits), jax.lax.rem(number, splits)
+            first = split * share
+            length = jnp.minimum(share, steps - first)
+        return tile * tiles.cluster + member, split, first, length
+
     def each_work(do):
         """Calls do(number, tile, split, first step, steps, steps before) for each piece of the program's work. Returns all steps."""
 
         def work(i, before):
-            if tiles.stream:
-                number, split = head + i, 0
-                first, last = jnp.maximum(begin - number * steps, 0), jnp.minimum(end - number * steps, steps)
-                tile, length = number, last - first
-            else:
-                number = program + i * programs
-                tile, split = jax.lax.div(number, splits), jax.lax.rem(number, splits)
-                first = split * share
-                length = jnp.minimum(share, steps - first)
-            do(i, tile * tiles.cluster + member, split, first, length, before)
+            *place, length = piece(i)
+            do(i, *place, length, before)
             return before + length
 
         return jax.lax.fori_loop(0, pieces, work, jnp.int32(0))
 
     @pl.when(warpgroup == WORKERS)
     def _copy():
-        if not interpret:
+        if wait is not None:
             mosaic.set_max_registers(40, action="decrease")
         shared = {"collective_axes": "member"} if tiles.cluster > 1 else {}
+
+        def copy_weights(tile, step, slot):
+            for block in range(WORKERS):
+                begin = (tile * places + block % places) * tiles.outputs
+                source = refs["w"].at[block // places, pl.ds(begin, tiles.outputs), pl.ds(step * tiles.step, tiles.step)]
+                mosaic.copy_gmem_to_smem(source, weights.at[slot, block, pl.ds(0, tiles.outputs)], full.at[slot])
+
+        start, _, first_step, length = piece(0)
+        early = jnp.minimum(length, stages)  # steps whose weights are copied before the kernel waits
+        jax.lax.fori_loop(0, early, lambda i, _: copy_weights(start, first_step + i, i), None)
+        if wait is not None:
+            wait()
 
         def copy(_, tile, __, first, length, before):
             def step(i, _):
                 slot = jax.lax.rem(before + i, stages)
                 pl.when(before + i >= stages)(lambda: mosaic.barrier_wait(empty.at[slot]))
-                inputs = pl.ds((first + i) * tiles.step, tiles.step)
-                for block in range(WORKERS):
-                    begin = (tile * places + block % places) * tiles.outputs
-                    source = refs["w"].at[block // places, pl.ds(begin, tiles.outputs), inputs]
-                    mosaic.copy_gmem_to_smem(source, weights.at[slot, block, pl.ds(0, tiles.outputs)], full.at[slot])
-                mosaic.copy_gmem_to_smem(refs["x"].at[:, inputs], rows.at[slot], full.at[slot], **shared)
+                pl.when(before + i >= early)(lambda: copy_weights(tile, first + i, slot))
+                # Rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there.
+                source = refs["x"].at[pl.ds(jnp.minimum(i, 0), padded), pl.ds((first + i) * tiles.step, tiles.step)]
+                mosaic.copy_gmem_to_smem(source, rows.at[slot], full.at[slot], **shared)
 
             jax.lax.fori_loop(0, length, step, None)
 
@@ -332,7 +359,8 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
 
     @pl.when(warpgroup < WORKERS)
     def _compute():
-        if not interpret:
+        if wait is not None:
+            wait()
             mosaic.set_max_registers(232, action="increase")  # what the copying warpgroup gave up
         finish, finish_all = worker(refs, warpgroup)
 

@@ -1,9 +1,7 @@
 """Products of few rows with a packed matrix in the Mosaic GPU dialect, for Hopper.
 
-A program has all rows and a few blocks of 64 outputs, or a part of their sums. One warpgroup copies words, scales and rows to shared
-memory, several steps ahead. Each of the others multiplies: a thread reads 16 bytes of a block, which are its part of the tensor core's
-left operand (see `packed`), unpacks two codes at a time, and multiplies from registers. Outputs are the operand's rows, so any multiple
-of 8 rows of x makes a product. With many rows the warpgroups have different outputs; with few, they share outputs and divide the sums.
+A program has all rows and a few blocks of 64 outputs, or a part of their sums: see `packed.mosaic`. With many rows the warpgroups have
+different outputs; with few, they share outputs and divide the sums. The first weights are copied while the kernel before still runs.
 """
 
 from __future__ import annotations
@@ -105,18 +103,18 @@ def linear(x, w, splits: int | None = 1):
     return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
 
-def partials(x, w, splits: int | None = None):
+def partials(x, w, splits: int | None = None, *, launch_dependents: bool = False):
     """See `pallas_kernels.linear.partials`."""
-    return _call(x, w, 1, _tiles(x, w, splits), jnp.float32)
+    return _call(x, w, 1, _tiles(x, w, splits), jnp.float32, launch_dependents)
 
 
-def gated(x, gate_up, activation=GELU):
+def gated(x, gate_up, activation=GELU, *, launch_dependents: bool = False):
     """See `pallas_kernels.linear.gated`. An activation other than GELU's takes a second kernel."""
     few = gate_up.shape[-2] // BLOCK < LEAST_TILES
     if few or activation != GELU or x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
         gate, up = jnp.split(linear(x, gate_up.flat(), None if few else 1), 2, axis=-1)
         return activation(gate, up)
-    return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype)[0]
+    return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype, launch_dependents)[0]
 
 
 def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
@@ -124,7 +122,7 @@ def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -
     return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, matrices=matrices, splits=splits)
 
 
-def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> jax.Array:
+def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, launch_dependents: bool = False) -> jax.Array:
     rows = x.shape[0]
     padded = -(-rows // 8) * 8
     if 8 < rows < padded:  # rows are copied in tiles of eight, so there must be fewer than eight, or a multiple
@@ -168,4 +166,6 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any) -> j
         works=works,
         locate=locate,
         finish=finish,
+        waits=True,
+        launch_dependents=launch_dependents,
     )

@@ -93,7 +93,7 @@ def lm_head(
 
         return finish, lambda _: write(*kept, refs["values"], refs["ids"], program * warps)
 
-    found = linear.products(hidden, table[None], tiles, worker, name="lm_head", out=out, arrays=arrays, scratch=scratch)
+    found = linear.products(hidden, table.reshape(1, *table.shape), tiles, worker, name="lm_head", out=out, arrays=arrays, scratch=scratch)
     return best(found["values"].T[:rows], found["ids"].T[:rows])
 
 

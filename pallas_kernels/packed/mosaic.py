@@ -1,10 +1,10 @@
 """Products of rows with packed matrices in the Mosaic GPU dialect, for Hopper: what the kernels of several operations share.
 
 A program works through pieces: the product of some rows with a few blocks of 64 outputs of a matrix, or a part of its sums. One warpgroup
-copies words, scales and rows to shared memory, several steps ahead, over the ends of pieces too. Each of the others multiplies: a thread
-reads 16 bytes of a block, which are its part of the tensor core's left operand (see `packed`), unpacks two codes at a time, and multiplies
-from registers. Outputs are the operand's rows, so any multiple of 8 rows of x makes a product. Warpgroups have outputs of their own, or
-share outputs and divide the sums.
+copies words, scales, zeros and rows to shared memory, several steps ahead, over the ends of pieces too. Each of the others multiplies: a
+thread reads 16 bytes of a block, which are its part of the tensor core's left operand (see `packed`), unpacks two codes at a time, and
+multiplies from registers. Outputs are the operand's rows, so any multiple of 8 rows of x makes a product. Warpgroups have outputs of their
+own, or share outputs and divide the sums.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tiles:
 
     def room(self, matrices: int, bits: int, padded: int) -> tuple[int, int]:
         """Bytes of shared memory of a step, and of sums. matrices: how many at once, with codes of so many bits. padded: rows."""
-        block = matrices * self.at_once * (512 * bits + 64 * 8)  # codes, and scales for groups of 16
+        block = matrices * self.at_once * (512 * bits + 64 * 8)  # codes, and 4 scales, or 2 scales and 2 zeros, of an output
         sums = (self.deep - 1) * self.wide * self.blocks * matrices * BLOCK * padded * 4
         return self.step * (block + padded * BLOCK * 2), sums
 
@@ -78,10 +78,13 @@ def unsupported(x: jax.Array, w: Packed) -> str | None:
         return f"x is {x.dtype.name} and the scales are {w.scale.dtype.name}; the kernel needs bfloat16"
     if any(w.cut):
         return f"the matrix is {list(w.shape)}; the kernel needs multiples of {BLOCK}"
-    if w.zero is not None:
-        return "the matrix has zero points; the kernel has none"
-    if w.scale.shape[-1] > 8:
-        return f"{2 * BLOCK // w.scale.shape[-1]} inputs share a scale; the kernel needs 16 or more"
+    if w.zero is not None and w.kind not in ("int4", "int8"):
+        return f"the matrix has zero points and codes of {w.kind}; the kernel takes them with integers"
+    least = 16 if w.zero is None else 32
+    if w.scale.shape[-1] > 2 * BLOCK // least:
+        return (
+            f"{2 * BLOCK // w.scale.shape[-1]} inputs share a scale{' and a zero point' * (least > 16)}; the kernel needs {least} or more"
+        )
     return None
 
 
@@ -98,6 +101,8 @@ def call(
     works: Callable[[dict[str, Any], Any], Any],
     locate: Callable[[dict[str, Any], Any, Any], Piece],
     finish: Callable[..., None],
+    waits: bool = False,
+    launch_dependents: bool = False,
 ) -> jax.Array:
     """The output [...] of a kernel of so many programs.
 
@@ -105,6 +110,8 @@ def call(
     8. Functions get the references by name: works(refs, program) is how many pieces a program has, locate(refs, program, i) what they are;
     finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix. If tiles are
     joined, a program's last piece may lack steps, which are then the first piece of the next program; that one's products are added.
+    waits: whether the kernel itself waits for those before it (`dialect.mosaic_wait`). It reads its first weights before that, so no kernel
+    shortly before may write them, nor what `works` and `locate` read. launch_dependents: if it waits, see there.
     """
     mosaic = dialect.mosaic()
     slabs = KINDS[w.kind].bits // 4
@@ -112,27 +119,30 @@ def call(
     lead = (*lead, 1) if matrices == 1 else tuple(lead)
     groups = w.scale.shape[-1] // 2
     lanes = 2 * slabs  # rows of 256 words of a block
-    words = w.words.reshape(*lead, out_blocks, deep_blocks * lanes, 256)
-    scale = w.scale.reshape(*lead, out_blocks, -1, 64 * groups)
-    per_output = scale.shape[-2] == 1 and deep_blocks > 1
+    weights = {"w": w.words.reshape(*lead, out_blocks, deep_blocks * lanes, 256)}
+    weights |= {name: x.reshape(*lead, out_blocks, -1, 64 * groups) for name, x in (("s", w.scale), ("z", w.zero)) if x is not None}
+    per_output = weights["s"].shape[-2] == 1 and deep_blocks > 1
+    numbers = mosaic.SMEM((tiles.stages, matrices, tiles.at_once, 1 if per_output else tiles.step, 64 * groups), w.scale.dtype)
     workers = tiles.wide * tiles.deep
     scratch = {
         "words": mosaic.SMEM((tiles.stages, matrices, tiles.at_once, tiles.step * lanes, 256), jnp.uint32),
-        "scales": mosaic.SMEM((tiles.stages, matrices, tiles.at_once, 1 if per_output else tiles.step, 64 * groups), w.scale.dtype),
+        "scales": numbers,
         "rows": mosaic.SMEM(
             (tiles.stages, rows, tiles.step * BLOCK),
             arrays["x"].dtype,
             transforms=(mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128)),
         ),
-        "full": mosaic.Barrier(num_arrivals=3, num_barriers=tiles.stages),
+        "full": mosaic.Barrier(num_arrivals=1 + len(weights), num_barriers=tiles.stages),
         "empty": mosaic.Barrier(num_arrivals=workers, num_barriers=tiles.stages),
     }
+    if w.zero is not None:
+        scratch["zeros"] = numbers
     if tiles.deep > 1:
         scratch["sums"] = mosaic.SMEM((tiles.deep - 1, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)
         scratch["given"] = mosaic.Barrier(num_arrivals=workers - tiles.wide)
         scratch["taken"] = mosaic.Barrier(num_arrivals=tiles.wide)
     masks = jnp.asarray(np.array(MASKS[w.kind], np.uint32))
-    inputs = arrays | {"w": words, "s": scale, "masks": masks}
+    inputs = arrays | weights | {"masks": masks}
     outputs = {"out": out}
     if tiles.joined:
         outputs["mail"] = jax.ShapeDtypeStruct((programs, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)
@@ -142,7 +152,8 @@ def call(
         refs = dict(zip(names, refs, strict=True)) | scratch
         if tiles.joined:
             refs["ready"] = pl.get_global(mosaic.SemaphoreType.REGULAR((programs * tiles.wide,)))
-        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish)
+        wait = functools.partial(dialect.mosaic_wait, launch_dependents) if waits else None
+        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish, wait)
 
     return mosaic.kernel(
         body,
@@ -176,8 +187,9 @@ def shared(tiles: int, steps: int, share: int, program: Any, i: Any) -> tuple[An
     return tile, first, jnp.minimum(end - tile * steps, steps) - first
 
 
-def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
+def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait):
     words, scales, rows, full, empty = (refs[name] for name in ("words", "scales", "rows", "full", "empty"))
+    numbers = {"s": scales, "z": refs["zeros"]} if "zeros" in refs else {"s": scales}
     warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
     stages, matrices, at_once, lanes, _ = words.shape
     lanes, padded, groups = lanes // tiles.step, rows.shape[1], scales.shape[-1] // 64
@@ -199,16 +211,28 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
     def _copy():
         mosaic.set_max_registers(40, action="decrease")
 
+        def copy_weights(piece, i, slot):
+            begin = (piece.first + i) * tiles.step
+            which = *piece.matrices, pl.ds(0, matrices), pl.ds(piece.tile * at_once, at_once)
+            source = refs["w"].at[*which, pl.ds(begin * lanes, tiles.step * lanes)]
+            mosaic.copy_gmem_to_smem(source, words.at[slot], full.at[slot])
+            for name, held in numbers.items():
+                source = refs[name].at[*which, pl.ds(0, 1) if per_output else pl.ds(begin, tiles.step)]
+                mosaic.copy_gmem_to_smem(source, held.at[slot], full.at[slot])
+
+        early = 0  # steps whose weights are copied before the kernel waits
+        if wait is not None:
+            start = locate(refs, program, 0)
+            early = jnp.minimum(start.count, stages)
+            jax.lax.fori_loop(0, early, lambda i, _: copy_weights(start, i, i), None)
+            wait()
+
         def copy(_, piece, before):
             def step(i, _):
                 slot = jax.lax.rem(before + i, stages)
                 pl.when(before + i >= stages)(lambda: mosaic.barrier_wait(empty.at[slot]))
+                pl.when(before + i >= early)(lambda: copy_weights(piece, i, slot))
                 begin = (piece.first + i) * tiles.step
-                which = *piece.matrices, pl.ds(0, matrices), pl.ds(piece.tile * at_once, at_once)
-                source = refs["w"].at[*which, pl.ds(begin * lanes, tiles.step * lanes)]
-                mosaic.copy_gmem_to_smem(source, words.at[slot], full.at[slot])
-                source = refs["s"].at[*which, pl.ds(0, 1) if per_output else pl.ds(begin, tiles.step)]
-                mosaic.copy_gmem_to_smem(source, scales.at[slot], full.at[slot])
                 source = refs["x"].at[pl.ds(piece.row, padded), pl.ds(begin * BLOCK, tiles.step * BLOCK)]
                 mosaic.copy_gmem_to_smem(source, rows.at[slot], full.at[slot])
 
@@ -218,12 +242,14 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
 
     @pl.when(warpgroup < workers)
     def _compute():
+        if wait is not None:
+            wait()
         # What the copying warpgroup gives up goes to the others.
         started = 65_536 // (128 * (workers + 1)) // 8 * 8
         mosaic.set_max_registers(min(232, started + (started - 40) // workers // 8 * 8), action="increase")
         place, part = jax.lax.div(warpgroup, tiles.deep), jax.lax.rem(warpgroup, tiles.deep)
         mine = tiles.step // tiles.deep
-        operand = _unpacker(mosaic, kind, groups)
+        operand = _unpacker(mosaic, kind, groups, "z" in numbers)
         give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
         # Masks come from memory: ptxas would load a constant again before each use.
         layout = mosaic.Layout.WG_SPLAT((1,))
@@ -238,9 +264,9 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish):
                     for k, (n, accumulator) in products:
                         at, block = part * mine + k, place * tiles.blocks + n % tiles.blocks
                         held = words.at[slot, n // tiles.blocks, block, pl.ds(at * lanes, lanes)]
-                        scale = scales.at[slot, n // tiles.blocks, block, 0 if per_output else at]
+                        of_outputs = [x.at[slot, n // tiles.blocks, block, 0 if per_output else at] for x in numbers.values()]
                         right = dialect.mosaic_transposed(rows.at[slot, :, pl.ds(at * BLOCK, BLOCK)])
-                        mosaic.wgmma(accumulator, operand(held, scale, *masks), right)
+                        mosaic.wgmma(accumulator, operand(held, *of_outputs, *masks), right)
                         mosaic.wgmma_wait(tiles.flying)
                     # A product reads its operand's registers while it runs. ptxas keeps them apart in straight code, not over a loop's end.
                     mosaic.wgmma_wait(0)
@@ -351,8 +377,9 @@ def _store(value, out, first, base, count, places):
     mosaic.inline_mgpu(arg_types=types)(body)(value, out, *numbers, *(() if places is None else (places,)))
 
 
-def _unpacker(mosaic, kind, groups):
-    """A function of a block's words and scales in shared memory that returns the block [64, 64] as the left operand in registers."""
+def _unpacker(mosaic, kind, groups, zeros):
+    """A function of a block's words, scales and, if it has some, zeros in shared memory, and of the masks, that returns the block [64, 64]
+    as the left operand in registers."""
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector
@@ -361,8 +388,11 @@ def _unpacker(mosaic, kind, groups):
 
     splat = mosaic.Layout.WG_SPLAT((1,))
 
-    @mosaic.inline_mgpu(arg_types=(mosaic.RefType(), mosaic.RefType(), *[splat] * len(MASKS[kind])), return_type=settings)
-    def unpack(_, words, scales, *masks):
+    references = [mosaic.RefType()] * (2 + zeros)
+
+    @mosaic.inline_mgpu(arg_types=(*references, *[splat] * len(MASKS[kind])), return_type=settings)
+    def unpack(_, words, scales, *others):
+        masks = others[zeros:]
         i32, bf16, index = ir.IntegerType.get_signless(32), ir.BF16Type.get(), ir.IndexType.get()
         pair = ir.VectorType.get((2,), bf16)
 
@@ -394,25 +424,33 @@ def _unpacker(mosaic, kind, groups):
         first = arith.muli(thread, at(4))
         loaded = [vector.load(word_type, flat, [arith.addi(first, at(512 * slab))]) for slab in range(slabs)]
         row = arith.muli(arith.divui(thread, at(4)), at(2 * groups))
-        numbers = vector.load(scale_type, scales, [row])
-        factor = {"fp8": 2.0**120, "fp4": 2.0**126}.get(kind)
-        spread = []
-        for n in range(2 * groups):
-            one = vector.extract(numbers, [], [n])
-            two = vector.broadcast(pair, one)
-            spread.append(two if factor is None else arith.mulf(two, both(factor)))
+
+        def pairs(numbers):  # each of a row's numbers, in both halves
+            numbers = vector.load(scale_type, numbers, [row])
+            return [vector.broadcast(pair, vector.extract(numbers, [], [n])) for n in range(2 * groups)]
+
+        spread = pairs(scales)
+        if factor := {"fp8": 2.0**120, "fp4": 2.0**126}.get(kind):
+            spread = [arith.mulf(scale, both(factor)) for scale in spread]
+        # What is subtracted from codes, to which 128 was added if they have 4 bits. All of it is exact: integers of up to 256.
+        offsets = [both(136.0)] * (2 * groups) if kind == "int4" else None
+        if zeros:
+            offsets = pairs(others[0])
+            if kind == "int4":
+                offsets = [arith.addf(zero, both(128.0)) for zero in offsets]
 
         registers = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         for s in range(4):
             for e in range(2):
                 for h in range(2):
+                    group = 2 * (s * groups // 4) + h
                     if KINDS[kind].bits == 4:
                         word, shift = vector.extract(loaded[0], [], [s]), 4 * (h + 2 * e)
                     else:
                         word, shift = vector.extract(loaded[s // 2], [], [2 * (s % 2) + e]), 8 * h
                     if kind == "int4":
                         code = arith.ori(bits(0x000F000F, right(word, shift)), number(0x43004300))
-                        value = arith.subf(floats(code), both(136.0))
+                        value = floats(code)
                     elif kind == "int8":
                         code = right(word, shift)
                         low, high = (arith.ori(bits(mask, code), number(0x43004300)) for mask in (0x007F007F, 0x00800080))
@@ -423,7 +461,9 @@ def _unpacker(mosaic, kind, groups):
                         value = floats(arith.ori(bits(0x80F080F0, right(word, -4)), bits(0x07000700, right(word, 4))))
                     else:
                         value = floats(arith.ori(bits(0x80008000, right(word, shift - 12)), bits(0x01C001C0, right(word, shift - 6))))
-                    registers[0, 2 * s + e, 0, 0, h, 0, 0, 0, 0] = arith.mulf(value, spread[2 * (s * groups // 4) + h])
+                    if offsets is not None:
+                        value = arith.subf(value, offsets[group])
+                    registers[0, 2 * s + e, 0, 0, h, 0, 0, 0, 0] = arith.mulf(value, spread[group])
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return unpack

@@ -74,10 +74,10 @@ def paged_attention(
         splits = mosaic_whole.splits_for(cut(1), visible // KEYS) if key_weight is None else splits_for(cut(1).items, visible // KEYS)
     plan = cut(splits)
     if key_weight is None:
-        return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)})[0]
+        return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, launch_dependents)[0]
     if splits == 1 and queries >= ROWS:
         return mosaic_rotary_prompt.attend(plan, inputs, q)
-    out = mosaic_rotary.attend(plan, inputs, plan.results(q.dtype))
+    out = mosaic_rotary.attend(plan, inputs, plan.results(q.dtype), launch_dependents or splits > 1)
     if splits == 1:
         return out[0]
     acc, *numbers = out

@@ -23,8 +23,9 @@ HALF, TURNS = DIM // 2, ROTARY // 2  # columns of a warpgroup, and how many of t
 STAGES = 2  # blocks of keys in shared memory
 
 
-def attend(plan: parts.Plan, inputs, outputs):
-    """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name."""
+def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
+    """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name. launch_dependents: whether only kernels
+    read them: see `dialect.launching`."""
     mosaic = dialect.mosaic()
     pages = (parts.tiled(STAGES, 2, KEYS, HALF), parts.tiled(STAGES, 2, KEYS, TURNS))
     partial = (parts.tiled(2, ROWS, HALF, dtype=jnp.float32), mosaic.SMEM((2, ROWS), jnp.float32))
@@ -38,17 +39,18 @@ def attend(plan: parts.Plan, inputs, outputs):
         "turn": mosaic.Barrier(num_arrivals=2),
         "both": mosaic.Barrier(num_arrivals=2),
     }
-    return launch(plan, inputs, outputs, scratch, _copy, _compute)
+    return launch(plan, inputs, outputs, scratch, _copy, _compute, launch_dependents)
 
 
-def launch(plan: parts.Plan, inputs, outputs, scratch, copy, compute, **settings):
-    """The results of a kernel with a program for each item. inputs, outputs: as for `attend`. scratch: shared memory and barriers, by name.
-    copy, compute: functions of the plan, all references and the item, for the warpgroup that copies and, with its number, for the two that
-    compute. settings: further ones of the compiler."""
+def launch(plan: parts.Plan, inputs, outputs, scratch, copy, compute, launch_dependents: bool = False, **settings):
+    """The results of a kernel with a program for each item. inputs, outputs, launch_dependents: as for `attend`. scratch: shared memory and
+    barriers, by name. copy, compute: functions of the plan, all references and the item, for the warpgroup that copies and, with its
+    number, for the two that compute. settings: further ones of the compiler."""
     mosaic, names = dialect.mosaic(), (*inputs, *outputs)
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
+        dialect.mosaic_wait(launch_dependents)
         warpgroup, item = jax.lax.axis_index("warpgroup"), plan.item(refs, jax.lax.axis_index("item"))
 
         @pl.when(warpgroup == 2)

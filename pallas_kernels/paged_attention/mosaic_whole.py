@@ -62,8 +62,9 @@ def arranged(plan: parts.Plan) -> parts.Plan:
     return by_head if possible and by_head.height < queries * by_query.rows else by_query
 
 
-def attend(plan: parts.Plan, inputs, outputs):
-    """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name."""
+def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
+    """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name. launch_dependents: whether only kernels
+    read them: see `dialect.launching`."""
     mosaic, height = dialect.mosaic(), plan.height
     programs = min(plan.items, dialect.MULTIPROCESSORS) if plan.splits == 1 else plan.items // plan.splits
     scratch = {"queries": parts.tiled(height, DIM), "weights": parts.tiled(height, KEYS)}
@@ -82,6 +83,7 @@ def attend(plan: parts.Plan, inputs, outputs):
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
+        dialect.mosaic_wait(launch_dependents)
         warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
 
         def serve(role):

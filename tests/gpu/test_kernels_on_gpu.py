@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_matrices import packed
 from real_loops import KERNELS, kernels
 
 from pallas_kernels import add_norm, byte_walk, centroid_head, dialect, linear, lm_head, moe, noise, paged_attention, qkv, top_candidates
@@ -277,6 +278,9 @@ def test_linear(name):
 
 # Tiles of every form: rows that are padded, blocks of fewer outputs, programs that share sums, or what they read of x.
 ON_HOPPER = [
+    ("linear", 1, 5128, 1536, mosaic.Tiles(64)),
+    ("partials", 5, 5376, 8192, mosaic.Tiles(64, stages=6, splits=3)),
+    ("gated", 5, 2120, 1536, mosaic.Tiles(56, stages=5)),
     ("linear", 33, 5128, 1536, mosaic.Tiles(64)),
     ("linear", 100, 5128, 1536, mosaic.Tiles(64, cluster=2, stream=True)),
     ("partials", 160, 5376, 8192, mosaic.Tiles(64, stages=6, splits=3)),
@@ -301,6 +305,38 @@ def test_linear_on_hopper(kind, rows, columns, width, tiles):
         for out in found:
             assert_close(*(x.sum(axis=0) if kind == "partials" else x for x in (out, wanted)), "bfloat16")
             np.testing.assert_array_equal(out, found[0])
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("form", [None, "int4", "int4 zeros"])
+def test_kernels_launched_early_on_hopper(form, rows):
+    """A chain of kernels, each of which may be launched, and may read its weights, before the one that it depends on has ended."""
+    if reason := dialect.mosaic_obstacle():
+        pytest.skip(reason)
+    hidden, inner, layers = 2048, 4096, 6
+    x, norm = draw(jax.random.key(0), (rows, hidden), 1.0, "bfloat16"), jnp.ones(hidden, jnp.bfloat16)
+
+    def weights(i, *shape):
+        if form is not None:
+            return packed(form, shape, i)
+        return draw(jax.random.key(i), shape, shape[-1] ** -0.5, "bfloat16")
+
+    pairs = [(weights(2 * i + 1, 2, inner, hidden), weights(2 * i + 2, hidden, inner)) for i in range(layers)]
+
+    def chain(x, pairs, implementation, launch):
+        settings = {"implementation": implementation, "launch_dependents": launch}
+        entered, found = x, []
+        for gate_up, down in pairs:
+            out = linear.partials(linear.gated(entered, gate_up, **settings), down, **settings)
+            x, entered = add_norm.add_norm(x, out, norm, next_weights=(norm,), eps=1e-6, launch_dependents=launch)
+            found.append(x)
+        return found
+
+    run = functools.partial(jax.jit(chain, static_argnums=(2, 3)), x, pairs, "mosaic")
+    apart = run(False)
+    for _ in range(5):
+        for found, wanted in zip(run(True), apart, strict=True):
+            np.testing.assert_array_equal(found, wanted)
 
 
 @functools.partial(jit, static_argnames="shape")

@@ -14,7 +14,7 @@ from pallas_kernels import dialect, linear, moe
 from pallas_kernels.activation import GELU
 from pallas_kernels.linear import packed_mosaic, packed_triton
 from pallas_kernels.moe import packed_mosaic as experts_mosaic
-from pallas_kernels.packed import unpack
+from pallas_kernels.packed import KINDS, unpack
 
 pytestmark = pytest.mark.gpu
 # Forms whose scales are not in bfloat16, as checkpoints have them.
@@ -68,7 +68,7 @@ def test_products_equal_those_of_unpacked_weights(form, rows):
 
 # Widths of which no power of two is a factor, and matrices large enough for Hopper's kernel.
 @pytest.mark.parametrize("rows", [1, 5, 20, 40, 64, 130, 160, 256])
-@pytest.mark.parametrize("form", ["int4", "int8", "fp8", "fp8 blocks", "fp4", *OTHER_SCALES])
+@pytest.mark.parametrize("form", ["int4", "int4 zeros", "int8", "int8 zeros", "fp8", "fp8 blocks", "fp4", *OTHER_SCALES])
 def test_the_kernel_of_this_gpu_multiplies_with_unpacked_weights(form, rows):
     x = normal(rows, 2112)
     for shape in ((2816, 2112), (5376, 2112), (2, 832, 2112)):
@@ -83,7 +83,7 @@ def test_the_kernel_of_this_gpu_multiplies_with_unpacked_weights(form, rows):
 
 
 @pytest.mark.parametrize("rows", [9, 40])
-@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("form", ["int4", "int4 zeros", "int8", "fp8"])
 def test_programs_that_share_a_tile_add_their_sums(form, rows):
     """Enough outputs for more than one tile a program, but not for two. Calls that follow one another wait for their own parts."""
     x = normal(rows, 2304)
@@ -91,7 +91,7 @@ def test_programs_that_share_a_tile_add_their_sums(form, rows):
         w = packed(form, shape, rows)
         if reason := packed_mosaic.unsupported(x, w):
             pytest.skip(reason)
-        assert packed_mosaic.choose_tiles(rows, 160 * 128, 2304, 4 if form == "int4" else 8, matrices=len(shape) - 1).joined
+        assert packed_mosaic.choose_tiles(rows, 160 * 128, 2304, KINDS[w.kind].bits, matrices=len(shape) - 1).joined
         wanted = jnp.einsum("nh,...h->n...", x.astype(jnp.float32), unpack(w, x.dtype).astype(jnp.float32), precision="highest")
         if len(shape) == 3:
             wanted = GELU(*(wanted[:, i].astype(jnp.bfloat16) for i in range(2)))

@@ -282,7 +282,8 @@ def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
         ({"rows": 768}, "mosaic"),
         ({"rows": 769}, "xla"),
         ({"gpu": A100}, "triton"),
-        ({"form": "int4 zeros"}, "triton"),
+        ({"form": "int4 zeros"}, "mosaic"),
+        ({"form": "int4 zeros of 16"}, "triton"),
         ({"form": "int8 of 16"}, "mosaic"),
         ({"form": "int4 of 8"}, "triton"),
         ({"form": "fp4"}, "mosaic"),
@@ -319,7 +320,7 @@ def test_auto_takes_the_hopper_kernel_where_it_serves(settings, chosen, monkeypa
     [
         (A100, "int4", 5, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
         (H200, "int4", 800, "x has 800 rows; the kernel takes at most 256"),
-        (H200, "int4 zeros", 5, "the matrix has zero points; the kernel has none"),
+        (H200, "int4 zeros of 16", 5, "16 inputs share a scale and a zero point; the kernel needs 32 or more"),
         (H200, "fp8 float32", 5, "x is bfloat16 and the scales are float32; the kernel needs bfloat16"),
         (H200, "int4 of 8", 5, "8 inputs share a scale; the kernel needs 16 or more"),
     ],
