@@ -99,6 +99,7 @@ def step(name, batch, quantize=None):
         pytest.param("31B", 1, "int4", 8, 4, marks=pytest.mark.slow),
         pytest.param("31B", 8, None, 4, 3, marks=pytest.mark.slow),
         pytest.param("26B-A4B", 1, None, 6, 0, marks=pytest.mark.slow),
+        pytest.param("26B-A4B", 8, "int8", 6, 6, marks=pytest.mark.slow),
     ],
 )
 def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper, name, batch, quantize, least, waiting):

@@ -24,7 +24,6 @@ from pallas_kernels.packed import Packed
 # How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
 # reads them again, which takes as long as two or three passes.
 MOST_PASSES = 3
-MOSAIC_ROWS = 16  # a multiple needs no padding
 
 
 def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: bool = False) -> int:
@@ -109,7 +108,7 @@ def by_kernel(x: Any, w: Any, *others: Any, splits: int | None = None, implement
     """Whether a kernel reads x, and no operation of XLA does. x: [N, H]; others: further arrays that the product takes. Of all arrays the
     shapes are enough. splits and implementation: as for `partials`; splits is 1 for a product with a gate."""
     chosen, rows = _select(implementation, splits, x, w, *others), x.shape[0]
-    padded = chosen == "mosaic" and rows > 8 and rows % (8 if isinstance(w, Packed) else MOSAIC_ROWS) != 0  # by XLA
+    padded = chosen == "mosaic" and (packed_mosaic if isinstance(w, Packed) else mosaic).pads(rows)
     return chosen != "xla" and not padded and not _divided(x, w)
 
 

@@ -98,6 +98,11 @@ def is_fastest(rows: int, w: jax.Array, matrices: int = 1, splits: int | None = 
     return of_parts and PARTS_ROWS[0] <= rows <= PARTS_ROWS[1]
 
 
+def pads(rows: int) -> bool:
+    """Whether XLA pads so many rows of x."""
+    return rows > 8 and rows % (8 if rows <= MANY_ROWS else 16) != 0
+
+
 def most_rows(w: jax.Array, matrices: int = 1) -> int:
     """The most rows for which the kernels are the fastest with this matrix or pair on the current device; 0 if they never are."""
     return max((rows for rows in (*MOST_FASTEST.values(), PARTS_ROWS[1]) if is_fastest(rows, w, matrices, None)), default=0)

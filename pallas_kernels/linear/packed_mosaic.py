@@ -48,6 +48,11 @@ def unsupported(x: jax.Array, w: Packed, *others: jax.Array) -> str | None:
     return None
 
 
+def pads(rows: int) -> bool:
+    """Whether XLA pads so many rows of x."""
+    return rows > 8 and rows % 8 != 0
+
+
 def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: int = 1, splits: int | None = 1) -> Tiles:
     """The tiles for a product of `rows` rows with [matrices, outputs, inputs] codes of so many bits. splits: as for `linear`."""
     padded, blocks = -(-rows // 8) * 8, inputs // BLOCK
@@ -166,6 +171,6 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, laun
         works=works,
         locate=locate,
         finish=finish,
-        waits=True,
+        ahead=True,
         launch_dependents=launch_dependents,
     )

@@ -101,6 +101,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
             works=works,
             locate=locate,
             finish=finish,
+            launch_dependents=name.endswith("gate_up"),
         )
 
     def finish_gate_up(refs, piece, block, totals):
@@ -149,6 +150,7 @@ def arrange(
         ],
         num_warps=4,
         num_stages=1,
+        launch_dependents=True,
         interpret=interpret,
     )(counts, pairs, x)
 

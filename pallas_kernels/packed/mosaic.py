@@ -101,7 +101,7 @@ def call(
     works: Callable[[dict[str, Any], Any], Any],
     locate: Callable[[dict[str, Any], Any, Any], Piece],
     finish: Callable[..., None],
-    waits: bool = False,
+    ahead: bool = False,
     launch_dependents: bool = False,
 ) -> jax.Array:
     """The output [...] of a kernel of so many programs.
@@ -110,8 +110,8 @@ def call(
     8. Functions get the references by name: works(refs, program) is how many pieces a program has, locate(refs, program, i) what they are;
     finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix. If tiles are
     joined, a program's last piece may lack steps, which are then the first piece of the next program; that one's products are added.
-    waits: whether the kernel itself waits for those before it (`dialect.mosaic_wait`). It reads its first weights before that, so no kernel
-    shortly before may write them, nor what `works` and `locate` read. launch_dependents: if it waits, see there.
+    ahead: whether the first weights may be read before the kernels before this one have ended: if these write neither weights nor what
+    `works` and `locate` read. launch_dependents: see `dialect.mosaic_wait`.
     """
     mosaic = dialect.mosaic()
     slabs = KINDS[w.kind].bits // 4
@@ -152,8 +152,8 @@ def call(
         refs = dict(zip(names, refs, strict=True)) | scratch
         if tiles.joined:
             refs["ready"] = pl.get_global(mosaic.SemaphoreType.REGULAR((programs * tiles.wide,)))
-        wait = functools.partial(dialect.mosaic_wait, launch_dependents) if waits else None
-        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish, wait)
+        wait = functools.partial(dialect.mosaic_wait, launch_dependents)
+        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish, wait, ahead)
 
     return mosaic.kernel(
         body,
@@ -187,7 +187,7 @@ def shared(tiles: int, steps: int, share: int, program: Any, i: Any) -> tuple[An
     return tile, first, jnp.minimum(end - tile * steps, steps) - first
 
 
-def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait):
+def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait, ahead):
     words, scales, rows, full, empty = (refs[name] for name in ("words", "scales", "rows", "full", "empty"))
     numbers = {"s": scales, "z": refs["zeros"]} if "zeros" in refs else {"s": scales}
     warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
@@ -207,6 +207,9 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait
 
         jax.lax.fori_loop(0, works(refs, program), work, jnp.int32(0))
 
+    if not ahead:
+        wait()
+
     @pl.when(warpgroup == workers)
     def _copy():
         mosaic.set_max_registers(40, action="decrease")
@@ -221,7 +224,7 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait
                 mosaic.copy_gmem_to_smem(source, held.at[slot], full.at[slot])
 
         early = 0  # steps whose weights are copied before the kernel waits
-        if wait is not None:
+        if ahead:
             start = locate(refs, program, 0)
             early = jnp.minimum(start.count, stages)
             jax.lax.fori_loop(0, early, lambda i, _: copy_weights(start, i, i), None)
@@ -242,7 +245,7 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait
 
     @pl.when(warpgroup < workers)
     def _compute():
-        if wait is not None:
+        if ahead:
             wait()
         # What the copying warpgroup gives up goes to the others.
         started = 65_536 // (128 * (workers + 1)) // 8 * 8
