@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
+from pallas_kernels.linear.reference import summed
 from pallas_kernels.registers import BLOCK, exchange, store
 
 MOST_ROWS = 256
@@ -142,7 +143,7 @@ def linear(x, w, splits: int | None = 1, *, tiles: Tiles | None = None, interpre
     """See `pallas_kernels.linear.linear`."""
     tiles = tiles or _tiles(x, w, splits)
     parts = _product(x, w, tiles, x.dtype if tiles.splits == 1 else jnp.float32, interpret=interpret)
-    return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
+    return parts[0] if tiles.splits == 1 else summed(parts, x.dtype)
 
 
 def partials(x, w, splits: int | None = None, *, tiles: Tiles | None = None, launch_dependents: bool = False, interpret: Any = False):

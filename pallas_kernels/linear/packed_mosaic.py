@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
+from pallas_kernels.linear.reference import summed
 from pallas_kernels.linear.triton import multiprocessors
 from pallas_kernels.packed import BLOCK, KINDS, Packed, mosaic
 from pallas_kernels.packed.mosaic import SHARED_MEMORY, Tiles
@@ -105,7 +106,7 @@ def linear(x, w, splits: int | None = 1):
     """See `pallas_kernels.linear.linear`."""
     tiles = _tiles(x, w, splits)
     parts = _call(x, w, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32)
-    return parts[0] if tiles.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
+    return parts[0] if tiles.splits == 1 else summed(parts, x.dtype)
 
 
 def partials(x, w, splits: int | None = None, *, launch_dependents: bool = False):

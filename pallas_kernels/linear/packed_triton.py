@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
+from pallas_kernels.linear.reference import summed
 from pallas_kernels.linear.triton import multiprocessors
 from pallas_kernels.packed import BLOCK, Packed, tile
 from pallas_kernels.packed.matrix import LANES, WORDS
@@ -111,7 +112,7 @@ def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.linear`."""
     tiles = tiles or choose_tiles(x, w, splits)
     if tiles.splits > 1:
-        return jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
+        return summed(partials(x, w, interpret=interpret, tiles=tiles), x.dtype)
     return _call(_linear, "packed_linear", tiles, x, w, dtype=x.dtype, interpret=interpret)[0]
 
 
@@ -128,7 +129,7 @@ def gated(x, gate_up, activation=GELU, *, interpret=False, tiles=None):
 
 def gated_by(x, w, u, index, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.gated_by`. The matrix is small, so programs share the sums, and XLA adds them up."""
-    gate = jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
+    gate = summed(partials(x, w, interpret=interpret, tiles=tiles), x.dtype)
     return GELU(gate, jax.lax.dynamic_index_in_dim(u, index, 1, keepdims=False))
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.packed import Packed, unpack
+from pallas_kernels.packed.matrix import rounded
 
 UNPACKED_BYTES = 1 << 25  # most of a packed matrix that is unpacked at a time
 
@@ -50,6 +51,11 @@ def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = 
 def partials(x: jax.Array, w: jax.Array | Packed) -> jax.Array:
     """See `pallas_kernels.linear.partials`."""
     return linear(x, w, jnp.float32)[None]
+
+
+def summed(parts: jax.Array, dtype: Any) -> jax.Array:
+    """The sum of a product's parts, rounded to dtype also where XLA's next operation could have more bits of it."""
+    return rounded(jnp.sum(parts, axis=0), dtype).astype(dtype)
 
 
 def gated(x: jax.Array, gate_up: jax.Array | Packed, activation: Activation) -> jax.Array:

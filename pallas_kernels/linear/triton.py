@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import MULTIPROCESSORS, pl, plgpu
+from pallas_kernels.linear.reference import summed
 
 ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 64
@@ -138,7 +139,7 @@ def linear(x, w, splits: int | None = 1, *, interpret=False, tiles=None):
     """See `pallas_kernels.linear.linear`."""
     tiles = tiles or _tiles(x, w, splits)
     if tiles.splits > 1:
-        return jnp.sum(partials(x, w, interpret=interpret, tiles=tiles), axis=0).astype(x.dtype)
+        return summed(partials(x, w, interpret=interpret, tiles=tiles), x.dtype)
     return _call(_linear, "linear", tiles, x, w, dtype=x.dtype, launch_dependents=False, interpret=interpret)[0]
 
 

@@ -144,6 +144,15 @@ def test_nothing_outside_reaches_the_product(kind):
     np.testing.assert_allclose(got[[0, 2]], want[[0, 2]], rtol=0, atol=1e-5)
 
 
+def test_a_sum_of_parts_is_rounded_before_the_next_operation():
+    """On a GPU, XLA leaves out a cast to bfloat16 and back if it computes both in one loop. It never leaves out this operation."""
+    arguments = problem("linear", 5, 64, 512, "bfloat16")
+    for splits, times in ((2, 1), (1, 0)):
+        tiles = Tiles(32, splits, 32, 4, 3)
+        traced = jax.make_jaxpr(functools.partial(triton.linear, tiles=tiles, interpret=True))(*arguments)
+        assert str(traced).count("reduce_precision") == times
+
+
 def test_activations_are_rounded_once():
     """The halves are rounded to bfloat16, then the result: kernel and reference agree but for a sum's last bit."""
     arguments = problem("gated", 8, 64, 128, "bfloat16")
