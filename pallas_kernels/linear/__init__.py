@@ -2,6 +2,8 @@
 
 With few outputs, several programs share the sums of a product, to fill the GPU. `partials` returns their parts, and the kernel that reads
 the product adds them up. The activation of a gated layer is part of its product.
+
+On Hopper a kernel may read weights before the kernel ahead of it has ended. So weights must not be computed just before their product.
 """
 
 from __future__ import annotations
