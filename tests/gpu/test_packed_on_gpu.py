@@ -121,7 +121,7 @@ def test_logits_of_pocket_by_kernels_and_by_xla(quantize):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 96, 160, 700])
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8", "fp8 blocks", "fp4", *OTHER_SCALES])
+@pytest.mark.parametrize("form", ["int8", "int4", "int4 zeros", "fp8", "fp8 blocks", "fp4", *OTHER_SCALES])
 def test_experts_equal_those_of_unpacked_weights(form, rows):
     gate_up, down = packed(form, (16, 2, 704, 384), 2), packed(form, (16, 384, 704), 3)
     ids = np.stack([np.random.default_rng(row).permutation(16)[:4] for row in range(rows)]).astype(np.int32)

@@ -101,7 +101,8 @@ def experts(rows, form, gpu, implementation="auto", inner=128):
         ({"rows": 96}, packed_mosaic),
         ({"rows": 97}, packed_triton),
         ({"gpu": A100}, packed_triton),
-        ({"form": "int4 zeros"}, packed_triton),
+        ({"form": "int4 zeros"}, packed_mosaic),
+        ({"form": "int4 zeros of 16"}, packed_triton),
         ({"form": "fp8 float32"}, packed_triton),
         ({"inner": 96}, packed_triton),
         ({"implementation": "triton"}, packed_triton),
@@ -124,7 +125,7 @@ def test_auto_takes_hoppers_kernels_where_they_serve(settings, chosen, monkeypat
     ("settings", "message"),
     [
         ({"gpu": A100}, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
-        ({"form": "int4 zeros"}, "the matrix has zero points; the kernel has none"),
+        ({"form": "int4 zeros of 16"}, "16 inputs share a scale and a zero point; the kernel needs 32 or more"),
         ({"form": "int4 of 8"}, "8 inputs share a scale; the kernel needs 16 or more"),
         ({"form": "fp8 float32"}, "x is bfloat16 and the scales are float32; the kernel needs bfloat16"),
         ({"inner": 96}, r"the matrix is \[.*96, 128\]; the kernel needs multiples of 64"),
