@@ -266,6 +266,7 @@ def products(
         refs = dict(zip(names, refs, strict=True)) | scratch
         if tiles.stream:
             refs["ready"] = pl.get_global(mosaic.SemaphoreType.REGULAR((mine,)))
+        # The interpreter knows neither this nor registers.
         wait = None if interpret else functools.partial(dialect.mosaic_wait, launch_dependents)
         _multiply(mosaic, refs, worker, tiles=tiles, wait=wait, **settings)
 
