@@ -1,6 +1,8 @@
 """Programs as they are lowered for CUDA, on a machine that need not have it."""
 
 import contextlib
+import importlib
+from unittest import mock
 
 import jax
 from jaxlib.mlir import ir
@@ -34,9 +36,10 @@ def triton_kernels(function, *args, **static):
 
 
 def _lowered(function, *args, **static):
-    device = contextlib.nullcontext()
-    if jax.__version_info__ >= (0, 11):  # from here on, a kernel is lowered for a GPU that is named
-        kind = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-        device = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))
-    with device:
+    registered = contextlib.nullcontext()
+    if jax.__version_info__ >= (0, 11):  # from here on, a kernel is lowered for the GPU that is there, or for one of a registered kind
+        gpus = importlib.import_module("jax._src.pallas.triton.gpu_info")
+        h200 = gpus.get_gpu_info_from_version(gpus.GpuVersion.H200)
+        registered = mock.patch.dict(gpus.registry, {device.device_kind: lambda: h200 for device in jax.devices()[:1]})
+    with registered:
         return function.trace(*args, **static).lower(lowering_platforms=("cuda",))
