@@ -56,7 +56,7 @@ def kernel_lines(kernels: list[KernelTime], whole_ms: float, whole: str = "step"
         reasons = (
             f"a {whole} waits between kernels, or kernels are missing in the trace"
             if ratio < 1
-            else "kernels ran at once, or were slower in the trace"
+            else "kernels ran at once, as those do that are launched early, or were slower in the trace"
         )
         yield f"the kernels do not add up to the {whole}, within {TOLERANCE:.0%}: {reasons}"
     yield f"{'ms':>9} {'share':>6} {'count':>7} {'us each':>9}  kernel: operation"
