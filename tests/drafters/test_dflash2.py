@@ -126,7 +126,8 @@ def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
             taps = formulas.hidden_states()[row, list(TAPS[layout]), : length - 1].transpose(1, 0, 2)
             ids, scores = reference(layout, w, table, taps, text[length - 1], choose)
             np.testing.assert_array_equal(found.ids[row], ids)
-            close(found.logits[row], scores)
+            # What float32 rounds: up to 9e-5 apart with JAX 0.10 and 1.5e-4 with 0.12.
+            np.testing.assert_allclose(found.logits[row], scores, rtol=5e-4, atol=5e-4)
             np.testing.assert_array_equal(found.tokens[row], tokens)
         if accepted is not None:
             state = rounds.spec_step(rounds.target(), rounds.told(model, state, accepted), state, rounds.SLOT_IDS, round=Round(7))
