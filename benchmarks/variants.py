@@ -23,7 +23,8 @@ from jaxspec.bench import command, timing, workload
 
 @contextmanager
 def changed(variant: str) -> Iterator[None]:
-    """The constants have their values of the variant meanwhile, for programs that are traced meanwhile."""
+    """The constants have their values of the variant meanwhile, for programs that are traced meanwhile. Raises ValueError, SyntaxError,
+    ImportError or AttributeError if there are no such constants, or if those are no values."""
     jax.clear_caches()
     with ExitStack() as stack:
         for change in filter(None, variant.split(",")):
@@ -33,10 +34,19 @@ def changed(variant: str) -> Iterator[None]:
         yield
 
 
+def checked(variant: str) -> str:
+    """The variant, if there are such constants."""
+    try:
+        with changed(variant):
+            return variant
+    except (ValueError, SyntaxError, ImportError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"found {variant!r}, expected constants of pallas_kernels and values: {error}") from error
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = command.add_parser(parser.add_subparsers(required=True))
-    options.add_argument("--variant", action="append", default=[], metavar="MODULE.CONSTANT=VALUE,...", dest="variants")
+    options.add_argument("--variant", action="append", default=[], type=checked, metavar="MODULE.CONSTANT=VALUE,...", dest="variants")
     given = vars(parser.parse_args())
     variants = given.pop("variants")
     if refused := {"json", "mesh"} & given.keys():

@@ -1,4 +1,5 @@
-"""Kernels that let the next ones be launched while they run: no operation of XLA may read their results (`dialect.launching`)."""
+"""Kernels that let the next ones be launched while they run: no operation of XLA may read their results (`dialect.launching`). Kernels that
+wait themselves (`dialect.mosaic_wait`): before that they may read the program's own weights alone."""
 
 import functools
 import re
@@ -89,7 +90,7 @@ def step(name, batch, quantize=None):
     return found, len(config.layers)
 
 
-# least, waiting: kernels of a layer that launch dependents, and kernels for Hopper that wait: most of all kernels, with packed matrices.
+# least: more kernels than that for each layer launch dependents, which is most of a layer's; waiting: so many for each layer wait.
 @pytest.mark.parametrize(
     ("name", "batch", "quantize", "least", "waiting"),
     [

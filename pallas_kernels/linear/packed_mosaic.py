@@ -131,7 +131,7 @@ def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -
 def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, launch_dependents: bool = False) -> jax.Array:
     rows = x.shape[0]
     padded = -(-rows // 8) * 8
-    if 8 < rows < padded:  # rows are copied in tiles of eight, so there must be fewer than eight, or a multiple
+    if pads(rows):  # rows are copied in tiles of eight, so there must be fewer than eight, or a multiple
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     outputs, steps = w.shape[-2], w.shape[-1] // BLOCK // tiles.step
     groups = pl.cdiv(outputs // BLOCK, tiles.at_once)
