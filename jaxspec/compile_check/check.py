@@ -1,10 +1,10 @@
 """Compiles every kernel and a loop of steps for GPUs that this machine need not have: `python -m jaxspec.compile_check`.
 
-With JAX's CUDA plug-in and its compiler (`pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm`, the first two
-with --no-deps and in jaxlib's version) it compiles programs completely, for a device that is described in numbers. It prints the shared
-memory, registers and spilled bytes of each kernel, the most over all its shapes, and the memory of a step. If a GPU has kernels, a step
-must be one CUDA graph. Without the plug-in it lowers programs for CUDA, which finds what the Triton dialect refuses. It runs nothing and
-times nothing.
+With JAX's CUDA plug-in and its compiler (`pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink`, the
+first two with --no-deps and in jaxlib's version) it compiles programs completely, for a device that is described in numbers. It prints the
+shared memory, registers and spilled bytes of each kernel, the most over all its shapes, in how many programs products of the tensor cores
+wait for each other because a thread has too few registers, and the memory of a step. If a GPU has kernels, a step must be one CUDA graph.
+Without the plug-in it lowers programs for CUDA, which finds what the Triton dialect refuses. It runs nothing and times nothing.
 
 A GPU's programs use the implementation that "auto" takes there. If that is a Mosaic kernel, the Triton kernel is compiled too.
 """
@@ -108,6 +108,7 @@ class KernelFigures:
     shared: int | None = None  # bytes of shared memory
     registers: int | None = None  # of a thread
     spilled: int | None = None  # bytes that did not fit into registers
+    serial: int | None = None  # 1 if products of the tensor cores wait for each other, else 0
 
     def add(self, **found: int | None) -> None:
         """Raises each figure to what was found in another program."""
@@ -195,11 +196,10 @@ class Compiler:
                 outcome.kernels[name].add(shared=int(shared))
         ctypes.CDLL(None).fflush(None)
         for said in (self._dumped(STDOUT_FILE), *self._assembled()):
-            pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
-            for name, spilled, registers in re.findall(pattern, said, re.DOTALL):
-                name = MOSAIC if name.endswith("_mosaic_gpu_kernel") else name
+            for entry, figures in reported(said).items():
+                name = MOSAIC if entry.endswith("_mosaic_gpu_kernel") else entry
                 if name in outcome.kernels:
-                    outcome.kernels[name].add(registers=int(registers), spilled=int(spilled))
+                    outcome.kernels[name].add(**dataclasses.asdict(figures))
         return outcome
 
     def _dumped(self, end: str) -> str:
@@ -217,6 +217,16 @@ class Compiler:
                 continue
             command = [assembler, "-v", f"-arch={target[1]}", path, "-o", os.devnull]
             yield subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def reported(said: str) -> dict[str, KernelFigures]:
+    """What NVIDIA's assembler reports about a module's kernels, by name."""
+    pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+    serial = re.findall(r"wgmma.mma_async instructions are serialized .* function '(\w+)'", said)
+    return {
+        name: KernelFigures(registers=int(registers), spilled=int(spilled), serial=int(name in serial))
+        for name, spilled, registers in re.findall(pattern, said, re.DOTALL)
+    }
 
 
 def loop_commands(dumped: str) -> list[str]:
@@ -341,7 +351,8 @@ def _print(gpu: str, wanted: dict[int | str, str], outcomes: Iterator[Outcome]) 
     with compiler.decisions():
         if reason := device.obstacle():
             print(f"  no kernels: {reason}")
-    programs, most, worst, failed = collections.Counter[str](), dict[str, KernelFigures](), dict[str, str](), 0
+    programs, serial, most, worst = collections.Counter[str](), collections.Counter[str](), dict[str, KernelFigures](), dict[str, str]()
+    failed = 0
     for (case, name), outcome in zip(wanted.items(), outcomes, strict=True):
         if outcome.failure is not None:
             failed += 1
@@ -354,15 +365,18 @@ def _print(gpu: str, wanted: dict[int | str, str], outcomes: Iterator[Outcome]) 
                 print(f"    weights and state {held:.2f} GB, temporary {spare:.3f} GB{fits}", flush=True)
         for kernel, figures in outcome.kernels.items():
             programs[kernel] += 1
+            serial[kernel] += figures.serial or 0
             highest = most.setdefault(kernel, KernelFigures())
             if (figures.spilled or 0) > (highest.spilled or 0):
                 worst[kernel] = f"  in {name}"
             highest.add(**dataclasses.asdict(figures))
     if most:
-        print(f"  {'kernel':24} {'programs':>8} {'shared bytes':>12} {'registers':>9} {'spilled bytes':>13}")
+        print(f"  {'kernel':24} {'programs':>8} {'shared bytes':>12} {'registers':>9} {'waiting':>7} {'spilled bytes':>13}")
     for kernel, figures in sorted(most.items()):
-        shared, registers, spilled = ("-" if x is None else f"{x:,}" for x in dataclasses.astuple(figures))
-        print(f"  {kernel:24} {programs[kernel]:8} {shared:>12} {registers:>9} {spilled:>13}{worst.get(kernel, '')}", flush=True)
+        figures.serial = None if figures.serial is None else serial[kernel]
+        shared, registers, spilled, waiting = ("-" if x is None else f"{x:,}" for x in dataclasses.astuple(figures))
+        line = f"  {kernel:24} {programs[kernel]:8} {shared:>12} {registers:>9} {waiting:>7} {spilled:>13}"
+        print(f"{line}{worst.get(kernel, '')}", flush=True)
     return failed
 
 

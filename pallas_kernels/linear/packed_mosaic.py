@@ -23,7 +23,8 @@ from pallas_kernels.packed.mosaic import SHARED_MEMORY, Tiles
 MOST_ROWS = 256
 # A product with its activation keeps the sums of gate and up in the registers of a warpgroup: so many rows at most, and fewer in a large
 # matrix, whose product alone keeps the tensor cores busier.
-MOST_GATED, MOST_GATED_LARGE, LARGE = 160, 64, 1 << 26
+MOST_GATED, MOST_GATED_LARGE, LARGE = 96, 64, 1 << 26
+OPERAND, OTHERS = 16, 30  # registers of a thread for a product's left operand, and for all but operands and sums
 LEAST_TILES = dialect.MULTIPROCESSORS // 2  # with fewer, programs share the sums of a product alone, which one with its activation cannot
 LEAST_WEIGHTS = 1 << 20  # smaller matrices are multiplied faster by `packed_triton`
 FEW_OUTPUTS = 4096
@@ -64,7 +65,11 @@ def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: i
         if blocks % step or stages < min(3, blocks // step):
             return []
         counts = range(1, min(splits or MOST_SPLITS, blocks // step) + 1)
-        found = [Tiles(1, wide, deep, step, stages, count, 1 if padded > 64 else 4) for count in counts]
+        # Whether two products can run at once. Where a thread lacks registers for that, ptxas has every instruction of a product wait for
+        # the one before (its note C7512). It does not count those that the copying warpgroup gives up: see `registers`.
+        enough = matrices * padded // 2 + 2 * OPERAND + OTHERS <= mosaic.registers(wide * deep)
+        flying = 0 if not enough else 1 if padded > 64 else 4
+        found = [Tiles(1, wide, deep, step, stages, count, flying) for count in counts]
         if JOINED_ROWS[0] <= padded <= JOINED_ROWS[1] and joins(pl.cdiv(outputs // BLOCK, wide), blocks // step):
             found.append(dataclasses.replace(found[0], joined=True))
         return found
@@ -87,8 +92,9 @@ def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: i
     if matrices == 1:
         shapes = ((1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))
     else:
-        # Two blocks of outputs halve what is read of x, but give each program less than two tiles.
-        if joined := [tiles for tiles in fitting(2, 2, 2) if tiles.joined]:
+        # Two blocks of outputs halve what is read of x, but give each program less than two tiles. Codes of 8 bits are unpacked by two
+        # warpgroups as fast as they are read, and two have the registers for more rows.
+        if joined := [tiles for tiles in fitting(2, 1 if bits == 8 and padded > 24 else 2, 2) if tiles.joined]:
             return joined[0]
         shapes = ((1, 4, 4), (1, 3, 3), (1, 2, 2), (1, 1, 1)) if padded <= 40 else ((1, 2, 2), (1, 1, 1))
     return min(next(filter(None, (fitting(*shape) for shape in shapes))), key=time)

@@ -59,6 +59,15 @@ class Tiles:
         return self.step * (block + padded * BLOCK * 2), sums
 
 
+def registers(workers: int) -> int:
+    """How many registers a thread has in a program of so many warpgroups and one that copies.
+
+    That one could give some of its own to the others (`set_max_registers`), and does with JAX 0.11. JAX 0.12 compiles with nvJitLink, for
+    which kernels are parts of a larger program, and there NVIDIA's assembler ignores this (its note C7504).
+    """
+    return 65_536 // (128 * (workers + 1)) // 8 * 8
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """A piece of a program's work. All but `matrices` are traced numbers."""
@@ -248,7 +257,7 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait
         if ahead:
             wait()
         # What the copying warpgroup gives up goes to the others.
-        started = 65_536 // (128 * (workers + 1)) // 8 * 8
+        started = registers(workers)
         mosaic.set_max_registers(min(232, started + (started - 40) // workers // 8 * 8), action="increase")
         place, part = jax.lax.div(warpgroup, tiles.deep), jax.lax.rem(warpgroup, tiles.deep)
         mine = tiles.step // tiles.deep

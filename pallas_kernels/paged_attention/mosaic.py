@@ -12,7 +12,11 @@ from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 
 START = 4  # the time of a program's start and end, in units of the time for a block of keys
 MOST_SPLITS = 64
-LEAST_ITEMS = 32  # of the kernels for whole keys, for which they were the fastest: with fewer, what counts is how soon the first key comes
+# Items of the kernels for whole keys, for which they were the fastest: with fewer, what counts is how soon the first key comes. Since JAX
+# 0.12 the kernel for few rows is launched early, so fewer suffice, and still fewer with long windows.
+LEAST_ITEMS, LEAST_LONG_ITEMS = (16, 8) if jax.__version_info__ >= (0, 12) else (32, 32)
+LONG = 1024
+LEAST_PROMPT_ITEMS = 32
 
 
 def unsupported(q, cached, fresh, key_weight, scales, ancestors=None) -> str | None:
@@ -42,9 +46,9 @@ def is_faster(q, key_weight, window) -> bool:
         # By a tenth or more if `triton` needs several tiles of 16 query rows, since each tile reads the keys again.
         return q.shape[1] * q.shape[3] > 16
     if mosaic_whole_prompt.unsupported(q) is None:
-        return window is not None and mosaic_whole_prompt.Plan(q.shape, True, window, 1.0).items >= LEAST_ITEMS
+        return window is not None and mosaic_whole_prompt.Plan(q.shape, True, window, 1.0).items >= LEAST_PROMPT_ITEMS
     plan = mosaic_whole.arranged(mosaic_parts.Plan(q.shape, True, window, 1.0))
-    return window is not None and plan.tiles == 1 and plan.items >= LEAST_ITEMS
+    return window is not None and plan.tiles == 1 and plan.items >= (LEAST_LONG_ITEMS if window >= LONG else LEAST_ITEMS)
 
 
 def paged_attention(

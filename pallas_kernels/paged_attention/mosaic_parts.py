@@ -184,28 +184,35 @@ def _blocks(keys):
     return jax.lax.div(keys + (KEYS - 1), KEYS)
 
 
-def each_block(refs, item: Work, copy, stop: jax.Array | None = None) -> None:
-    """Calls copy(block, K, V, major, rows) for each block of an item. Its keys are K[major, rows], where copies read zeros past the last
-    row. stop: the number after that of the last block, if copies of the item's last one follow it."""
-    page, places = refs["k"].shape[1], refs["table"].shape[1]
+def each_block(refs, item: Work, copy) -> None:
+    """Calls copy(block, K, V, major, rows) for each block of an item: see `copy_block`."""
 
     def step(block, _):
-        source = block if stop is None else jnp.minimum(block, item.stop - 1)
+        copy_block(refs, item, block, page_of(refs, item, block), functools.partial(copy, block))
 
-        def from_page():
-            place = item.span.place(source)
-            entry = refs["table"][item.b, jax.lax.rem(jax.lax.div(place, page), places)]
-            copy(block, refs["k"], refs["v"], entry, pl.ds(jax.lax.rem(place, page), KEYS))
+    jax.lax.fori_loop(item.start, item.stop, step, None)
 
-        if "count" in refs:
-            most = pl.cdiv(min(refs["fresh_k"].shape[1], KEYS), 8) * 8
-            rows = pl.ds(item.span.row(source), most)
-            pl.when(source >= item.span.fresh)(from_page)
-            pl.when(source < item.span.fresh)(functools.partial(copy, block, refs["fresh_k"], refs["fresh_v"], item.b, rows))
-        else:
-            from_page()
 
-    jax.lax.fori_loop(item.start, item.stop if stop is None else stop, step, None)
+def page_of(refs, item: Work, block) -> jax.Array:
+    """The number of the page that holds a block, or of any page if it is one of fresh keys."""
+    page, places = refs["k"].shape[1], refs["table"].shape[1]
+    return refs["table"][item.b, jax.lax.rem(jax.lax.div(item.span.place(block), page), places)]
+
+
+def copy_block(refs, item: Work, block, page, copy) -> None:
+    """Calls copy(K, V, major, rows) for a block of an item. Its keys are K[major, rows], where copies read zeros past the last row. page:
+    as `page_of` says."""
+
+    def from_page():
+        copy(refs["k"], refs["v"], page, pl.ds(jax.lax.rem(item.span.place(block), refs["k"].shape[1]), KEYS))
+
+    if "count" in refs:
+        most = pl.cdiv(min(refs["fresh_k"].shape[1], KEYS), 8) * 8
+        rows = pl.ds(item.span.row(block), most)
+        pl.when(block >= item.span.fresh)(from_page)
+        pl.when(block < item.span.fresh)(functools.partial(copy, refs["fresh_k"], refs["fresh_v"], item.b, rows))
+    else:
+        from_page()
 
 
 def tiled(*shape: int, dtype: Any = jnp.bfloat16) -> Any:

@@ -1,9 +1,10 @@
 """Paged attention in the Mosaic GPU dialect for keys of which only the rotary dims are stored.
 
-A program serves one item. It has three warpgroups. One copies pages to shared memory. The other two each accumulate half of V's columns,
-and each compute all scores: (queries * weight) . V outside the rotary dims plus queries . K in them, so that one copy of V serves both
-products. The two take turns: while one computes products, the other computes its softmax. FlashMLA
-(https://github.com/deepseek-ai/FlashMLA) and FlashAttention-3 (Shah et al., 2024) have the same structure.
+A program serves one item. It has two warpgroups, which each accumulate half of V's columns, and each compute all scores: (queries * weight)
+. V outside the rotary dims plus queries . K in them, so that one copy of V serves both products. The two take turns: while one computes
+products, the other computes its softmax. FlashMLA (https://github.com/deepseek-ai/FlashMLA) and FlashAttention-3 (Shah et al., 2024) have
+the same structure, and a third warpgroup, which copies pages to shared memory. Here each copies its own half, so that a thread may have 255
+registers: 168 hold neither half's sums nor products that run side by side.
 """
 
 from __future__ import annotations
@@ -35,33 +36,23 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
         "pages": pages if plan.splits == 1 else mosaic.RefUnion(pages, partial),
         "loaded": mosaic.Barrier(num_arrivals=2 * plan.copies),
         "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * STAGES),
-        "empty": mosaic.Barrier(num_arrivals=2, num_barriers=2 * STAGES),
+        "empty": mosaic.Barrier(num_barriers=2 * STAGES),
         "turn": mosaic.Barrier(num_arrivals=2),
         "both": mosaic.Barrier(num_arrivals=2),
     }
-    return launch(plan, inputs, outputs, scratch, _copy, _compute, launch_dependents)
+    return launch(plan, inputs, outputs, scratch, _compute, launch_dependents)
 
 
-def launch(plan: parts.Plan, inputs, outputs, scratch, copy, compute, launch_dependents: bool = False, **settings):
+def launch(plan: parts.Plan, inputs, outputs, scratch, compute, launch_dependents: bool = False, **settings):
     """The results of a kernel with a program for each item. inputs, outputs, launch_dependents: as for `attend`. scratch: shared memory and
-    barriers, by name. copy, compute: functions of the plan, all references and the item, for the warpgroup that copies and, with its
-    number, for the two that compute. settings: further ones of the compiler."""
+    barriers, by name. compute: a function of the plan, all references, the item and a warpgroup's number. settings: further ones of the
+    compiler."""
     mosaic, names = dialect.mosaic(), (*inputs, *outputs)
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
         dialect.mosaic_wait(launch_dependents)
-        warpgroup, item = jax.lax.axis_index("warpgroup"), plan.item(refs, jax.lax.axis_index("item"))
-
-        @pl.when(warpgroup == 2)
-        def _():
-            mosaic.set_max_registers(40, action="decrease")
-            copy(plan, refs, item)
-
-        @pl.when(warpgroup < 2)
-        def _():
-            mosaic.set_max_registers(232, action="increase")
-            compute(plan, refs, item, warpgroup)
+        compute(plan, refs, plan.item(refs, jax.lax.axis_index("item")), jax.lax.axis_index("warpgroup"))
 
     return mosaic.kernel(
         body,
@@ -69,7 +60,7 @@ def launch(plan: parts.Plan, inputs, outputs, scratch, copy, compute, launch_dep
         scratch_types=scratch,
         grid=(plan.items,),
         grid_names=("item",),
-        num_threads=3,
+        num_threads=2,
         thread_name="warpgroup",
         kernel_name="paged_attention",
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane, **settings),
@@ -82,24 +73,16 @@ def _memory(plan, refs):
     return values, rotary, results, numbers
 
 
-def _half_of(item, block, half):
-    """The index of a half of the buffer that holds a block."""
-    return 2 * jax.lax.rem(block - item.start, STAGES) + half
+def copy_half(refs, item, block, page, slot, half, values, rotary) -> None:
+    """Copies half of the columns of a block's V and rotary dims to `values` and `rotary`, in shared memory. page: see `parts.page_of`. Both
+    copies arrive at `refs["full"]`."""
 
+    def copy(k_source, v_source, major, rows):
+        for source, held, columns in ((k_source, rotary, TURNS), (v_source, values, HALF)):
+            source = source.at[major, rows, item.head, pl.ds(half * columns, columns)]
+            dialect.mosaic().copy_gmem_to_smem(source, held.at[slot, half, pl.ds(0, rows.size)], refs["full"].at[2 * slot + half])
 
-def _copy(plan, refs, item):
-    mosaic, (values, rotary, _, _) = dialect.mosaic(), _memory(plan, refs)
-
-    def copy(block, k_source, v_source, major, rows):
-        slot = jax.lax.rem(block - item.start, STAGES)
-        for half in range(2):
-            number = _half_of(item, block, half)
-            pl.when(block - item.start >= STAGES)(functools.partial(mosaic.barrier_wait, refs["empty"].at[number]))
-            for source, held, columns in ((k_source, rotary, TURNS), (v_source, values, HALF)):
-                source = source.at[major, rows, item.head, pl.ds(half * columns, columns)]
-                mosaic.copy_gmem_to_smem(source, held.at[slot, half, pl.ds(0, rows.size)], refs["full"].at[number])
-
-    parts.each_block(refs, item, copy)
+    parts.copy_block(refs, item, block, page, copy)
 
 
 def load_queries(plan, refs, item, half):
@@ -123,33 +106,55 @@ def _compute(plan, refs, item, warpgroup):
         mosaic.barrier_arrive(barrier)
         mosaic.barrier_wait(barrier)
 
+    def slot_of(block):
+        return jax.lax.rem(block - item.start, STAGES)
+
+    def page_of(block):
+        return parts.page_of(refs, item, jnp.minimum(block, item.stop - 1))
+
+    def copy(block, page):
+        copy_half(refs, item, block, page, slot_of(block), warpgroup, values, rotary)
+
+    for block in (item.start + n for n in range(STAGES)):
+        pl.when(block < item.stop)(functools.partial(copy, block, page_of(block)))
     load_queries(plan, refs, item, warpgroup)
     meet(refs["both"])
     softmax = plan.softmax(item)
     pl.when(warpgroup == 1)(meet)  # from here on this warpgroup is half a step behind the other
 
-    def step(block, state):
-        slot = jax.lax.rem(block - item.start, STAGES)
+    def step(block, carry):
+        state, page = carry
+        slot, later = slot_of(block), block + STAGES - 1
+        next_page = page_of(later + 1)  # read one step ahead, so that nothing waits for it
 
         def product(scores):
             for half in range(2):
-                mosaic.barrier_wait(refs["full"].at[_half_of(item, block, half)])
+                mosaic.barrier_wait(refs["full"].at[2 * slot + half])
                 still, turning = pl.ds(TURNS, HALF - TURNS), pl.ds(0, TURNS)
                 mosaic.wgmma(scores, queries.at[half, :, still], dialect.mosaic_transposed(values.at[slot, half, :, still]))
                 mosaic.wgmma(scores, queries.at[half, :, turning], dialect.mosaic_transposed(rotary.at[slot, half]))
-            meet()
-            return scores[...]
+            mosaic.barrier_arrive(refs["turn"])
+
+            @pl.when((block > item.start) & (later < item.stop))
+            def _():  # while products run
+                mosaic.barrier_wait(refs["empty"].at[2 * slot_of(later) + warpgroup])
+                copy(later, page)
+
+            found = scores[...]
+            # Before the next wait, past which the compiler moves no arrival.
+            mosaic.barrier_arrive(refs["empty"].at[2 * slot + 1 - warpgroup])
+            mosaic.barrier_wait(refs["turn"])
+            return found
 
         scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
-        mosaic.barrier_arrive(refs["empty"].at[_half_of(item, block, 1 - warpgroup)])
         weights, (acc, *state) = softmax.step(scores, state, item.span.seen(block))
         parts.clear(values.at[slot, warpgroup], parts.inside(item.span, block))
         meet()
         acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, values.at[slot, warpgroup]))(mosaic.ACC.init(acc))
-        mosaic.barrier_arrive(refs["empty"].at[_half_of(item, block, warpgroup)])
-        return acc, *state
+        return (acc, *state), next_page
 
-    acc, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start(HALF))
+    carry = softmax.start(HALF), page_of(item.start + STAGES - 1)
+    (acc, top, total), _ = jax.lax.fori_loop(item.start, item.stop, step, carry)
     pl.when(warpgroup == 0)(meet)
     meet(refs["both"])  # after this no warpgroup reads queries or pages
     results.at[warpgroup][...] = softmax.result(acc, total).astype(results.dtype)

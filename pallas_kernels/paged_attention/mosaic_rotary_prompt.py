@@ -1,8 +1,8 @@
 """Paged attention in the Mosaic GPU dialect for many rows of a prompt, with keys of which only the rotary dims are stored.
 
-A program serves one item. It has three warpgroups. One copies pages to shared memory. The other two each accumulate half of V's columns.
-Of two blocks of keys, each computes the scores of one: (queries * weight) . V outside the rotary dims plus queries . K in them, so that one
-copy of V serves both products. They exchange weights and largest scores through shared memory, so that no score is computed twice. FlashMLA
+A program serves one item. It has two warpgroups, which each copy and accumulate half of V's columns. Of two blocks of keys, each computes
+the scores of one: (queries * weight) . V outside the rotary dims plus queries . K in them, so that one copy of V serves both products. They
+exchange weights and largest scores through shared memory, so that no score is computed twice. FlashMLA
 (https://github.com/deepseek-ai/FlashMLA) has the same structure.
 """
 
@@ -17,9 +17,9 @@ from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention import mosaic_parts as parts
 from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
-from pallas_kernels.paged_attention.mosaic_rotary import HALF, TURNS, launch, load_queries
+from pallas_kernels.paged_attention.mosaic_rotary import HALF, TURNS, copy_half, launch, load_queries
 
-PAIR = 2  # blocks of keys in shared memory, one for each warpgroup that computes
+PAIR = 2  # blocks of keys in shared memory, one for each warpgroup
 
 
 def attend(plan: parts.Plan, inputs, q):
@@ -32,7 +32,6 @@ def attend(plan: parts.Plan, inputs, q):
         "tops": mosaic.SMEM((PAIR, ROWS), jnp.float32),  # each row's largest score with the first block of a pair, and with both
         "loaded": mosaic.Barrier(num_arrivals=2 * plan.copies),
         "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * PAIR),
-        "empty": mosaic.Barrier(num_barriers=2 * PAIR),
         "weighed": mosaic.Barrier(num_barriers=PAIR),
         "both": mosaic.Barrier(num_arrivals=2),
     }
@@ -42,48 +41,44 @@ def attend(plan: parts.Plan, inputs, q):
             pl.when(warpgroup == own)(functools.partial(_compute, plan, refs, item, own))
 
     # Rows are reduced within a warp, which needs no shared memory; by default 2 KiB would be kept for that.
-    return launch(plan, inputs, plan.results(q.dtype), scratch, _copy, compute, reduction_scratch_bytes=1024)[0]
-
-
-def _pairs(item):
-    return jax.lax.div(item.stop - item.start + PAIR - 1, PAIR)
-
-
-def _copy(plan, refs, item):
-    mosaic = dialect.mosaic()
-
-    def copy(block, k_source, v_source, major, rows):
-        slot = jax.lax.rem(block - item.start, PAIR)
-        for half in range(2):
-            number = 2 * slot + half
-            pl.when(block - item.start >= PAIR)(functools.partial(mosaic.barrier_wait, refs["empty"].at[number]))
-            for source, held, columns in ((k_source, refs["rotary"], TURNS), (v_source, refs["values"], HALF)):
-                source = source.at[major, rows, item.head, pl.ds(half * columns, columns)]
-                mosaic.copy_gmem_to_smem(source, held.at[slot, half, pl.ds(0, rows.size)], refs["full"].at[number])
-
-    parts.each_block(refs, item, copy, item.start + PAIR * _pairs(item))
+    return launch(plan, inputs, plan.results(q.dtype), scratch, compute, reduction_scratch_bytes=1024)[0]
 
 
 def _compute(plan, refs, item, own):
     """own: the number of the warpgroup, of its half of the columns, and of its block in a pair."""
     mosaic, queries, values, rotary, tops = dialect.mosaic(), refs["queries"], refs["values"], refs["rotary"], refs["tops"]
     each_row = mosaic.Layout.WGMMA.reduce(1)
+    pairs = jax.lax.div(item.stop - item.start + PAIR - 1, PAIR)
 
     def meet():
         mosaic.barrier_arrive(refs["both"])
         mosaic.barrier_wait(refs["both"])
 
+    def block_of(pair, n):
+        """A block of a pair. After an odd number of blocks comes a copy of the last one."""
+        return jnp.minimum(item.start + PAIR * pair + n, item.stop - 1)
+
+    def pages_of(pair):
+        return [parts.page_of(refs, item, block_of(pair, n)) for n in range(PAIR)]
+
+    def copy(pair, n, page):
+        copy_half(refs, item, block_of(pair, n), page, n, own, values, rotary)
+
+    for n, page in enumerate(pages_of(0)):
+        pl.when(pairs > 0)(functools.partial(copy, 0, n, page))
     load_queries(plan, refs, item, own)
     meet()
     softmax = plan.softmax(item)
     least, most = (functools.reduce(extreme, item.position) for extreme in (jnp.minimum, jnp.maximum))
-    # A block's weights take the place of rotary columns of its keys, which nobody needs any more: of those whose buffer the other warpgroup
-    # gives back, because it reads the weights.
+    # A block's weights take the place of rotary columns of its keys, which nobody needs any more: of those that the other warpgroup copies,
+    # because it reads the weights.
     weights = rotary.at[0, 1], rotary.at[1, 0]
 
-    def step(pair, state):
+    def step(pair, carry):
+        state, pages = carry
+        later_pages = pages_of(pair + 2)  # read one step ahead, so that nothing waits for them
         blocks = [item.start + PAIR * pair + n for n in range(PAIR)]
-        # After an odd number of blocks comes a copy of the last one, of which no row sees a key.
+        # Of the copy of the last block no row sees a key.
         seen = [tuple(jnp.where(block < item.stop, x, 0) for x in item.span.seen(block)) for block in blocks]
 
         def product(scores):
@@ -97,11 +92,11 @@ def _compute(plan, refs, item, own):
         scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
 
         def add(n, acc, shrink, weights):
-            """Adds a block's V, whose own columns nobody needs after that."""
+            """Adds a block's V, and copies that of the next pair to its place: nobody else reads the own columns after that."""
             parts.clear(values.at[n, own], parts.within(item.span.begin, seen[n]))
             acc = acc * parts.across(shrink, HALF)
             acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, values.at[n, own]))(mosaic.ACC.init(acc))
-            mosaic.barrier_arrive(refs["empty"].at[2 * n + own])
+            pl.when(pair + 1 < pairs)(functools.partial(copy, pair + 1, n, pages[n]))
             return acc
 
         def give(acc, top, total):
@@ -124,9 +119,9 @@ def _compute(plan, refs, item, own):
 
         for turn in (give, take) if own == 0 else (take, give):
             state = turn(*state)
-        return state
+        return state, later_pages
 
-    acc, _, total = jax.lax.fori_loop(0, _pairs(item), step, softmax.start(HALF))
+    (acc, _, total), _ = jax.lax.fori_loop(0, pairs, step, (softmax.start(HALF), pages_of(1)))
     meet()  # after this no warpgroup reads queries or largest scores
     tops.at[own][...] = total
     mosaic.commit_smem()

@@ -1,13 +1,14 @@
 """Paged attention in the Mosaic GPU dialect for many rows of a prompt, with keys that are stored whole.
 
-A program serves 64 queries of a sequence, for two query heads of one KV head. It has three warpgroups. One copies blocks of keys and values
-to shared memory. The other two compute, each for one of the two heads, so that a row of a product is a query: while one computes products,
-the other computes its softmax.
+A program serves 64 queries of a sequence, for two query heads of one KV head. It has two warpgroups, each for one of the two heads, so that
+a row of a product is a query: while one computes products, the other computes its softmax. The first also copies blocks of keys and values
+to shared memory. With a third for that, a thread could have 168 registers, too few for products that run side by side.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 
 DIM = 256
 SLOTS = 5  # blocks of keys or of values in shared memory
-WORKERS = 2  # warpgroups that compute, and query heads of an item
+AHEAD = 2  # so many blocks before it is needed, a block's copy starts
+WORKERS = 2  # warpgroups, and query heads of an item
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,31 +86,7 @@ def attend(plan: Plan, inputs, q):
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
-        warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
-
-        def serve(role):
-            def step(n, before):
-                item = plan.item(refs, program + n * programs)
-
-                def place(block, kind):
-                    """Counts the blocks of keys and of values before a block's; and its slot. kind: 0 for keys, 1 for values."""
-                    number = 2 * (before + block) + kind
-                    return number, jax.lax.rem(number, SLOTS)
-
-                role(plan, refs, item, place, warpgroup)
-                return before + item.stop
-
-            jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
-
-        @pl.when(warpgroup == WORKERS)
-        def _():
-            mosaic.set_max_registers(40, action="decrease")
-            serve(_copy)
-
-        @pl.when(warpgroup < WORKERS)
-        def _():
-            mosaic.set_max_registers(232, action="increase")
-            serve(_compute)
+        _compute(plan, refs, jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program"), programs)
 
     return mosaic.kernel(
         body,
@@ -116,54 +94,85 @@ def attend(plan: Plan, inputs, q):
         scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
-        num_threads=WORKERS + 1,
+        num_threads=WORKERS,
         thread_name="warpgroup",
         kernel_name="paged_attention",
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
     )(*inputs.values())
 
 
-def _copy(plan, refs, item, place, _):
-    mosaic = dialect.mosaic()
-
-    def copy(block, k_source, v_source, major, rows):
-        for kind, source in enumerate((k_source, v_source)):
-            number, slot = place(block, kind)
-            pl.when(number >= SLOTS)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
-            mosaic.copy_gmem_to_smem(source.at[major, rows, item.head], refs["pages"].at[slot, pl.ds(0, rows.size)], refs["full"].at[slot])
-
-    parts.each_block(refs, item, copy)
-
-
-def _compute(plan, refs, item, place, warpgroup):
+def _compute(plan, refs, warpgroup, program, programs):
     mosaic, pages, held = dialect.mosaic(), refs["pages"], refs["queries"].at[warpgroup]
-    at = (item.b, pl.ds(item.first, ROWS), item.head, item.member + warpgroup)
-    mosaic.copy_gmem_to_smem(refs["q"].at[at], held, refs["loaded"].at[warpgroup])
-    own = dialect.mosaic_load(refs["positions"].at[item.b, pl.ds(item.first, ROWS)], mosaic.Layout.WGMMA.reduce(1))
-    after = own.astype(jnp.float32) + 1.0
-    softmax = parts.Softmax(after, item.span.begin, causal=plan.causal, window=plan.window, scale=plan.scale)
-    mosaic.barrier_wait(refs["loaded"].at[warpgroup])
+    works = jax.lax.div(plan.items - 1 - program, programs) + 1
 
-    def step(block, state):
-        (_, k), (_, v) = place(block, 0), place(block, 1)
+    def page_of(item, block):
+        return parts.page_of(refs, item, jnp.minimum(block, item.stop - 1))
 
-        def product(scores):
-            mosaic.wgmma(scores, held, dialect.mosaic_transposed(pages.at[k]))
-            return scores[...]
+    def slot_of(number):
+        return jax.lax.rem(number, SLOTS)
 
-        mosaic.barrier_wait(refs["full"].at[k])
-        scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
-        mosaic.barrier_arrive(refs["empty"].at[k])
-        seen = item.span.seen(block)
-        weights, (acc, *state) = softmax.step(scores, state, seen, plan.plain(item, seen, item.low, item.high))
-        mosaic.barrier_wait(refs["full"].at[v])
-        parts.clear(pages.at[v], parts.within(item.span.begin, seen))
-        acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, pages.at[v]))(mosaic.ACC.init(acc))
-        mosaic.barrier_arrive(refs["empty"].at[v])
-        return acc, *state
+    def copy(item, before, block, page):
+        """Copies a block's keys and values, as soon as both warpgroups have read what is in their place. before: blocks of the items
+        before."""
 
-    acc, _, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start(DIM))
-    held[...] = softmax.result(acc, total).astype(held.dtype)
-    mosaic.commit_smem()
-    mosaic.copy_smem_to_gmem(held, refs["out"].at[at])
-    mosaic.wait_smem_to_gmem(0)
+        def copy_both(*sources):
+            *sources, major, rows = sources
+            for kind, source in enumerate(sources):
+                number = 2 * (before + block) + kind
+                slot = slot_of(number)
+                pl.when(number >= SLOTS)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
+                source = source.at[major, rows, item.head]
+                mosaic.copy_gmem_to_smem(source, pages.at[slot, pl.ds(0, rows.size)], refs["full"].at[slot])
+
+        parts.copy_block(refs, item, block, page, copy_both)
+
+    def begin(item, before):
+        """Starts the first copies of an item."""
+        for n in range(AHEAD):
+            block = item.start + n
+            pl.when((warpgroup == 0) & (block < item.stop))(functools.partial(copy, item, before, block, page_of(item, block)))
+
+    def serve(n, before):
+        number = program + n * programs
+        item = plan.item(refs, number)
+        at = (item.b, pl.ds(item.first, ROWS), item.head, item.member + warpgroup)
+        mosaic.copy_gmem_to_smem(refs["q"].at[at], held, refs["loaded"].at[warpgroup])
+        own = dialect.mosaic_load(refs["positions"].at[item.b, pl.ds(item.first, ROWS)], mosaic.Layout.WGMMA.reduce(1))
+        after = own.astype(jnp.float32) + 1.0
+        softmax = parts.Softmax(after, item.span.begin, causal=plan.causal, window=plan.window, scale=plan.scale)
+        mosaic.barrier_wait(refs["loaded"].at[warpgroup])
+
+        def step(block, carry):
+            state, page = carry
+            k, v = (slot_of(2 * (before + block) + kind) for kind in range(2))
+            next_page = page_of(item, block + AHEAD + 1)  # read one step ahead, so that nothing waits for it
+
+            def product(scores):
+                mosaic.wgmma(scores, held, dialect.mosaic_transposed(pages.at[k]))
+                return scores[...]
+
+            mosaic.barrier_wait(refs["full"].at[k])
+            scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
+            mosaic.barrier_arrive(refs["empty"].at[k])
+            seen = item.span.seen(block)
+            weights, (acc, *state) = softmax.step(scores, state, seen, plan.plain(item, seen, item.low, item.high))
+            mosaic.barrier_wait(refs["full"].at[v])
+            parts.clear(pages.at[v], parts.within(item.span.begin, seen))
+            acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, pages.at[v]))(mosaic.ACC.init(acc))
+            mosaic.barrier_arrive(refs["empty"].at[v])
+            later = block + AHEAD
+            pl.when((warpgroup == 0) & (later < item.stop))(functools.partial(copy, item, before, later, page))
+            return (acc, *state), next_page
+
+        carry = softmax.start(DIM), page_of(item, item.start + AHEAD)
+        (acc, _, total), _ = jax.lax.fori_loop(item.start, item.stop, step, carry)
+        done = before + item.stop
+        pl.when(n + 1 < works)(lambda: begin(plan.item(refs, number + programs), done))
+        held[...] = softmax.result(acc, total).astype(held.dtype)
+        mosaic.commit_smem()
+        mosaic.copy_smem_to_gmem(held, refs["out"].at[at])
+        mosaic.wait_smem_to_gmem(0)
+        return done
+
+    begin(plan.item(refs, program), jnp.int32(0))
+    jax.lax.fori_loop(0, works, serve, jnp.int32(0))

@@ -40,8 +40,8 @@ def test_a_gpu_without_kernels_and_one_with(capsys):
         "Tesla T4, compute capability 7.5, 65,536 bytes of shared memory a program",
         "  no kernels: the Tesla T4 has compute capability 7.5; kernels need at least 8.0",
         "NVIDIA L4, compute capability 8.9, 101,376 bytes of shared memory a program",
-        f"  {'kernel':24} {'programs':>8} {'shared bytes':>12} {'registers':>9} {'spilled bytes':>13}",
-        f"  {'add_norm':24} {1:8} {'-':>12} {'-':>9} {'-':>13}",
+        f"  {'kernel':24} {'programs':>8} {'shared bytes':>12} {'registers':>9} {'waiting':>7} {'spilled bytes':>13}",
+        f"  {'add_norm':24} {1:8} {'-':>12} {'-':>9} {'-':>7} {'-':>13}",
         "1 programs were lowered.",
     ]
 
@@ -106,6 +106,26 @@ def test_descriptions_agree_with_what_devices_may_use():
     for gpu in GPUS.values():
         assert device.SHARED_MEMORY[".".join(map(str, gpu.capability))] == gpu.program_shared
         assert f"shared_memory_per_block_optin: {gpu.program_shared}\n" in gpu.description()
+
+
+def test_what_the_assembler_reports():
+    said = """
+ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain compatibility across compilation units.
+ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register \
+resources for the function 'gated_mosaic_gpu_kernel'
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'gated_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for gated_mosaic_gpu_kernel
+ptxas         .     568 bytes stack frame, 1072 bytes spill stores, 1248 bytes spill loads
+ptxas info    : Used 255 registers, used 16 barriers, 17 bytes smem
+ptxas info    : Compiling entry function 'add_norm' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers
+"""
+    figures = check.KernelFigures
+    assert check.reported(said) == {
+        "gated_mosaic_gpu_kernel": figures(registers=255, spilled=1072, serial=1), "add_norm": figures(registers=40, spilled=0, serial=0)
+    }  # fmt: skip
 
 
 def test_commands_of_a_loop_s_body():
