@@ -2,7 +2,8 @@
 
 A program serves 64 queries of a sequence, for two query heads of one KV head. It has two warpgroups, each for one of the two heads, so that
 a row of a product is a query: while one computes products, the other computes its softmax. The first also copies blocks of keys and values
-to shared memory. With a third for that, a thread could have 168 registers, too few for products that run side by side.
+to shared memory. With a third for that a thread has 168 registers (see `packed.mosaic.registers`), with two 255; the sums take 128 and the
+scores 32.
 """
 
 from __future__ import annotations
@@ -115,9 +116,8 @@ def _compute(plan, refs, warpgroup, program, programs):
         """Copies a block's keys and values, as soon as both warpgroups have read what is in their place. before: blocks of the items
         before."""
 
-        def copy_both(*sources):
-            *sources, major, rows = sources
-            for kind, source in enumerate(sources):
+        def copy_both(k_source, v_source, major, rows):
+            for kind, source in enumerate((k_source, v_source)):
                 number = 2 * (before + block) + kind
                 slot = slot_of(number)
                 pl.when(number >= SLOTS)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
