@@ -1,10 +1,10 @@
 """Paged attention in the Mosaic GPU dialect for keys of which only the rotary dims are stored.
 
 A program serves one item. It has two warpgroups. Each accumulates half of V's columns, and each computes all scores: (queries * weight) . V
-outside the rotary dims plus queries . K in them, so that one copy of V serves both products. The two take turns: while one computes products,
-the other computes its softmax. FlashMLA (https://github.com/deepseek-ai/FlashMLA) and FlashAttention-3 (Shah et al., 2024) have the same
-structure, but a third warpgroup that copies pages to shared memory. Here each copies its own half. With three warpgroups a thread has 168
-registers (see `packed.mosaic.registers`), with two 255; the sums take 128 and the scores 32.
+outside the rotary dims plus queries . K in them, so that one copy of V serves both products. The two take turns: while one computes
+products, the other computes its softmax. FlashMLA (https://github.com/deepseek-ai/FlashMLA) and FlashAttention-3 (Shah et al., 2024) have
+the same structure, but a third warpgroup that copies pages to shared memory. Here each copies its own half. With three warpgroups a thread
+has 168 registers (see `packed.mosaic.registers`), with two 255; the sums take 128 and the scores 32.
 """
 
 from __future__ import annotations
