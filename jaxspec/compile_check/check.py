@@ -19,6 +19,7 @@ import ctypes
 import dataclasses
 import functools
 import glob
+import importlib.metadata
 import itertools
 import multiprocessing
 import os
@@ -255,6 +256,8 @@ def _start(folder: str) -> None:
     _dump = Path(tempfile.mkdtemp(dir=folder))
     compiler = [f"--xla_gpu_cuda_data_dir={path}" for path in _installed("")[:1]]
     flags = ["--xla_gpu_autotune_level=0", f"--xla_dump_to={_dump}", *compiler]
+    if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 12):
+        flags.append("--xla_dump_emitter_re=.*")  # since then PTX is dumped only if one asks
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     os.dup2(os.open(_dump / STDOUT_FILE, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)

@@ -34,6 +34,7 @@ SMALL = 1 << 20  # so few weights lie in the L2 cache, where programs with other
 PIPELINES = ((4, 4), (4, 3), (2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2))
 # Up to so many rows a program has so many bytes of shared memory, and an H200's multiprocessor runs so many programs.
 BUDGETS = ((16, 57_344, 4), (64, 73_728, 3), (MOST_ROWS, 101_376, 2))
+SCRATCH = BLOCK * BLOCK  # bytes for a block of weights that goes through shared memory on its way to tensor cores older than Hopper's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,12 @@ def choose_tiles(x: jax.Array, w: Packed, splits: int | None = 1) -> Tiles:
     warps = [8 if tile.paired() and part > BLOCK else 4 for part in parts]
     fitting = [Tiles(part, 1, depth, 1, n, stages) for part, n in zip(parts, warps, strict=True) for depth, stages in PIPELINES]
     fitting.sort(key=lambda t: t.depth < least)
-    tiles = next((t for t in fitting if t.shared(w, x.dtype.itemsize) <= budget), fitting[-1])
+
+    def fits(tiles):
+        shared = tiles.shared(w, x.dtype.itemsize)
+        return shared <= budget and shared + tiles.depth * SCRATCH <= dialect.shared_memory()
+
+    tiles = next(filter(fits, fitting), fitting[-1])
     if splits is not None:
         return dataclasses.replace(tiles, splits=splits)
     # A part of the sums is written and read once, beside the weights.

@@ -21,7 +21,7 @@ from pallas_kernels.packed import abstract, mosaic, tile, unpack
 from pallas_kernels.packed.matrix import rounded
 
 OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in half the time, and computes the same
-A100, H200 = device.Described("NVIDIA A100-SXM4-40GB", "8.0"), device.Described("NVIDIA H200", "9.0")
+A100, L4, H200 = (device.Described(*x) for x in (("NVIDIA A100-SXM4-40GB", "8.0"), ("NVIDIA L4", "8.9"), ("NVIDIA H200", "9.0")))
 
 
 def normal(*shape, dtype="bfloat16", seed=1):
@@ -358,3 +358,12 @@ def test_more_rows_than_a_kernel_takes_are_multiplied_in_passes(kind):
     if kind == "partials":
         found, plain = found.sum(0), plain.sum(0)
     assert difference(found, plain) < 1e-2
+
+
+def test_the_tiles_of_the_triton_kernel_fit_a_small_multiprocessor():
+    """An L4 has 99 KiB. What weights need on their way to its tensor cores comes on top of what lies in shared memory."""
+    for shape, form, rows in itertools.product(SHAPES.values(), PACKINGS, (1, 5, 40, 65, 160, 256)):
+        x, w, *_ = shape.arguments(rows, jnp.bfloat16, form)
+        with device.described_as(L4):
+            tiles = packed_triton.choose_tiles(x, w, None if shape.kind == "partials" else 1)
+        assert tiles.shared(w, 2) + 4096 * tiles.depth <= 101_376, (shape, form, rows, tiles)
