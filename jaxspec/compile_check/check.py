@@ -109,7 +109,7 @@ class KernelFigures:
     shared: int | None = None  # bytes of shared memory
     registers: int | None = None  # of a thread
     spilled: int | None = None  # bytes that did not fit into registers
-    serial: int | None = None  # 1 if products of the tensor cores wait for each other, else 0
+    waiting: int | None = None  # 1 if products of the tensor cores wait for each other, else 0
 
     def add(self, **found: int | None) -> None:
         """Raises each figure to what was found in another program."""
@@ -223,9 +223,9 @@ class Compiler:
 def reported(said: str) -> dict[str, KernelFigures]:
     """What NVIDIA's assembler reports about a module's kernels, by name."""
     pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
-    serial = re.findall(r"wgmma.mma_async instructions are serialized .* function '(\w+)'", said)
+    waiting = re.findall(r"wgmma.mma_async instructions are serialized .* function '(\w+)'", said)
     return {
-        name: KernelFigures(registers=int(registers), spilled=int(spilled), serial=int(name in serial))
+        name: KernelFigures(registers=int(registers), spilled=int(spilled), waiting=int(name in waiting))
         for name, spilled, registers in re.findall(pattern, said, re.DOTALL)
     }
 
@@ -354,7 +354,7 @@ def _print(gpu: str, wanted: dict[int | str, str], outcomes: Iterator[Outcome]) 
     with compiler.decisions():
         if reason := device.obstacle():
             print(f"  no kernels: {reason}")
-    programs, serial, most, worst = collections.Counter[str](), collections.Counter[str](), dict[str, KernelFigures](), dict[str, str]()
+    programs, waiting, most, worst = collections.Counter[str](), collections.Counter[str](), dict[str, KernelFigures](), dict[str, str]()
     failed = 0
     for (case, name), outcome in zip(wanted.items(), outcomes, strict=True):
         if outcome.failure is not None:
@@ -368,7 +368,7 @@ def _print(gpu: str, wanted: dict[int | str, str], outcomes: Iterator[Outcome]) 
                 print(f"    weights and state {held:.2f} GB, temporary {spare:.3f} GB{fits}", flush=True)
         for kernel, figures in outcome.kernels.items():
             programs[kernel] += 1
-            serial[kernel] += figures.serial or 0
+            waiting[kernel] += figures.waiting or 0
             highest = most.setdefault(kernel, KernelFigures())
             if (figures.spilled or 0) > (highest.spilled or 0):
                 worst[kernel] = f"  in {name}"
@@ -376,9 +376,10 @@ def _print(gpu: str, wanted: dict[int | str, str], outcomes: Iterator[Outcome]) 
     if most:
         print(f"  {'kernel':24} {'programs':>8} {'shared bytes':>12} {'registers':>9} {'waiting':>7} {'spilled bytes':>13}")
     for kernel, figures in sorted(most.items()):
-        figures.serial = None if figures.serial is None else serial[kernel]
-        shared, registers, spilled, waiting = ("-" if x is None else f"{x:,}" for x in dataclasses.astuple(figures))
-        line = f"  {kernel:24} {programs[kernel]:8} {shared:>12} {registers:>9} {waiting:>7} {spilled:>13}"
+        if figures.waiting is not None:
+            figures.waiting = waiting[kernel]
+        shared, registers, spilled, waits = ("-" if x is None else f"{x:,}" for x in dataclasses.astuple(figures))
+        line = f"  {kernel:24} {programs[kernel]:8} {shared:>12} {registers:>9} {waits:>7} {spilled:>13}"
         print(f"{line}{worst.get(kernel, '')}", flush=True)
     return failed
 

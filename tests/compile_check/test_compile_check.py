@@ -124,7 +124,7 @@ ptxas info    : Used 40 registers, used 0 barriers
 """
     figures = check.KernelFigures
     assert check.reported(said) == {
-        "gated_mosaic_gpu_kernel": figures(registers=255, spilled=1072, serial=1), "add_norm": figures(registers=40, spilled=0, serial=0)
+        "gated_mosaic_gpu_kernel": figures(registers=255, spilled=1072, waiting=1), "add_norm": figures(registers=40, spilled=0, waiting=0)
     }  # fmt: skip
 
 
