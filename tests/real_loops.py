@@ -29,9 +29,8 @@ KERNELS = {
 PACKED = {name: f"packed_{name}" for name in ("linear", "gated", "moe_gate_up", "moe_down")} | {"gated_by": "packed_linear"}
 
 
-@functools.cache
-def lowered(name, attention, quantize=None):
-    """The text of `decode_loop` at one sequence and K = 4, and how many arrays its state has. quantize: as for `jaxspec.load`."""
+def loop(name, attention, quantize=None):
+    """`decode_loop` at one sequence and K = 4, its arguments, and its static ones. quantize: as for `jaxspec.load`."""
     if name == "pocket":
         texts = [checkpoint.read_config(checkpoint.resolve(folder)) for folder in ("pocket", "pocket-mtp")]
     else:
@@ -44,10 +43,31 @@ def lowered(name, attention, quantize=None):
     settings = {"slots": 4, "max_len": 1024, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
     slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    loop = jax.jit(decode.decode_loop, static_argnames="round", donate_argnames="state")
-    return for_cuda(loop, target, drafter, state, slots, steps, round=decode.Round(4, attention=attention)), len(jax.tree.leaves(state))
+    function = jax.jit(decode.decode_loop, static_argnames="round", donate_argnames="state")
+    return function, (target, drafter, state, slots, steps), {"round": decode.Round(4, attention=attention)}
+
+
+@functools.cache
+def lowered(name, attention, quantize=None):
+    """The loop's text for CUDA, and how many arrays its state has."""
+    function, args, static = loop(name, attention, quantize)
+    return for_cuda(function, *args, **static), len(jax.tree.leaves(args[2]))
 
 
 def kernels(name, attention, quantize=None):
-    """The names of the kernels in it."""
+    """The names of the kernels in the loop for CUDA, which are in the Triton dialect."""
     return set(re.findall(r'name = "(\w+)"', lowered(name, attention, quantize)[0]))
+
+
+def kernels_of_any_dialect(name, attention):
+    """The names of the kernels in the loop for the current device."""
+    function, args, static = loop(name, attention)
+    found, waiting = set(), [function.trace(*args, **static).jaxpr.jaxpr]
+    while waiting:
+        for equation in waiting.pop().eqns:
+            if {"compiler_params", "name"} <= set(equation.params):
+                found.add(equation.params["name"])
+                continue
+            inner = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns"))
+            waiting += [jaxpr for x in inner if hasattr(jaxpr := getattr(x, "jaxpr", x), "eqns")]
+    return found

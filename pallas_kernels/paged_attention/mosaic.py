@@ -7,7 +7,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
-from pallas_kernels.paged_attention import mosaic_parts, mosaic_rotary, mosaic_rotary_prompt, mosaic_whole, mosaic_whole_prompt, triton
+from pallas_kernels.paged_attention import (
+    mosaic_parts,
+    mosaic_rotary,
+    mosaic_rotary_few,
+    mosaic_rotary_prompt,
+    mosaic_whole,
+    mosaic_whole_prompt,
+    triton,
+)
 from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 
 START = 4  # the time of a program's start and end, in units of the time for a block of keys
@@ -81,7 +89,8 @@ def paged_attention(
         return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, launch_dependents)[0]
     if splits == 1 and queries >= ROWS:
         return mosaic_rotary_prompt.attend(plan, inputs, q)
-    out = mosaic_rotary.attend(plan, inputs, plan.results(q.dtype), launch_dependents or splits > 1)
+    kernel = mosaic_rotary_few if mosaic_rotary_few.serves(plan) else mosaic_rotary
+    out = kernel.attend(plan, inputs, plan.results(q.dtype), launch_dependents or splits > 1)
     if splits == 1:
         return out[0]
     acc, *numbers = out

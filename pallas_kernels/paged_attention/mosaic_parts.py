@@ -199,6 +199,15 @@ def page_of(refs, item: Work, block) -> jax.Array:
     return refs["table"][item.b, jax.lax.rem(jax.lax.div(item.span.place(block), page), places)]
 
 
+def hidden_zero(page) -> jax.Array:
+    """Zero, which the compiler does not know. page: a page's number, loaded in the step before.
+
+    Added to an index within a loop, it lets the compiler find the place in shared memory that a product reads in each step anew. Else it
+    keeps all these places in registers, of which the sums leave too few, and spills them.
+    """
+    return jnp.minimum(page, 0)
+
+
 def copy_block(refs, item: Work, block, page, copy) -> None:
     """Calls copy(K, V, major, rows) for a block of an item. Its keys are K[major, rows], where copies read zeros past the last row. page:
     as `page_of` says."""

@@ -74,13 +74,14 @@ def _memory(plan, refs):
 
 
 def copy_half(refs, item, block, page, slot, half, values, rotary) -> None:
-    """Copies half of the columns of a block's V and rotary dims to `values` and `rotary`, in shared memory. page: see `parts.page_of`. Both
-    copies arrive at `refs["full"]`."""
+    """Copies half of the columns of a block's V and rotary dims to `values` and `rotary`, in shared memory, or those of one if the other is
+    None. page: see `parts.page_of`. Each copy arrives at `refs["full"]`."""
 
     def copy(k_source, v_source, major, rows):
         for source, held, columns in ((k_source, rotary, TURNS), (v_source, values, HALF)):
-            source = source.at[major, rows, item.head, pl.ds(half * columns, columns)]
-            dialect.mosaic().copy_gmem_to_smem(source, held.at[slot, half, pl.ds(0, rows.size)], refs["full"].at[2 * slot + half])
+            if held is not None:
+                source = source.at[major, rows, item.head, pl.ds(half * columns, columns)]
+                dialect.mosaic().copy_gmem_to_smem(source, held.at[slot, half, pl.ds(0, rows.size)], refs["full"].at[2 * slot + half])
 
     parts.copy_block(refs, item, block, page, copy)
 
@@ -98,9 +99,18 @@ def load_queries(plan, refs, item, half):
     mosaic.commit_smem()
 
 
+def multiply(refs, scores, values, rotary, slot, zero) -> None:
+    """Adds the products of queries and a block's keys to `scores`, as the halves of the block arrive. zero: `parts.hidden_zero`."""
+    mosaic, queries, still, turning = dialect.mosaic(), refs["queries"], pl.ds(TURNS, HALF - TURNS), pl.ds(0, TURNS)
+    for half in range(2):
+        mosaic.barrier_wait(refs["full"].at[2 * slot + half])
+        mosaic.wgmma(scores, queries.at[half + zero, :, still], dialect.mosaic_transposed(values.at[slot + zero, half, :, still]))
+        mosaic.wgmma(scores, queries.at[half + zero, :, turning], dialect.mosaic_transposed(rotary.at[slot + zero, half]))
+
+
 def _compute(plan, refs, item, warpgroup):
     mosaic, (values, rotary, results, numbers) = dialect.mosaic(), _memory(plan, refs)
-    queries, columns = refs["queries"], pl.ds(warpgroup * HALF, HALF)
+    columns = pl.ds(warpgroup * HALF, HALF)
 
     def meet(barrier=refs["turn"]):
         mosaic.barrier_arrive(barrier)
@@ -124,15 +134,11 @@ def _compute(plan, refs, item, warpgroup):
 
     def step(block, carry):
         state, page = carry
-        slot, later = slot_of(block), block + STAGES - 1
+        slot, later, zero = slot_of(block), block + STAGES - 1, parts.hidden_zero(page)
         next_page = page_of(later + 1)  # read one step ahead, so that nothing waits for it
 
         def product(scores):
-            for half in range(2):
-                mosaic.barrier_wait(refs["full"].at[2 * slot + half])
-                still, turning = pl.ds(TURNS, HALF - TURNS), pl.ds(0, TURNS)
-                mosaic.wgmma(scores, queries.at[half, :, still], dialect.mosaic_transposed(values.at[slot, half, :, still]))
-                mosaic.wgmma(scores, queries.at[half, :, turning], dialect.mosaic_transposed(rotary.at[slot, half]))
+            multiply(refs, scores, values, rotary, slot, zero)
             mosaic.barrier_arrive(refs["turn"])
 
             @pl.when((block > item.start) & (later < item.stop))

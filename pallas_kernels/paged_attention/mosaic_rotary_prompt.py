@@ -17,7 +17,7 @@ from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention import mosaic_parts as parts
 from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
-from pallas_kernels.paged_attention.mosaic_rotary import HALF, TURNS, copy_half, launch, load_queries
+from pallas_kernels.paged_attention.mosaic_rotary import HALF, TURNS, copy_half, launch, load_queries, multiply
 
 PAIR = 2  # blocks of keys in shared memory, one for each warpgroup
 
@@ -77,16 +77,13 @@ def _compute(plan, refs, item, own):
     def step(pair, carry):
         state, pages = carry
         later_pages = pages_of(pair + 2)  # read one step ahead, so that nothing waits for them
+        zero = parts.hidden_zero(pages[0])
         blocks = [item.start + PAIR * pair + n for n in range(PAIR)]
         # Of the copy of the last block no row sees a key.
         seen = [tuple(jnp.where(block < item.stop, x, 0) for x in item.span.seen(block)) for block in blocks]
 
         def product(scores):
-            for half in range(2):
-                mosaic.barrier_wait(refs["full"].at[2 * own + half])
-                still, turning = pl.ds(TURNS, HALF - TURNS), pl.ds(0, TURNS)
-                mosaic.wgmma(scores, queries.at[half, :, still], dialect.mosaic_transposed(values.at[own, half, :, still]))
-                mosaic.wgmma(scores, queries.at[half, :, turning], dialect.mosaic_transposed(rotary.at[own, half]))
+            multiply(refs, scores, values, rotary, own, zero)
             return scores[...]
 
         scores = pl.run_scoped(product, mosaic.ACC((ROWS, KEYS), jnp.float32))
@@ -95,30 +92,37 @@ def _compute(plan, refs, item, own):
             """Adds a block's V, and copies that of the next pair to its place: nobody else reads the own columns after that."""
             parts.clear(values.at[n, own], parts.within(item.span.begin, seen[n]))
             acc = acc * parts.across(shrink, HALF)
-            acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, values.at[n, own]))(mosaic.ACC.init(acc))
+            acc = pl.run_state(lambda acc: mosaic.wgmma(acc, weights, values.at[n + zero, own]))(mosaic.ACC.init(acc))
             pl.when(pair + 1 < pairs)(functools.partial(copy, pair + 1, n, pages[n]))
             return acc
 
-        def give(acc, top, total):
-            """Computes the weights of the own block, and hands them to the other warpgroup."""
-            plain = plan.plain(item, seen[own], least, most)
-            found, shrink, top, total = softmax.weigh(scores, top, total, seen[own], plain)
+        def weigh(top, total):
+            """The weights of the own block, which the other warpgroup gets too, and what `Softmax.weigh` returns beside them."""
+            found, *rest = softmax.weigh(scores, top, total, seen[own], plan.plain(item, seen[own], least, most))
             weights[own][...] = found
-            tops.at[own][...] = top
+            tops.at[own][...] = rest[1]
             mosaic.commit_smem()
             mosaic.barrier_arrive(refs["weighed"].at[own])
-            return add(own, acc, shrink, found), top, total
+            return found, *rest
 
-        def take(acc, top, total):
-            """Adds the other warpgroup's block."""
-            other = 1 - own
-            mosaic.barrier_wait(refs["weighed"].at[other])
-            new_top = dialect.mosaic_load(tops.at[other], each_row)
+        def other_top():
+            mosaic.barrier_wait(refs["weighed"].at[1 - own])
+            return dialect.mosaic_load(tops.at[1 - own], each_row)
+
+        acc, top, total = state
+        if own == 0:
+            found, shrink, top, total = weigh(top, total)
+            acc = add(0, acc, shrink, found)
+            new_top = other_top()
             shrink = jnp.exp2(top - new_top)
-            return add(other, acc, shrink, weights[other]), new_top, total * shrink
-
-        for turn in (give, take) if own == 0 else (take, give):
-            state = turn(*state)
+            state = add(1, acc, shrink, weights[1]), new_top, total * shrink
+        else:
+            # The other warpgroup waits for these weights, so they come before the sums of the first block.
+            first_top = other_top()
+            first_shrink = jnp.exp2(top - first_top)
+            found, shrink, top, total = weigh(first_top, total * first_shrink)
+            acc = add(0, acc, first_shrink, weights[0])
+            state = add(1, acc, shrink, found), top, total
         return state, later_pages
 
     (acc, _, total), _ = jax.lax.fori_loop(0, pairs, step, (softmax.start(HALF), pages_of(1)))

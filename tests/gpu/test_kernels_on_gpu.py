@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from packed_matrices import packed
-from real_loops import KERNELS, kernels
+from real_loops import KERNELS, kernels_of_any_dialect
 
 from pallas_kernels import add_norm, byte_walk, centroid_head, dialect, linear, lm_head, moe, noise, paged_attention, qkv, top_candidates
 from pallas_kernels.add_norm import bench as add_norm_bench
@@ -510,4 +510,4 @@ def test_byte_walk():
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_serve_unless_told_otherwise(name):
     """The loop of a model whose user chose nothing has all kernels that it could have."""
-    assert KERNELS[name] <= kernels(name, "auto")
+    assert KERNELS[name] <= kernels_of_any_dialect(name, "auto")

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from lowering import for_cuda
 
 from pallas_kernels import device, dialect
-from pallas_kernels.paged_attention import bench, mosaic, mosaic_parts, mosaic_whole, mosaic_whole_prompt, paged_attention, triton
+from pallas_kernels.paged_attention import (
+    bench,
+    mosaic,
+    mosaic_parts,
+    mosaic_rotary_few,
+    mosaic_whole,
+    mosaic_whole_prompt,
+    paged_attention,
+    triton,
+)
 from pallas_kernels.paged_attention.reference import ring_positions
 from pallas_kernels.paged_attention.shapes import SHAPES
 
@@ -699,6 +708,7 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(mgpu, "broadcasted_iota", lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(dtype, shape, axis))
     monkeypatch.setattr(dialect, "mosaic_load", lambda ref, layout: ref[...])
     monkeypatch.setattr(dialect, "mosaic_wait", lambda launch_dependents=False: None)
+    monkeypatch.setattr(mosaic_rotary_few, "exchange", functools.partial(mosaic_rotary_few.exchange, interpret=True))
     monkeypatch.setattr(triton, "merged", lambda *args, merged=triton.merged, **settings: merged(*args, **settings | {"interpret": True}))
     monkeypatch.setattr(dialect, "MULTIPROCESSORS", 3)  # so that a program serves several items
 
@@ -707,6 +717,10 @@ ROTARY = {"kv": 1, "group": 8, "dim": 512, "rotary": 128, "page": 64}
 PROMPT = {"queries": 72, "fresh": 72, "counts": [72, 40, 0]}
 HOPPER_CASES = {
     "rows of a step": ({**ROTARY, "queries": 5, "fresh": 5, "width": 6}, [330, 65, 0], 1),
+    "rows of four heads": ({**ROTARY, "group": 4, "kv": 2, "queries": 3, "fresh": 3, "width": 4}, [200, 65, 63], 1),
+    "more rows": ({**ROTARY, "queries": 7, "fresh": 7, "width": 6}, [330, 65, 0], 1),
+    "more rows, keys in three parts": ({**ROTARY, "queries": 7, "fresh": 7, "width": 6, "counts": [7, 3, 0]}, [330, 64, 1], 3),
+    "more rows, two tiles": ({**ROTARY, "queries": 9, "fresh": 9, "width": 4, "causal": False}, [200, 65, 1], 2),
     "rows of a step, keys in three parts": ({**ROTARY, "queries": 5, "fresh": 5, "width": 6, "counts": [5, 3, 0]}, [330, 64, 1], 3),
     "rows that see both ways": ({**ROTARY, "queries": 3, "fresh": 3, "width": 2, "causal": False}, [128, 40], 2),
     "a row that stores nothing": ({**ROTARY, "queries": 1, "fresh": 0, "width": 4}, [200, 65], 1),
