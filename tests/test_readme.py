@@ -122,7 +122,8 @@ def test_the_table_of_steps_is_the_record_s():
     """Step, vLLM's step, tokens/s and the floor's share, of each target and batch: otherwise the README claims what nobody measured."""
     name, recorded = "", {}
     records = (
-        RECORDS / f"2026-11-{record}.md" for record in ("22-h200-quantised", "23-h200-steps", "23-h200-jax-0.12", "23-h200-registers")
+        RECORDS / f"2026-11-{record}.md"
+        for record in ("22-h200-quantised", "23-h200-steps", "23-h200-jax-0.12", "23-h200-registers", "23-h200-full-layers")
     )  # the newest counts
     for first, *cells in (row for record in records for row in rows_of(record.read_text(encoding="utf-8"))):
         name = first or name

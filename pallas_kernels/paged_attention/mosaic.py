@@ -25,6 +25,7 @@ MOST_SPLITS = 64
 LEAST_ITEMS, LEAST_LONG_ITEMS = (16, 8) if jax.__version_info__ >= (0, 12) else (32, 32)
 LONG = 1024
 LEAST_PROMPT_ITEMS = 32
+LEAST_ROTARY_ITEMS = 32  # of so few rows that `triton` needs one tile
 
 
 def unsupported(q, cached, fresh, key_weight, scales, ancestors=None) -> str | None:
@@ -51,8 +52,9 @@ def unsupported(q, cached, fresh, key_weight, scales, ancestors=None) -> str | N
 def is_faster(q, key_weight, window) -> bool:
     """Whether the kernel is faster than `triton` on an H200."""
     if key_weight is not None:
-        # By a tenth or more if `triton` needs several tiles of 16 query rows, since each tile reads the keys again.
-        return q.shape[1] * q.shape[3] > 16
+        # Where `triton` needs several tiles of 16 query rows, each tile reads the keys again.
+        plan = mosaic_parts.Plan(q.shape, True, window, 1.0)
+        return q.shape[1] * q.shape[3] > 16 or (mosaic_rotary_few.serves(plan) and plan.items >= LEAST_ROTARY_ITEMS)
     if mosaic_whole_prompt.unsupported(q) is None:
         return window is not None and mosaic_whole_prompt.Plan(q.shape, True, window, 1.0).items >= LEAST_PROMPT_ITEMS
     plan = mosaic_whole.arranged(mosaic_parts.Plan(q.shape, True, window, 1.0))

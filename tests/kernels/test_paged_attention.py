@@ -543,7 +543,7 @@ SLIDING = {"e2b-sliding", "e4b-sliding", "12b-sliding", "26b-sliding", "31b-slid
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_auto_takes_a_hopper_kernel_where_it_is_faster(name, monkeypatch):
-    """Where rotary dims are stored, for many rows; for a window's whole keys, if few rows have enough items, and for prompts."""
+    """Where rotary dims are stored, for many rows or items; for a window's whole keys, if few rows have enough items, and for prompts."""
     for module in (mosaic, triton):
         monkeypatch.setattr(module, "paged_attention", lambda *args, name=module.__name__, **settings: name.rpartition(".")[2])
     shape = SHAPES[name]
@@ -552,8 +552,10 @@ def test_auto_takes_a_hopper_kernel_where_it_is_faster(name, monkeypatch):
         return paged_attention(*described(shape, batch), causal=shape.causal, window=shape.window, **settings)
 
     with device.described_as(HOPPER):
-        if shape.rotary:
-            assert call() == ("mosaic" if shape.queries * shape.group > 16 else "triton")
+        for batch in (1, 8, 32):
+            if shape.rotary:
+                enough = shape.queries * shape.group > 16 or batch * shape.kv_heads >= 32
+                assert call(batch) == ("mosaic" if enough else "triton")
         for items in (8, 16, 144, 512):
             if not shape.rotary and items >= shape.kv_heads:
                 few = name in SLIDING and items >= (32 if jax.__version_info__ < (0, 12) else 16 if shape.window < 1024 else 8)
