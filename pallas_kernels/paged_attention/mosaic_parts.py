@@ -199,13 +199,13 @@ def page_of(refs, item: Work, block) -> jax.Array:
     return refs["table"][item.b, jax.lax.rem(jax.lax.div(item.span.place(block), page), places)]
 
 
-def hidden_zero(page) -> jax.Array:
-    """Zero, which the compiler does not know. page: a page's number, loaded in the step before.
+def hidden_zero(item: Work, step) -> jax.Array:
+    """Zero, which the compiler does not know. step: the number of a loop's step, at least zero.
 
-    Added to an index within a loop, it lets the compiler find the place in shared memory that a product reads in each step anew. Else it
-    keeps all these places in registers, of which the sums leave too few, and spills them.
+    Added to an index, it lets the compiler find the place in shared memory that a product reads in each step anew. Else it computes all
+    these places before the loop and keeps them in registers, of which the sums leave too few, and spills them.
     """
-    return jnp.minimum(page, 0)
+    return jnp.minimum(item.span.length + step, 0)
 
 
 def copy_block(refs, item: Work, block, page, copy) -> None:

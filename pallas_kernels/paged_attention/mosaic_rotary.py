@@ -134,7 +134,7 @@ def _compute(plan, refs, item, warpgroup):
 
     def step(block, carry):
         state, page = carry
-        slot, later, zero = slot_of(block), block + STAGES - 1, parts.hidden_zero(page)
+        slot, later, zero = slot_of(block), block + STAGES - 1, parts.hidden_zero(item, block)
         next_page = page_of(later + 1)  # read one step ahead, so that nothing waits for it
 
         def product(scores):

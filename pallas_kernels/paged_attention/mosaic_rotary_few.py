@@ -86,7 +86,7 @@ def _compute(plan, refs, item, own):
     def step(n, carry):
         sums, top, total, page = carry
         block = first + WARPGROUPS * n
-        zero = parts.hidden_zero(page)
+        zero = parts.hidden_zero(item, block)
         slot = own + zero
         weights = rotary.at[slot, 0]
         later, seen = block + WARPGROUPS, item.span.seen(block)

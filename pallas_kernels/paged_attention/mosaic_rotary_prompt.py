@@ -77,7 +77,7 @@ def _compute(plan, refs, item, own):
     def step(pair, carry):
         state, pages = carry
         later_pages = pages_of(pair + 2)  # read one step ahead, so that nothing waits for them
-        zero = parts.hidden_zero(pages[0])
+        zero = parts.hidden_zero(item, pair)
         blocks = [item.start + PAIR * pair + n for n in range(PAIR)]
         # Of the copy of the last block no row sees a key.
         seen = [tuple(jnp.where(block < item.stop, x, 0) for x in item.span.seen(block)) for block in blocks]
