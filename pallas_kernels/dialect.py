@@ -53,8 +53,6 @@ def call(
     *,
     name: str,
     grid: Sequence[int],
-    in_specs: Sequence[pl.BlockSpec],
-    out_specs: Any,
     out_shape: Any,
     num_warps: int,
     num_stages: int,
@@ -67,19 +65,9 @@ def call(
 
     Offsets have 64 bits if an array needs them. The returned function raises NotImplementedError if this JAX cannot compute such offsets.
     """
-    if launch_dependents and not interpret and (capability() or 0.0) >= HOPPER:
-        kernel = launching(kernel)
-    made = pl.pallas_call(
-        kernel,
-        out_shape=out_shape,
-        grid=tuple(grid),
-        in_specs=list(in_specs),
-        out_specs=out_specs,
-        input_output_aliases=dict(input_output_aliases or {}),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        interpret=interpret,
-        name=name,
-    )
+    arrays, tree = jax.tree.flatten(out_shape)
+    launching = launch_dependents and not interpret and (capability() or 0.0) >= HOPPER
+    settings = num_warps, num_stages, interpret, tuple((input_output_aliases or {}).items()), launching
 
     def checked(*args: Any) -> Any:
         for array in (*args, *jax.tree.leaves(out_shape)):
@@ -89,9 +77,47 @@ def call(
                     f"JAX {jax.__version__} is not known to compute them. A smaller max_slots or max_len, another kv_dtype, or "
                     "attention='xla' needs none"
                 )
-        return made(*args)
+        return _program(_Kernel.of(kernel), name, tuple(grid), len(args), tuple(arrays), tree, *settings)(*args)
 
     return checked
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A kernel and the settings that it is given. Two with equal ones are equal, as `functools.partial` is not."""
+
+    function: Callable[..., None]
+    settings: frozenset[tuple[str, Any]] = frozenset()
+
+    @classmethod
+    def of(cls, kernel: Callable[..., None]) -> _Kernel:
+        if not isinstance(kernel, functools.partial) or kernel.args:
+            return cls(kernel)
+        inner = cls.of(kernel.func)
+        return cls(inner.function, frozenset((dict(inner.settings) | kernel.keywords).items()))
+
+    def __call__(self, *refs: Any) -> None:
+        self.function(*refs, **dict(self.settings))
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(kernel, name, grid, inputs, arrays, tree, num_warps, num_stages, interpret, aliases, launch_dependents) -> Any:
+    """The kernel as a function of `inputs` arrays. For equal arguments it is the same function, so a program with several calls of it, in
+    layers and draft steps, traces and lowers it once. arrays, tree: the results' shapes. Other arguments as for `call`."""
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return jax.jit(
+        pl.pallas_call(
+            launching(kernel) if launch_dependents else kernel,
+            out_shape=tree.unflatten(arrays),
+            grid=grid,
+            in_specs=[anywhere] * inputs,
+            out_specs=tree.unflatten([anywhere] * len(arrays)),
+            input_output_aliases=dict(aliases),
+            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=interpret,
+            name=name,
+        )
+    )
 
 
 def launching(kernel: Callable[..., None]) -> Callable[..., None]:

@@ -13,7 +13,6 @@ from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.all_reduce.triton import read_mail, sum_over_devices, turn_ends
 from pallas_kernels.dialect import pl, plgpu
 
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 WARP = 512  # numbers of a row that a warp holds: for each array a thread has two loads of 16 bytes in flight
 MOST_WARPS = 16
 
@@ -31,8 +30,6 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, launch_dependents=False
         functools.partial(_row, tree=tree, eps=eps),
         name="add_norm",
         grid=(rows.shape[0],),
-        in_specs=[ANY] * len(inputs),
-        out_specs=[ANY] * len(outputs),
         out_shape=outputs,
         num_warps=num_warps or max(1, min(MOST_WARPS, pl.next_power_of_2(width) // WARP)),
         num_stages=1,

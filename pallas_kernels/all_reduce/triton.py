@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl, plgpu
 
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 256
 MOST_DEVICES = 4  # with eight, a thread holds more than its registers
 LEAST_WIDTH, MOST_WIDTH, ALIGNMENT = 256, 8192, 8
@@ -69,8 +68,6 @@ def _call(kernel, name, x, mail, shape, interpret):
         kernel,
         name=name,
         grid=(x.shape[0],),
-        in_specs=[ANY] * 2,
-        out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
         num_warps=num_warps(x.shape[1]),
         num_stages=1,

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.dialect import call, pl, plgpu
 
-ANY = pl.BlockSpec(memory_space=pl.ANY)
-
 
 def walk_kernel(following_ref: Any, data_ref: Any, length_ref: Any, states_ref: Any, tokens_ref: Any, reached_ref: Any) -> None:
     """Program i: the walk of token i."""
@@ -38,8 +36,6 @@ def byte_walk(
         walk_kernel,
         name="byte_walk",
         grid=states.shape,
-        in_specs=[ANY] * 5,
-        out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct(states.shape, jnp.int32),
         num_warps=1,
         num_stages=1,

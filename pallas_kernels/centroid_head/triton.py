@@ -20,7 +20,6 @@ from pallas_kernels.noise import perturbed
 from pallas_kernels.top_candidates.triton import WIDEST, padded_size, select_largest
 
 TILE = 32  # candidates of a program; few, so that a single row already fills the device
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 
 
 def unsupported(table: jax.Array, centroids: int, suppressed: tuple[int, ...]) -> str | None:
@@ -90,8 +89,6 @@ def _launch(kernel: Any, name: str, each: int, suppressed: tuple[int, ...], rows
         functools.partial(kernel, each=each, suppressed=suppressed),
         name=name,
         grid=(programs, rows),
-        in_specs=[ANY] * (6 if kernel is choose_kernel else 4),
-        out_specs=(ANY, ANY),
         out_shape=(jax.ShapeDtypeStruct((rows, width), jnp.float32), jax.ShapeDtypeStruct((rows, width), jnp.int32)),
         num_warps=4,
         num_stages=1,

@@ -162,6 +162,8 @@ def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
     return choose_tiles(x.shape[0], outputs, width, matrices=math.prod(matrices), splits=splits)
 
 
+# A program has many products alike, and to trace and lower one takes a few tenths of a second.
+@jax.jit(static_argnames=("tiles", "dtype", "activation", "launch_dependents", "interpret"))
 def _product(
     x: jax.Array, w: jax.Array, tiles: Tiles, dtype: Any, activation: Any = GELU, *, launch_dependents: bool = False, interpret: Any
 ) -> jax.Array:

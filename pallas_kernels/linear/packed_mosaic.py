@@ -134,6 +134,8 @@ def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -
     return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, matrices=matrices, splits=splits)
 
 
+# A program has many products alike, and to trace and lower one takes a few tenths of a second.
+@jax.jit(static_argnames=("matrices", "tiles", "dtype", "launch_dependents"))
 def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, launch_dependents: bool = False) -> jax.Array:
     rows = x.shape[0]
     padded = -(-rows // 8) * 8

@@ -21,7 +21,6 @@ from pallas_kernels.linear.triton import multiprocessors
 from pallas_kernels.packed import BLOCK, Packed, tile
 from pallas_kernels.packed.matrix import LANES, WORDS
 
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 256
 MOST_SPLITS = 12
 LEAST_HEIGHT = 16  # rows of x in a product
@@ -150,8 +149,6 @@ def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: Packed, *, dtyp
         functools.partial(kernel, form=form, tiles=tiles, share=share),
         name=name,
         grid=(pl.cdiv(rows, tiles.rows), pl.cdiv(form.columns, BLOCK * tiles.blocks), splits),
-        in_specs=[ANY] * (1 + len(arrays)),
-        out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct((splits, rows, form.columns), dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

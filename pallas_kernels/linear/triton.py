@@ -24,7 +24,6 @@ from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import MULTIPROCESSORS, pl, plgpu
 from pallas_kernels.linear.reference import summed
 
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_ROWS = 64
 MOST_SPLITS = 8
 LEFT, RIGHT = 64, 16  # least rows of a tensor core's left operand, least columns of its right one
@@ -177,8 +176,6 @@ def _call(kernel: Any, name: str, tiles: Tiles, x: jax.Array, w: jax.Array, *oth
         functools.partial(kernel, tiles=tiles, share=share),
         name=name,
         grid=(pl.cdiv(columns, tiles.columns), splits, pl.cdiv(rows, tiles.height(rows))),
-        in_specs=[ANY] * (2 + len(others)),
-        out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct((splits, rows, columns), dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

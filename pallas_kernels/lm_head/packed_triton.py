@@ -18,7 +18,6 @@ from pallas_kernels.lm_head.triton import store_best, too_many
 from pallas_kernels.packed import BLOCK, Packed, tile
 
 MOST_ROWS = linear.MOST_ROWS
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 
 
 def unsupported(hidden: jax.Array, table: Packed, suppressed: tuple[int, ...]) -> str | None:
@@ -45,8 +44,6 @@ def lm_head(
         functools.partial(kernel, form=form, cut=cut, softcap=softcap, suppressed=suppressed),
         name="packed_lm_head",
         grid=(pl.cdiv(rows, cut.rows), programs, 1),
-        in_specs=[ANY] * (4 + len(arrays)),
-        out_specs=(ANY, ANY),
         out_shape=(jax.ShapeDtypeStruct((rows, programs), jnp.float32), jax.ShapeDtypeStruct((rows, programs), jnp.int32)),
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,

@@ -165,14 +165,11 @@ def lm_head(
         return jnp.concatenate([ids for ids, _ in outs]), jnp.concatenate([values for _, values in outs])
     cut = cut or tiles(rows, table.dtype)
     programs = pl.cdiv(table.shape[0], cut.vocab)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     first = jnp.int32(0) if first_id is None else first_id
     values, ids = call(
         functools.partial(kernel, cut=cut, softcap=softcap, suppressed=suppressed),
         name="lm_head",
         grid=(programs,),
-        in_specs=[anywhere] * 5,
-        out_specs=(anywhere, anywhere),
         out_shape=(jax.ShapeDtypeStruct((rows, programs), jnp.float32), jax.ShapeDtypeStruct((rows, programs), jnp.int32)),
         num_warps=cut.warps,
         num_stages=cut.stages,

@@ -18,7 +18,7 @@ from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.moe.reference import combine
-from pallas_kernels.moe.triton import ANY, group
+from pallas_kernels.moe.triton import group
 from pallas_kernels.packed import BLOCK, KINDS, Packed, mosaic
 from pallas_kernels.packed.mosaic import SHARED_MEMORY
 
@@ -141,8 +141,6 @@ def arrange(
         functools.partial(_arrange, rows=rows, top_k=top_k),
         name="moe_arrange",
         grid=(count, pl.cdiv(width, COLUMNS)),
-        in_specs=[ANY] * 3,
-        out_specs=[ANY] * 3,
         out_shape=[
             jax.ShapeDtypeStruct((4, most), jnp.int32),
             jax.ShapeDtypeStruct((places,), jnp.int32),

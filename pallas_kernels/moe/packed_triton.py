@@ -14,7 +14,7 @@ from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.moe.reference import combine
-from pallas_kernels.moe.triton import ANY, Blocks, Tiles, group, members, numbers
+from pallas_kernels.moe.triton import Blocks, Tiles, group, members, numbers
 from pallas_kernels.packed import BLOCK, Packed, tile
 
 # By rows of a tile; columns and depth are multiples of 64.
@@ -52,8 +52,6 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
             functools.partial(kernel, rows=tiles.rows, top_k=top_k, blocks=blocks, form=form),
             name=name,
             grid=(most, pl.cdiv(columns, blocks.columns)),
-            in_specs=[ANY] * (3 + len(arrays)),
-            out_specs=ANY,
             out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,

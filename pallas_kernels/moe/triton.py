@@ -23,7 +23,6 @@ from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.moe.reference import TINY, combine
 
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 SCORES = 8192  # most scores that a program of `route` holds
 ALONE = 16  # up to so many rows, one program of `route` serves all of them and makes the groups
 PAIRS = 2048  # pairs that a program of `group` looks at in a step
@@ -91,8 +90,6 @@ def route(
         functools.partial(_route, top_k=top_k, scale=scale, block=block),
         name="moe_route",
         grid=(pl.cdiv(rows, block),),
-        in_specs=[ANY] * 2,
-        out_specs=[ANY] * len(out_shape),
         out_shape=out_shape,
         num_warps=8 if block * width > 2048 else 4,
         num_stages=1,
@@ -153,8 +150,6 @@ def group(ids: jax.Array, experts: int, *, interpret: bool = False) -> tuple[jax
         functools.partial(_group, block=min(PAIRS, pl.next_power_of_2(pairs))),
         name="moe_group",
         grid=(experts,),
-        in_specs=[ANY],
-        out_specs=[ANY] * 2,
         out_shape=[jax.ShapeDtypeStruct((experts,), jnp.int32), jax.ShapeDtypeStruct((experts, pairs), jnp.int32)],
         num_warps=4,
         num_stages=1,
@@ -190,8 +185,6 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
             functools.partial(kernel, rows=tiles.rows, top_k=top_k, columns=blocks.columns, depth=blocks.depth),
             name=name,
             grid=(most, pl.cdiv(columns, blocks.columns)),
-            in_specs=[ANY] * (2 + len(arguments)),
-            out_specs=ANY,
             out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,

@@ -19,7 +19,6 @@ from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.paged_attention.reference import MASKED
 
 LOG2_E = math.log2(math.e)
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 MOST_SPLITS = 32
 # Of a program that merges, which is one warp: most columns, with which a thread loads 16 bytes at a time, and most numbers.
 MERGE_COLUMNS, MERGE_NUMBERS = 128, 4096
@@ -112,8 +111,6 @@ def paged_attention(
         functools.partial(_attend, names=(*inputs, *outputs), tiles=tiles, causal=causal, window=window, scale=scale * LOG2_E),
         name="paged_attention",
         grid=(row_tiles, tiles.splits, batch * heads),
-        in_specs=[ANY] * len(inputs),
-        out_specs=[ANY] * len(outputs),
         out_shape=list(outputs.values()),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -266,33 +263,33 @@ def merged(parts, q, splits, interpret, rows=None, launch_dependents=False):
     rows = group if rows is None else rows
     width = min(MERGE_COLUMNS, MERGE_NUMBERS // pl.next_power_of_2(splits), _padded(dim))
 
-    def merge(acc_ref, top_ref, total_ref, out_ref):
-        row, b, head = pl.program_id(0), pl.program_id(2) // heads, pl.program_id(2) % heads
-        part = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
-        column = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
-        real, inside = part < splits, column < dim
-        mask = real[:, None] & inside[None, :]
-        acc = plgpu.load(acc_ref.at[b, head, part[:, None], row, column[None, :]], mask=mask, other=jnp.float32(0.0))
-        number = row // group * rows + row % group
-        top = plgpu.load(top_ref.at[b, head, part, number], mask=real, other=jnp.float32(MASKED))
-        total = plgpu.load(total_ref.at[b, head, part, number], mask=real, other=jnp.float32(0.0))
-        share = jnp.exp2(top - jnp.max(top))
-        total = jnp.sum(share * total)
-        value = jnp.where(total > 0, jnp.sum(acc * share[:, None], axis=0) / jnp.maximum(total, 1e-30), 0.0)
-        plgpu.store(out_ref.at[b, row // group, head, row % group, column], value.astype(out_ref.dtype), mask=inside)
-
     return dialect.call(
-        merge,
+        functools.partial(_merge, splits=splits, rows=rows, width=width),
         name="paged_attention_merge",
         grid=(queries * group, pl.cdiv(dim, width), batch * heads),
-        in_specs=[ANY] * 3,
-        out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=1,
         num_stages=1,
         interpret=interpret,
         launch_dependents=launch_dependents,
     )(*parts)
+
+
+def _merge(acc_ref, top_ref, total_ref, out_ref, *, splits, rows, width):
+    _, _, heads, group, dim = out_ref.shape
+    row, b, head = pl.program_id(0), pl.program_id(2) // heads, pl.program_id(2) % heads
+    part = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
+    column = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
+    real, inside = part < splits, column < dim
+    mask = real[:, None] & inside[None, :]
+    acc = plgpu.load(acc_ref.at[b, head, part[:, None], row, column[None, :]], mask=mask, other=jnp.float32(0.0))
+    number = row // group * rows + row % group
+    top = plgpu.load(top_ref.at[b, head, part, number], mask=real, other=jnp.float32(MASKED))
+    total = plgpu.load(total_ref.at[b, head, part, number], mask=real, other=jnp.float32(0.0))
+    share = jnp.exp2(top - jnp.max(top))
+    total = jnp.sum(share * total)
+    value = jnp.where(total > 0, jnp.sum(acc * share[:, None], axis=0) / jnp.maximum(total, 1e-30), 0.0)
+    plgpu.store(out_ref.at[b, row // group, head, row % group, column], value.astype(out_ref.dtype), mask=inside)
 
 
 def _widened(x, dtype):

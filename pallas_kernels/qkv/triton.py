@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl, plgpu
 
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 HEADS = 16  # heads of a program, if there are many rows
 MANY_ROWS = 32  # of all sequences; with fewer rows each KV head has a program, to keep the GPU busy
 
@@ -46,8 +45,6 @@ def qkv(
         ),
         name="qkv",
         grid=(batch * rows, pl.cdiv(kv_heads, together)),
-        in_specs=[ANY] * len(inputs),
-        out_specs=[ANY] * len(outputs),
         out_shape=list(outputs.values()),
         num_warps=8 if together * tile * dim > 4096 else 4,
         num_stages=1,
@@ -136,8 +133,6 @@ def write(pages, k, v, path=None, *, interpret=False):
         functools.partial(_write, names=(*inputs, "k", "v")),
         name="write_pages",
         grid=(k if path is None else path).shape[:2],
-        in_specs=[ANY] * len(inputs),
-        out_specs=[ANY] * 2,
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (pages.k, pages.v)],
         num_warps=4,
         num_stages=1,

@@ -20,7 +20,6 @@ from pallas_kernels.top_candidates.reference import tile_maxima, tile_width
 WIDEST = 16_384  # most values that a program can hold: 32 a thread
 MOST = 128  # most candidates that a program can put in order
 LOWEST, HIGHEST = np.int32(-(2**31)), np.int32(2**31 - 1)
-ANY = pl.BlockSpec(memory_space=pl.ANY)
 
 
 def unsupported(vocab: int, k: int) -> str | None:
@@ -133,8 +132,6 @@ def select_largest(values: jax.Array, k: int, *, interpret: bool) -> jax.Array:
         functools.partial(select_kernel, size=size, k=k),
         name="select",
         grid=(rows,),
-        in_specs=[ANY],
-        out_specs=ANY,
         out_shape=jax.ShapeDtypeStruct((rows, k), jnp.int32),
         num_warps=warps(padded_size(size)),
         num_stages=1,
@@ -153,8 +150,6 @@ def top_candidates(logits: jax.Array, k: int, *, interpret: bool = False) -> tup
         functools.partial(tokens_kernel, vocab=vocab, width=width, tiles=tiles, k=k),
         name="top_candidates",
         grid=(rows,),
-        in_specs=[ANY, ANY],
-        out_specs=(ANY, ANY),
         out_shape=found,
         num_warps=warps(padded_size(tiles * width)),
         num_stages=1,
@@ -164,8 +159,6 @@ def top_candidates(logits: jax.Array, k: int, *, interpret: bool = False) -> tup
         functools.partial(order_kernel, k=k),
         name="order",
         grid=(rows,),
-        in_specs=[ANY, ANY],
-        out_specs=(ANY, ANY),
         out_shape=found,
         num_warps=4,
         num_stages=1,

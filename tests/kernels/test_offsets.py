@@ -114,9 +114,8 @@ def test_a_jax_that_is_not_known_to_compute_them_is_refused(monkeypatch, element
     monkeypatch.setattr(dialect, "widen_offsets", dialect.widen_offsets.__wrapped__)
 
     def copy(x):
-        settings = {"num_warps": 4, "num_stages": 1, "interpret": False}
-        spec, out = dialect.pl.BlockSpec(memory_space=dialect.pl.ANY), jax.ShapeDtypeStruct((1,), x.dtype)
-        return dialect.call(lambda x, out: None, name="copy", grid=(1,), in_specs=[spec], out_specs=spec, out_shape=out, **settings)(x)
+        settings = {"num_warps": 4, "num_stages": 1, "interpret": False, "out_shape": jax.ShapeDtypeStruct((1,), x.dtype)}
+        return dialect.call(lambda x, out: None, name="copy", grid=(1,), **settings)(x)
 
     array = jax.ShapeDtypeStruct((elements,), FP8)
     if elements <= NARROW:
