@@ -149,7 +149,7 @@ def test_without_mailboxes_jax_adds_up_and_gathers():
 
 
 def test_programs_for_gpus_hold_the_kernels():
-    """Sums of few rows are one kernel, with the norm too; a gather of a few numbers is one as well."""
+    """Sums of few rows are one kernel, with the norm too; a gather of a few numbers is one as well. Two equal sums are lowered once."""
     mail, x = mailboxes.mailbox_table(BASES[:2])[0], jax.ShapeDtypeStruct((5, 1024), jnp.bfloat16)
     weight = jnp.ones(1024, jnp.bfloat16)
 
@@ -161,7 +161,7 @@ def test_programs_for_gpus_hold_the_kernels():
         return twice, all_reduce.all_gather(jnp.ones((2, 1, 5), jnp.int32), "tensor", mail)
 
     text = for_cuda(jax.jit(run), mail, x)
-    assert sorted(re.findall(r'name = "(\w+)", num_stages', text)) == ["add_norm", "add_norm", "all_gather", "all_reduce", "all_reduce"]
+    assert sorted(re.findall(r'name = "(\w+)", num_stages', text)) == ["add_norm", "add_norm", "all_gather", "all_reduce"]
     assert "stablehlo.all_reduce" not in text
     shapes = [x.shape for x in jax.tree.leaves(jax.eval_shape(run, mail, x))]
     assert shapes == [(5, 1024), (2, 2, 1, 5)]

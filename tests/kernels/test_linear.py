@@ -165,14 +165,14 @@ def test_activations_are_rounded_once():
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 64])
 def test_lowers_for_cuda(rows):
-    """All shapes in one program."""
+    """All shapes in one program, in which equal products are lowered once."""
 
     def products(arguments):
         return [getattr(linear, s.kind)(*a, implementation="triton") for s, a in zip(SHAPES.values(), arguments, strict=True)]
 
     arguments = [shape.arguments(rows, jnp.bfloat16) for shape in SHAPES.values()]
     text = for_cuda(jax.jit(products), arguments)
-    assert text.count("__gpu$xla.gpu.triton") == len(SHAPES)
+    assert text.count("__gpu$xla.gpu.triton") == len(set(SHAPES.values()))
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 16, 17, 32, 40, 64])
