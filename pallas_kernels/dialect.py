@@ -61,16 +61,17 @@ def call(
     launch_dependents: bool = False,
 ) -> Callable[..., Any]:
     """`pl.pallas_call` in the Triton dialect. name: the kernel's, in the lowered program. launch_dependents: whether the kernels that come
-    next may be launched while this one runs: see `launching`. Other arguments are those of `pallas_call`.
+    next may be launched while this one runs: see `launching`. Other arguments are those of `pallas_call`; every program gets the whole of
+    all arrays. Settings of a kernel that is a `functools.partial` must be hashable.
 
     Offsets have 64 bits if an array needs them. The returned function raises NotImplementedError if this JAX cannot compute such offsets.
     """
     arrays, tree = jax.tree.flatten(out_shape)
-    launching = launch_dependents and not interpret and (capability() or 0.0) >= HOPPER
-    settings = num_warps, num_stages, interpret, tuple((input_output_aliases or {}).items()), launching
+    launches = launch_dependents and not interpret and (capability() or 0.0) >= HOPPER
+    settings = num_warps, num_stages, interpret, tuple((input_output_aliases or {}).items()), launches
 
     def checked(*args: Any) -> Any:
-        for array in (*args, *jax.tree.leaves(out_shape)):
+        for array in (*args, *arrays):
             if _miscounted(array) and not interpret and not widen_offsets():
                 raise NotImplementedError(
                     f"an array of the kernel {name!r} has {math.prod(array.shape):,} elements of one byte, which need offsets of 64 bits; "

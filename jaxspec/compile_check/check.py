@@ -259,7 +259,7 @@ def _start(folder: str) -> None:
     if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 12):
         flags.append("--xla_dump_emitter_re=.*")  # since then PTX is dumped only if one asks
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
-    # LLVM keeps stack traces, for the names in which it would run a program of its own for seconds at a time.
+    # Without the last one, LLVM runs llvm-symbolizer, where that is installed, for the names in each stack trace, which takes minutes.
     os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "LLVM_DISABLE_SYMBOLIZATION": "1"}
     os.dup2(os.open(_dump / STDOUT_FILE, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
 

@@ -238,6 +238,12 @@ def load_queries(plan: Plan, refs, item: Item, held, columns) -> None:
         dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(n * plan.rows, plan.rows)], refs["loaded"])
 
 
+def store_transposed(ref, value) -> None:
+    """Stores a product's numbers [columns, rows] as the rows of shared memory."""
+    mosaic = dialect.mosaic()
+    dialect.mosaic_transposed(ref)[...] = mosaic.layout_cast(value, mosaic.Layout.WGMMA_TRANSPOSED)
+
+
 def store_results(plan: Plan, refs, item: Item, held, columns) -> None:
     """Copies these columns of an item's results from shared memory. `wait_smem_to_gmem` waits until that is done."""
     for n, (query, heads) in enumerate(_copies(plan, item, clipped=False)):

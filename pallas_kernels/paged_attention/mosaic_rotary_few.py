@@ -136,8 +136,7 @@ def _compute(plan, refs, item, own):
     shares = [each_column(share, n) for n, share in enumerate(shares)]
     value = kept * shares[0] + take(sums.at[own]) * shares[1]
     held = partial[0].at[own] if partial else queries.at[own]
-    target = dialect.mosaic_transposed(held.at[pl.ds(0, rows)])
-    target[...] = mosaic.layout_cast(value.astype(held.dtype), mosaic.Layout.WGMMA_TRANSPOSED)
+    parts.store_transposed(held.at[pl.ds(0, rows)], value.astype(held.dtype))
     mosaic.commit_smem()
     parts.store_results(plan, refs, item, held, pl.ds(own * HALF, HALF))
     if partial:

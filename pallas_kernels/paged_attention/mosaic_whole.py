@@ -181,7 +181,7 @@ def _compute(plan, refs, item, place, slots):
         scores = pl.run_scoped(product, mosaic.ACC((KEYS, plan.height), jnp.float32))
         mosaic.barrier_arrive(refs["empty"].at[k])
         weights, (acc, *state) = softmax.step(scores, state, item.span.seen(block))
-        _store(held, weights)
+        parts.store_transposed(held, weights)
         mosaic.barrier_wait(refs["full"].at[v])
         parts.clear(pages.at[v], parts.inside(item.span, block))
         mosaic.commit_smem()
@@ -195,7 +195,7 @@ def _compute(plan, refs, item, place, slots):
     if plan.splits > 1:
         _merge(plan, refs, item, acc, top, total)
         return
-    _store(queries, (acc * softmax.along(1.0 / jnp.maximum(total, 1e-30), DIM)).astype(queries.dtype))
+    parts.store_transposed(queries, (acc * softmax.along(1.0 / jnp.maximum(total, 1e-30), DIM)).astype(queries.dtype))
     mosaic.commit_smem()
     parts.store_results(plan, refs, item, queries, columns)
     mosaic.wait_smem_to_gmem(0)
@@ -236,12 +236,6 @@ def _merge(plan, refs, item, acc, top, total):
     # Rounded up, so that a program has none where there are fewer blocks than programs.
     jax.lax.fori_loop(0, jax.lax.div(blocks - own + plan.splits - 1, plan.splits), merge, None)
     meet()
-
-
-def _store(ref, value):
-    """Stores a product's numbers as the rows of shared memory."""
-    mosaic = dialect.mosaic()
-    dialect.mosaic_transposed(ref)[...] = mosaic.layout_cast(value, mosaic.Layout.WGMMA_TRANSPOSED)
 
 
 class Softmax:
