@@ -93,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--quantize-embedding", metavar="KIND", help=text)
     text = "quantise the drafter's float weights: int8, int4 or fp8 (default: as they are)"
     model.add_argument("--quantize-drafter", metavar="KIND", help=text)
+    text = "read an 8-bit copy of the head to choose tokens; texts are the same (default: on Hopper GPUs with enough memory)"
+    model.add_argument("--head-guide", action=argparse.BooleanOptionalAction, help=text)
     model.add_argument("--kv-dtype", default="auto", help="dtype of the target's cache: auto, float32, bfloat16 or fp8 (default: auto)")
     model.add_argument("--max-len", type=int, metavar="N", help="most tokens of a sequence, including its prompt")
     model.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens (default: up to max-len)")
@@ -209,6 +211,7 @@ def _load(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
         quantize=args.quantize,
         quantize_embedding=args.quantize_embedding,
         quantize_drafter=args.quantize_drafter,
+        head_guide=args.head_guide,
         kv_dtype=args.kv_dtype,
         max_len=args.max_len,
         accept=args.accept,

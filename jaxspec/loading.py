@@ -26,13 +26,13 @@ from jaxspec.engine.settings import Settings, adaptive_obstacle, check_pages
 from jaxspec.foreign_names import answers_foreign_names
 from jaxspec.learning.settings import Learn, learn_of
 from jaxspec.model.draft_tree import DraftTree, tree_of
-from jaxspec.planning import KV_DTYPES, pair_of, plan
+from jaxspec.planning import KV_DTYPES, pair_of, plan, with_head_guides
 from jaxspec.progress import watched
 from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.targets import abstract_target, eos_token_ids, load_target, max_len_of, quantisation_of, weights_dtype
 from jaxspec.targets import read_target as read_target  # for those who write their own loop
 from jaxspec.text import load_tokenizer
-from pallas_kernels import dialect
+from pallas_kernels import dialect, lm_head
 
 MAX_SLOTS = 8  # where a device does not say how much memory it has
 
@@ -49,6 +49,7 @@ def load(
     quantize: str | None = None,
     quantize_embedding: str | None = None,
     quantize_drafter: str | None = None,
+    head_guide: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
     tensor: int | None = None,
     max_slots: int | None = None,
@@ -102,6 +103,11 @@ def load(
     texts stay the same. Its heads have 8 bits ("int8") in all three, be it an assistant's or draft model's token embedding, a head of a
     draft vocabulary, MTP modules' heads or DSpark's Markov output; what is gathered from stays float: centroid heads, other embeddings, and
     DFlash2's codebooks. A drafter whose checkpoint is quantised is read as it is, without it. It may not learn.
+
+    head_guide: whether kernels that choose the tokens of few rows read an 8-bit copy of the head, and of the head itself only the tokens
+    that the copy leaves in question. Texts are the same, and half as much is read. A copy takes half as much memory as its head; heads of
+    targets and assistants have one if they are float and the token embedding too. By default on Hopper GPUs, where the copies take little
+    of the memory that weights leave.
 
     mesh: devices to spread weights and slots over: a Mesh with axes "data" and "tensor", as `jaxspec.mesh(data=2, tensor=4)` makes it;
     one device by default. Over several processes, only "tensor" may be spread. tensor: short for a mesh of so many devices along
@@ -180,6 +186,8 @@ def load(
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
         kernels = attention != "xla" and dialect.obstacle() is None
         room = _room(memory_fraction)
+        pays = attention != "xla" and lm_head.guide_pays()
+        placement = with_head_guides(placement, pair.target, pair.drafter, head_guide, room, pays=pays)
         _, chosen = plan(pair, room, placement=placement, kernels=kernels, default_slots=MAX_SLOTS, learn=learning, **sizes)
     settings = Settings(
         num_draft_tokens=count,

@@ -32,8 +32,9 @@ from jaxspec.targets import (
     read_quantisation,
     read_target,
 )
-from jaxspec.trees import nbytes
+from jaxspec.trees import bytes_per_device, nbytes
 
+GUIDE_SHARE = 1 / 16  # of the memory that weights leave, at most so much is for guides of heads unless they were asked for
 KV_DTYPES = {"auto": None, **DTYPES, "fp8": jnp.float8_e4m3fn}
 
 
@@ -173,6 +174,20 @@ def plan(
         helps = list(_what_helps(pair, room, placement, sizes)) if room is not None and slots is None and pages is None else []
         more = f". With {', or '.join(helps)}, it fits" if helps else ""
         raise ValueError(f"{error}{more}") from error
+
+
+def with_head_guides(placement: Placement, target: Any, drafter: Any, asked: bool | None, room: int | None, *, pays: bool) -> Placement:
+    """The placement, which gives heads guides if that was asked for, or by default if it pays and they are small beside what is left.
+
+    target, drafter: abstract weights. asked: as `load` takes it. room: bytes of a device that may be taken, None where it does not say.
+    pays: whether heads with guides are faster on the device. Raises TypeError for anything else."""
+    if asked not in (None, True, False):
+        raise TypeError(f"head_guide is {asked!r}, expected True, False or None")
+    guiding = dataclasses.replace(placement, head_guides=True)  # pyright: ignore[reportArgumentType]
+    if asked is None and pays and room is not None:
+        without, both = (sum(bytes_per_device(p.spread(p.place(tree))) for tree in (target, drafter)) for p in (placement, guiding))
+        asked = both - without <= GUIDE_SHARE * (room - without)
+    return guiding if asked else placement
 
 
 def _what_helps(pair: Pair, room: int, placement: Placement, sizes: dict[str, Any]) -> Iterator[str]:

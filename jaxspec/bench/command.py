@@ -39,6 +39,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     option("quantize", "quantise the target's matrices: int8, int4 or fp8 (default: none)", metavar="KIND")
     option("quantize-embedding", "quantise the target's token embedding, which is its head too: int8 (default: none)", metavar="KIND")
     option("quantize-drafter", "quantise the drafter's matrices: int8, int4 or fp8 (default: none)", metavar="KIND")
+    text = "read an 8-bit copy of float heads to choose tokens (default: on Hopper GPUs with enough memory)"
+    option("head-guide", text, action=argparse.BooleanOptionalAction)
     option("attention", "implementation of attention (default: auto)")
     option("draft-attention", "implementation of the drafter's attention (default: auto)")
     option("repeats", "number of timed calls (default: 3)", type=int, metavar="N")

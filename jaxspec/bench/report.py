@@ -91,6 +91,7 @@ class BenchReport:
     quantize: str | None  # what the target's float weights were quantised to
     quantize_embedding: str | None  # and its token embedding
     quantize_drafter: str | None  # what the drafter's were quantised to
+    head_guides: bool  # whether a head has a guide
     settings: Workload
     temperatures: tuple[float, ...]  # of the steps, also of those that are still to be timed
     mesh: dict[str, int]  # devices by axis; {} for one device
@@ -114,6 +115,7 @@ def report_lines(report: BenchReport) -> Iterator[str]:
     quantised = f", target quantised to {report.quantize}" if report.quantize else ""
     quantised += f", embedding in {report.quantize_embedding}" if report.quantize_embedding else ""
     quantised += f", drafter in {report.quantize_drafter}" if report.quantize_drafter else ""
+    quantised += ", heads with guides" if report.head_guides else ""
     yield f"{report.config}, {report.dtype}{quantised}; {with_drafter}{sampling}; attention {work.attention}"
     mesh = "".join(f", {axis} {size}" for axis, size in report.mesh.items())
     yield f"{report.device}{mesh}, driver {report.driver or 'unknown'}; jax {report.jax}, jaxlib {report.jaxlib}"

@@ -31,6 +31,7 @@ from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, Pro
 from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.engine import cuda_graphs
 from jaxspec.engine.programs import decode_rounds, flat
+from jaxspec.model.head_guides import guided, has_guide
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, Needs, seed_words
 from jaxspec.sampling.filters import Filters
@@ -60,7 +61,8 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> Iterator[BenchRep
         rate = roofline.matmul_rate(256 if on_cpu else 8192, plan.target_tree.dtype)
         stage("random weights")
         begun = time.perf_counter()
-        target, drafter = jax.block_until_ready(random_weights(plan.placed(), work.seed))
+        made = random_weights(plan.placed(), work.seed)
+        target, drafter = jax.block_until_ready(tuple(map(guided, made)) if plan.placement.head_guides else made)
         weights_s = time.perf_counter() - begun
         report = BenchReport(
             command=sys.argv,
@@ -76,6 +78,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> Iterator[BenchRep
             quantize=plan.quantize,
             quantize_embedding=plan.quantize_embedding,
             quantize_drafter=plan.quantize_drafter,
+            head_guides=has_guide((target, drafter)),
             settings=work,
             temperatures=plan.temperatures if plan.batches else (),
             mesh=plan.placement.axes,

@@ -19,12 +19,14 @@ from jaxspec.engine.buckets import PREFILL_ROWS
 from jaxspec.engine.memory import memory_limit
 from jaxspec.model.draft_tree import DraftTree, tree_of
 from jaxspec.model.target import TargetConfig
+from jaxspec.planning import with_head_guides
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.filters import CANDIDATES
 from jaxspec.sharding.layout import Layout
 from jaxspec.sharding.placement import ONE_DEVICE, OneDeviceLayout, Placement, placement_of
 from jaxspec.targets import DTYPES, abstract_target
 from jaxspec.trees import bytes_per_device
+from pallas_kernels import lm_head
 from pallas_kernels.dialect import IMPLEMENTATIONS
 
 RATES = (0.92, 0.78, 0.67, 0.57)  # how often draft positions 1, 2, ... are accepted together with all before them
@@ -137,6 +139,7 @@ def plan_bench(
     quantize: str | None = None,
     quantize_embedding: str | None = None,
     quantize_drafter: str | None = None,
+    head_guide: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
     **workload: Any,
 ) -> BenchPlan:
@@ -147,8 +150,9 @@ def plan_bench(
     sequences together, which go to the drafts that are most likely accepted; by default every draft has one. tree: of drafts, as for
     `jaxspec.load`, in place of num_draft_tokens; a step is timed. acceptance: rates, by default `RATES`, as for `accept.synthetic`, or the
     name of a rule, by default "coupled" for a tree; a rule accepts hardly any random draft, but takes the time that it takes. quantize,
-    quantize_embedding, quantize_drafter: as in `jaxspec.load`; without them a folder's weights are quantised as its config says. mesh:
-    from `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload: other fields of `Workload`.
+    quantize_embedding, quantize_drafter: as in `jaxspec.load`; without them a folder's weights are quantised as its config says.
+    head_guide: as there. mesh: from `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload: other fields of
+    `Workload`.
 
     Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
     """
@@ -172,6 +176,9 @@ def plan_bench(
     accept = rule_of(acceptance) if isinstance(acceptance, str) else synthetic(acceptance)
     accept.check(count)
     placement = placement_of(mesh)
+    pays, limit = workload.get("attention", "auto") != "xla" and lm_head.guide_pays(), memory_limit(jax.devices()[0])
+    room = None if limit is None else int(MEMORY_FRACTION * limit)
+    placement = with_head_guides(placement, target, draft, head_guide, room, pays=pays)
     if rows is not None and integer("rows", rows, 1) % placement.shards:
         raise ValueError(f"rows is {rows} and the mesh has {placement.shards} data shards; expected a multiple of {placement.shards}")
     work = Workload(count, accept, None if rows is None else rows // placement.shards, grown, **workload)

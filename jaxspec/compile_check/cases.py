@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import decode, released
+from jaxspec.model.head_guides import guided
 from jaxspec.targets import abstract_target
 from pallas_kernels import (
     add_norm,
@@ -34,6 +35,7 @@ from pallas_kernels.centroid_head import shapes as centroid_head_shapes
 from pallas_kernels.linear import mosaic as mosaic_products
 from pallas_kernels.linear import packed_mosaic
 from pallas_kernels.linear import shapes as linear_shapes
+from pallas_kernels.lm_head import guided as guided_head
 from pallas_kernels.lm_head import mosaic as mosaic_head
 from pallas_kernels.lm_head import shapes as lm_head_shapes
 from pallas_kernels.moe import shapes as moe_shapes
@@ -146,6 +148,10 @@ def named_cases() -> Iterator[Case]:
         if mosaic_head.LEAST_ROWS <= shape.rows <= lm_head.MOST_ROWS and mosaic_head.most_rows(args[1]):
             triton = functools.partial(function, implementation="triton")
             yield Case("lm_head", f"{name}, Triton", triton, args, further=between)
+        if shape.rows <= guided_head.MOST_ROWS:
+            function_of_guide = functools.partial(_guided, function)
+            guide = lm_head.abstract_guide(args[1])
+            yield Case("lm_head", f"{name}, guided", function_of_guide, (*args, guide), further=between)
         table = packed.abstract((shape.vocab, shape.hidden), "int8", group=None, scale_dtype=dtype)
         yield Case("lm_head", f"int8 {name}", function, (args[0], table, *sampling), further=between)
         if not packed_mosaic.unsupported(args[0], table):
@@ -181,6 +187,10 @@ def _add_norm(add_norm: Any, x: Any, y: Any, weight: Any, scalar: Any, next_weig
     return add_norm(x, y, weight, scalar=scalar, next_weights=next_weights, eps=1e-6)
 
 
+def _guided(head: Any, hidden: Any, table: Any, keys: Any, temperature: Any, guide: Any) -> Any:
+    return head(hidden, table, keys, temperature, guide=guide)
+
+
 def _write(k: Any, v: Any, pages: Any) -> Any:
     return qkv.write(pages, k, v)
 
@@ -209,6 +219,8 @@ def step_case(name: str, dtype: str) -> Case:
     # The assistant where one was released, else modules.
     made = "pocket-mtp" if name == "pocket" else next(n for n in ("mtp", "modules") if released.has_drafter(n, name))
     drafter = released.abstract_drafter(made, name, config, numbers)
+    if lm_head.guide_pays():
+        target, drafter = guided(target), guided(drafter)
     settings = {"slots": 1, "max_len": 4096, "num_draft_tokens": 4}
     state = jax.eval_shape(functools.partial(decode.init_state, **settings), target, drafter)
     slots, steps = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)

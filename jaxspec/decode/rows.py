@@ -177,6 +177,7 @@ def target_choices(
             sampling,
             softcap=softcap,
             suppressed=round.needs.suppress_tokens,
+            guide=target.head_guide,
             implementation=round.attention,
         )
         sound, logits, raw = sound_choices(most, None, hidden), None, None

@@ -30,6 +30,7 @@ from jaxspec.model.config import FULL, SLIDING, AssistantConfig
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.gemma4_fresh import narrow, text_config, with_query_norms
+from jaxspec.model.head_guides import guide_for
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, head_logits, softcap
 from jaxspec.model.rows import Hidden, Keys
 from jaxspec.model.split import PARTITIONS
@@ -92,6 +93,14 @@ class Gemma4MTP:
         # The MLPs are so narrow that a sum takes longer than reading them. Centroids need a few rows of the table, in any order.
         whole = [r"\bmlp\."] if self.masked_embedding is None else [r"\bmlp\.", r"^model\.embed_tokens\."]
         return (*((pattern, PartitionSpec()) for pattern in whole), *PARTITIONS)
+
+    def with_head_guide(self) -> Gemma4MTP:
+        """The same with a guide for its head: see `head_guides`. Of a centroid head a few rows are read anyway."""
+        if self.masked_embedding is not None:
+            return self
+        embedding = self.model.embed_tokens
+        embedding = dataclasses.replace(embedding, guide=guide_for(embedding.weight))
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, embed_tokens=embedding))
 
     def bind(self, target: TargetConfig) -> Gemma4MTP:
         return dataclasses.replace(self, config=bind(self.config, target))
@@ -203,12 +212,12 @@ class Gemma4MTP:
         Where nothing but a temperature applies and no acceptance rule needs the candidates, drafts come straight from the output, and
         XLA drops the candidates: the head is read once either way.
         """
-        if sampling.weighed or sampling.filters is not None or sampling.tables is not None:
+        if not sampling.by_temperature_alone:
             logits, ids = candidates
             return choose(logits, positions, sampling, ids)
         if self.masked_embedding is None:
-            settings = {"softcap": self.config.text.final_logit_softcapping, "suppressed": self.suppress_tokens}
             embedding = self.model.embed_tokens
+            settings = {"softcap": self.config.text.final_logit_softcapping, "suppressed": self.suppress_tokens, "guide": embedding.guide}
             sampling = dataclasses.replace(sampling, shard=embedding.shard)
             return choose_by_head(out, embedding.weight, positions, sampling, **settings, implementation=implementation)[0]
         rows = out.reshape(-1, out.shape[-1])
@@ -226,7 +235,8 @@ class Gemma4MTP:
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """A pass for each draft. Of a centroid head those rows are counted that random centroids are expected to offer."""
-        config, size = self.config, float(nbytes(self))
+        config, embedding = self.config, self.model.embed_tokens
+        size = float(nbytes(self) - nbytes(embedding) + embedding.head_bytes(batch))
         if self.masked_embedding is not None:
             table, ordering = self.model.embed_tokens.weight, self.masked_embedding.token_ordering
             chosen = traffic.expected_distinct(config.centroid_intermediate_top_k, config.num_centroids, batch)

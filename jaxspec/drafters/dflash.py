@@ -7,6 +7,7 @@ the whole block, sliding layers only what lies before a row: see `block_drafter`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from jaxspec.drafters.training import Guess, Objective
 from jaxspec.model.layers import Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, draw
+from jaxspec.sampling.choice import Sampling, choose_by_head, draw
 
 
 @struct.dataclass
@@ -67,7 +68,14 @@ class DFlash(BlockDrafter):
         out = self.rows(state, target, num_draft_tokens)[:, 1:]
         logits, ids = self.candidates(target.model, out, target.draft_attention)
         positions = target.length[:, None] + jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None, :]
-        tokens, logits, _ = draw(logits, positions, sampling, ids)
+        if self.lm_head is None and self.config.output_multiplier == 1 and sampling.by_temperature_alone:
+            # XLA drops the candidates: the target's head is read once either way.
+            model = target.model
+            settings = {"softcap": self.config.final_logit_softcapping, "guide": model.head_guide, "implementation": target.draft_attention}
+            sampling = dataclasses.replace(sampling, shard=model.shard)
+            tokens, _ = choose_by_head(out.astype(model.dtype), model.head[0], positions, sampling, **settings)
+        else:
+            tokens, logits, _ = draw(logits, positions, sampling, ids)
         return Drafts(tokens, logits, ids), state
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:

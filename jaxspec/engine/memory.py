@@ -88,6 +88,7 @@ def sizes_of(
     XLA's attention gathers keys and values of max_len. learn: how the drafter learns, None if it does not.
     """
     learnt, learning = (0, 0) if learn is None else learning_bytes(target.config, drafter, learn, num_draft_tokens, max_len, placement)
+    packed = any(map(is_packed, weights_of((target, drafter))))  # guides of heads are packed too, but never unpacked
     target, drafter = (placement.spread(placement.place(tree)) for tree in (target, drafter))
     sizes = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": kv_dtype, "page_size": PAGE}
     init = functools.partial(init_state, target, drafter, **sizes)
@@ -120,7 +121,7 @@ def sizes_of(
         width=math.ceil(max_len / PAGE),
         decode=decode,
         prefill=prefill,
-        unpacking=UNPACKING * any(map(is_packed, weights_of((target, drafter)))),
+        unpacking=UNPACKING * packed,
         learnt=learnt,
         learning=learning,
     )

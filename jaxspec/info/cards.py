@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from jaxspec.engine.memory import size
-from pallas_kernels import device
+from pallas_kernels import device, dialect
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -20,6 +20,7 @@ class Card:
     memory: int  # bytes
     kernels: bool = True  # whether kernels run there: see `pallas_kernels.device`
     decimal: bool = False  # whether it is told in units of 1000
+    hopper: bool = False  # whether it is a Hopper GPU
 
     @property
     def show(self) -> Callable[[int], str]:
@@ -55,7 +56,8 @@ def card_named(text: str) -> Card | None:
     if named is None:
         return None
     gb, capability = _CARDS[named]
-    return Card(named, gb * 10**9, float(capability) >= device.LEAST_CAPABILITY, decimal=True)
+    kernels = float(capability) >= device.LEAST_CAPABILITY
+    return Card(named, gb * 10**9, kernels, decimal=True, hopper=float(capability) == dialect.HOPPER)
 
 
 def card_of(text: str) -> Card:

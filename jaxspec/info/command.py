@@ -77,9 +77,9 @@ def _card(args: argparse.Namespace, named: Any, jax_fraction: float) -> tuple[An
     import jax
 
     from jaxspec.engine.memory import memory_limit
-    from pallas_kernels import device
+    from pallas_kernels import device, lm_head
 
     here = jax.devices()[0]
     memory = memory_limit(here)
-    card = None if memory is None else Card(here.device_kind, memory, device.obstacle() is None)
+    card = None if memory is None else Card(here.device_kind, memory, device.obstacle() is None, hopper=lm_head.guide_pays())
     return card, {"memory_fraction": args.memory_fraction}

@@ -20,7 +20,7 @@ from jaxspec.learning.settings import Learn, learnable
 from jaxspec.loading import MAX_SLOTS, check_names
 from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
-from jaxspec.planning import KV_DTYPES, Pair, pair_of, plan, released_pair
+from jaxspec.planning import KV_DTYPES, Pair, pair_of, plan, released_pair, with_head_guides
 from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import max_len_of
 from jaxspec.trees import bytes_per_device, leaves_by_path, nbytes, packed_kinds, weight_count
@@ -118,6 +118,8 @@ def describe_plan(
         learnable(pair.drafter)
     kernels, wanted = card is None or card.kernels, None if max_slots is None else -(-max_slots // placement.shards)
     room = None if card is None else int(memory_fraction * jax_fraction * card.memory)
+    pays = card is not None and card.hopper
+    placement = with_head_guides(placement, pair.target, pair.drafter, None, room, pays=pays)
     settings: dict[str, Any] = {"num_draft_tokens": count, "kernels": kernels, "placement": placement, "learn": learn}
     sizes, chosen = plan(pair, room, max_len=max_len, kv_dtype=kv_dtype, slots=wanted, default_slots=MAX_SLOTS, show=show, **settings)
     slots, pages = chosen.slots, chosen.pages
@@ -128,7 +130,8 @@ def describe_plan(
         yield f"memory      {show(card.memory)}{taken}; memory_fraction {memory_fraction} of it is {show(room)}"
         if not kernels:
             yield f"            no kernels: the {card.name} runs XLA, whose attention takes more memory"
-    yield f"weights     {show(sizes.target)} target, {show(sizes.drafter)} drafter"
+    with_guides = ", with guides of heads" if placement.head_guides else ""
+    yield f"weights     {show(sizes.target)} target, {show(sizes.drafter)} drafter{with_guides}"
     if learn is not None:
         yield f"learning    {show(sizes.learnt)} kept, {show(sizes.learning)} for an update of {learn.batch} texts of {learn.length} tokens"
     yield f"slot        {show(sizes.slot)}: sliding rings {show(sizes.rings)}; all else {show(sizes.slot - sizes.rings)}"

@@ -24,6 +24,7 @@ from jaxspec.model import gemma4_modules, traffic
 from jaxspec.model.attention import Heads, KVScales, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
 from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
+from jaxspec.model.head_guides import guide_for
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, head_logits, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import PagedKV
@@ -34,6 +35,7 @@ from jaxspec.trees import nbytes, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import by_kernel, gated_by
+from pallas_kernels.lm_head import Guide
 from pallas_kernels.packed import Packed
 from pallas_kernels.qkv import Pages, qkv
 
@@ -202,6 +204,15 @@ class Gemma4:
         """What `unembed` makes logits with: the head's weight [V, H], or the device's part of it, and the cap of the logits or None."""
         return self.embed_tokens.weight, self.config.final_logit_softcapping
 
+    @property
+    def head_guide(self) -> Guide | None:
+        """The head's guide, or None."""
+        return self.embed_tokens.guide
+
+    def with_head_guide(self) -> Gemma4:
+        """The same with a guide for its head: see `head_guides`."""
+        return dataclasses.replace(self, embed_tokens=dataclasses.replace(self.embed_tokens, guide=guide_for(self.embed_tokens.weight)))
+
     def unembed(self, hidden: jax.Array, implementation: str = "xla") -> jax.Array:
         """Soft-capped logits in float32 of hidden states after the final norm, of the device's part of the vocabulary.
         [..., H] -> [..., V]. implementation: of a packed head's product, for a step of decoding; only XLA's has a gradient."""
@@ -211,8 +222,8 @@ class Gemma4:
     def weights_read(self, rows: int) -> float:
         """Bytes of the weights, or of their shapes, that a pass over so many rows reads. The tied embedding counts as the head;
         per-layer embeddings are only gathered from."""
-        others = nbytes(self) - nbytes(self.embed_tokens_per_layer) - nbytes(self.layers)
-        return others + sum(layer.weights_read(rows) for layer in self.layers)
+        others = nbytes(self) - nbytes((self.embed_tokens, self.embed_tokens_per_layer, self.layers))
+        return others + self.embed_tokens.head_bytes(rows) + sum(layer.weights_read(rows) for layer in self.layers)
 
     def weights_multiplied(self) -> tuple[int, tuple[int, ...]]:
         """How many weights of matrices a row is multiplied with: before the layers, and in each of them. The head is not counted."""

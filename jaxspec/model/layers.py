@@ -16,9 +16,12 @@ import numpy as np
 from flax import struct
 
 from jaxspec.collectives import Shard, gathered, local_ids, summed
+from jaxspec.trees import nbytes
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.all_reduce import Unsummed, serves
 from pallas_kernels.linear import by_kernel, gated, linear, most_rows, partials, product
+from pallas_kernels.lm_head.guided import MOST_ROWS as MOST_GUIDED
+from pallas_kernels.lm_head.guided import Guide
 from pallas_kernels.packed import Packed, unpack_rows
 from pallas_kernels.qkv.reference import rms_norm, rotate
 
@@ -84,14 +87,20 @@ class Linear:
 @struct.dataclass
 class Embedding:
     """Rows of a table times a constant, which is rounded to their dtype first (Gemma: sqrt(hidden)). weight: [V, H], which may be packed
-    as `unpack_rows` takes it. axis: the mesh axis over which the table's rows lie, or None. mail: as for `Linear`."""
+    as `unpack_rows` takes it. axis: the mesh axis over which the table's rows lie, or None. mail: as for `Linear`. guide: of a table that
+    is a head too, or None: see `head_guides.py`."""
 
     weight: Weight
     scale: float = struct.field(pytree_node=False, default=1.0)
     axis: str | None = struct.field(pytree_node=False, default=None)
     mail: jax.Array | None = None
+    guide: Guide | None = None
 
     split: ClassVar[str] = "weight"  # see `split.py`
+
+    def head_bytes(self, rows: int) -> int:
+        """Bytes that the choice of so many rows' tokens reads of the table or of its guide."""
+        return nbytes(self.weight if self.guide is None or rows > MOST_GUIDED else self.guide)
 
     def __call__(self, ids: jax.Array, dtype: Any = None) -> jax.Array:
         """ids: [...] int32 -> [..., H]. dtype: by default the table's, or that of its scales."""

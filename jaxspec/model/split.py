@@ -25,6 +25,7 @@ from jaxspec.model.config import LayerSpec
 # The rows for the weights that targets and drafters have in common.
 PARTITIONS: tuple[tuple[str, PartitionSpec], ...] = (
     (r"embed_tokens(_per_layer)?\.weight$", PartitionSpec(TENSOR, None)),
+    (r"embed_tokens\.guide\.", PartitionSpec(TENSOR)),
     (r"\bqkv_proj\.weight$", PartitionSpec(TENSOR, None, None, None)),
     (r"\bo_proj\.weight$", PartitionSpec(None, TENSOR, None, None)),
     (r"experts\.gate_up_proj$", PartitionSpec(TENSOR, None, None, None)),

@@ -240,6 +240,11 @@ class Step3p5:
         """Logits in float32 of hidden states after the final norm, of the device's part of the vocabulary. [..., H] -> [..., V]."""
         return head_logits(hidden, self.lm_head.weight, implementation)
 
+    @property
+    def head_guide(self) -> None:
+        """Its head is no token embedding."""
+        return None
+
     def weights_read(self, rows: int) -> float:
         """Bytes of the weights, or of their shapes, that a pass over so many rows reads. Embeddings are only gathered from."""
         others = nbytes(self) - nbytes(self.embed_tokens) - nbytes(self.layers)

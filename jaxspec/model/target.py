@@ -18,6 +18,7 @@ from jaxspec.model.config import LayerSpec
 from jaxspec.model.layers import Embedding, RMSNorm
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows
+from pallas_kernels.lm_head import Guide
 from pallas_kernels.packed import Packed
 
 
@@ -135,6 +136,11 @@ class TargetModel(Protocol):
     @property
     def head(self) -> tuple[jax.Array | Packed, float | None]:
         """What `unembed` makes logits with: the weight [V, H], or the device's part of it, and the cap of the logits, or None."""
+        ...
+
+    @property
+    def head_guide(self) -> Guide | None:
+        """The guide of the head's weight, or None: see `head_guides`."""
         ...
 
     def feature(self, hidden: jax.Array) -> jax.Array:

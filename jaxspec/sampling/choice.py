@@ -70,6 +70,11 @@ class Sampling:
     weighed: bool = struct.field(pytree_node=False, default=False)
     """For drafts: whether the acceptance rule needs the logits that each is chosen from."""
 
+    @property
+    def by_temperature_alone(self) -> bool:
+        """Whether nothing but a temperature says which drafts are chosen, and no acceptance rule needs what they are chosen from."""
+        return not self.weighed and self.filters is None and self.tables is None and self.constraint is None
+
     def taken(self, owner: jax.Array) -> Sampling:
         """How the requests owner[0], owner[1], ... choose. owner: [M] int32."""
 
@@ -158,18 +163,19 @@ def choose_by_head(
     *,
     softcap: float | None,
     suppressed: tuple[int, ...] = (),
+    guide: lm_head.Guide | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses as `choose` does by a temperature alone, straight from hidden states. A kernel for few rows never stores the logits.
 
     hidden: [B, T, H]. table: [V, H], or the device's `sampling.shard` of it. positions: [B, T] int32. softcap: of the logits, or None.
-    suppressed: ids that are never chosen. implementation: see `pallas_kernels.lm_head`. Returns ids [B, T] int32 and their values
+    suppressed: ids that are never chosen. guide, implementation: see `pallas_kernels.lm_head`. Returns ids [B, T] int32 and their values
     [B, T] float32, noise included.
     """
     shard, rows = sampling.shard, hidden.reshape(-1, hidden.shape[-1])
     keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
     temperature = jnp.broadcast_to(sampling.temperature[:, None], positions.shape).reshape(-1)
-    settings = {"softcap": softcap, "suppressed": suppressed, "first_id": None if shard is None else shard.first}
+    settings = {"softcap": softcap, "suppressed": suppressed, "first_id": None if shard is None else shard.first, "guide": guide}
     implementation = implementation if rows.shape[0] <= lm_head.most_rows(table, implementation) else "xla"
     chosen, maxima = lm_head.lm_head(rows, table, keys, temperature, **settings, implementation=implementation)
     if shard is not None:

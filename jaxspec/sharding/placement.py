@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.decode.state import DecodeState
+from jaxspec.model.head_guides import guided
 from jaxspec.sharding import meshes
 from jaxspec.sharding.kv_heads import spread
 from jaxspec.sharding.layout import Layout
@@ -45,6 +46,9 @@ class OneDeviceLayout:
 
 class Placement(abc.ABC):
     """The devices that hold a target, a drafter and their state."""
+
+    head_guides: bool
+    """Whether `spread` gives heads guides: see `model.head_guides`."""
 
     @property
     @abc.abstractmethod
@@ -85,7 +89,7 @@ class Placement(abc.ABC):
 
     @abc.abstractmethod
     def spread(self, tree: Any) -> Any:
-        """Placed weights, abstract or not, as programs compute with them: see `kv_heads.spread`."""
+        """Placed weights, abstract or not, as programs compute with them: see `kv_heads.spread`, and `head_guides`."""
 
     @abc.abstractmethod
     def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
@@ -103,6 +107,8 @@ class Placement(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class OneDevice(Placement):
     """JAX's default device."""
+
+    head_guides: bool = False
 
     @property
     def size(self) -> int:
@@ -134,7 +140,7 @@ class OneDevice(Placement):
         return tree
 
     def spread(self, tree: Any) -> Any:
-        return tree
+        return guided(tree) if self.head_guides else tree
 
     def sharding(self, spec: PartitionSpec) -> None:
         return None
@@ -154,6 +160,7 @@ class OnMesh(Placement):
     """The devices of a mesh."""
 
     mesh: Any  # a Mesh with the axes "data" and "tensor", or an AbstractMesh where only shapes are asked for
+    head_guides: bool = False
 
     @property
     def size(self) -> int:
@@ -185,13 +192,14 @@ class OnMesh(Placement):
         return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), tree, self.place(tree))
 
     def spread(self, tree: Any) -> Any:
-        return spread(tree, self.mesh)
+        found = spread(tree, self.mesh)
+        return guided(found) if self.head_guides else found
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
     def split(self, weights: tuple[Any, Any]) -> list[tuple[tuple[Any, Any], Placement]]:
-        return [((target, drafter), OnMesh(row)) for target, drafter, row in meshes.data_shards(weights, self.mesh)]
+        return [((target, drafter), dataclasses.replace(self, mesh=row)) for target, drafter, row in meshes.data_shards(weights, self.mesh)]
 
     def layout(self, drafter: Any, init: Callable[[], DecodeState]) -> Layout:
         return Layout.of(self.mesh, drafter, init)

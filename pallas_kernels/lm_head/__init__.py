@@ -8,8 +8,11 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.linear import mosaic as products
 from pallas_kernels.linear import packed_mosaic
-from pallas_kernels.lm_head import mosaic, packed_triton, reference, triton
+from pallas_kernels.lm_head import guided, mosaic, packed_triton, reference, triton
+from pallas_kernels.lm_head.guided import Guide, abstract_guide, guide_of, unguided
 from pallas_kernels.packed import Packed, tile
+
+__all__ = ["Guide", "abstract_guide", "guide_of", "guide_pays", "lm_head", "most_rows", "unguided"]
 
 MOST_ROWS = 64  # with more, the Triton kernel's product takes longer than XLA's
 
@@ -23,6 +26,11 @@ def most_rows(table: jax.Array | Packed, implementation: str = "auto") -> int:
     return max(MOST_ROWS, mosaic.most_rows(table)) if implementation == "auto" else MOST_ROWS
 
 
+def guide_pays() -> bool:
+    """Whether heads with a guide have been found to be faster on the current device: they were timed on Hopper."""
+    return dialect.mosaic_obstacle() is None
+
+
 def lm_head(
     hidden: jax.Array,
     table: jax.Array | Packed,
@@ -32,6 +40,7 @@ def lm_head(
     softcap: float | None = None,
     suppressed: tuple[int, ...] = (),
     first_id: jax.Array | None = None,
+    guide: Guide | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """The token that each row chooses: argmax(logits / T + noise), or argmax(logits) where the temperature T is 0.
@@ -39,7 +48,8 @@ def lm_head(
     hidden: [N, H]. table: [V, H], of the same dtype or packed. Logits are products of table rows with hidden,
     summed in float32; with a softcap, softcap * tanh(logits / softcap). keys: [N, 2] uint32 from `noise.row_keys`; temperature: [N]
     float32. suppressed: token ids that are never chosen. first_id: [] int32, the token id of the table's first row, for a shard of a
-    vocabulary (by default 0).
+    vocabulary (by default 0). guide: of the table, as `guide_of` makes it: with it few rows take a kernel about half as long, and get
+    the same tokens.
 
     implementation: see `dialect.select`; or "mosaic", a kernel for Hopper and a table of bfloat16, which "auto" takes for 33 to 160 rows.
 
@@ -59,6 +69,10 @@ def lm_head(
     if implementation == "auto" and hidden.shape[0] > most_rows(table):
         implementation = "xla"
     settings = keys, temperature, softcap, suppressed, first_id
+    if guide is not None and not isinstance(table, Packed) and hidden.shape[0] <= guided.MOST_ROWS and implementation != "mosaic":
+        chosen = dialect.select(implementation, guided.unsupported(hidden, guide, suppressed))
+        if chosen != "xla":
+            return guided.lm_head(hidden, table, guide, *settings, implementation=implementation)
     if not isinstance(table, Packed):
         fastest = mosaic.LEAST_ROWS <= hidden.shape[0] <= mosaic.most_rows(table)
         if implementation == "mosaic" or (implementation == "auto" and fastest):
