@@ -181,7 +181,7 @@ class Gemma4MTP:
         tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
         """
         if self.masked_embedding is None:
-            logits = head_logits(out, self.model.embed_tokens.weight, implementation)
+            logits = head_logits(out, self.model.embed_tokens.weight_to_guess_by(out, implementation), implementation)
             logits = softcap(logits, self.config.text.final_logit_softcapping)
             if self.suppress_tokens:
                 logits = suppress(logits, self.suppress_tokens, self.model.embed_tokens.shard)

@@ -26,10 +26,11 @@ from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
 from jaxspec.model.config import FULL
 from jaxspec.model.families import MODEL_TYPES, family_named, family_of
+from jaxspec.model.head_guides import guided
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Rows
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, draw
+from jaxspec.sampling.choice import Sampling, choose_by_head, draw
 from jaxspec.trees import nbytes
 
 # A draft model whose layers take less, in bytes, is read by every device sooner than two sums a layer are made.
@@ -78,6 +79,10 @@ class DraftModel:
         layers = self.model.layers
         return None if nbytes(layers) < len(layers) * SMALL_LAYER else self.model.partitions
 
+    def with_head_guide(self) -> DraftModel:
+        """The same with a guide for its head, if that may have one: see `head_guides`."""
+        return dataclasses.replace(self, model=guided(self.model))
+
     def bind(self, target: TargetConfig) -> DraftModel:
         bind(self.model.config, target)
         return self
@@ -111,7 +116,14 @@ class DraftModel:
         steps = []
         for k in range(1, num_draft_tokens + 1):
             at = target.length + k
-            token, logits, sampling = draw(self.model.unembed(hidden, target.draft_attention), at[:, None], sampling)
+            logits = self.model.unembed(hidden, target.draft_attention)
+            if sampling.by_temperature_alone:  # then XLA drops the logits: the head is read once either way
+                weight, cap = self.model.head
+                settings = {"softcap": cap, "guide": self.model.head_guide, "implementation": target.draft_attention}
+                own = dataclasses.replace(sampling, shard=self.model.shard)
+                token, _ = choose_by_head(hidden, weight, at[:, None], own, **settings)
+            else:
+                token, logits, sampling = draw(logits, at[:, None], sampling)
             steps.append((token, logits, None))
             if k < num_draft_tokens:
                 count = ((target.slots < state.hidden.shape[0]) & (at < end)).astype(jnp.int32)

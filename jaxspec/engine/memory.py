@@ -21,6 +21,7 @@ from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS
 from jaxspec.engine.settings import PAGE, PREFIX_BYTES
 from jaxspec.learning.settings import Learn, parts
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
+from jaxspec.model.head_guides import guided
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
 from jaxspec.trees import bytes_per_device, is_packed, weights_of
@@ -139,9 +140,11 @@ def learning_bytes(
     logits = 4 * (LOGITS + LOGITS_STEP * num_draft_tokens) * texts * learn.anchors * config.vocab_size
     scores = 6 * texts * length * length * max(spec.num_heads for spec in config.layers)
     rows = 4 * _activations(config, texts * length)
-    # Three float32 of each weight stay, and the weights in use before the next trial. An update has gradients, and the weights as the
-    # drafter has them; of a batch in parts, the sum of its gradients too.
-    return 3 * master + 2 * own, (1 + (count > 1)) * master + own + logits + scores + rows
+    shapes = placement.place(jax.eval_shape(lambda: drafter))
+    guide = bytes_per_device(guided(shapes)) - bytes_per_device(shapes) if placement.head_guides else 0
+    # Three float32 of each weight stay, and the weights in use before the next trial, which have a guide of their own. An update has
+    # gradients, and the weights as the drafter has them; of a batch in parts, the sum of its gradients too.
+    return 3 * master + 2 * own + guide, (1 + (count > 1)) * master + own + logits + scores + rows
 
 
 def _activations(config: TargetConfig, rows: int) -> int:

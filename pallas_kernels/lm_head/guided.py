@@ -94,8 +94,8 @@ def _of_rows(table: jax.Array) -> Guide:
     return Guide(pack(codes, scale, kind="int8"), distance)
 
 
-def unsupported(hidden: jax.Array, guide: Guide, suppressed: tuple[int, ...]) -> str | None:
-    """Why the kernels cannot serve this, or None."""
+def unsupported(hidden: Any, guide: Guide, suppressed: tuple[int, ...] = ()) -> str | None:
+    """Why the kernels cannot serve this, or None. hidden: hidden states [N, H] or their shape."""
     return tile.unsupported(guide.codes, hidden.dtype) or too_many(suppressed)
 
 
