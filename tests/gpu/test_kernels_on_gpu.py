@@ -18,6 +18,7 @@ from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
 from pallas_kernels.linear import mosaic
 from pallas_kernels.linear import shapes as linear_shapes
+from pallas_kernels.lm_head import guided
 from pallas_kernels.lm_head import reference as lm_head_reference
 from pallas_kernels.lm_head import shapes as lm_head_shapes
 from pallas_kernels.moe import shapes as moe_shapes
@@ -410,31 +411,36 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic"])
+@pytest.mark.parametrize("implementation", ["triton", "mosaic", "guided"])
 @pytest.mark.parametrize(("dtype", "hidden", "softcap"), HEADS)
 def test_lm_head(dtype, hidden, softcap, implementation):
-    """Greedy and sampled rows mixed, and greedy ones alone."""
+    """Greedy and sampled rows mixed, and greedy ones alone. With a guide few rows alone are served."""
     if implementation == "mosaic" and (reason := dialect.mosaic_obstacle() or (dtype != "bfloat16" and "the kernel needs bfloat16")):
         pytest.skip(reason)
+    with_guide = implementation == "guided"
     shapes = [s for s in lm_head_shapes.SHAPES.values() if (s.hidden, s.softcap) == (hidden, softcap)]
+    shapes = [s for s in shapes if not with_guide or s.rows <= guided.MOST_ROWS]
     rows, vocab = max(s.rows for s in shapes), lm_head_shapes.VOCAB
     states = draw(jax.random.key(0), (rows, hidden), 1.0, dtype)
     table = draw(jax.random.key(1), (vocab, hidden), 5 * hidden**-0.5, dtype)
     keys = jax.random.bits(jax.random.key(2), (rows, 2), jnp.uint32)
     mixed = jnp.tile(jnp.array([0.7, 0.0, 1.5], jnp.float32), rows)[:rows]
 
+    guide = lm_head.guide_of(table) if with_guide else None
+
     @functools.partial(jit, static_argnames="rows")
-    def function(states, table, keys, temperature, rows):
+    def function(states, table, guide, keys, temperature, rows):
         arrays = states[:rows], table, keys[:rows], temperature[:rows]
-        return lm_head.lm_head(*arrays, softcap=softcap, suppressed=SUPPRESSED, implementation=implementation)
+        settings = {"guide": guide, "implementation": "auto" if with_guide else implementation}
+        return lm_head.lm_head(*arrays, softcap=softcap, suppressed=SUPPRESSED, **settings)
 
     with ThreadPoolExecutor() as pool:
-        lower = functools.partial(function.lower, states, table, keys, mixed)
+        lower = functools.partial(function.lower, states, table, guide, keys, mixed)
         programs = list(pool.map(lambda shape: lower(rows=shape.rows).compile(), shapes))
     for temperature in (mixed, jnp.zeros_like(mixed)):
         scores = head_scores(states, table, keys, temperature, softcap)
         for shape, program in zip(shapes, programs, strict=True):
-            chosen, maxima = program(states, table, keys, temperature)
+            chosen, maxima = program(states, table, guide, keys, temperature)
             assert_best(chosen, scores[: shape.rows])
             assert_close(maxima, jnp.max(scores[: shape.rows], axis=1), dtype)
 
