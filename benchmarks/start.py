@@ -18,7 +18,9 @@ from jaxspec.bench.random_weights import random_weights
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.settings import Settings
 from jaxspec.model import gemma4
+from jaxspec.model.head_guides import guided
 from jaxspec.text import load_tokenizer
+from pallas_kernels.lm_head import guide_pays
 
 
 def main() -> None:
@@ -34,7 +36,10 @@ def main() -> None:
     tokenizer = load_tokenizer(checkpoint.resolve("pocket"))
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
-        target, drafter = jax.block_until_ready(random_weights(trees, 0))
+        target, drafter = random_weights(trees, 0)
+        if guide_pays():
+            target, drafter = guided(target), guided(drafter)
+        jax.block_until_ready((target, drafter))
         print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: random weights of {args.config} {time.perf_counter() - begun:.1f} s")
         jax.config.update("jax_compilation_cache_dir", folder)
         for cache in ("empty", "full"):

@@ -25,6 +25,7 @@ from pallas_kernels.packed.mosaic import SHARED_MEMORY
 PROGRAMS = dialect.MULTIPROCESSORS
 EIGHT = 8  # rows that a product counts in, and that are copied to shared memory together
 COLUMNS = 512  # of x that a program of `arrange` copies
+FEW_PAIRS = 64  # up to so many, programs have few tiles each, and blocks of outputs of two warpgroups, or longer steps, are faster
 MOST_SHARE = 24  # pairs of an expert, on average: with more, tiles of many rows are multiplied faster by `packed_triton`
 
 
@@ -41,12 +42,13 @@ def choose_tiles(pairs: int, experts: int, bits: int) -> Tiles:
     """The tiles for this many pairs, with codes of so many bits. Most experts' pairs should fit in one tile; rows of x cost time too."""
     share = pairs / experts
     rows = 8 if share <= 4 else 16 if share <= 12 else 32
+    few = pairs <= FEW_PAIRS
 
     def fitting(wide: int, deep: int, step: int, matrices: int) -> mosaic.Tiles:
         size, sums = mosaic.Tiles(1, wide, deep, step, 1).room(matrices, bits, rows)
         return mosaic.Tiles(1, wide, deep, step, min(12, (SHARED_MEMORY - sums) // size))
 
-    return Tiles(rows, fitting(1, 4, 4, 2), fitting(4, 1, 1, 1))
+    return Tiles(rows, fitting(2, 2, 2, 2) if few else fitting(1, 4, 4, 2), fitting(4, 1, 2, 1) if few else fitting(4, 1, 1, 1))
 
 
 def unsupported(x: jax.Array, gate_up_proj: Any, down_proj: Any, pairs: int) -> str | None:
