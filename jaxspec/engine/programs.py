@@ -22,6 +22,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import cuda_graphs
 from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.device_clock import Times
+from jaxspec.engine.kept_programs import kept_programs
 from jaxspec.engine.settings import Settings
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.target import TargetModel
@@ -100,6 +101,11 @@ class Program(abc.ABC):
     def structured(self) -> bool:
         """Whether it reads the automata of structured texts."""
         return getattr(self, "needs", PLAIN).structured
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is the same for the same weights, state and settings, so that another run may use it."""
+        return not self.structured
 
     @abc.abstractmethod
     def lower(self, programs: Programs) -> Any:
@@ -191,6 +197,8 @@ class Score(Program):
 class PlaceStates(Program):
     """Puts a block of states of an automaton into the pool. It works on the pool alone."""
 
+    kept: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride]
+
     def __str__(self) -> str:
         return "place states"
 
@@ -202,6 +210,8 @@ class PlaceStates(Program):
 @dataclasses.dataclass(frozen=True)
 class FillMasks(Program):
     """Computes the tokens that states allow. It works on the pool alone."""
+
+    kept: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __str__(self) -> str:
         return "fill masks"
@@ -234,6 +244,9 @@ class Programs:
         self.begin()
         self._devices = self._leaves[0].devices()
         self._gaps = cuda_graphs.keep_apart(self._devices)
+        shapes = ((x.shape, x.dtype, x.weak_type) for x in (*self._weights, *self._leaves))
+        told = dataclasses.replace(settings, seed=0, progress=False), slots, self._models, self._form, list(shapes)
+        self._kept = kept_programs(target, drafter, self._devices, told)
 
     @property
     def drafter(self) -> Any:
@@ -394,6 +407,23 @@ class Programs:
             raise MemoryError(f"the device ran out of memory; lower {lower} or memory_fraction: {reason}") from error
 
     def _compiler(self, program: Program) -> Callable[[], Any]:
+        """Returns what makes a program ready: reads it where it was kept, or compiles it, for which it is lowered now."""
+        kept = self._kept
+        if kept is None or not program.kept:
+            return self._lowered(program)
+        path = kept.path(repr(program))
+        if path.exists():
+            return lambda: kept.read(path) or self._lowered(program)()
+        compile = self._lowered(program)
+
+        def compile_and_keep() -> Any:
+            compiled = compile()
+            kept.keep(path, compiled)
+            return compiled
+
+        return compile_and_keep
+
+    def _lowered(self, program: Program) -> Callable[[], Any]:
         """Lowers a program, and returns what compiles it."""
         lowered = program.lower(self)
         return functools.partial(cuda_graphs.compiled, lowered, self._devices) if program.loops else lowered.compile
