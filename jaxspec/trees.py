@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.lm_head import Guide
 from pallas_kernels.packed import Packed
 
 
@@ -38,8 +39,10 @@ def is_packed(x: Any) -> bool:
 
 
 def weights_of(tree: Any) -> list[Any]:
-    """A tree's weights, a packed matrix as one of them: `size` and `shape` of each are those of the numbers that it stands for."""
-    return jax.tree.leaves(tree, is_leaf=is_packed)
+    """A tree's weights, a packed matrix as one of them: `size` and `shape` of each are those of the numbers that it stands for. Guides of
+    heads, which are copies, are left out."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: is_packed(x) or isinstance(x, Guide))
+    return [leaf for leaf in leaves if not isinstance(leaf, Guide)]
 
 
 def weight_count(tree: Any) -> int:

@@ -19,7 +19,7 @@ from jaxspec.model.config import AssistantConfig
 from jaxspec.model.head_guides import guide_for, guided, has_guide
 from jaxspec.sampling.choice import choose_by_head
 from jaxspec.sharding.placement import ONE_DEVICE, abstract_placement_of
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, weight_count
 from pallas_kernels import device
 from pallas_kernels.lm_head import guide_of
 from pallas_kernels.lm_head import guided as kernels
@@ -80,6 +80,7 @@ def test_texts_are_the_same(drafter, models, interpreted):
     llm = jaxspec.load(models[0], models[drafter], head_guide=True, **SETTINGS)
     jax.tree.map(np.testing.assert_array_equal, llm.target.head_guide, guide_of(llm.target.embed_tokens.weight))
     assert texts(llm) == wanted and has_guide(llm.drafter)
+    assert llm.text_settings == plain.text_settings and weight_count(llm.target) == weight_count(plain.target)
     assert llm.stats.acceptance_length == plain.stats.acceptance_length
     assert {2, 8} <= set(interpreted)
 
@@ -197,3 +198,9 @@ def test_the_floor_counts_what_is_read():
     target = guided(plain)
     saved = nbytes(plain.embed_tokens) - nbytes(target.head_guide)
     assert (read(plain, 1) - read(target, 1), read(plain, 10) - read(target, 10)) == (saved, 0)
+    _, block = pair("31b", "dflash")
+
+    def drafted(target, batch):
+        return roofline.step_bytes(target, block, batch=batch, num_draft_tokens=15, context=512).drafter
+
+    assert (drafted(plain, 3) - drafted(target, 3), drafted(plain, 4) - drafted(target, 4)) == (saved, 0)

@@ -123,7 +123,14 @@ def test_the_table_of_steps_is_the_record_s():
     name, recorded = "", {}
     records = (
         RECORDS / f"2026-11-{record}.md"
-        for record in ("22-h200-quantised", "23-h200-steps", "23-h200-jax-0.12", "23-h200-registers", "23-h200-full-layers", "24-h200-guides")
+        for record in (
+            "22-h200-quantised",
+            "23-h200-steps",
+            "23-h200-jax-0.12",
+            "23-h200-registers",
+            "23-h200-full-layers",
+            "24-h200-guides",
+        )
     )  # the newest counts
     for first, *cells in (row for record in records for row in rows_of(record.read_text(encoding="utf-8"))):
         name = first or name

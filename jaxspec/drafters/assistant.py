@@ -30,7 +30,7 @@ from jaxspec.model.config import FULL, SLIDING, AssistantConfig
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.gemma4_fresh import narrow, text_config, with_query_norms
-from jaxspec.model.head_guides import guide_for
+from jaxspec.model.head_guides import bytes_read_of, guide_for
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, head_logits, softcap
 from jaxspec.model.rows import Hidden, Keys
 from jaxspec.model.split import PARTITIONS
@@ -236,7 +236,7 @@ class Gemma4MTP:
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """A pass for each draft. Of a centroid head those rows are counted that random centroids are expected to offer."""
         config, embedding = self.config, self.model.embed_tokens
-        size = float(nbytes(self) - nbytes(embedding) + embedding.head_bytes(batch))
+        size = float(nbytes(self) - nbytes(embedding) + bytes_read_of(embedding.weight, embedding.guide, batch))
         if self.masked_embedding is not None:
             table, ordering = self.model.embed_tokens.weight, self.masked_embedding.token_ordering
             chosen = traffic.expected_distinct(config.centroid_intermediate_top_k, config.num_centroids, batch)

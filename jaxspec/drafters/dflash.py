@@ -24,10 +24,12 @@ from jaxspec.drafters.blocks import SiluMLP
 from jaxspec.drafters.dflash_config import RELEASED, DFlashConfig, default_config
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import Guess, Objective
+from jaxspec.model.head_guides import head_bytes
 from jaxspec.model.layers import Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose_by_head, draw
+from jaxspec.trees import nbytes
 
 
 @struct.dataclass
@@ -79,8 +81,11 @@ class DFlash(BlockDrafter):
         return Drafts(tokens, logits, ids), state
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
-        """One pass, however many drafts it makes."""
-        return self.bytes_of_a_pass(target, batch=batch, context=context)
+        """One pass, however many drafts it makes. Of few drafts the guide of the target's head is read, if it has one."""
+        size, kv = self.bytes_of_a_pass(target, batch=batch, context=context)
+        if self.lm_head is None:
+            size += head_bytes(target, batch * num_draft_tokens) - nbytes(target.head[0])
+        return size, kv
 
     def guesses(self, target: TargetModel, out: Hidden, ids: jax.Array, at: jax.Array, steps: int) -> Iterator[Guess]:
         rows = self.rows_along(target, out, ids, at, steps)

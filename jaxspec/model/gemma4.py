@@ -24,7 +24,7 @@ from jaxspec.model import gemma4_modules, traffic
 from jaxspec.model.attention import Heads, KVScales, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
 from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
-from jaxspec.model.head_guides import guide_for
+from jaxspec.model.head_guides import guide_for, head_bytes
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, head_logits, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import PagedKV
@@ -223,7 +223,7 @@ class Gemma4:
         """Bytes of the weights, or of their shapes, that a pass over so many rows reads. The tied embedding counts as the head;
         per-layer embeddings are only gathered from."""
         others = nbytes(self) - nbytes((self.embed_tokens, self.embed_tokens_per_layer, self.layers))
-        return others + self.embed_tokens.head_bytes(rows) + sum(layer.weights_read(rows) for layer in self.layers)
+        return others + head_bytes(self, rows) + sum(layer.weights_read(rows) for layer in self.layers)
 
     def weights_multiplied(self) -> tuple[int, tuple[int, ...]]:
         """How many weights of matrices a row is multiplied with: before the layers, and in each of them. The head is not counted."""

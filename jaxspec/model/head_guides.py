@@ -11,7 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspec.trees import nbytes
 from pallas_kernels.lm_head import Guide, abstract_guide, guide_of, unguided
+from pallas_kernels.lm_head.guided import MOST_ROWS
 
 
 def guided(tree: Any) -> Any:
@@ -22,6 +24,16 @@ def guided(tree: Any) -> Any:
 def has_guide(tree: Any) -> bool:
     """Whether a head in the tree has a guide."""
     return any(isinstance(node, Guide) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Guide)))
+
+
+def head_bytes(model: Any, rows: int) -> int:
+    """Bytes that the choice of so many rows' tokens reads of a target's head or of its guide."""
+    return bytes_read_of(model.head[0], model.head_guide, rows)
+
+
+def bytes_read_of(table: Any, guide: Guide | None, rows: int) -> int:
+    """The same of a head and its guide, or None."""
+    return nbytes(table if guide is None or rows > MOST_ROWS else guide)
 
 
 def guide_for(table: Any) -> Guide | None:

@@ -16,7 +16,6 @@ import numpy as np
 from flax import struct
 
 from jaxspec.collectives import Shard, gathered, local_ids, summed
-from jaxspec.trees import nbytes
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.all_reduce import Unsummed, serves
@@ -107,10 +106,6 @@ class Embedding:
         if self.guide is None or rows.shape[0] > MOST_GUIDED or dialect.select(implementation, guide_obstacle(rows, self.guide)) == "xla":
             return self.weight
         return self.guide.codes
-
-    def head_bytes(self, rows: int) -> int:
-        """Bytes that the choice of so many rows' tokens reads of the table or of its guide."""
-        return nbytes(self.weight if self.guide is None or rows > MOST_GUIDED else self.guide)
 
     def __call__(self, ids: jax.Array, dtype: Any = None) -> jax.Array:
         """ids: [...] int32 -> [..., H]. dtype: by default the table's, or that of its scales."""
