@@ -33,7 +33,7 @@ MOST_BYTES = 4 * 2**30  # of all files; the ones that were not used for longest 
 # Variables that change what is compiled. Mosaic's are not among them: JAX sets some itself, others dump and trace.
 VARIABLES = re.compile(r"(XLA_|JAX_|JAXSPEC_|TRITON_|NVIDIA_TF32)(?!.*(CACHE|CLIENT))")
 # JAX's settings that change no program, by a part of their names.
-NO_MATTER = ("cache", "_dir", "log", "traceback", "profiler", "debug", "distributed", "coordination", "check_tracer", "explain")
+NO_MATTER = ("cache", "traceback", "profiler", "log_")
 
 
 class KeptPrograms:
