@@ -71,7 +71,7 @@ def texts(llm):
     return [done.token_ids for done in llm.generate(["def f(x):", "class A:"], PARAMS)]
 
 
-@pytest.mark.parametrize("drafter", [1, 0], ids=["assistant", "a draft model"])
+@pytest.mark.parametrize("drafter", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["assistant", "a draft model"])
 def test_texts_are_the_same(drafter, models, interpreted):
     """Greedy and sampled; the rows of the target and those of the drafter read guides."""
     plain = jaxspec.load(models[0], models[drafter], **SETTINGS)
@@ -85,6 +85,7 @@ def test_texts_are_the_same(drafter, models, interpreted):
     assert {2, 8} <= set(interpreted)
 
 
+@pytest.mark.slow
 def test_dflash_drafts_by_the_targets_guide(interpreted):
     plain = jaxspec.load("pocket", "pocket-dflash", **SETTINGS)
     llm = jaxspec.load("pocket", "pocket-dflash", head_guide=True, **SETTINGS)
@@ -93,7 +94,7 @@ def test_dflash_drafts_by_the_targets_guide(interpreted):
     assert {6, 8} <= set(interpreted)
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"tensor": 2}, pytest.param({"data": 2}, marks=pytest.mark.slow)], ids=str)
 def test_guides_lie_where_their_tables_do(axes, models, interpreted):
     """Each device has that of its part of the vocabulary, and chooses among that part."""
     wanted = texts(jaxspec.load(*models, **SETTINGS))
