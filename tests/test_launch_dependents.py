@@ -13,6 +13,7 @@ from real_configs import ASSISTANTS, TARGETS
 from jaxspec import decode
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.head_guides import guided
 from jaxspec.targets import abstract_target, asked_quantisation
 from pallas_kernels import device
 from pallas_kernels.add_norm import add_norm
@@ -76,11 +77,12 @@ def follow(jaxpr, origins, found):
 
 
 def step(name, batch, quantize=None):
-    """What `follow` finds in a loop of steps of a real model with its assistant."""
+    """What `follow` finds in a loop of steps of a real model with its assistant, whose heads have guides."""
     config = Gemma4Config.from_hf(TARGETS[name])
     quantisation = None if quantize is None else asked_quantisation(config, jnp.bfloat16, quantize, None)
     target = abstract_target(config, jnp.bfloat16, quantisation)
     drafter = gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANTS[name]), config))
+    target, drafter = guided(target), guided(drafter)
     state = jax.eval_shape(functools.partial(decode.init_state, slots=batch, max_len=1024, num_draft_tokens=4), target, drafter)
     slots, steps = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     loop = functools.partial(decode.decode_loop, round=decode.Round(4))

@@ -113,7 +113,7 @@ def lm_head(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.lm_head.lm_head`. implementation: as for `linear.partials`, of the products with the guide."""
     rows, size = hidden.shape[0], table.shape[0]
-    (near,) = partials(hidden, guide.codes, splits=1, launch_dependents=True, implementation=implementation)
+    near = partials(hidden, guide.codes, splits=1, launch_dependents=True, implementation=implementation).reshape(rows, size)
     length = jnp.linalg.norm(hidden.astype(jnp.float32), axis=1)
     first = (jnp.int32(0) if first_id is None else first_id).reshape(1)
     blocks = pl.cdiv(size, TOKENS)
