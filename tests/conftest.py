@@ -103,6 +103,16 @@ def unoptimised():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module")
+def quick_to_compile(unoptimised):
+    """Such code, and few programs: for modules that run whole engines."""
+    from quick import few_programs
+
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_module():
     """Drops a module's compiled programs at its end: a process may have only so many memory maps (65,530 on Linux by default), each

@@ -7,23 +7,17 @@ import pickle
 import jax
 import numpy as np
 import pytest
-from quick import few_programs
 
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.batch.lines import derived_seed
 from jaxspec.engine import runner
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 PROMPTS = ["def f():"[: 1 + i % 8] for i in range(30)]
 PARAMS = SamplingParams(max_tokens=9, temperature=0.9, ignore_eos=True)
 NEW = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "acceptance_length", "error"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile(unoptimised):
-    with pytest.MonkeyPatch.context() as patch:
-        few_programs(patch)
-        yield
 
 
 @pytest.fixture(scope="module")

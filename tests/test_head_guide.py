@@ -6,13 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from quick import few_programs
 
 import jaxspec
 from jaxspec import checkpoint, cli, planning
 from jaxspec.bench import roofline
 from jaxspec.decode import rows
-from jaxspec.drafters import assistant, dflash, draft_model
+from jaxspec.drafters import assistant, base
 from jaxspec.engine import memory
 from jaxspec.learning.settings import Learn
 from jaxspec.model.config import AssistantConfig
@@ -24,16 +23,11 @@ from pallas_kernels import device
 from pallas_kernels.lm_head import guide_of
 from pallas_kernels.lm_head import guided as kernels
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 SETTINGS = {"max_slots": 2, "max_len": 48, "num_draft_tokens": 3, "adaptive_verification": False, "progress": False}
 SAMPLED = {"max_tokens": 12, "seed": 3, "ignore_eos": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PARAMS = [jaxspec.SamplingParams(temperature=t, **SAMPLED) for t in (0.0, 0.9)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile(unoptimised):
-    with pytest.MonkeyPatch.context() as patch:
-        few_programs(patch)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,7 @@ def interpreted(monkeypatch):
     def interpreting(*args, **settings):
         return choose_by_head(*args, **settings | {"implementation": "triton-interpret" if settings["guide"] is not None else "xla"})
 
-    for module in (rows, assistant, dflash, draft_model):
+    for module in (rows, assistant, base):
         monkeypatch.setattr(module, "choose_by_head", interpreting)
     run, seen = kernels.lm_head, []
 
@@ -149,7 +143,7 @@ def test_heads_that_are_packed_or_no_embeddings_have_none():
 
 @pytest.mark.parametrize(("devices", "some"), [(2, True), (64, True), (128, False)])
 def test_a_mesh_that_cannot_cut_the_blocks_has_none(devices, some):
-    """8,192 tokens: 128 devices would have half a block each."""
+    """4,096 tokens are 64 blocks: 128 devices would have half a block each."""
     table = abstract_placement_of(f"tensor={devices}").place(pair("31b")[0]).embed_tokens.weight
     small = jax.ShapeDtypeStruct((64 * 64, 64), table.dtype, sharding=table.sharding)
     found = guide_for(small)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import quantised_files as files
 import tiny
-from quick import few_programs
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
@@ -19,16 +18,11 @@ from jaxspec.info.describe import describe_mesh, read
 from jaxspec.trees import is_packed, leaves_by_path
 from pallas_kernels.packed import Packed, pack, unpack
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 SETTINGS = {"max_slots": 1, "max_len": 48, "progress": False}
 PROMPT, PARAMS = "def f(x):", jaxspec.SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 KEY = "model.language_model.embed_tokens.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile(unoptimised):
-    with pytest.MonkeyPatch.context() as patch:
-        few_programs(patch)
-        yield
 
 
 @pytest.fixture(scope="module")

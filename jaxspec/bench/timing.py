@@ -62,6 +62,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> Iterator[BenchRep
         stage("random weights")
         begun = time.perf_counter()
         made = random_weights(plan.placed(), work.seed)
+        # Random guides are those of no table.
         target, drafter = jax.block_until_ready(tuple(map(guided, made)) if plan.placement.head_guides else made)
         weights_s = time.perf_counter() - begun
         report = BenchReport(

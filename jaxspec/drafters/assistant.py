@@ -30,7 +30,7 @@ from jaxspec.model.config import FULL, SLIDING, AssistantConfig
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4 import DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.gemma4_fresh import narrow, text_config, with_query_norms
-from jaxspec.model.head_guides import bytes_read_of, guide_for
+from jaxspec.model.head_guides import bytes_read_of
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, head_logits, softcap
 from jaxspec.model.rows import Hidden, Keys
 from jaxspec.model.split import PARTITIONS
@@ -98,9 +98,7 @@ class Gemma4MTP:
         """The same with a guide for its head: see `head_guides`. Of a centroid head a few rows are read anyway."""
         if self.masked_embedding is not None:
             return self
-        embedding = self.model.embed_tokens
-        embedding = dataclasses.replace(embedding, guide=guide_for(embedding.weight))
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, embed_tokens=embedding))
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, embed_tokens=self.model.embed_tokens.with_guide()))
 
     def bind(self, target: TargetConfig) -> Gemma4MTP:
         return dataclasses.replace(self, config=bind(self.config, target))

@@ -6,6 +6,7 @@ makes it known to loading, benchmarks and training.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -17,7 +18,7 @@ from jaxspec.drafters.kind import kind_without_weights
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling
+from jaxspec.sampling.choice import Sampling, choose_by_head
 from jaxspec.trees import nbytes
 
 NUM_DRAFT_TOKENS = 4  # of a drafter that names no number
@@ -217,3 +218,15 @@ def bytes_read(drafter: Any, target: TargetModel, *, batch: int, num_draft_token
 
 
 KIND = kind_without_weights("none", NoDraft)
+
+
+def choose_by_head_of(
+    model: TargetModel, hidden: jax.Array, positions: jax.Array, sampling: Sampling, softcap: float | None, implementation: str
+) -> jax.Array:
+    """Drafts at `positions` by a target's head, where `sampling.by_temperature_alone`: [B, T] int32. If logits were computed for them too,
+    XLA drops those, and the head is read once.
+
+    hidden: [B, T, H]. positions: [B, T] int32. softcap: of the logits, or None. implementation: see `pallas_kernels.lm_head`."""
+    settings = {"softcap": softcap, "guide": model.head_guide, "implementation": implementation}
+    own = dataclasses.replace(sampling, shard=model.shard)
+    return choose_by_head(hidden.astype(model.dtype), model.head[0], positions, own, **settings)[0]

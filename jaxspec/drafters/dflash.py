@@ -7,7 +7,6 @@ the whole block, sliding layers only what lies before a row: see `block_drafter`
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.drafters import blocks
-from jaxspec.drafters.base import Drafts, Target
+from jaxspec.drafters.base import Drafts, Target, choose_by_head_of
 from jaxspec.drafters.block_drafter import BlockAttention, BlockDrafter, BlockState, Leaves, keys_of
 from jaxspec.drafters.blocks import SiluMLP
 from jaxspec.drafters.dflash_config import RELEASED, DFlashConfig, default_config
@@ -28,7 +27,7 @@ from jaxspec.model.head_guides import head_bytes
 from jaxspec.model.layers import Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose_by_head, draw
+from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.trees import nbytes
 
 
@@ -71,11 +70,8 @@ class DFlash(BlockDrafter):
         logits, ids = self.candidates(target.model, out, target.draft_attention)
         positions = target.length[:, None] + jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None, :]
         if self.lm_head is None and self.config.output_multiplier == 1 and sampling.by_temperature_alone:
-            # XLA drops the candidates: the target's head is read once either way.
-            model = target.model
-            settings = {"softcap": self.config.final_logit_softcapping, "guide": model.head_guide, "implementation": target.draft_attention}
-            sampling = dataclasses.replace(sampling, shard=model.shard)
-            tokens, _ = choose_by_head(out.astype(model.dtype), model.head[0], positions, sampling, **settings)
+            cap = self.config.final_logit_softcapping
+            tokens = choose_by_head_of(target.model, out, positions, sampling, cap, target.draft_attention)
         else:
             tokens, logits, _ = draw(logits, positions, sampling, ids)
         return Drafts(tokens, logits, ids), state

@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxspec.drafters.base import Drafts, Observed, Target
+from jaxspec.drafters.base import Drafts, Observed, Target, choose_by_head_of
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_rows
 from jaxspec.model import paged_kv as paged
@@ -30,7 +30,7 @@ from jaxspec.model.head_guides import guided
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Rows
 from jaxspec.model.target import TargetConfig, TargetModel
-from jaxspec.sampling.choice import Sampling, choose_by_head, draw
+from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.trees import nbytes
 
 # A draft model whose layers take less, in bytes, is read by every device sooner than two sums a layer are made.
@@ -117,11 +117,8 @@ class DraftModel:
         for k in range(1, num_draft_tokens + 1):
             at = target.length + k
             logits = self.model.unembed(hidden, target.draft_attention)
-            if sampling.by_temperature_alone:  # then XLA drops the logits: the head is read once either way
-                weight, cap = self.model.head
-                settings = {"softcap": cap, "guide": self.model.head_guide, "implementation": target.draft_attention}
-                own = dataclasses.replace(sampling, shard=self.model.shard)
-                token, _ = choose_by_head(hidden, weight, at[:, None], own, **settings)
+            if sampling.by_temperature_alone:
+                token = choose_by_head_of(self.model, hidden, at[:, None], sampling, self.model.head[1], target.draft_attention)
             else:
                 token, logits, sampling = draw(logits, at[:, None], sampling)
             steps.append((token, logits, None))

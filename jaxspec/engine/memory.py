@@ -132,7 +132,7 @@ def learning_bytes(
     config: TargetConfig, drafter: Any, learn: Learn, num_draft_tokens: int, max_len: int, placement: Placement
 ) -> tuple[int, int]:
     """(what stays between updates, temporaries of one), bytes of each device."""
-    placed = placement.place(drafter)
+    placed = placement.place(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drafter))
     floats = [x for x in jax.tree.leaves(placed) if jnp.issubdtype(x.dtype, jnp.floating)]
     own, master = bytes_per_device(floats), sum(4 * bytes_per_device([x]) // x.dtype.itemsize for x in floats)
     count, texts = parts(learn, config.vocab_size, placement.shards)
@@ -140,8 +140,7 @@ def learning_bytes(
     logits = 4 * (LOGITS + LOGITS_STEP * num_draft_tokens) * texts * learn.anchors * config.vocab_size
     scores = 6 * texts * length * length * max(spec.num_heads for spec in config.layers)
     rows = 4 * _activations(config, texts * length)
-    shapes = placement.place(jax.eval_shape(lambda: drafter))
-    guide = bytes_per_device(guided(shapes)) - bytes_per_device(shapes) if placement.head_guides else 0
+    guide = bytes_per_device(guided(placed)) - bytes_per_device(placed) if placement.head_guides else 0
     # Three float32 of each weight stay, and the weights in use before the next trial, which have a guide of their own. An update has
     # gradients, and the weights as the drafter has them; of a batch in parts, the sum of its gradients too.
     return 3 * master + 2 * own + guide, (1 + (count > 1)) * master + own + logits + scores + rows

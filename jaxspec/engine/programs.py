@@ -96,16 +96,12 @@ class Program(abc.ABC):
 
     takes_bare_state: ClassVar[bool] = False  # and no weights
     loops: ClassVar[bool] = False  # whether it is a loop, which a GPU should record whole
+    of_automata: ClassVar[bool] = False  # and of nothing else: neither weights nor state
 
     @property
     def structured(self) -> bool:
         """Whether it reads the automata of structured texts."""
         return getattr(self, "needs", PLAIN).structured
-
-    @property
-    def kept(self) -> bool:
-        """Whether it is the same for the same weights, state and settings, so that another run may use it."""
-        return not self.structured
 
     @abc.abstractmethod
     def lower(self, programs: Programs) -> Any:
@@ -197,7 +193,7 @@ class Score(Program):
 class PlaceStates(Program):
     """Puts a block of states of an automaton into the pool. It works on the pool alone."""
 
-    kept: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride]
+    of_automata: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "place states"
@@ -211,7 +207,7 @@ class PlaceStates(Program):
 class FillMasks(Program):
     """Computes the tokens that states allow. It works on the pool alone."""
 
-    kept: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride]
+    of_automata: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "fill masks"
@@ -409,7 +405,7 @@ class Programs:
     def _compiler(self, program: Program) -> Callable[[], Any]:
         """Returns what makes a program ready: reads it where it was kept, or compiles it, for which it is lowered now."""
         kept = self._kept
-        if kept is None or not program.kept:
+        if kept is None or program.structured or program.of_automata:  # pools of automata are not among what programs are known by
             return self._lowered(program)
         path = kept.path(repr(program))
         if path.exists():

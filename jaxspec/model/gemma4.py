@@ -24,7 +24,7 @@ from jaxspec.model import gemma4_modules, traffic
 from jaxspec.model.attention import Heads, KVScales, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
 from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
-from jaxspec.model.head_guides import guide_for, head_bytes
+from jaxspec.model.head_guides import head_bytes
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, for_rows, head_logits, rope_angles, softcap, times
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.paged_kv import PagedKV
@@ -211,7 +211,7 @@ class Gemma4:
 
     def with_head_guide(self) -> Gemma4:
         """The same with a guide for its head: see `head_guides`."""
-        return dataclasses.replace(self, embed_tokens=dataclasses.replace(self.embed_tokens, guide=guide_for(self.embed_tokens.weight)))
+        return dataclasses.replace(self, embed_tokens=self.embed_tokens.with_guide())
 
     def unembed(self, hidden: jax.Array, implementation: str = "xla") -> jax.Array:
         """Soft-capped logits in float32 of hidden states after the final norm, of the device's part of the vocabulary.

@@ -7,6 +7,7 @@ query, key and value heads by KV head, gate and up projections as a pair; see `c
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.collectives import Shard, gathered, local_ids, summed
+from jaxspec.model.head_guides import guide_for
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.all_reduce import Unsummed, serves
@@ -98,6 +100,10 @@ class Embedding:
     guide: Guide | None = None
 
     split: ClassVar[str] = "weight"  # see `split.py`
+
+    def with_guide(self) -> Embedding:
+        """The same with the guide of its table, if that may have one."""
+        return dataclasses.replace(self, guide=guide_for(self.weight))
 
     def weight_to_guess_by(self, hidden: jax.Array, implementation: str) -> Weight:
         """The head's weight for the logits of drafts: where a kernel serves, the guide's 8 bits, which are as good and half as much to

@@ -132,7 +132,7 @@ def lm_head(
 
 
 def ends_kernel(*refs: Any, softcap: float | None, suppressed: tuple[int, ...]) -> None:
-    """Program (i, j): the largest upper and the largest lower end of row i's values in block j; NaN if a product is NaN or infinite."""
+    """Program (i, j): the largest upper and the largest lower end of row i's values in block j; NaN if a value is NaN or infinite."""
     *inputs, highest_ref, lowest_ref = refs
     row, block = pl.program_id(0), pl.program_id(1)
     _, value, reach = _block(inputs, row, block, softcap, suppressed)

@@ -42,13 +42,14 @@ def choose_tiles(pairs: int, experts: int, bits: int) -> Tiles:
     """The tiles for this many pairs, with codes of so many bits. Most experts' pairs should fit in one tile; rows of x cost time too."""
     share = pairs / experts
     rows = 8 if share <= 4 else 16 if share <= 12 else 32
-    few = pairs <= FEW_PAIRS
 
     def fitting(wide: int, deep: int, step: int, matrices: int) -> mosaic.Tiles:
         size, sums = mosaic.Tiles(1, wide, deep, step, 1).room(matrices, bits, rows)
         return mosaic.Tiles(1, wide, deep, step, min(12, (SHARED_MEMORY - sums) // size))
 
-    return Tiles(rows, fitting(2, 2, 2, 2) if few else fitting(1, 4, 4, 2), fitting(4, 1, 2, 1) if few else fitting(4, 1, 1, 1))
+    if pairs <= FEW_PAIRS:
+        return Tiles(rows, fitting(2, 2, 2, 2), fitting(4, 1, 2, 1))
+    return Tiles(rows, fitting(1, 4, 4, 2), fitting(4, 1, 1, 1))
 
 
 def unsupported(x: jax.Array, gate_up_proj: Any, down_proj: Any, pairs: int) -> str | None:

@@ -14,13 +14,14 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import few_programs
 
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine import automata_pool, structures
 from jaxspec.engine.programs import FillMasks
 from jaxspec.structured import StructuredOutputsParams
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 RECORD = {
     "type": "object",
@@ -33,13 +34,6 @@ RECORD = {
     "additionalProperties": False,
 }
 PROMPT = [5, 6, 7, 8]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile(unoptimised):
-    with pytest.MonkeyPatch.context() as patch:
-        few_programs(patch)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import real_configs
 import tiny
 from jax.sharding import PartitionSpec
 from locks import free
-from quick import few_programs
 
 import jaxspec
 from jaxspec import cli, decode, sharding
@@ -22,16 +21,11 @@ from jaxspec.model.config import Gemma4Config
 from jaxspec.sharding import kv_heads
 from pallas_kernels import all_reduce
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 GREEDY = jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, seed=3)
 PROMPTS = ["def add(a, b):", "import os\n\n\ndef walk(top):\n    ", "for i in", "x = {"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile(unoptimised):
-    with pytest.MonkeyPatch.context() as patch:
-        few_programs(patch)
-        yield
 
 
 @pytest.fixture(scope="module")
