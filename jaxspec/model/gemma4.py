@@ -142,11 +142,14 @@ class DecoderLayer:
         else:
             assert self.experts and self.post_feedforward_layernorm_1
             assert self.pre_feedforward_layernorm_2 and self.post_feedforward_layernorm_2
-            entering = (self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight)
-            x, normed, tokens = add(x, attended, self.post_attention_layernorm.weight, next_weights=entering)
-            flat = (-1, x.shape[-1])
-            routed = self.experts(tokens.reshape(flat), *self.router(x.reshape(flat), implementation), implementation)
-            routed = routed.reshape(x.shape)
+            entering = (self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, self.router.norm)
+            chosen = self.experts.by_kernel(x, self.router.top_k, implementation)
+            first = chosen and self.router.by_kernel(x, implementation) and self.mlp.by_kernel(x, implementation)
+            x, normed, tokens, scored = add(
+                x, attended, self.post_attention_layernorm.weight, next_weights=entering, launch_dependents=first
+            )
+            choice = self.router(scored.reshape(-1, x.shape[-1]), implementation, read_by_kernel=chosen)
+            routed = self.experts.parts(tokens, *choice, implementation)
             norms = (self.post_feedforward_layernorm_1.weight, self.post_feedforward_layernorm_2.weight)
             out = ((self.mlp.parts(normed, implementation), norms[0]), (routed, norms[1]))
         weight = self.post_feedforward_layernorm.weight
@@ -389,7 +392,7 @@ def abstract_layer(spec: LayerSpec, dtype: Any) -> DecoderLayer:
         per_layer_input_gate=Linear(leaf(ple, hidden)) if ple else None,
         per_layer_projection=Linear(leaf(hidden, ple)) if ple else None,
         post_per_layer_input_norm=norm(hidden) if ple else None,
-        router=Router(Linear(leaf(experts, hidden)), leaf(hidden), leaf(experts), spec.top_k_experts, spec.eps) if experts else None,
+        router=Router(Linear(leaf(experts, hidden)), leaf(hidden), leaf(experts), spec.top_k_experts) if experts else None,
         experts=Experts(leaf(experts, 2, spec.moe_intermediate_size, hidden), leaf(experts, hidden, spec.moe_intermediate_size))
         if experts
         else None,

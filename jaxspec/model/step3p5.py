@@ -109,7 +109,7 @@ class MixtureOfExperts:
         scores = self.gate(rows, dtype=jnp.float32)
         chosen = moe.route(scores, self.router_bias, self.spec.top_k_experts, scale=self.spec.routed_scale, implementation=implementation)
         if experts.axis is None or experts.axis != down.sum_over:
-            return (shared.parts(x, implementation), None), (experts(rows, *chosen, implementation).reshape(x.shape), None)
+            return (shared.parts(x, implementation), None), (experts.parts(x, *chosen, implementation), None)
         # Each device adds up its own, and the devices add up once.
         own = dataclasses.replace(shared, down_proj=dataclasses.replace(down, sum_over=None))
         own = own.parts(x, implementation, read_by_kernel=False)

@@ -6,11 +6,13 @@ import jax
 
 from pallas_kernels import dialect
 from pallas_kernels.add_norm import reference, triton
+from pallas_kernels.add_norm.reference import Stepwise
 from pallas_kernels.all_reduce import Unsummed
+from pallas_kernels.moe import Choices
 
 # What is added: one output, or several, each with its norm's weight or None, whose norms are summed first. An output may be in parts, and
-# these on several devices.
-Output = jax.Array | Unsummed
+# these on several devices, or lie with each row's experts.
+Output = jax.Array | Unsummed | Choices
 Addend = Output | tuple[tuple[Output, jax.Array | None], ...]
 
 
@@ -20,7 +22,7 @@ def add_norm(
     weight: jax.Array | None,
     *,
     scalar: jax.Array | None = None,
-    next_weights: tuple[jax.Array, ...] = (),
+    next_weights: tuple[jax.Array | Stepwise, ...] = (),
     eps: float,
     launch_dependents: bool = False,
     implementation: str = "auto",
@@ -29,8 +31,9 @@ def add_norm(
 
     x: [..., H], the residual stream. y: [..., H], or several pairs of such an array and a weight; then y is the sum of their norms. An
     array [S, ..., H], with one axis more than x, stands for the sum of its S parts (`linear.partials`). `Unsummed` stands for such a sum
-    over devices, which only kernels serve. weight, next_weights: [H] each. scalar: [1], or None for 1. Norms are RMS norms with `eps`; with
-    None in the place of a weight, what it would norm is taken as it is.
+    over devices, which only kernels serve, and `moe.Choices` for their weighted sum. weight, next_weights: [H] each; a `Stepwise` norm is
+    rounded more often than others. scalar: [1], or None for 1. Norms are RMS norms with `eps`; with None in the place of a weight, what it
+    would norm is taken as it is.
 
     Arithmetic is in float32. Norms, sums and products are rounded to x's dtype, which y has too unless it is in parts.
     launch_dependents: whether only kernels read the results: see `dialect.launching`. implementation: see `dialect.select`. Raises
@@ -45,4 +48,4 @@ def add_norm(
     return triton.add_norm(x, y, weight, scalar, next_weights, eps, **settings)
 
 
-__all__ = ["Addend", "add_norm"]
+__all__ = ["Addend", "Stepwise", "add_norm"]

@@ -16,8 +16,10 @@ import numpy as np
 from pallas_kernels.add_norm import reference, triton
 from pallas_kernels.add_norm.shapes import SHAPES, Shape
 from pallas_kernels.bench import begin, show, time_us
+from pallas_kernels.moe import Choices
 
 WARPS = (2, 4, 8, 16, 32)
+EXPERTS = 128
 
 
 def inputs(shape: Shape, dtype: Any) -> tuple[Any, ...]:
@@ -31,6 +33,12 @@ def inputs(shape: Shape, dtype: Any) -> tuple[Any, ...]:
         return jnp.asarray(1 + 0.1 * rng.normal(size=shape.hidden), dtype)
 
     y = rows(0.3) if shape.parts == 1 else tuple((rows(0.3), weight()) for _ in range(shape.parts))
+    if shape.choices:
+        pairs = shape.rows * shape.choices
+        out = jnp.asarray(0.3 * rng.normal(size=(pairs, shape.hidden)), dtype)
+        ids = jnp.asarray(rng.permuted(np.tile(np.arange(EXPERTS), (shape.rows, 1)), axis=1)[:, : shape.choices], jnp.int32)
+        shares = jnp.asarray(rng.dirichlet(np.ones(shape.choices), shape.rows), jnp.float32)
+        y = (*y[:-1], (Choices(out, shares, ids, EXPERTS), y[-1][1]))
     scalar = jnp.asarray([0.7], dtype) if shape.scaled else None
     return rows(2.0), y, weight(), scalar, tuple(weight() for _ in range(shape.norms))
 

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.moe import Choices
 from pallas_kernels.qkv.reference import rms_norm
 
 
-def sum_parts(y: jax.Array, like: jax.Array) -> jax.Array:
-    """y, which may be in parts, as an array of the shape and dtype of `like`."""
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("weight",), meta_fields=("factor",))
+@dataclasses.dataclass(frozen=True)
+class Stepwise:
+    """A norm whose result is rounded before it is multiplied by the weight [H], and again before it is by the factor, as the input of
+    transformers' `Gemma4TextRouter` is. The factor itself is not rounded."""
+
+    weight: Any
+    factor: float
+
+    def __call__(self, x: jax.Array, eps: float) -> jax.Array:
+        scaled = rms_norm(x, None, eps) * self.weight.reshape((1,) * (x.ndim - 1) + self.weight.shape)
+        return (scaled.astype(jnp.float32) * self.factor).astype(x.dtype)
+
+
+def sum_parts(y: jax.Array | Choices, like: jax.Array) -> jax.Array:
+    """y, which may be in parts or with each row's experts, as an array of the shape and dtype of `like`."""
+    if isinstance(y, Choices):
+        return y.summed().reshape(like.shape)
     return y if y.ndim == like.ndim else jnp.sum(y, axis=0).astype(like.dtype)
 
 
@@ -27,4 +46,4 @@ def add_norm(x, y, weight, scalar, next_weights, eps):
     x = x + _normed(sum_parts(y, x), weight, eps)
     if scalar is not None:
         x = x * scalar.reshape((1,) * x.ndim)
-    return (x, *(rms_norm(x, w, eps) for w in next_weights))
+    return (x, *(w(x, eps) if isinstance(w, Stepwise) else rms_norm(x, w, eps) for w in next_weights))

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.add_norm.reference import Stepwise
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.all_reduce.triton import read_mail, sum_over_devices, turn_ends
 from pallas_kernels.dialect import pl, plgpu
+from pallas_kernels.moe import Choices
 
 WARP = 512  # numbers of a row that a warp holds: for each array a thread has two loads of 16 bytes in flight
 MOST_WARPS = 16
@@ -23,7 +25,11 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, launch_dependents=False
     rows = x.reshape(-1, width)
     y, mail = (y.parts, y.mail) if isinstance(y, Unsummed) else (y, None)
     addends = y if isinstance(y, tuple) else ((y, None),)
-    parts = tuple((part.reshape(*part.shape[: part.ndim - x.ndim], *rows.shape), w) for part, w in addends)
+
+    def by_row(part):
+        return part if isinstance(part, Choices) else part.reshape(*part.shape[: part.ndim - x.ndim], *rows.shape)
+
+    parts = tuple((by_row(part), w) for part, w in addends)
     inputs, tree = jax.tree.flatten((rows, parts, weight, scalar, next_weights, mail))
     outputs = [jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(next_weights))
     out = dialect.call(
@@ -50,6 +56,12 @@ def _row(*refs, tree, eps):
         return plgpu.load(ref.at[*index, column], mask=inside, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
 
     def output(ref):
+        if isinstance(ref, Choices):
+            _, top_k = ref.ids.shape
+            chosen = [(load(ref.out, row * top_k + k), ref.ids[row, k], ref.weights[row, k]) for k in range(top_k)]
+            # We multiply after the `where`, so that a NaN weight shows in the result.
+            terms = [jnp.where(expert < ref.experts, found, 0) * weight.astype(jnp.float32) for found, expert, weight in chosen]
+            return functools.reduce(operator.add, terms)
         if len(ref.shape) == 2:
             return load(ref, row)
         return functools.reduce(operator.add, [load(ref, part, row) for part in range(ref.shape[0])])
@@ -57,15 +69,16 @@ def _row(*refs, tree, eps):
     def rounded(values):
         return values.astype(dtype).astype(jnp.float32)
 
-    def norm(values, weight):
-        return rounded(values * jax.lax.rsqrt(jnp.sum(values * values) / width + eps) * weight)
+    def norm(values, weight, factor=None):
+        values *= jax.lax.rsqrt(jnp.sum(values * values) / width + eps)
+        return rounded(values * weight) if factor is None else rounded(rounded(rounded(values) * weight) * factor)
 
     # All loads are issued before the first sum waits for one.
     mail = None if mail_ref is None else read_mail(mail_ref)
     parts = [(output(part), None if w is None else load(w)) for part, w in part_refs]
     x, weight = load(x_ref, row), None if weight_ref is None else load(weight_ref)
     scalar = None if scalar_ref is None else scalar_ref[0].astype(jnp.float32)
-    next_weights = [load(ref) for ref in next_refs]
+    next_norms = [(load(ref.weight), ref.factor) if isinstance(ref, Stepwise) else (load(ref), None) for ref in next_refs]
 
     y = functools.reduce(lambda a, b: rounded(a + b), [rounded(part) if w is None else norm(rounded(part), w) for part, w in parts])
     if mail is not None:
@@ -76,5 +89,5 @@ def _row(*refs, tree, eps):
     if scalar is not None:
         x = rounded(x * scalar)
     plgpu.store(sum_ref.at[row, column], x.astype(dtype), mask=inside)
-    for ref, next_weight in zip(normed_refs, next_weights, strict=True):
-        plgpu.store(ref.at[row, column], norm(x, next_weight).astype(dtype), mask=inside)
+    for ref, next_norm in zip(normed_refs, next_norms, strict=True):
+        plgpu.store(ref.at[row, column], norm(x, *next_norm).astype(dtype), mask=inside)

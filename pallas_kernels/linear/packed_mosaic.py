@@ -16,7 +16,7 @@ from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear.reference import summed
-from pallas_kernels.linear.triton import multiprocessors
+from pallas_kernels.linear.triton import activated, multiprocessors
 from pallas_kernels.packed import BLOCK, KINDS, Packed, mosaic
 from pallas_kernels.packed.mosaic import SHARED_MEMORY, Tiles
 
@@ -124,8 +124,10 @@ def gated(x, gate_up, activation=GELU, *, launch_dependents: bool = False):
     """See `pallas_kernels.linear.gated`. An activation other than GELU's takes a second kernel."""
     few = gate_up.shape[-2] // BLOCK < LEAST_TILES
     if few or activation != GELU or x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
-        gate, up = jnp.split(linear(x, gate_up.flat(), None if few else 1), 2, axis=-1)
-        return activation(gate, up)
+        flat = gate_up.flat()
+        tiles = _tiles(x, flat, None if few else 1)
+        parts = _call(x, flat, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32, launch_dependents=True)
+        return activated(parts, activation, x.dtype, launch_dependents=launch_dependents)
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype, launch_dependents)[0]
 
 

@@ -29,9 +29,10 @@ MOST_SPLITS = 8
 LEFT, RIGHT = 64, 16  # least rows of a tensor core's left operand, least columns of its right one
 SLICES = (128, 64)  # numbers of a part in a step: the first that divides the width, or else the last
 LEAST_STAGES = 3
+ACTIVATED = 1024  # outputs of a program of `activated`
 LEAST_COLUMNS = 4
 # A matrix of so few weights is read again for each block of rows, from the L2 cache: most weights, most rows, least rows of a block.
-SMALL, SMALL_ROWS, ROW_BLOCK = 1 << 20, 128, 16
+SMALL, SMALL_ROWS, ROW_BLOCK = 1 << 20, 160, 16
 PROGRAM_BYTES = 98_304  # of shared memory: an L4 has 101,376 for a program, an H200 room for two such programs
 IN_FLIGHT = 65_536  # bytes of weights in flight for each multiprocessor
 
@@ -161,6 +162,21 @@ def gated_by(x, w, u, index, *, launch_dependents=False, interpret=False, tiles=
     return _call(_gated_by, "gated_by", tiles or _tiles(x, w), x, w, u, index.reshape(1), **settings)[0]
 
 
+def activated(parts, activation, dtype, *, launch_dependents=False, interpret=False):
+    """What `pallas_kernels.linear.gated` makes of both its products, which are side by side and in parts: [S, N, 2 I] -> [N, I]."""
+    _, rows, columns = parts.shape
+    return dialect.call(
+        functools.partial(_activated, activation=activation),
+        name="activated",
+        grid=(rows, pl.cdiv(columns // 2, ACTIVATED)),
+        out_shape=jax.ShapeDtypeStruct((rows, columns // 2), dtype),
+        num_warps=4,
+        num_stages=1,
+        launch_dependents=launch_dependents,
+        interpret=interpret,
+    )(parts)
+
+
 def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
     *matrices, columns, width = w.shape
     return choose_tiles(x.shape[0], columns, width, x.dtype.itemsize, matrices=math.prod(matrices), splits=splits)
@@ -246,6 +262,21 @@ def _linear(x_ref, w_ref, out_ref, *, tiles, share):
 def _gated(x_ref, w_ref, out_ref, *, activation, tiles, share):
     column, row, mask, (gate, up) = _products(x_ref, w_ref, [(0,), (1,)], tiles, share)
     _store(out_ref, column, row, mask, activation(gate.astype(out_ref.dtype), up.astype(out_ref.dtype)))
+
+
+def _activated(parts_ref, out_ref, *, activation):
+    splits, _, columns = parts_ref.shape
+    row, width = pl.program_id(0), columns // 2
+    column = pl.program_id(1) * ACTIVATED + jnp.arange(ACTIVATED, dtype=jnp.int32)
+
+    def product(first):
+        parts = [
+            plgpu.load(parts_ref.at[i, row, first + column], mask=column < width, other=jnp.zeros((), parts_ref.dtype))
+            for i in range(splits)
+        ]
+        return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]).astype(out_ref.dtype)
+
+    plgpu.store(out_ref.at[row, column], activation(product(0), product(width)).astype(out_ref.dtype), mask=column < width)
 
 
 def _gated_by(x_ref, w_ref, u_ref, index_ref, out_ref, *, tiles, share):

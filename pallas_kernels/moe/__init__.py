@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.moe import packed_mosaic, packed_triton, reference, triton
+from pallas_kernels.moe.reference import Choices
 from pallas_kernels.packed import Packed
 
 
@@ -24,7 +26,14 @@ class Groups(NamedTuple):
 
 
 def route(
-    scores: jax.Array, per_expert: jax.Array, top_k: int, *, scale: float | None = None, implementation: str = "auto"
+    scores: jax.Array,
+    per_expert: jax.Array,
+    top_k: int,
+    *,
+    scale: float | None = None,
+    dtype: Any = jnp.float32,
+    launch_dependents: bool = False,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, Groups | None]:
     """The top_k experts of each row and their weights, by one of two rules. Computed in float32.
 
@@ -34,17 +43,20 @@ def route(
     the chosen s (DeepSeek-V3, arXiv 2412.19437; transformers `Step3p7TextTopKRouter`). Of equals the lower expert comes first, as with
     `jax.lax.top_k`.
 
-    scores: [N, E]; per_expert: [E]. Returns weights [N, top_k] float32, ids [N, top_k] int32, and the groups of these ids, or None
-    if the kernel does not make them. A row with NaN among its scores gets NaN weights, and ids that may be E.
+    scores: [N, E], or parts [S, N, E] whose sum they are; they are rounded to `dtype` first. per_expert: [E]. Returns weights [N, top_k]
+    float32, ids [N, top_k] int32, and the groups of these ids, or None if the kernel does not make them. A row with NaN among its scores
+    gets NaN weights, and ids that may be E.
 
-    implementation: see `dialect.select`. Raises ValueError for an unknown one, or if top_k is not within 1 .. E.
+    launch_dependents: whether only kernels read the results: see `dialect.launching`. implementation: see `dialect.select`. Raises
+    ValueError for an unknown one, or if top_k is not within 1 .. E.
     """
-    if not 1 <= top_k <= scores.shape[1]:
-        raise ValueError(f"top_k is {top_k}; expected 1 to {scores.shape[1]}, the number of experts")
+    if not 1 <= top_k <= scores.shape[-1]:
+        raise ValueError(f"top_k is {top_k}; expected 1 to {scores.shape[-1]}, the number of experts")
     chosen = dialect.select(implementation)
     if chosen == "xla":
-        return *reference.route(scores, per_expert, top_k, scale), None
-    weights, ids, groups = triton.route(scores, per_expert, top_k, scale, interpret=chosen == "triton-interpret")
+        return *reference.route(scores, per_expert, top_k, scale, dtype), None
+    settings = {"launch_dependents": launch_dependents, "interpret": chosen == "triton-interpret"}
+    weights, ids, groups = triton.route(scores, per_expert, top_k, scale, dtype, **settings)
     return weights, ids, groups and Groups(*groups)
 
 
@@ -72,21 +84,51 @@ def experts(
     implementation: see `dialect.select`; or "mosaic", kernels for Hopper and packed experts with few pairs, which "auto" takes where they
     serve. Raises ValueError for an unknown or unsupported one.
     """
+    settings = {"activation": activation, "implementation": implementation}
+    return outputs(x, gate_up_proj, down_proj, weights, ids, groups, **settings).summed()
+
+
+def outputs(
+    x: jax.Array,
+    gate_up_proj: jax.Array | Packed,
+    down_proj: jax.Array | Packed,
+    weights: jax.Array,
+    ids: jax.Array,
+    groups: Groups | None = None,
+    *,
+    activation: Activation = GELU,
+    launch_dependents: bool = False,
+    implementation: str = "auto",
+) -> Choices:
+    """What `experts` sums, for `add_norm`, which does that too. launch_dependents: whether only kernels read it: see `dialect.launching`.
+    Other arguments and errors: as for `experts`."""
+    chosen = _select(implementation, x, gate_up_proj, down_proj, ids.size)
+    if chosen == "xla":
+        return reference.experts(x, gate_up_proj, down_proj, weights, ids, activation)
+    settings: dict[str, Any] = {"activation": activation, "launch_dependents": launch_dependents}
+    if chosen == "mosaic":
+        return packed_mosaic.experts(x, gate_up_proj, down_proj, weights, ids, groups, **settings)
+    kernels: Any = packed_triton if isinstance(gate_up_proj, Packed) else triton
+    return kernels.experts(x, gate_up_proj, down_proj, weights, ids, groups, interpret=chosen == "triton-interpret", **settings)
+
+
+def by_kernel(x: Any, gate_up_proj: Any, down_proj: Any, top_k: int, implementation: str = "auto") -> bool:
+    """Whether `experts` reads x by a kernel, and by no operation of XLA. Of all arrays the shapes are enough. Errors: as for `experts`."""
+    return _select(implementation, x, gate_up_proj, down_proj, x.shape[0] * top_k) != "xla"
+
+
+def _select(implementation: str, x: Any, gate_up_proj: Any, down_proj: Any, pairs: int) -> str:
     packed = [isinstance(w, Packed) for w in (gate_up_proj, down_proj)]
     if any(packed) and not all(packed):
         raise ValueError("one of gate_up_proj and down_proj is packed; expected both or neither")
-    kernels: Any = packed_triton if all(packed) else triton
     if implementation == "mosaic" or implementation == "auto" and all(packed):
-        unsupported = packed_mosaic.unsupported(x, gate_up_proj, down_proj, ids.size)
+        unsupported = packed_mosaic.unsupported(x, gate_up_proj, down_proj, pairs)
         if not unsupported:
-            return packed_mosaic.experts(x, gate_up_proj, down_proj, weights, ids, groups, activation=activation)
+            return "mosaic"
         if implementation == "mosaic":
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
-    chosen = dialect.select(implementation, kernels.unsupported(x, gate_up_proj, down_proj), further=("mosaic",))
-    if chosen == "xla":
-        return reference.experts(x, gate_up_proj, down_proj, weights, ids, activation)
-    settings = {"activation": activation, "interpret": chosen == "triton-interpret"}
-    return kernels.experts(x, gate_up_proj, down_proj, weights, ids, groups, **settings)
+    kernels: Any = packed_triton if all(packed) else triton
+    return dialect.select(implementation, kernels.unsupported(x, gate_up_proj, down_proj), further=("mosaic",))
 
 
-__all__ = ["Groups", "experts", "route"]
+__all__ = ["Choices", "Groups", "by_kernel", "experts", "outputs", "route"]

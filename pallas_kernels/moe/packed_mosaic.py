@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
-from pallas_kernels.moe.reference import combine
+from pallas_kernels.moe.reference import Choices
 from pallas_kernels.moe.triton import group
 from pallas_kernels.packed import BLOCK, KINDS, Packed, mosaic
 from pallas_kernels.packed.mosaic import SHARED_MEMORY
@@ -64,7 +64,7 @@ def unsupported(x: jax.Array, gate_up_proj: Any, down_proj: Any, pairs: int) -> 
     return None
 
 
-def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, tiles=None):
+def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, launch_dependents=False, tiles=None):
     """See `pallas_kernels.moe.experts`."""
     count, _, inner, hidden = gate_up_proj.shape
     pairs, top_k = ids.size, ids.shape[1]
@@ -72,7 +72,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
     tiles = tiles or choose_tiles(pairs, count, KINDS[gate_up_proj.kind].bits)
     table, places, rows = arrange(x, counts, lists, tiles.rows, top_k)
 
-    def call(name, x, w, cut, columns, finish):
+    def call(name, x, w, cut, columns, finish, launch_dependents):
         out_blocks = w.shape[-2] // BLOCK
         groups = pl.cdiv(out_blocks, cut.at_once)
         steps = pl.cdiv(w.shape[-1] // BLOCK, cut.step)
@@ -104,7 +104,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
             works=works,
             locate=locate,
             finish=finish,
-            launch_dependents=name.endswith("gate_up"),
+            launch_dependents=launch_dependents,
         )
 
     def finish_gate_up(refs, piece, block, totals):
@@ -114,9 +114,10 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
         mosaic.store(totals[0].astype(x.dtype), refs["out"], block, piece.row, piece.pairs, refs["places"])
 
     act = jax.ShapeDtypeStruct((rows.shape[0], inner), x.dtype)
-    act = call("packed_moe_gate_up", rows, gate_up_proj, tiles.gate_up, act, finish_gate_up)
-    out = call("packed_moe_down", act, down_proj, tiles.down, jax.ShapeDtypeStruct((pairs, hidden), x.dtype), finish_down)
-    return combine(out, weights, ids, count)
+    act = call("packed_moe_gate_up", rows, gate_up_proj, tiles.gate_up, act, finish_gate_up, True)
+    out = jax.ShapeDtypeStruct((pairs, hidden), x.dtype)
+    out = call("packed_moe_down", act, down_proj, tiles.down, out, finish_down, launch_dependents)
+    return Choices(out, weights, ids, count)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
-from pallas_kernels.moe.reference import combine
+from pallas_kernels.moe.reference import Choices
 from pallas_kernels.moe.triton import Blocks, Tiles, group, members, numbers
 from pallas_kernels.packed import BLOCK, Packed, tile
 
@@ -37,7 +37,9 @@ def unsupported(x: jax.Array, gate_up_proj: Packed, down_proj: Packed) -> str | 
     return tile.unsupported(gate_up_proj, x.dtype) or tile.unsupported(down_proj, x.dtype)
 
 
-def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, interpret=False, tiles=None):
+def experts(
+    x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, launch_dependents=False, interpret=False, tiles=None
+):
     """See `pallas_kernels.moe.experts`."""
     count, _, inner, hidden = gate_up_proj.shape
     pairs, top_k = ids.size, ids.shape[1]
@@ -46,7 +48,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
     # At worst, every chosen expert has one tile that is not full.
     most = (pairs + min(pairs, count) * (tiles.rows - 1)) // tiles.rows
 
-    def call(kernel, name, blocks, rows, w, columns, x):
+    def call(kernel, name, blocks, rows, w, columns, launch_dependents, x):
         form, arrays = tile.form(w, interpret), tile.arrays(w)
         return dialect.call(
             functools.partial(kernel, rows=tiles.rows, top_k=top_k, blocks=blocks, form=form),
@@ -56,13 +58,13 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             interpret=interpret,
+            launch_dependents=launch_dependents,
         )(counts, lists, x, *arrays)
 
-    act = call(
-        functools.partial(_gate_up, activation=activation), "packed_moe_gate_up", tiles.gate_up, most * tiles.rows, gate_up_proj, inner, x
-    )
-    out = call(_down, "packed_moe_down", tiles.down, pairs, down_proj, hidden, act)
-    return combine(out, weights, ids, count)
+    gate_up = functools.partial(_gate_up, activation=activation)
+    act = call(gate_up, "packed_moe_gate_up", tiles.gate_up, most * tiles.rows, gate_up_proj, inner, True, x)
+    out = call(_down, "packed_moe_down", tiles.down, pairs, down_proj, hidden, launch_dependents, act)
+    return Choices(out, weights, ids, count)
 
 
 def _products(x_ref, row, kept, w_refs, indices, block, blocks, form):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,9 +16,31 @@ TINY = 1e-20  # scores so low that all sigmoids are 0 give weights of 0
 CHUNK = 64  # pairs that are multiplied with an unpacked expert at a time
 
 
-def route(scores: jax.Array, per_expert: jax.Array, top_k: int, scale: float | None = None) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("out", "weights", "ids"), meta_fields=("experts",))
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """The outputs of each row's chosen experts, which are yet to be weighted and summed."""
+
+    out: Any  # [N * top_k, H]: choice k of row n is row n * top_k + k; undefined where there is no expert
+    weights: Any  # [N, top_k]
+    ids: Any  # [N, top_k] int32; `experts` or more stand for no expert
+    experts: int
+
+    def summed(self) -> jax.Array:
+        """Each row's weighted sum over its choices, added in float32 in their order: [N, H] in the outputs' dtype."""
+        rows, top_k = self.ids.shape
+        out = jnp.where((self.ids < self.experts)[..., None], self.out.reshape(rows, top_k, -1), jnp.zeros((), self.out.dtype))
+        # We multiply after the `where`, so that a NaN weight shows in the result.
+        terms = out.astype(jnp.float32) * self.weights.astype(jnp.float32)[..., None]
+        return functools.reduce(jnp.add, [terms[:, choice] for choice in range(top_k)]).astype(self.out.dtype)
+
+
+def route(
+    scores: jax.Array, per_expert: jax.Array, top_k: int, scale: float | None = None, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.moe.route`."""
     scores, per_expert = scores.astype(jnp.float32), per_expert.astype(jnp.float32)
+    scores = (scores if scores.ndim == 2 else jnp.sum(scores, axis=0)).astype(dtype).astype(jnp.float32)
     if scale is None:
         top, ids = jax.lax.top_k(scores, top_k)
         return jax.nn.softmax(top, axis=-1) * jnp.take(per_expert, ids, axis=0), ids
@@ -27,9 +50,7 @@ def route(scores: jax.Array, per_expert: jax.Array, top_k: int, scale: float | N
     return scale * chosen / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True), TINY), ids
 
 
-def experts(
-    x: jax.Array, gate_up_proj: Any, down_proj: Any, weights: jax.Array, ids: jax.Array, activation: Activation = GELU
-) -> jax.Array:
+def experts(x: jax.Array, gate_up_proj: Any, down_proj: Any, weights: jax.Array, ids: jax.Array, activation: Activation = GELU) -> Choices:
     """See `pallas_kernels.moe.experts`. It sorts rows by expert and multiplies each group with its expert's matrices."""
     count, _, inner, hidden = gate_up_proj.shape
     order = jnp.argsort(ids.reshape(-1))
@@ -41,7 +62,7 @@ def experts(
     else:
         gate_up = _grouped(jnp.take(x, row, axis=0), gate_up_proj.reshape(count, 2 * inner, hidden), sizes)
         out = _grouped(activation(gate_up[:, :inner], gate_up[:, inner:]), down_proj, sizes)
-    return combine(jnp.zeros_like(out).at[order].set(out, unique_indices=True), weights, ids, count)
+    return Choices(jnp.zeros_like(out).at[order].set(out, unique_indices=True), weights, ids, count)
 
 
 def _one_by_one(x: jax.Array, gate_up_proj: Packed, down_proj: Packed, sizes: jax.Array, activation: Activation) -> jax.Array:
@@ -66,21 +87,6 @@ def _one_by_one(x: jax.Array, gate_up_proj: Packed, down_proj: Packed, sizes: ja
         return jax.lax.cond(sizes[e] > 0, functools.partial(expert, e), lambda out: out, out)
 
     return jax.lax.fori_loop(0, len(sizes), used, jnp.zeros_like(x))[:rows]
-
-
-def combine(out: jax.Array, weights: jax.Array, ids: jax.Array, count: int) -> jax.Array:
-    """Each row's weighted sum over its choices, added in float32 in their order: [N, H] in out's dtype.
-
-    out: [N * top_k, H], undefined where an id >= count. weights, ids: [N, top_k].
-    """
-    rows, top_k = ids.shape
-    out = jnp.where((ids < count)[..., None], out.reshape(rows, top_k, -1), jnp.zeros((), out.dtype))
-    # We multiply after the `where`, so that a NaN weight shows in the result.
-    terms = out.astype(jnp.float32) * weights.astype(jnp.float32)[..., None]
-    total = terms[:, 0]
-    for choice in range(1, top_k):
-        total = total + terms[:, choice]
-    return total.astype(out.dtype)
 
 
 def _grouped(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:

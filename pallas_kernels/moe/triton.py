@@ -6,7 +6,7 @@ tile is a few pairs of one expert.
 `gate_up` and `down` run over (tiles, blocks of output columns). The grid has as many tiles as the worst spread of pairs needs. A program
 finds its tile's expert from the counts, and ends at once if it is past the last tile. Tiles are the grid's first axis, so those of one
 expert run side by side, and what one reads from memory the others find in the L2 cache. Each pair's output has its own place, so no two
-programs write to the same one; `reference.combine` adds them up.
+programs write to the same one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
-from pallas_kernels.moe.reference import TINY, combine
+from pallas_kernels.moe.reference import TINY, Choices
 
 SCORES = 8192  # most scores that a program of `route` holds
 ALONE = 16  # up to so many rows, one program of `route` serves all of them and makes the groups
+TOGETHER = 4  # rows of a program otherwise
 PAIRS = 2048  # pairs that a program of `group` looks at in a step
 
 
@@ -76,21 +77,29 @@ def unsupported(x: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array) -> 
 
 
 def route(
-    scores: jax.Array, per_expert: jax.Array, top_k: int, scale: float | None = None, *, interpret: bool = False
+    scores: jax.Array,
+    per_expert: jax.Array,
+    top_k: int,
+    scale: float | None = None,
+    dtype: Any = jnp.float32,
+    *,
+    launch_dependents: bool = False,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """See `pallas_kernels.moe.route`; the groups come as (counts, pairs) or None."""
-    rows, experts = scores.shape
+    *_, rows, experts = scores.shape
     width = pl.next_power_of_2(experts)
     alone = rows <= min(ALONE, SCORES // width)
-    block = pl.next_power_of_2(rows) if alone else max(1, min(16, SCORES // width))
+    block = pl.next_power_of_2(rows) if alone else max(1, min(TOGETHER, SCORES // width))
     out_shape = [jax.ShapeDtypeStruct((rows, top_k), jnp.float32), jax.ShapeDtypeStruct((rows, top_k), jnp.int32)]
     if alone:
         out_shape += [jax.ShapeDtypeStruct((experts,), jnp.int32), jax.ShapeDtypeStruct((experts, rows), jnp.int32)]
     weights, ids, *groups = dialect.call(
-        functools.partial(_route, top_k=top_k, scale=scale, block=block),
+        functools.partial(_route, top_k=top_k, scale=scale, dtype=jnp.dtype(dtype), block=block),
         name="moe_route",
         grid=(pl.cdiv(rows, block),),
         out_shape=out_shape,
+        launch_dependents=launch_dependents,
         num_warps=8 if block * width > 2048 else 4,
         num_stages=1,
         interpret=interpret,
@@ -98,14 +107,16 @@ def route(
     return weights, ids, tuple(groups) or None
 
 
-def _route(scores_ref, per_expert_ref, weights_ref, ids_ref, *group_refs, top_k, scale, block):
-    rows, experts = scores_ref.shape
+def _route(scores_ref, per_expert_ref, weights_ref, ids_ref, *group_refs, top_k, scale, dtype, block):
+    *parts, rows, experts = scores_ref.shape
     row = numbers(0, block)
     column = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
     real = row < rows
     inside = real[:, None] & (column < experts)[None, :]
-    where = scores_ref.at[row[:, None], column[None, :]]
-    left = plgpu.load(where, mask=inside, other=jnp.array(-jnp.inf, scores_ref.dtype)).astype(jnp.float32)
+    index = [(part,) for part in range(*parts)] if parts else [()]
+    places = [scores_ref.at[*part, row[:, None], column[None, :]] for part in index]
+    found = [plgpu.load(place, mask=inside, other=jnp.array(-jnp.inf, scores_ref.dtype)).astype(jnp.float32) for place in places]
+    left = functools.reduce(jnp.add, found).astype(dtype).astype(jnp.float32)
     if scale is not None:
         shares = 1 / (1 + jnp.exp(-left))
         bias = plgpu.load(per_expert_ref.at[column], mask=column < experts, other=jnp.zeros((), per_expert_ref.dtype)).astype(jnp.float32)
@@ -154,6 +165,7 @@ def group(ids: jax.Array, experts: int, *, interpret: bool = False) -> tuple[jax
         num_warps=4,
         num_stages=1,
         interpret=interpret,
+        launch_dependents=True,
     )(ids.reshape(-1))
 
 
@@ -171,7 +183,9 @@ def _group(ids_ref, counts_ref, pairs_ref, *, block):
     counts_ref[expert] = jax.lax.fori_loop(0, pl.cdiv(pairs, block), step, jnp.int32(0))
 
 
-def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, interpret=False, tiles=None):
+def experts(
+    x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, launch_dependents=False, interpret=False, tiles=None
+):
     """See `pallas_kernels.moe.experts`."""
     count, _, inner, hidden = gate_up_proj.shape
     pairs, top_k = ids.size, ids.shape[1]
@@ -180,7 +194,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
     # At worst, every chosen expert has one tile that is not full.
     most = (pairs + min(pairs, count) * (tiles.rows - 1)) // tiles.rows
 
-    def call(kernel, name, blocks, columns, rows, *arguments):
+    def call(kernel, name, blocks, columns, rows, launch_dependents, *arguments):
         return dialect.call(
             functools.partial(kernel, rows=tiles.rows, top_k=top_k, columns=blocks.columns, depth=blocks.depth),
             name=name,
@@ -189,11 +203,13 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             interpret=interpret,
+            launch_dependents=launch_dependents,
         )(counts, lists, *arguments)
 
-    act = call(functools.partial(_gate_up, activation=activation), "moe_gate_up", tiles.gate_up, inner, most * tiles.rows, x, gate_up_proj)
-    out = call(_down, "moe_down", tiles.down, hidden, pairs, act, down_proj)
-    return combine(out, weights, ids, count)
+    gate_up = functools.partial(_gate_up, activation=activation)
+    act = call(gate_up, "moe_gate_up", tiles.gate_up, inner, most * tiles.rows, True, x, gate_up_proj)
+    out = call(_down, "moe_down", tiles.down, hidden, pairs, launch_dependents, act, down_proj)
+    return Choices(out, weights, ids, count)
 
 
 def numbers(axis, block):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from lowering import for_cuda
 
-from pallas_kernels.add_norm import add_norm
+from pallas_kernels.add_norm import Stepwise, add_norm
 from pallas_kernels.add_norm.bench import inputs
 from pallas_kernels.add_norm.shapes import SHAPES, Shape
+from pallas_kernels.moe import Choices
 
 EPS = 1e-3  # large enough for a wrong one to show
 
@@ -85,6 +86,33 @@ def test_an_output_may_come_in_parts(parts, implementation):
         for a, b in zip(run(x, given, *rest, implementation), run(x, wanted, *rest, "xla"), strict=True):
             assert a.dtype == jnp.bfloat16
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_an_output_may_lie_with_each_rows_experts():
+    """The weighted sum of their outputs is rounded before it is normed; where there is no expert, what is stored counts for nothing."""
+    x, ((dense, first), (_, second)), *rest = inputs(Shape(4, 70, parts=2), jnp.bfloat16)
+    rng = np.random.default_rng(2)
+    ids, weights = jnp.asarray(rng.integers(0, 6, (4, 3)), jnp.int32).at[1, 2].set(6), jnp.asarray(rng.uniform(0, 1, (4, 3)), jnp.float32)
+    out = jnp.asarray(rng.standard_normal((12, 70)), jnp.bfloat16).at[5].set(jnp.nan)
+    terms = np.asarray(weights, np.float64)[..., None] * np.nan_to_num(np.asarray(out, np.float64)).reshape(4, 3, 70)
+    whole = jnp.asarray(terms.sum(1)).astype(jnp.bfloat16)
+    for implementation in ("xla", "triton-interpret"):
+        found = run(x, ((dense, first), (Choices(out, weights, ids, 6), second)), *rest, implementation)
+        for a, b in zip(found, run(x, ((dense, first), (whole, second)), *rest, "xla"), strict=True):
+            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_norm_may_be_rounded_step_by_step(dtype):
+    """The norm, its product with the weight and that by the factor, which is itself not rounded."""
+    x, y, weight, *_ = inputs(Shape(3, 70), dtype)
+    scale = jnp.asarray(np.random.default_rng(3).uniform(0.5, 2, 70), dtype)
+    for implementation in ("xla", "triton-interpret"):
+        total, found = run(x, y, weight, None, (Stepwise(scale, 70**-0.5),), implementation)
+        wide = np.asarray(total, np.float64)
+        steps = jnp.asarray(wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS), jnp.float32).astype(dtype)
+        steps = (steps.astype(jnp.float32) * scale.astype(jnp.float32)[None]).astype(dtype)
+        np.testing.assert_allclose(found, (steps.astype(jnp.float32) * 70**-0.5).astype(dtype), rtol=1e-6 if dtype == jnp.float32 else 0)
 
 
 def test_axes_before_the_last_are_rows():

@@ -9,7 +9,7 @@ import pytest
 from lowering import for_cuda
 
 from pallas_kernels import linear
-from pallas_kernels.activation import Activation
+from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.linear import bench, triton
 from pallas_kernels.linear.shapes import SHAPES, Shape
 from pallas_kernels.linear.triton import Tiles, choose_tiles
@@ -105,9 +105,22 @@ def test_small_matrices_are_read_by_blocks_of_rows():
     assert choose_tiles(32, 256, 2048, 2, splits=None) == Tiles(16, 4, 64, 4, 4, 16)  # as many parts as fill the GPU
     assert choose_tiles(16, 256, 1536, 2).rows == choose_tiles(32, 256, 1536, 4).rows == choose_tiles(32, 1024, 1536, 2).rows == 0
     small, wide = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 1536), (1536, 1536)))
-    assert (triton.most_rows(small), triton.most_rows(wide)) == (128, 64)
-    x = jax.ShapeDtypeStruct((129, 1536), jnp.bfloat16)
-    assert triton.unsupported(x, small) == "x has 129 rows; the kernel takes at most 128"
+    assert (triton.most_rows(small), triton.most_rows(wide)) == (160, 64)
+    x = jax.ShapeDtypeStruct((161, 1536), jnp.bfloat16)
+    assert triton.unsupported(x, small) == "x has 161 rows; the kernel takes at most 160"
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_both_products_of_a_gated_layer_may_come_in_parts(parts):
+    """Their activation, of sums that are rounded first: more outputs than a program has, and more than divide them."""
+    rng = np.random.default_rng(parts)
+    products = rng.standard_normal((parts, 3, 2 * 1100)).astype(np.float32)
+    for activation in (GELU, Activation("silu", 0.7)):
+        gate, up = (jnp.asarray(half).astype(jnp.bfloat16) for half in np.split(products.sum(0), 2, axis=-1))
+        wanted = np.asarray(activation(gate, up), np.float32)
+        found = triton.activated(jnp.asarray(products), activation, jnp.bfloat16, interpret=True)
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 33])

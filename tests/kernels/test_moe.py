@@ -14,6 +14,7 @@ from jaxspec.model.layers import Linear
 from jaxspec.model.moe import Experts, Router
 from pallas_kernels import moe
 from pallas_kernels.activation import Activation
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.moe import triton
 from pallas_kernels.moe.shapes import SHAPES
 from pallas_kernels.moe.triton import Blocks, Tiles
@@ -146,7 +147,7 @@ def test_any_tiles_give_the_same(tiles):
     """Widths that blocks divide and widths that they do not, tiles of more rows and of fewer than an expert has."""
     ids = choices(7, 40, 3, 2)
     arguments = problem(8, 40, 3, 48, 80, ids)
-    run = jax.jit(functools.partial(triton.experts, tiles=tiles, interpret=True), compiler_options=OPTIONS)
+    run = jax.jit(lambda *args: triton.experts(*args, tiles=tiles, interpret=True).summed(), compiler_options=OPTIONS)
     check(arguments, ids, run=lambda *args, implementation: run(*args))
 
 
@@ -211,8 +212,10 @@ def test_the_layer_is_the_same_with_kernels():
 
     @functools.partial(jax.jit, static_argnames="implementation", compiler_options=OPTIONS)
     def layer(x, implementation):
-        router = Router(Linear(proj), scale, np.ones(6, np.float32), 2, 1e-6)
-        return Experts(gate_up, down)(x, *router(x, implementation), implementation)
+        router = Router(Linear(proj), scale, np.ones(6, np.float32), 2)
+        (_, scored) = add_norm(x, jnp.zeros_like(x), None, next_weights=(router.norm,), eps=1e-6, implementation=implementation)
+        routed = Experts(gate_up, down).parts(x, *router(scored, implementation), implementation)
+        return add_norm(x, ((routed, scale), (x, None)), scale, eps=1e-6, implementation=implementation)[0]
 
     want = layer(x, "xla")
     np.testing.assert_allclose(layer(x, "triton-interpret"), want, rtol=0, atol=1e-5)

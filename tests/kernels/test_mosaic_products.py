@@ -116,8 +116,8 @@ FEW_ROWS = "mosaic" if jax.__version_info__ >= mosaic.FEW_ROWS_SINCE else "trito
         ({"dtype": "float32"}, "triton"),
         ({"dtype": "float32", "rows": 160}, "xla"),
         ({"name": "E2B per-layer projection", "rows": 4}, "triton"),
-        ({"name": "E2B per-layer projection", "rows": 128}, "triton"),
-        ({"name": "E2B per-layer projection", "rows": 129}, "xla"),
+        ({"name": "E2B per-layer projection", "rows": 160}, "triton"),
+        ({"name": "E2B per-layer projection", "rows": 161}, "xla"),
         ({"implementation": "triton"}, "triton"),
         ({"implementation": "mosaic", "name": "E2B o", "rows": 2}, "mosaic"),
         ({"implementation": "xla"}, "xla"),
@@ -139,7 +139,7 @@ def test_auto_takes_the_hopper_kernel_where_it_pays(settings, chosen, monkeypatc
         most = linear.most_rows(w), linear.most_rows(w, "triton")
     assert called == [chosen]
     size, fast = math.prod(w.shape), settings["gpu"] is H200 and settings["dtype"] == "bfloat16"
-    of_triton = 128 if size <= linear.triton.SMALL and settings["dtype"] == "bfloat16" else 64
+    of_triton = 160 if size <= linear.triton.SMALL and settings["dtype"] == "bfloat16" else 64
     of_mosaic = (96 if size >= mosaic.LEAST_WEIGHTS[1] else 128) if fast else 0
     assert most == (max(of_triton, of_mosaic), of_triton)
 

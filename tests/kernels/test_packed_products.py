@@ -255,10 +255,11 @@ def test_experts_of_any_tiles_are_the_same():
     ids = np.random.default_rng(5).integers(0, 3, (40, 2)).astype(np.int32)
     arguments = normal(40, 140), gate_up, down, normal(40, 2, seed=4), ids
     tiles = moe_triton.Tiles(32, moe_triton.Blocks(128, 64, 4, 2), moe_triton.Blocks(64, 128, 4, 2))
-    assert (
-        difference(run(moe_triton.experts, *arguments, tiles=tiles, interpret=True), run(moe.experts, *arguments, implementation="xla"))
-        < 1e-2
-    )
+
+    def experts(*arguments):
+        return moe_triton.experts(*arguments, tiles=tiles, interpret=True).summed()
+
+    assert difference(run(experts, *arguments), run(moe.experts, *arguments, implementation="xla")) < 1e-2
 
 
 def test_experts_are_packed_both_or_neither():
@@ -273,7 +274,8 @@ def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
     with device.described_as(H200):
         shape = SHAPES[name]
         text = for_cuda(jax.jit(lambda x, w: getattr(linear, shape.kind)(x, w)), *shape.arguments(rows, jnp.dtype("bfloat16"), kind))
-    assert text.count("@mosaic_gpu_v2") == 1 and "__gpu$xla.gpu.triton" not in text
+    # With many rows the activation is a kernel of its own.
+    assert text.count("@mosaic_gpu_v2") == 1 and text.count("__gpu$xla.gpu.triton") == (shape.kind == "gated" and rows > 5)
 
 
 @pytest.mark.parametrize(
