@@ -19,6 +19,8 @@ from jaxspec.engine.llm import LLM
 from jaxspec.engine.settings import Settings
 from jaxspec.model import gemma4
 from jaxspec.model.head_guides import guided
+from jaxspec.sharding.meshes import mesh_of
+from jaxspec.sharding.placement import placement_of
 from jaxspec.text import load_tokenizer
 from pallas_kernels.lm_head import guide_pays
 
@@ -30,13 +32,15 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4, help="tokens drafted in each round (default: 4)")
     parser.add_argument("--slots", type=int, default=8, help="sequences in flight (default: 8)")
     parser.add_argument("--max-len", type=int, default=4096, help="tokens of a sequence (default: 4096)")
+    parser.add_argument("--mesh", help='axes and their sizes, such as "tensor=2" (default: one GPU)')
     args = parser.parse_args()
+    placement = placement_of(None if args.mesh is None else mesh_of(args.mesh))
     config = released.target_config(args.config)
     trees = gemma4.abstract(config, jnp.bfloat16), released.abstract_drafter(args.drafter, args.config, config, jnp.bfloat16)
     tokenizer = load_tokenizer(checkpoint.resolve("pocket"))
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
-        target, drafter = random_weights(trees, 0)
+        target, drafter = random_weights(tuple(placement.spread(placement.place(tree)) for tree in trees), 0)
         if guide_pays():
             target, drafter = guided(target), guided(drafter)
         jax.block_until_ready((target, drafter))
@@ -46,7 +50,7 @@ def main() -> None:
             jax.clear_caches()
             begun = time.perf_counter()
             settings = Settings(num_draft_tokens=args.k, max_slots=args.slots, max_len=args.max_len, progress=False)
-            llm = LLM(target, drafter, tokenizer, settings)
+            llm = LLM(target, drafter, tokenizer, settings, placement=placement)
             params = SamplingParams(max_tokens=16, temperature=0)
             llm.warmup(params)
             ready = time.perf_counter()

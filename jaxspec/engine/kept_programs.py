@@ -19,7 +19,7 @@ import platform
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ NO_MATTER = ("cache", "traceback", "profiler", "log_")
 class KeptPrograms:
     """The programs of one engine. facts: what they depend on beside themselves, as text."""
 
-    def __init__(self, folder: Path, device: Any, facts: Iterable[str]):
-        self._folder, self._device = folder, device
+    def __init__(self, folder: Path, devices: Sequence[Any], facts: Iterable[str]):
+        self._folder, self._devices = folder, devices
         self._facts = hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
     def path(self, name: str) -> Path:
@@ -56,7 +56,7 @@ class KeptPrograms:
         try:
             if dialect.mosaic_obstacle() is None:
                 dialect.mosaic()  # its import tells XLA of the kernels' custom call
-            found = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()), execution_devices=[self._device])
+            found = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()), execution_devices=self._devices)
             os.utime(path)
             return found
         except Exception as error:  # of any kind: a file that was cut off, a driver that refuses it
@@ -84,21 +84,26 @@ class KeptPrograms:
                 os.unlink(path)
 
 
-def kept_programs(target: Any, drafter: Any, devices: Iterable[Any], facts: Iterable[Any]) -> KeptPrograms | None:
+def kept_programs(target: Any, drafter: Any, devices: Sequence[Any], facts: Iterable[Any]) -> KeptPrograms | None:
     """Where programs of this target and drafter on these devices are kept; None where they are not: without JAX's cache, on anything but
-    one GPU of this process, and for models of another package, whose source is not known.
+    GPUs of one process, and for models of another package, whose source is not known.
 
-    facts: the settings, and the shapes of all that the programs take."""
+    facts: the settings, and the shapes and places of all that the programs take."""
     config: Any = jax.config
     cache = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
-    (device, *others), told = devices, [*map(str, facts)]
+    device, told = devices[0], [*map(str, facts)]
     ours = all(type(tree).__module__.startswith("jaxspec.") for tree in (target, drafter))
-    addresses = any(" at 0x" in text for text in told)  # something that shows itself by its address alone
-    if not cache or "://" in cache or others or not _serves(device) or not ours or addresses:
+    if not cache or "://" in cache or not _serves(device) or not ours or any(map(by_address, told)):
         return None
     versions = [platform.python_version(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax"))]
     kind = f"{device.device_kind} {getattr(device, 'compute_capability', None)} {device.client.platform_version}"
-    return KeptPrograms(Path(cache) / FOLDER, device, [_source(), *versions, kind, *told])
+    ids = f"devices {[device.id for device in devices]}"  # a file names them
+    return KeptPrograms(Path(cache) / FOLDER, devices, [_source(), *versions, kind, ids, *told])
+
+
+def by_address(text: str) -> bool:
+    """Whether something shows itself by its address alone, so that programs are not known by it."""
+    return " at 0x" in text
 
 
 def _serves(device: Any) -> bool:

@@ -22,7 +22,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import cuda_graphs
 from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.device_clock import Times
-from jaxspec.engine.kept_programs import kept_programs
+from jaxspec.engine.kept_programs import by_address, kept_programs
 from jaxspec.engine.settings import Settings
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.target import TargetModel
@@ -238,10 +238,15 @@ class Programs:
         self._layout: Any = placement.layout(drafter, functools.partial(init_state, target, drafter, slots=slots, **settings.state_sizes))
         self._last: Any = None  # what the newest call returns
         self.begin()
-        self._devices = self._leaves[0].devices()
+        self._devices = placement.devices if placement.size > 1 else tuple(self._leaves[0].devices())
         self._gaps = cuda_graphs.keep_apart(self._devices)
-        shapes = ((x.shape, x.dtype, x.weak_type) for x in (*self._weights, *self._leaves))
-        told = dataclasses.replace(settings, seed=0, progress=False), slots, self._models, self._form, list(shapes)
+        told = (
+            dataclasses.replace(settings, seed=0, progress=False),
+            slots,
+            placement.axes,
+            *_form((self._weights, self.state)),
+            self._models,
+        )
         self._kept = kept_programs(target, drafter, self._devices, told)
 
     @property
@@ -404,10 +409,12 @@ class Programs:
 
     def _compiler(self, program: Program) -> Callable[[], Any]:
         """Returns what makes a program ready: reads it where it was kept, or compiles it, for which it is lowered now."""
-        kept = self._kept
-        if kept is None or program.structured or program.of_automata:  # pools of automata are not among what programs are known by
+        kept, name = self._kept, repr(program)
+        if program.structured or program.of_automata:
+            name = f"{name} {_form(self.automata)}"
+        if kept is None or by_address(name):
             return self._lowered(program)
-        path = kept.path(repr(program))
+        path = kept.path(name)
         if path.exists():
             return lambda: kept.read(path) or self._lowered(program)()
         compile = self._lowered(program)
@@ -423,3 +430,9 @@ class Programs:
         """Lowers a program, and returns what compiles it."""
         lowered = program.lower(self)
         return functools.partial(cuda_graphs.compiled, lowered, self._devices) if program.loops else lowered.compile
+
+
+def _form(tree: Any) -> tuple[Any, ...]:
+    """All of a tree of arrays but their numbers."""
+    leaves, form = jax.tree.flatten(tree)
+    return form, [(x.shape, x.dtype, x.weak_type, getattr(x.sharding, "spec", None)) for x in leaves]

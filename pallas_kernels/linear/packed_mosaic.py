@@ -28,6 +28,7 @@ OPERAND, OTHERS = 16, 30  # registers of a thread for a product's left operand, 
 LEAST_TILES = dialect.MULTIPROCESSORS // 2  # with fewer, programs share the sums of a product alone, which one with its activation cannot
 LEAST_WEIGHTS = 1 << 20  # smaller matrices are multiplied faster by `packed_triton`
 FEW_OUTPUTS = 4096
+WIDEST_ROWS, WIDEST_OUTPUTS = 40, 1 << 17  # from so many rows and outputs on, as of a head, all warpgroups have outputs of their own
 MOST_SPLITS = 8
 START = 3  # the time of a program's start and end, in units of the time for a step
 PROGRAMS = dialect.MULTIPROCESSORS
@@ -90,7 +91,8 @@ def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: i
         tried = [tiles for shape in shapes for tiles in fitting(*shape)]
         return min(tried or fitting(2, 1, 1), key=time)
     if matrices == 1:
-        shapes = ((1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))
+        widest = [(4, 1, 2)] if bits == 8 and padded >= WIDEST_ROWS and outputs >= WIDEST_OUTPUTS else []
+        shapes = (*widest, (1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))
     else:
         # Two blocks of outputs halve what is read of x, but give each program less than two tiles. Codes of 8 bits are unpacked by two
         # warpgroups as fast as they are read, and two have the registers for more rows.

@@ -84,7 +84,7 @@ def choose_tiles(rows: int, columns: int, width: int, itemsize: int, *, matrices
     """
     cores = multiprocessors()
     if matrices * columns * width <= SMALL and rows > ROW_BLOCK and itemsize == 2 and not tile:
-        for block, height in ((16, ROW_BLOCK), (32, ROW_BLOCK), (64, ROW_BLOCK), (64, 2 * ROW_BLOCK)):
+        for block, height in ((16, ROW_BLOCK), (32, ROW_BLOCK), (64, ROW_BLOCK), (64, 2 * ROW_BLOCK), (64, 4 * ROW_BLOCK)):
             programs, count = pl.cdiv(columns, block) * pl.cdiv(rows, height), 1
             while splits is None and count < min(MOST_SPLITS, width // 512) and programs * (count + 1) <= cores:
                 count += 1

@@ -4,6 +4,7 @@ They are kept on GPUs. XLA can also write the programs for a CPU, but for those 
 
 import dataclasses
 import os
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +48,10 @@ def lowered(monkeypatch):
     return seen
 
 
-def run(folders, **settings):
+def run(folders, params=PARAMS, **settings):
     """A text, by an engine that has compiled nothing yet."""
     with jaxspec.load(*folders, **SETTINGS | settings) as llm:
-        (done,) = llm.generate(["def f(x):"], PARAMS)
+        (done,) = llm.generate(["def f(x):"], params)
         return done.token_ids
 
 
@@ -75,6 +76,19 @@ def test_a_second_start_lowers_nothing_that_was_kept(folders, as_on_a_gpu, lower
     assert run(folders) == first and files(as_on_a_gpu) == kept and cut.stat().st_size > size // 2
 
 
+@pytest.mark.parametrize("structured", [False, True])
+def test_programs_on_a_mesh_and_of_structured_texts_are_kept_too(folders, as_on_a_gpu, lowered, structured):
+    settings = {"mesh": None if structured else jaxspec.mesh(data=2, tensor=2)}
+    params = dataclasses.replace(PARAMS, structured_outputs={"regex": "[a-d]{8}"}) if structured else PARAMS
+    first, once = run(folders, params, **settings), list(lowered)
+    kept = files(as_on_a_gpu)
+    lowered.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert run(folders, params, **settings) == first
+    assert kept and len(lowered) == len(once) - len(kept) and len(lowered) <= len(once) // 2
+
+
 def test_programs_are_known_by_all_that_they_are_made_from(folders, monkeypatch):
     """Settings, shapes, the source, JAX's settings and the environment; not by what changes no program."""
 
@@ -96,7 +110,7 @@ def test_programs_are_known_by_all_that_they_are_made_from(folders, monkeypatch)
 
 
 def test_the_least_used_files_go_first(as_on_a_gpu, monkeypatch):
-    keeps = kept_programs.KeptPrograms(as_on_a_gpu, jax.devices()[0], ["a fact"])
+    keeps = kept_programs.KeptPrograms(as_on_a_gpu, jax.devices()[:1], ["a fact"])
     made = jax.jit(lambda x: x + 1).lower(jnp.zeros(4)).compile()
     first, second, third = map(keeps.path, ("first", "second", "third"))
     keeps.keep(first, made)
@@ -110,12 +124,11 @@ def test_the_least_used_files_go_first(as_on_a_gpu, monkeypatch):
 
 
 def test_where_programs_are_kept(folders, monkeypatch, tmp_path):
-    """With JAX's cache, on one device, for models of this package."""
+    """With JAX's cache, for models of this package."""
     llm = jaxspec.load(*folders, **SETTINGS)
     of = kept_programs.kept_programs
     device = jax.devices()[0]
     assert of(llm.target, llm.drafter, [device], ["fact"]) is not None
-    assert of(llm.target, llm.drafter, jax.devices()[:2], ["fact"]) is None
     assert of(llm.target, llm.drafter, [device], [object()]) is None  # it shows itself by its address
 
     @dataclasses.dataclass

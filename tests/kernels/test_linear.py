@@ -101,7 +101,7 @@ def test_small_matrices_are_read_by_blocks_of_rows():
     assert choose_tiles(32, 256, 1536, 2) == choose_tiles(128, 256, 1536, 2) == Tiles(16, 1, 64, 4, 4, 16)
     # As few programs as run at once, or else a program has all rows.
     assert [(t.columns, t.rows) for t in (choose_tiles(rows, 1536, 256, 2) for rows in (32, 128))] == [(32, 16), (64, 32)]
-    assert choose_tiles(128, 2560, 256, 2).rows == 0
+    assert [choose_tiles(rows, 2560, 256, 2).rows for rows in (64, 128, 160)] == [32, 64, 64]
     assert choose_tiles(32, 256, 2048, 2, splits=None) == Tiles(16, 4, 64, 4, 4, 16)  # as many parts as fill the GPU
     assert choose_tiles(16, 256, 1536, 2).rows == choose_tiles(32, 256, 1536, 4).rows == choose_tiles(32, 1024, 1536, 2).rows == 0
     small, wide = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 1536), (1536, 1536)))
