@@ -18,9 +18,12 @@ from jaxspec.targets import abstract_target, asked_quantisation
 from pallas_kernels import device
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.linear import linear
+from pallas_kernels.lm_head import lm_head
+from pallas_kernels.packed import abstract
 
 # What kernels read before they wait, of their arguments: the words, scales and zeros of a packed matrix, whose last argument is a constant.
 READ_AHEAD = dict.fromkeys(("linear", "gated", "lm_head"), slice(1, 2)) | dict.fromkeys(("packed_linear", "packed_gated"), slice(1, -1))
+READ_AHEAD["packed_lm_head"] = slice(3, -1)  # after two more arrays
 VIEWS = {"reshape", "squeeze", "expand_dims", "optimization_barrier"}
 
 
@@ -122,6 +125,14 @@ def test_a_read_by_xla_is_found(hopper):
     jaxpr = jax.make_jaxpr(reads)(x, x, weight).jaxpr
     follow(jaxpr, [None] * len(jaxpr.invars), found)
     assert found == {"launch_dependents": 2, "tanh": 1}
+
+
+def test_a_packed_head_reads_nothing_but_its_table_ahead(hopper):
+    table, found = abstract((2048, 1024), "int8", group=None, scale_dtype=jnp.bfloat16), {}
+    hidden, keys, temperature = jnp.zeros((5, 1024), jnp.bfloat16), jnp.zeros((5, 2), jnp.uint32), jnp.zeros(5)
+    jaxpr = jax.make_jaxpr(functools.partial(lm_head, softcap=30.0))(hidden, table, keys, temperature).jaxpr
+    follow(jaxpr, [None, *["weights"] * len(jax.tree.leaves(table)), None, None], found)
+    assert found == {"wait": 1}
 
 
 def test_weights_that_the_program_computes_are_found(hopper):

@@ -175,7 +175,7 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, laun
     return mosaic.call(
         {"x": x},
         w,
-        jax.ShapeDtypeStruct((splits, rows, outputs), dtype),
+        {"out": jax.ShapeDtypeStruct((splits, rows, outputs), dtype)},
         tiles,
         name=f"packed_{'gated' if matrices == 2 else 'linear'}",
         rows=padded,
@@ -186,4 +186,4 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, laun
         finish=finish,
         ahead=True,
         launch_dependents=launch_dependents,
-    )
+    )["out"]

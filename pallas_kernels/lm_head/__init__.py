@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.linear import mosaic as products
-from pallas_kernels.linear import packed_mosaic
-from pallas_kernels.lm_head import guided, mosaic, packed_triton, reference, triton
+from pallas_kernels.linear import packed_mosaic as packed_linear
+from pallas_kernels.lm_head import guided, mosaic, packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.lm_head.guided import Guide, abstract_guide, guide_of, unguided
 from pallas_kernels.packed import Packed, tile
 
@@ -83,9 +83,11 @@ def lm_head(
                 raise ValueError(f"implementation 'mosaic' cannot serve this: {reason}")
             implementation = "xla" if hidden.shape[0] > MOST_ROWS else implementation
         chosen = dialect.select(implementation, triton.unsupported(table.dtype, suppressed), further=("mosaic",))
-    elif implementation == "auto" and not packed_mosaic.unsupported(hidden, table):
+    elif implementation == "auto" and not packed_mosaic.unsupported(hidden, table, suppressed):
+        return packed_mosaic.lm_head(hidden, table, *settings)
+    elif implementation == "auto" and not packed_linear.unsupported(hidden, table):
         # Where its kernel of products runs, that saves more than it takes to write and read the logits.
-        return reference.choose(packed_mosaic.partials(hidden, table, 1)[0], *settings)
+        return reference.choose(packed_linear.partials(hidden, table, 1)[0], *settings)
     else:
         chosen = dialect.select(implementation, packed_triton.unsupported(hidden, table, suppressed))
     if chosen == "xla":

@@ -1,32 +1,24 @@
 """The fused head in the Mosaic GPU dialect, for Hopper and up to 256 rows. Each program keeps each row's best token of all its tiles.
 
-Products are those of `pallas_kernels.linear.mosaic`. A thread has two ids of each of its columns (rows of hidden states). It caps their
-logits, adds noise, and finds the best of its warp's sixteen with shuffles. The best so far lies in shared memory.
+Products are those of `pallas_kernels.linear.mosaic`; `mosaic_choice` says how it chooses among them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear import mosaic as linear
 from pallas_kernels.linear.mosaic import MOST_STAGES, SHARED_MEMORY, WORKERS, Tiles
-from pallas_kernels.lm_head.reference import best
+from pallas_kernels.lm_head.mosaic_choice import Choice
 from pallas_kernels.lm_head.triton import too_many
 from pallas_kernels.registers import BLOCK
 
 LEAST_ROWS, MOST_FASTEST = 33, 160  # rows with which the kernel is faster than Triton's and XLA's on an H200
 MOST_LONG = 64  # rows up to which a step has 128 inputs
-WARPS = 4  # of a warpgroup
-TOGETHER = 4  # groups of 8 columns that go through shared memory together
-LOG_2 = float(np.log(2))
-SERIES_BELOW, SERIES_TERMS = 0.125, 8  # where -log(1 - d) is d + d^2 / 2 + ..., since the GPU's logarithm is not exact enough near 1
 
 
 def unsupported(hidden: jax.Array, table: jax.Array, suppressed: tuple[int, ...]) -> str | None:
@@ -42,7 +34,7 @@ def most_rows(table: jax.Array) -> int:
 def choose_tiles(rows: int, width: int) -> Tiles:
     """The tiles for this many rows of hidden states."""
     tiles = Tiles(BLOCK, step=128 if rows <= MOST_LONG and width % 128 == 0 else 64, stages=1)
-    kept = WORKERS * (WARPS * tiles.padded(rows) * 8 + 2 * TOGETHER * 256 * 4)
+    kept = Choice.room(tiles.padded(rows), WORKERS)
     return dataclasses.replace(tiles, stages=min(MOST_STAGES, (SHARED_MEMORY - kept) // tiles.shared(rows, 1)))
 
 
@@ -59,210 +51,16 @@ def lm_head(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.lm_head.lm_head`."""
     tiles = tiles or choose_tiles(*hidden.shape)
-    mosaic, rows, padded = dialect.mosaic(), hidden.shape[0], tiles.padded(hidden.shape[0])
-    warps = WARPS * WORKERS
     works = pl.cdiv(table.shape[0], WORKERS * tiles.outputs)
     programs = min(pl.cdiv(works, tiles.cluster), dialect.MULTIPROCESSORS // tiles.cluster) * tiles.cluster
-    first = jnp.int32(0) if first_id is None else first_id
-    # By column: the temperature's inverse, or 0 for a greedy row, and the bits of the key.
-    inverse = jnp.where(temperature > 0, 1 / jnp.maximum(temperature, 1e-30), 0)
-    words = jnp.concatenate([jax.lax.bitcast_convert_type(inverse, jnp.int32)[None], jax.lax.bitcast_convert_type(keys, jnp.int32).T])
-    arrays = {
-        "words": jnp.pad(words, ((0, 0), (0, padded - rows))),
-        "settings": jnp.stack([first, jnp.any(temperature > 0).astype(jnp.int32)]),
-    }
-    out = {name: jax.ShapeDtypeStruct((programs * warps, padded), dtype) for name, dtype in (("values", jnp.float32), ("ids", jnp.int32))}
-    scratch = {name: mosaic.SMEM((warps, padded), leaf.dtype) for name, leaf in (("best_values", out["values"]), ("best_ids", out["ids"]))}
+    choice = Choice(tiles.padded(hidden.shape[0]), table.shape[0], WORKERS, 1, programs, softcap, suppressed)
 
-    scratch["held"] = mosaic.SMEM((WORKERS, 2 * TOGETHER, 256), jnp.float32)
-
-    def worker(refs, warpgroup):
-        kept = refs["best_values"], refs["best_ids"]
+    def worker(refs, _):
         member = jax.lax.axis_index("member") if tiles.cluster > 1 else 0
-        program = jax.lax.axis_index("program") * tiles.cluster + member
-        choose, begin, write = _inline(mosaic, padded, table.shape[0], softcap, suppressed)
-        begin(*kept)
+        begin, choose, end = choice.functions(refs, jax.lax.axis_index("program") * tiles.cluster + member)
+        begin()
+        return lambda _, __, row, total: choose(total, row), lambda _: end()
 
-        def finish(_, __, block, total):
-            sampled = refs["settings"][1] > 0
-            for noisy in (False, True):
-
-                @pl.when(sampled if noisy else ~sampled)
-                def _choose(noisy=noisy):
-                    choose[noisy](total, refs["words"], block, block + refs["settings"][0], refs["held"].at[warpgroup], *kept)
-
-        return finish, lambda _: write(*kept, refs["values"], refs["ids"], program * warps)
-
-    found = linear.products(hidden, table.reshape(1, *table.shape), tiles, worker, name="lm_head", out=out, arrays=arrays, scratch=scratch)
-    return best(found["values"].T[:rows], found["ids"].T[:rows])
-
-
-def _inline(mosaic: Any, columns: int, size: int, softcap: float | None, suppressed: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """Functions of one warpgroup: two that choose among the products of a block, without and with noise; one that starts, one that writes.
-
-    columns: of a product. size: of the vocabulary; rows of a block past it are not chosen.
-    """
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
-
-    splat = mosaic.Layout.WG_SPLAT((1,))
-    ref = mosaic.RefType()
-
-    def types():
-        return ir.IndexType.get(), ir.IntegerType.get_signless(32), ir.F32Type.get()
-
-    def whole(value):
-        i32 = ir.IntegerType.get_signless(32)
-        value = int(value) & 0xFFFFFFFF
-        return arith.constant(i32, ir.IntegerAttr.get(i32, value if value < 2**31 else value - 2**32))
-
-    def real(value):
-        f32 = ir.F32Type.get()
-        return arith.constant(f32, ir.FloatAttr.get(f32, float(value)))
-
-    def at(value):
-        return arith.constant(ir.IndexType.get(), value)
-
-    def unary(name: str, x: Any) -> Any:
-        return llvm.inline_asm(ir.F32Type.get(), [x], f"{name} $0, $1;", "=f,f", asm_dialect=0)
-
-    def threads():
-        """The warp in the warpgroup, the warp among all of the program, and the lane, as indices."""
-        thread = arith.index_cast(ir.IndexType.get(), mgpu.thread_idx())
-        every = arith.divui(thread, at(32))
-        return arith.remui(every, at(WARPS)), every, arith.remui(thread, at(32))
-
-    def mixed(x):
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            x = arith.muli(arith.xori(x, arith.shrui(x, whole(shift))), whole(factor))
-        return arith.xori(x, arith.shrui(x, whole(16)))
-
-    def noise(token, first, second):
-        """As `pallas_kernels.noise.gumbel_of`."""
-        _, _, f32 = types()
-        bits = mixed(arith.addi(mixed(arith.xori(arith.muli(token, whole(0x9E3779B1)), first)), second))
-        distance = arith.mulf(arith.addf(arith.uitofp(f32, bits), real(0.5)), real(2.0**-32))
-        distance = arith.minimumf(distance, real(1.0 - 2.0**-24))
-        series = real(1 / SERIES_TERMS)
-        for n in range(SERIES_TERMS - 1, 0, -1):
-            series = arith.addf(arith.mulf(series, distance), real(1 / n))
-        series = arith.mulf(series, distance)
-        far = arith.mulf(unary("lg2.approx.f32", arith.subf(real(1), distance)), real(-LOG_2))
-        near = arith.cmpf(arith.CmpFPredicate.OLT, distance, real(SERIES_BELOW))
-        return arith.mulf(unary("lg2.approx.f32", arith.select(near, series, far)), real(-LOG_2))
-
-    def capped(x):
-        if softcap is None:
-            return x
-        # softcap * tanh(x / softcap), which is 1 - 2 / (exp(2 x / softcap) + 1)
-        power = unary("ex2.approx.f32", arith.mulf(x, real(2 / (softcap * LOG_2))))
-        part = unary("rcp.approx.f32", arith.addf(power, real(1)))
-        return arith.subf(real(softcap), arith.mulf(part, real(2 * softcap)))
-
-    def better(value, token, other, other_token):
-        """The better of two. NaN is the largest; of equal values the lower id."""
-        wins = arith.ori(
-            arith.cmpf(arith.CmpFPredicate.UGT, value, other),  # also if one is NaN
-            arith.andi(arith.cmpf(arith.CmpFPredicate.OEQ, value, other), arith.cmpi(arith.CmpIPredicate.slt, token, other_token)),
-        )
-        wins = arith.andi(
-            wins, arith.ori(arith.cmpf(arith.CmpFPredicate.UNO, value, value), arith.cmpf(arith.CmpFPredicate.ORD, other, other))
-        )
-        return arith.select(wins, value, other), arith.select(wins, token, other_token)
-
-    def chooser(noisy):
-        def choose(_, logits, words, row, token, held, best_values, best_ids):
-            index, i32, f32 = types()
-
-            def of_column(column, logits, tokens, closed, every, is_writer):
-                found = []
-                if noisy:
-                    inverse = arith.bitcast(f32, memref.load(words, [at(0), column]))
-                    first, second = (memref.load(words, [at(1 + k), column]) for k in range(2))
-                    warm = arith.cmpf(arith.CmpFPredicate.OGT, inverse, real(0))
-                for half in range(2):
-                    value = capped(logits[half])
-                    if noisy:
-                        other = arith.addf(arith.mulf(value, inverse), noise(tokens[half], first, second))
-                        value = arith.select(warm, other, value)
-                    found.append((arith.select(closed[half], real(-np.inf), value), tokens[half]))
-                value, chosen = better(*found[1], *found[0])
-                for distance in (4, 8, 16):
-                    other = mgpu.utils.shfl_bfly(value, distance), mgpu.utils.shfl_bfly(chosen, distance)
-                    value, chosen = better(*other, value, chosen)
-                with mgpu.when(is_writer):
-                    where = [every, column]
-                    value, chosen = better(value, chosen, memref.load(best_values, where), memref.load(best_ids, where))
-                    memref.store(value, best_values, where)
-                    memref.store(chosen, best_ids, where)
-
-            warp, every, lane = threads()
-            group = arith.addi(arith.muli(warp, at(16)), arith.divui(lane, at(4)))
-            within = arith.index_cast(i32, group)
-            rows = [arith.addi(arith.addi(row.registers.flat[0], within), whole(8 * half)) for half in range(2)]
-            tokens = [arith.addi(arith.addi(token.registers.flat[0], within), whole(8 * half)) for half in range(2)]
-            closed = []
-            for half in range(2):
-                out = arith.cmpi(arith.CmpIPredicate.sge, rows[half], whole(size))
-                for other in suppressed:
-                    out = arith.ori(out, arith.cmpi(arith.CmpIPredicate.eq, tokens[half], whole(other)))
-                closed.append(out)
-            is_writer = arith.cmpi(arith.CmpIPredicate.ult, lane, at(4))
-            pair = ir.VectorType.get((2,), f32)
-            thread = arith.muli(arith.remui(arith.index_cast(index, mgpu.thread_idx()), at(32 * WARPS)), at(2))
-            for begin in range(0, columns // 8, TOGETHER):
-                # A loop cannot count registers, so the numbers of some columns go through shared memory; a thread reads its own.
-                for place, register in np.ndenumerate(logits.registers):
-                    if begin <= place[1] < begin + TOGETHER:
-                        vector.store(register, held, [at(2 * (place[1] - begin) + place[4]), thread])
-                loop = scf.ForOp(at(0), at(min(TOGETHER, columns // 8 - begin)), at(1))
-                with ir.InsertionPoint(loop.body):
-                    j = loop.induction_variable
-                    halves = [vector.load(pair, held, [arith.addi(arith.muli(j, at(2)), at(half)), thread]) for half in range(2)]
-                    column = arith.addi(arith.muli(arith.remui(lane, at(4)), at(2)), arith.muli(arith.addi(j, at(begin)), at(8)))
-                    for n in range(2):
-                        of_column(
-                            arith.addi(column, at(n)), [vector.extract(half, [], [n]) for half in halves], tokens, closed, every, is_writer
-                        )
-                    scf.yield_([])
-
-        inline = mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, ref, splat, splat, ref, ref, ref))(choose)
-
-        def call(logits, words, row, token, *kept):
-            row, token = (mosaic.layout_cast(jnp.full((1,), n, jnp.int32), splat) for n in (row, token))
-            inline(logits, words, row, token, *kept)
-
-        return call
-
-    def each_column(do):
-        _, every, lane = threads()
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, lane, at(4))):
-            for j in range(columns // 8):
-                for n in range(2):
-                    do(every, arith.addi(arith.muli(lane, at(2)), at(8 * j + n)))
-
-    def begin(_, best_values, best_ids):
-        def start(every, column):
-            memref.store(real(-np.inf), best_values, [every, column])
-            memref.store(whole(2**31 - 1), best_ids, [every, column])
-
-        each_column(start)
-
-    def write(_, best_values, best_ids, values, ids, first):
-        index = ir.IndexType.get()
-
-        def copy(every, column):
-            row = arith.addi(arith.index_cast(index, first.registers.flat[0]), every)
-            memref.store(memref.load(best_values, [every, column]), values, [row, column])
-            memref.store(memref.load(best_ids, [every, column]), ids, [row, column])
-
-        each_column(copy)
-
-    written = mosaic.inline_mgpu(arg_types=(ref, ref, ref, ref, splat))(write)
-
-    def write_all(*refs):
-        *refs, first = refs
-        written(*refs, mosaic.layout_cast(jnp.full((1,), first, jnp.int32), splat))
-
-    return (chooser(False), chooser(True)), mosaic.inline_mgpu(arg_types=(ref, ref))(begin), write_all
+    settings = {"out": choice.out, "arrays": choice.arrays(keys, temperature, first_id), "scratch": choice.scratch}
+    found = linear.products(hidden, table.reshape(1, *table.shape), tiles, worker, name="lm_head", **settings)
+    return choice.best(found, len(hidden))

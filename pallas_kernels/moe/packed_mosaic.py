@@ -95,7 +95,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
         return mosaic.call(
             {"x": x, "table": table, "places": places},
             w,
-            columns,
+            {"out": columns},
             cut,
             name=name,
             rows=tiles.rows,
@@ -105,7 +105,7 @@ def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
             locate=locate,
             finish=finish,
             launch_dependents=launch_dependents,
-        )
+        )["out"]
 
     def finish_gate_up(refs, piece, block, totals):
         mosaic.store(activation(*totals).astype(x.dtype), refs["out"], block, piece.row, piece.pairs)

@@ -100,7 +100,7 @@ def unsupported(x: jax.Array, w: Packed) -> str | None:
 def call(
     arrays: dict[str, jax.Array],
     w: Packed,
-    out: jax.ShapeDtypeStruct,
+    out: dict[str, jax.ShapeDtypeStruct],
     tiles: Tiles,
     *,
     name: str,
@@ -110,15 +110,20 @@ def call(
     works: Callable[[dict[str, Any], Any], Any],
     locate: Callable[[dict[str, Any], Any, Any], Piece],
     finish: Callable[..., None],
+    scratch: dict[str, Any] | None = None,
+    begin: Callable[[dict[str, Any]], None] | None = None,
+    end: Callable[[dict[str, Any]], None] | None = None,
     ahead: bool = False,
     launch_dependents: bool = False,
-) -> jax.Array:
-    """The output [...] of a kernel of so many programs.
+) -> dict[str, jax.Array]:
+    """What a kernel of so many programs writes, by name.
 
-    arrays: "x" [N, I], of which N is below 8 or a multiple of it, and others. w: [*index, matrices, O, I]. rows: of a piece, a multiple of
-    8. Functions get the references by name: works(refs, program) is how many pieces a program has, locate(refs, program, i) what they are;
-    finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix. If tiles are
-    joined, a program's last piece may lack steps, which are then the first piece of the next program; that one's products are added.
+    arrays: "x" [N, I], of which N is below 8 or a multiple of it, and others. w: [*index, matrices, O, I]. out, scratch: the results, and
+    what `finish` needs of shared memory. rows: of a piece, a multiple of 8. Functions get all references by name: works(refs, program) is
+    how many pieces a program has, locate(refs, program, i) what they are; finish(refs, piece, block, totals) stores the products
+    [64, rows] float32 of a block of 64 outputs with each matrix; begin(refs) and end(refs) are called by each warpgroup that multiplies,
+    before its first piece and after its last. If tiles are joined, a program's last piece may lack steps, which are then the first piece
+    of the next program; that one's products are added.
     ahead: whether the first weights may be read before the kernels before this one have ended: if these write neither weights nor what
     `works` and `locate` read. launch_dependents: see `dialect.mosaic_wait`.
     """
@@ -133,7 +138,7 @@ def call(
     per_output = weights["s"].shape[-2] == 1 and deep_blocks > 1
     numbers = mosaic.SMEM((tiles.stages, matrices, tiles.at_once, 1 if per_output else tiles.step, 64 * groups), w.scale.dtype)
     workers = tiles.wide * tiles.deep
-    scratch = {
+    scratch = (scratch or {}) | {
         "words": mosaic.SMEM((tiles.stages, matrices, tiles.at_once, tiles.step * lanes, 256), jnp.uint32),
         "scales": numbers,
         "rows": mosaic.SMEM(
@@ -152,7 +157,7 @@ def call(
         scratch["taken"] = mosaic.Barrier(num_arrivals=tiles.wide)
     masks = jnp.asarray(np.array(MASKS[w.kind], np.uint32))
     inputs = arrays | weights | {"masks": masks}
-    outputs = {"out": out}
+    outputs = dict(out)
     if tiles.joined:
         outputs["mail"] = jax.ShapeDtypeStruct((programs, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)
     names = (*inputs, *outputs)
@@ -162,9 +167,9 @@ def call(
         if tiles.joined:
             refs["ready"] = pl.get_global(mosaic.SemaphoreType.REGULAR((programs * tiles.wide,)))
         wait = functools.partial(dialect.mosaic_wait, launch_dependents)
-        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, finish, wait, ahead)
+        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, begin, finish, end, wait, ahead)
 
-    return mosaic.kernel(
+    found = mosaic.kernel(
         body,
         out_type=tuple(outputs.values()),
         scratch_types=scratch,
@@ -174,7 +179,8 @@ def call(
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
-    )(*inputs.values())[0]
+    )(*inputs.values())
+    return dict(zip(outputs, found, strict=True))
 
 
 def in_turn(works: Any, program: Any, programs: int) -> Any:
@@ -196,7 +202,7 @@ def shared(tiles: int, steps: int, share: int, program: Any, i: Any) -> tuple[An
     return tile, first, jnp.minimum(end - tile * steps, steps) - first
 
 
-def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait, ahead):
+def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finish, end, wait, ahead):
     words, scales, rows, full, empty = (refs[name] for name in ("words", "scales", "rows", "full", "empty"))
     numbers = {"s": scales, "z": refs["zeros"]} if "zeros" in refs else {"s": scales}
     warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
@@ -307,12 +313,12 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait
                         found = [total + take_sums(refs["sums"].at[other, place, n]) for n, total in enumerate(found)]
                     mosaic.barrier_arrive(refs["taken"])
 
-                def end(found):
+                def store_all(found):
                     for b in range(tiles.blocks):
                         finish(refs, piece, piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks])
 
                 if not tiles.joined:
-                    end(found)
+                    store_all(found)
                     return
                 steps, mail, ready = refs["w"].shape[-2] // (lanes * tiles.step), refs["mail"], refs["ready"]
 
@@ -325,11 +331,15 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, finish, wait
                 @pl.when((piece.first == 0) & (piece.count < steps))
                 def _():
                     pl.semaphore_wait(ready.at[(program + 1) * tiles.wide + place])
-                    end([total + take_sums(mail.at[program + 1, place, n]) for n, total in enumerate(found)])
+                    store_all([total + take_sums(mail.at[program + 1, place, n]) for n, total in enumerate(found)])
 
-                pl.when(piece.count == steps)(lambda: end(found))
+                pl.when(piece.count == steps)(lambda: store_all(found))
 
+        if begin is not None:
+            begin(refs)
         each_piece(compute)
+        if end is not None:
+            end(refs)
 
 
 def store(value: Any, out: Any, block: Any, base: Any = None, count: Any = None, places: Any = None) -> None:

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from lowering import for_cuda
 
 from pallas_kernels import device
-from pallas_kernels.lm_head import lm_head, most_rows, triton
+from pallas_kernels.lm_head import lm_head, most_rows, packed_mosaic, triton
+from pallas_kernels.lm_head.mosaic_choice import Choice
 from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.shapes import SHAPES
 from pallas_kernels.noise import gumbel
-from pallas_kernels.packed import abstract, unpack
+from pallas_kernels.packed import KINDS, abstract, unpack
+from pallas_kernels.packed.mosaic import SHARED_MEMORY
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 BOTH = ("xla", "triton-interpret")
@@ -201,6 +203,30 @@ def test_a_packed_table_lowers_for_cuda_as_one_kernel(rows):
     table = abstract((262_144, 1536), "int8", group=None, scale_dtype=jnp.bfloat16)
     arrays = leaf((rows, 1536), jnp.bfloat16), table, leaf((rows, 2), jnp.uint32), leaf((rows,), jnp.float32)
     assert for_cuda(run, *arrays, softcap=30.0, implementation="triton").count('name = "packed_lm_head"') == 1
+
+
+@pytest.mark.parametrize(("rows", "gpu", "stored"), [(1, "9.0", False), (64, "9.0", False), (65, "9.0", True), (64, "8.0", False)])
+def test_a_packed_table_stores_no_logits_of_few_rows(rows, gpu, stored):
+    """On Hopper a kernel of the Mosaic GPU dialect serves; of many rows that gives logits, from which XLA chooses."""
+    leaf = jax.ShapeDtypeStruct
+    table = abstract((262_144, 1024), "int8", group=None, scale_dtype=jnp.bfloat16)
+    arrays = leaf((rows, 1024), jnp.bfloat16), table, leaf((rows, 2), jnp.uint32), leaf((rows,), jnp.float32)
+    head = jax.jit(functools.partial(lm_head, softcap=30.0, suppressed=(rows,)))  # not traced before
+    with device.described_as(device.Described("a GPU", gpu)):
+        text = for_cuda(head, *arrays)
+    assert text.count("@mosaic_gpu_v2") == (gpu == "9.0") and text.count('name = "packed_lm_head"') == (gpu == "8.0")
+    assert (f"tensor<{rows}x262144xf32>" in text) == stored
+
+
+def test_the_tiles_of_a_packed_head_fit():
+    for kind, group in (("int8", None), ("int4", 32), ("fp8", None)):
+        for width in (1024, 1536, 2560, 2816, 3840, 5376):
+            table = abstract((262_144, width), kind, group=group, scale_dtype=jnp.bfloat16)
+            for rows in range(8, packed_mosaic.MOST_ROWS + 1, 8):
+                tiles = packed_mosaic.choose_tiles(rows, table)
+                step, sums = tiles.room(1, KINDS[kind].bits, rows)
+                assert tiles.stages >= 2 and tiles.splits == 1 and not tiles.joined
+                assert tiles.stages * step + sums + Choice.room(rows, tiles.wide) <= SHARED_MEMORY
 
 
 def test_which_packed_tables_a_kernel_serves():
