@@ -35,6 +35,7 @@ from jaxspec.structured.vocabulary import Vocabulary
 
 # Rounds of a decode call at most; it bounds how long an interrupt waits, and the state tells of no more what they verified.
 STEPS = VERIFIED_ROUNDS
+SHARED_BY_NCCL = "ncclGetPeerDevicePointer"  # what gives XLA's kernels another GPU's memory
 
 
 def bare(state: DecodeState) -> DecodeState:
@@ -397,14 +398,19 @@ class Programs:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Says what to lower where a device runs out of memory."""
+        """Says what to lower where a device runs out of memory, and what to set where XLA's kernels cannot sum over devices."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if SHARED_BY_NCCL in reason:
+                flag = "XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels="
+                raise RuntimeError(
+                    f"XLA's kernels cannot sum over these GPUs; with {flag} in the environment NCCL does: {reason}"
+                ) from error
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             lower = ", ".join(f"{name} ({getattr(self.settings, name)})" for name in ("max_slots", "max_len", "kv_pages"))
-            reason = str(error).splitlines()[0]
             raise MemoryError(f"the device ran out of memory; lower {lower} or memory_fraction: {reason}") from error
 
     def _compiler(self, program: Program) -> Callable[[], Any]:

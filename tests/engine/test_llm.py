@@ -518,6 +518,11 @@ def test_a_call_that_fails_costs_neither_the_llm_nor_open_streams(llm, expected,
     reason = "INTERNAL"
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         generate(llm, [0, 1])
+    reason = "INTERNAL: NCCL operation ncclGetPeerDevicePointer(win_, 0, peer.value(), &peer_addr) failed: unhandled system error"
+    with pytest.raises(
+        RuntimeError, match="^XLA's kernels cannot sum over these GPUs; with XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels= in"
+    ):
+        generate(llm, [0, 1])
     monkeypatch.undo()
     assert tokens(generate(llm, [0, 1])) == expected[:2]
     assert begun + sum((c.token_ids for c in stream), []) == expected[0]  # it is computed again up to where it was

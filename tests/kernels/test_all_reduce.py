@@ -148,6 +148,28 @@ def test_without_mailboxes_jax_adds_up_and_gathers():
     assert triton.unsupported(256, 8192, jnp.dtype("bfloat16")) is None
 
 
+@pytest.mark.parametrize("wrong_turn", [None, 0, mailboxes.TRIALS - 1])
+def test_a_trial_finds_a_wrong_sum_or_gather(monkeypatch, wrong_turn):
+    """On one device of three, in one turn."""
+    turns = {"sum": 0, "gather": 0}
+
+    def spoiled(name, x):
+        def count(rank, x):
+            if rank != 1:
+                return x
+            turns[name] += 1
+            return x + x.dtype.type(turns[name] - 1 == wrong_turn)
+
+        return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.axis_index("devices"), x)
+
+    monkeypatch.setattr(
+        mailboxes, "all_reduce", lambda x, mail: spoiled("sum", jax.lax.psum(x.astype(jnp.float32), "devices").astype(x.dtype))
+    )
+    monkeypatch.setattr(mailboxes, "all_gather", lambda x, mail: spoiled("gather", jax.lax.all_gather(x, "devices")))
+    found = mailboxes._wrong(tuple(jax.devices()[:3]), mailboxes.mailbox_table(BASES[:3]))
+    assert found == (wrong_turn is not None) and turns == dict.fromkeys(turns, mailboxes.TRIALS)
+
+
 def test_programs_for_gpus_hold_the_kernels():
     """Sums of few rows are one kernel, with the norm too; a gather of a few numbers is one as well. Two equal sums are lowered once."""
     mail, x = mailboxes.mailbox_table(BASES[:2])[0], jax.ShapeDtypeStruct((5, 1024), jnp.bfloat16)
