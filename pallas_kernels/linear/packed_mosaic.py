@@ -112,9 +112,8 @@ def joins(tiles: int, steps: int) -> bool:
 
 def linear(x, w, splits: int | None = 1):
     """See `pallas_kernels.linear.linear`."""
-    tiles = _tiles(x, w, splits)
-    parts = _call(x, w, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32)
-    return parts[0] if tiles.splits == 1 else summed(parts, x.dtype)
+    parts = _alone(x, w, splits)
+    return parts[0] if parts.dtype == x.dtype else summed(parts, x.dtype)
 
 
 def partials(x, w, splits: int | None = None, *, launch_dependents: bool = False):
@@ -126,11 +125,15 @@ def gated(x, gate_up, activation=GELU, *, launch_dependents: bool = False):
     """See `pallas_kernels.linear.gated`. An activation other than GELU's takes a second kernel."""
     few = gate_up.shape[-2] // BLOCK < LEAST_TILES
     if few or activation != GELU or x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
-        flat = gate_up.flat()
-        tiles = _tiles(x, flat, None if few else 1)
-        parts = _call(x, flat, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32, launch_dependents=True)
+        parts = _alone(x, gate_up.flat(), None if few else 1, launch_dependents=True)
         return activated(parts, activation, x.dtype, launch_dependents=launch_dependents)
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype, launch_dependents)[0]
+
+
+def _alone(x: jax.Array, w: Packed, splits: int | None, launch_dependents: bool = False) -> jax.Array:
+    """The product in x's dtype [1, N, O], or its parts in float32."""
+    tiles = _tiles(x, w, splits)
+    return _call(x, w, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32, launch_dependents)
 
 
 def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:

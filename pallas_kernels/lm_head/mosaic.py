@@ -57,9 +57,9 @@ def lm_head(
 
     def worker(refs, _):
         member = jax.lax.axis_index("member") if tiles.cluster > 1 else 0
-        begin, choose, end = choice.functions(refs, jax.lax.axis_index("program") * tiles.cluster + member)
-        begin()
-        return lambda _, __, row, total: choose(total, row), lambda _: end()
+        program = jax.lax.axis_index("program") * tiles.cluster + member
+        choice.begin(refs)
+        return lambda _, __, row, total: choice.choose(refs, total, row), lambda _: choice.end(refs, program)
 
     settings = {"out": choice.out, "arrays": choice.arrays(keys, temperature, first_id), "scratch": choice.scratch}
     found = linear.products(hidden, table.reshape(1, *table.shape), tiles, worker, name="lm_head", **settings)

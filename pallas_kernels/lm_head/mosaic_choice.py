@@ -7,6 +7,7 @@ sixteen with shuffles. The best so far lies in shared memory.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,25 +65,38 @@ class Choice:
             "settings": jnp.stack([first, jnp.any(temperature > 0).astype(jnp.int32)]),
         }
 
-    def functions(self, refs: dict[str, Any], program: Any) -> tuple[Any, Any, Any]:
-        """Three functions that the warpgroups call which choose: one to begin with; one of a product [64, columns] and its first row of
-        the table; and one for the end. refs: all references by name."""
-        choose, begin, write = _inline(dialect.mosaic(), self.columns, self.size, self.softcap, self.suppressed, self.deep)
-        kept = refs["best_values"], refs["best_ids"]
-        place = jax.lax.div(jax.lax.axis_index("warpgroup"), self.deep)
+    def begin(self, refs: dict[str, Any]) -> None:
+        """What a warpgroup does before its first product. refs, here and below: all references by name."""
+        _, begin, _ = self._functions
+        self._in_first(lambda: begin(refs["best_values"], refs["best_ids"]))
 
-        def choose_among(total: jax.Array, row: Any) -> None:
-            sampled = refs["settings"][1] > 0
-            for noisy in (False, True):
+    def choose(self, refs: dict[str, Any], total: jax.Array, row: Any) -> None:
+        """What the warpgroup that has a product [64, columns] does with it. row: the product's first row of the table."""
+        choose, _, _ = self._functions
+        sampled = refs["settings"][1] > 0
+        memory = refs["held"].at[jax.lax.div(jax.lax.axis_index("warpgroup"), self.deep)], refs["best_values"], refs["best_ids"]
+        for noisy in (False, True):
 
-                @pl.when(sampled if noisy else ~sampled)
-                def _choose(noisy=noisy):
-                    choose[noisy](total, refs["of_columns"], row, row + refs["settings"][0], refs["held"].at[place], *kept)
+            @pl.when(sampled if noisy else ~sampled)
+            def _choose(noisy=noisy):
+                choose[noisy](total, refs["of_columns"], row, row + refs["settings"][0], *memory)
 
-        def end() -> None:
-            write(*kept, refs["values"], refs["ids"], program * (self.wide * WARPS))
+    def end(self, refs: dict[str, Any], program: Any) -> None:
+        """What a warpgroup does after its last product. program: the program's number."""
+        _, _, write = self._functions
+        names = "best_values", "best_ids", "values", "ids"
+        self._in_first(lambda: write(*(refs[name] for name in names), program * (self.wide * WARPS)))
 
-        return lambda: begin(*kept), choose_among, end
+    @property
+    def _functions(self) -> tuple[Any, Any, Any]:
+        return _inline(dialect.mosaic(), self.columns, self.size, self.softcap, self.suppressed, self.deep)
+
+    def _in_first(self, do: Callable[[], None]) -> None:
+        """Calls do in the first of the warpgroups that share sums."""
+        if self.deep == 1:
+            do()
+        else:
+            pl.when(jax.lax.rem(jax.lax.axis_index("warpgroup"), self.deep) == 0)(do)
 
     @staticmethod
     def best(found: dict[str, jax.Array], rows: int) -> tuple[jax.Array, jax.Array]:

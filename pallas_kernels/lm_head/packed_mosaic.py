@@ -49,15 +49,7 @@ def lm_head(
     pieces, steps = pl.cdiv(size // BLOCK, tiles.at_once), width // BLOCK // tiles.step
     programs = min(pieces, PROGRAMS)
     choice = Choice(padded, size, tiles.wide, tiles.deep, programs, softcap, suppressed)
-    # Rows are copied in tiles of eight, so there must be fewer than eight, or a multiple.
-    x = hidden if rows <= 8 else jnp.pad(hidden, ((0, padded - rows), (0, 0)))
-
-    def functions(refs):
-        return choice.functions(refs, jax.lax.axis_index("program"))
-
-    def of_first(do):
-        """Calls do in the first of the warpgroups that share sums."""
-        pl.when(jax.lax.rem(jax.lax.axis_index("warpgroup"), tiles.deep) == 0)(do)
+    x = jnp.pad(hidden, ((0, padded - rows), (0, 0))) if linear.pads(rows) else hidden
 
     def locate(refs, program, i):
         zero = jnp.minimum(i, 0)  # rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there
@@ -74,10 +66,10 @@ def lm_head(
         programs=programs,
         works=lambda refs, program: mosaic.in_turn(pieces, program, programs),
         locate=locate,
-        finish=lambda refs, piece, block, totals: functions(refs)[1](totals[0], block * BLOCK),
+        finish=lambda refs, piece, block, totals: choice.choose(refs, totals[0], block * BLOCK),
         scratch=choice.scratch,
-        begin=lambda refs: of_first(functions(refs)[0]),
-        end=lambda refs: of_first(functions(refs)[2]),
+        begin=choice.begin,
+        end=lambda refs: choice.end(refs, jax.lax.axis_index("program")),
         ahead=True,
     )
     return choice.best(found, rows)

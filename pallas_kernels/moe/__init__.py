@@ -104,12 +104,12 @@ def outputs(
     Other arguments and errors: as for `experts`."""
     chosen = _select(implementation, x, gate_up_proj, down_proj, ids.size)
     if chosen == "xla":
-        return reference.experts(x, gate_up_proj, down_proj, weights, ids, activation)
+        return reference.outputs(x, gate_up_proj, down_proj, weights, ids, activation)
     settings: dict[str, Any] = {"activation": activation, "launch_dependents": launch_dependents}
     if chosen == "mosaic":
-        return packed_mosaic.experts(x, gate_up_proj, down_proj, weights, ids, groups, **settings)
+        return packed_mosaic.outputs(x, gate_up_proj, down_proj, weights, ids, groups, **settings)
     kernels: Any = packed_triton if isinstance(gate_up_proj, Packed) else triton
-    return kernels.experts(x, gate_up_proj, down_proj, weights, ids, groups, interpret=chosen == "triton-interpret", **settings)
+    return kernels.outputs(x, gate_up_proj, down_proj, weights, ids, groups, interpret=chosen == "triton-interpret", **settings)
 
 
 def by_kernel(x: Any, gate_up_proj: Any, down_proj: Any, top_k: int, implementation: str = "auto") -> bool:

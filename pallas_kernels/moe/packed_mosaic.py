@@ -64,8 +64,8 @@ def unsupported(x: jax.Array, gate_up_proj: Any, down_proj: Any, pairs: int) -> 
     return None
 
 
-def experts(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, launch_dependents=False, tiles=None):
-    """See `pallas_kernels.moe.experts`."""
+def outputs(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, launch_dependents=False, tiles=None):
+    """See `pallas_kernels.moe.outputs`."""
     count, _, inner, hidden = gate_up_proj.shape
     pairs, top_k = ids.size, ids.shape[1]
     counts, lists = groups or group(ids, count)

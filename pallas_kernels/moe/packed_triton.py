@@ -37,10 +37,10 @@ def unsupported(x: jax.Array, gate_up_proj: Packed, down_proj: Packed) -> str | 
     return tile.unsupported(gate_up_proj, x.dtype) or tile.unsupported(down_proj, x.dtype)
 
 
-def experts(
+def outputs(
     x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, launch_dependents=False, interpret=False, tiles=None
 ):
-    """See `pallas_kernels.moe.experts`."""
+    """See `pallas_kernels.moe.outputs`."""
     count, _, inner, hidden = gate_up_proj.shape
     pairs, top_k = ids.size, ids.shape[1]
     counts, lists = groups or group(ids, count, interpret=interpret)

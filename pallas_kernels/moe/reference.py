@@ -50,8 +50,8 @@ def route(
     return scale * chosen / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True), TINY), ids
 
 
-def experts(x: jax.Array, gate_up_proj: Any, down_proj: Any, weights: jax.Array, ids: jax.Array, activation: Activation = GELU) -> Choices:
-    """See `pallas_kernels.moe.experts`. It sorts rows by expert and multiplies each group with its expert's matrices."""
+def outputs(x: jax.Array, gate_up_proj: Any, down_proj: Any, weights: jax.Array, ids: jax.Array, activation: Activation = GELU) -> Choices:
+    """See `pallas_kernels.moe.outputs`. It sorts rows by expert and multiplies each group with its expert's matrices."""
     count, _, inner, hidden = gate_up_proj.shape
     order = jnp.argsort(ids.reshape(-1))
     row = order // ids.shape[1]

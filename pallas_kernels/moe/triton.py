@@ -183,10 +183,10 @@ def _group(ids_ref, counts_ref, pairs_ref, *, block):
     counts_ref[expert] = jax.lax.fori_loop(0, pl.cdiv(pairs, block), step, jnp.int32(0))
 
 
-def experts(
+def outputs(
     x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation=GELU, launch_dependents=False, interpret=False, tiles=None
 ):
-    """See `pallas_kernels.moe.experts`."""
+    """See `pallas_kernels.moe.outputs`."""
     count, _, inner, hidden = gate_up_proj.shape
     pairs, top_k = ids.size, ids.shape[1]
     counts, lists = groups or group(ids, count, interpret=interpret)

@@ -147,7 +147,7 @@ def test_any_tiles_give_the_same(tiles):
     """Widths that blocks divide and widths that they do not, tiles of more rows and of fewer than an expert has."""
     ids = choices(7, 40, 3, 2)
     arguments = problem(8, 40, 3, 48, 80, ids)
-    run = jax.jit(lambda *args: triton.experts(*args, tiles=tiles, interpret=True).summed(), compiler_options=OPTIONS)
+    run = jax.jit(lambda *args: triton.outputs(*args, tiles=tiles, interpret=True).summed(), compiler_options=OPTIONS)
     check(arguments, ids, run=lambda *args, implementation: run(*args))
 
 

@@ -116,7 +116,7 @@ def test_auto_takes_hoppers_kernels_where_they_serve(settings, chosen, monkeypat
             called.append(module)
             return moe.Choices(jnp.zeros((2 * len(x), 128)), *args[2:4], 8)
 
-        monkeypatch.setattr(module, "experts", found)
+        monkeypatch.setattr(module, "outputs", found)
     experts(**({"rows": 5, "form": "int8", "gpu": H200} | settings))
     assert called == [chosen]
 

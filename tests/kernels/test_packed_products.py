@@ -257,7 +257,7 @@ def test_experts_of_any_tiles_are_the_same():
     tiles = moe_triton.Tiles(32, moe_triton.Blocks(128, 64, 4, 2), moe_triton.Blocks(64, 128, 4, 2))
 
     def experts(*arguments):
-        return moe_triton.experts(*arguments, tiles=tiles, interpret=True).summed()
+        return moe_triton.outputs(*arguments, tiles=tiles, interpret=True).summed()
 
     assert difference(run(experts, *arguments), run(moe.experts, *arguments, implementation="xla")) < 1e-2
 
