@@ -24,6 +24,8 @@ from jaxspec.sampling.choice import Needs, choose
 from jaxspec.sampling.filters import Filters
 from pallas_kernels.noise import gumbel, row_keys
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 # Few enough tokens that a random assistant is right now and then.
 VOCAB = 64
 TEXT = {

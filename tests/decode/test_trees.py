@@ -18,6 +18,8 @@ from jaxspec.model.draft_tree import DraftTree
 from jaxspec.sampling.choice import Needs, Sampling, best, choose
 from jaxspec.sampling.logprobs import MAX_LOGPROBS
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 WIDE = DraftTree.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 0, 0]])
 DEEP = DraftTree.default(22)  # 7 deep, the most that the window of 8 lets a row see, and as deep as the state was made for
 NOWHERE = 9  # the rank of a token that is no candidate

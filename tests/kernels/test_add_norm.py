@@ -13,6 +13,8 @@ from pallas_kernels.add_norm.bench import inputs
 from pallas_kernels.add_norm.shapes import SHAPES, Shape
 from pallas_kernels.moe import Choices
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 EPS = 1e-3  # large enough for a wrong one to show
 
 # Widths beside, at and below a power of two; a sum of one output and of several; no norm, one and two.

@@ -20,6 +20,8 @@ from pallas_kernels.moe.shapes import SHAPES as MOE_SHAPES
 from pallas_kernels.packed import abstract, mosaic, tile, unpack
 from pallas_kernels.packed.matrix import rounded
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in half the time, and computes the same
 A100, L4, H200 = (device.Described(*x) for x in (("NVIDIA A100-SXM4-40GB", "8.0"), ("NVIDIA L4", "8.9"), ("NVIDIA H200", "9.0")))
 
