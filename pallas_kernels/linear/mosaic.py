@@ -31,13 +31,15 @@ WORKERS = 2  # warpgroups that multiply
 # Where the kernels are faster than others on an H200, by the number of matrices: from LEAST_ROWS rows on, or fewer if the next kernel adds
 # parts, with so many weights.
 LEAST_ROWS, LEAST_ROWS_OF_PARTS, MOST_FASTEST, LEAST_WEIGHTS = 17, 9, {1: 96, 2: 160}, {1: 30 << 20, 2: 18 << 20}
-# Few rows, so many weights and a JAX that launches kernels early in CUDA graphs: what counts is how soon the first weights are there.
-FEW_ROWS, FEW_ROWS_WEIGHTS, FEW_ROWS_SINCE = 8, 4 << 20, (0, 12)
+# Few rows, none of them padded by XLA, so many weights and a JAX that launches kernels early in CUDA graphs: what counts is how soon the
+# first weights are there.
+FEW_ROWS, FEW_ROWS_WEIGHTS, FEW_ROWS_SINCE = 32, 3 << 20, (0, 12)
 # Parts of products with matrices of fewer weights, which leave out the pass that adds them up.
 PARTS_ROWS, PARTS_WEIGHTS = (97, 128), (1 << 20, 30 << 20)
 SHARED_MEMORY = 230_000  # of a program, without its barriers
 MOST_STAGES, FEW_STAGES = 12, 4
 MOST_LONG = {1: 96, 2: 64}  # rows up to which a step may have 128 inputs, by the number of matrices
+HEIGHTS = (64, 56, 48, 40)  # outputs of a block that are tried
 MOST_SPLITS = 8
 LEAST_SHARE = 512  # inputs of a program that shares sums
 MANY_ROWS = 80  # with more, programs of equal runs share what they read of x
@@ -91,7 +93,7 @@ def is_fastest(rows: int, w: jax.Array, matrices: int = 1, splits: int | None = 
     if w.dtype != jnp.bfloat16 or dialect.mosaic_obstacle():
         return False
     size = math.prod(w.shape)
-    if rows <= FEW_ROWS and size >= FEW_ROWS_WEIGHTS and jax.__version_info__ >= FEW_ROWS_SINCE:
+    if rows <= FEW_ROWS and not pads(rows) and size >= FEW_ROWS_WEIGHTS and jax.__version_info__ >= FEW_ROWS_SINCE:
         return True
     if size >= LEAST_WEIGHTS[matrices]:
         return (LEAST_ROWS_OF_PARTS if splits is None else LEAST_ROWS) <= rows <= MOST_FASTEST[matrices]
@@ -128,7 +130,7 @@ def choose_tiles(rows: int, outputs: int, width: int, *, matrices: int = 1, spli
 
     def forms() -> Iterator[Tiles]:
         most = max(1, min(MOST_SPLITS if splits is None else splits, width // LEAST_SHARE))
-        for height, count in itertools.product((64, 56, 48, 40), range(1, most + 1)):
+        for height, count in itertools.product(HEIGHTS, range(1, most + 1)):
             # Programs share sums where all of them run at once.
             if count == 1 or pl.cdiv(outputs, WORKERS // matrices * height) * count <= dialect.MULTIPROCESSORS:
                 yield Tiles(height, splits=count)

@@ -282,6 +282,7 @@ ON_HOPPER = [
     ("linear", 1, 5128, 1536, mosaic.Tiles(64)),
     ("partials", 5, 5376, 8192, mosaic.Tiles(64, stages=6, splits=3)),
     ("gated", 5, 2120, 1536, mosaic.Tiles(56, stages=5)),
+    ("partials", 32, 1536, 2048, mosaic.Tiles(40, step=128, splits=4)),
     ("linear", 33, 5128, 1536, mosaic.Tiles(64)),
     ("linear", 100, 5128, 1536, mosaic.Tiles(64, cluster=2, stream=True)),
     ("partials", 160, 5376, 8192, mosaic.Tiles(64, stages=6, splits=3)),

@@ -90,7 +90,7 @@ def test_tiles_fit_every_matrix():
                 assert tiles.splits <= (splits or mosaic.MOST_SPLITS), (shape, rows, tiles)
 
 
-# Of large matrices: what serves depends on whether CUDA graphs launch the kernel for Hopper early.
+# What serves few rows depends on whether CUDA graphs launch the kernel for Hopper early.
 FEW_ROWS = "mosaic" if jax.__version_info__ >= mosaic.FEW_ROWS_SINCE else "triton"
 
 
@@ -99,7 +99,10 @@ FEW_ROWS = "mosaic" if jax.__version_info__ >= mosaic.FEW_ROWS_SINCE else "trito
     [
         ({}, "mosaic"),
         ({"rows": 8}, FEW_ROWS),
-        ({"rows": 1, "name": "E2B o"}, "triton"),
+        ({"rows": 1, "name": "E2B o"}, FEW_ROWS),
+        ({"rows": 12, "name": "E2B o"}, "triton"),
+        ({"rows": 32, "name": "E2B o"}, FEW_ROWS),
+        ({"rows": 33, "name": "E2B o"}, "triton"),
         ({"rows": 8, "gpu": A100}, "triton"),
         ({"rows": 9}, "mosaic"),
         ({"rows": 17}, "mosaic"),
