@@ -2,9 +2,9 @@
 
     python benchmarks/variants.py bench --config 12b --drafter mtp --k 4 --batch 8 --tokens 64 --variant linear.mosaic.FEW_ROWS=40
 
-Options are those of `jaxspec bench` but for `--json` and `--mesh`. Each `--variant` names constants of modules in `pallas_kernels` and
-their values, several with commas. What is timed first, with no constant changed, is timed again at the end: what differs between the two
-is the machine's.
+Options are those of `jaxspec bench` but for `--json` and `--mesh`. Each `--variant` names constants of modules in `pallas_kernels`, or of
+others by their whole names (`jaxspec.engine.cuda_graphs.WHOLE_LOOP`), and their values, several with commas. What is timed first, with no
+constant changed, is timed again at the end: what differs between the two is the machine's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -20,6 +21,8 @@ import jax
 
 from jaxspec.bench import command, timing, workload
 
+NEXT = re.compile(r",(?=[A-Za-z_]\w*\.[\w.]+=)")  # the comma before another constant; those within a value stay
+
 
 @contextmanager
 def changed(variant: str) -> Iterator[None]:
@@ -27,10 +30,10 @@ def changed(variant: str) -> Iterator[None]:
     ImportError or AttributeError if there are no such constants, or if those are no values."""
     jax.clear_caches()
     with ExitStack() as stack:
-        for change in filter(None, variant.split(",")):
-            name, value = change.split("=")
-            module, constant = f"pallas_kernels.{name}".rsplit(".", 1)
-            stack.enter_context(mock.patch.object(importlib.import_module(module), constant, ast.literal_eval(value)))
+        for change in filter(None, NEXT.split(variant)):
+            name, value = change.split("=", 1)
+            module, constant = (name if name.startswith("jaxspec.") else f"pallas_kernels.{name}").rsplit(".", 1)
+            stack.enter_context(mock.patch.object(importlib.import_module(module), constant, ast.literal_eval(value.strip())))
         yield
 
 
@@ -40,7 +43,7 @@ def checked(variant: str) -> str:
         with changed(variant):
             return variant
     except (ValueError, SyntaxError, ImportError, AttributeError) as error:
-        raise argparse.ArgumentTypeError(f"found {variant!r}, expected constants of pallas_kernels and values: {error}") from error
+        raise argparse.ArgumentTypeError(f"found {variant!r}, expected constants of modules and values: {error}") from error
 
 
 def main() -> None:
