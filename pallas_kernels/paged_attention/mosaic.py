@@ -85,7 +85,8 @@ def paged_attention(
     if splits is None:
         visible = table.shape[1] * cached[0].shape[1]
         visible = visible if window is None else min(visible, window + queries)
-        splits = mosaic_whole.splits_for(cut(1), visible // KEYS) if key_weight is None else splits_for(cut(1).items, visible // KEYS)
+        blocks = max(1, visible // KEYS)  # a window may be shorter than a block
+        splits = mosaic_whole.splits_for(cut(1), blocks) if key_weight is None else splits_for(cut(1).items, blocks)
     plan = cut(splits)
     if key_weight is None:
         return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, launch_dependents)[0]

@@ -468,6 +468,15 @@ def test_the_hopper_kernels_lower_for_cuda_at_real_shapes(name, batch, merged):
     assert text.count('name = "paged_attention_merge"') == merged
 
 
+@pytest.mark.parametrize("name", ["31b-sliding", "31b-full"])
+def test_the_hopper_kernels_take_a_window_shorter_than_a_block_of_keys(name):
+    """A window and the rows of a verify block that together hold fewer than the 64 keys of a block are one block all the same."""
+    function = functools.partial(paged_attention, window=16, implementation="mosaic")
+    with device.described_as(HOPPER):
+        text = for_cuda(jax.jit(function), *described(SHAPES[name], 8))
+    assert text.count("@mosaic_gpu_v2") == 1 and 'name = "paged_attention_merge"' not in text
+
+
 @settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(0, 700), min_size=2, max_size=2),
