@@ -13,6 +13,7 @@ from jaxspec.checkpoint.formats.rules import names_of
 from jaxspec.checkpoint.quantisation import Format, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import Stored
 
+WEIGHTS = {"bits": None, "group_size": 128, "sym": True, "data_type": "int"}  # settings of weights, and what a config without them means
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # in which field of a word AutoAWQ puts each of 8 outputs
 
 
@@ -56,6 +57,20 @@ class Columns:
         return numbers.reshape(*numbers.shape[:-1], -1, 8)[..., AWQ_ORDER].reshape(numbers.shape) if self.awq else numbers
 
 
+def _left_float(config: Mapping[str, Any], told: str) -> list[str]:
+    """The modules that `extra_config` leaves in 16 or 32 bits, among which AutoRound lists those of the image tower. Raises ValueError
+    for one that is quantised in another way than the rest."""
+    found = []
+    for name, own in (config.get("extra_config") or {}).items():
+        if own.get("bits", 0) >= 16:
+            found.append(name)
+        elif other := {key: value for key, value in own.items() if key in WEIGHTS and value != config.get(key, WEIGHTS[key])}:
+            raise ValueError(
+                f"{told} has settings of single layers (extra_config): {name} has {other}; expected those of the rest, or 16 bits"
+            )
+    return found
+
+
 def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *, scale_dtype: str) -> Quantisation:
     """What a quantization_config of quant_method "gptq", "auto-round" or "awq" says. keys: of all tensors in the file, which tell which
     modules are quantised; None if the file is not there, and then it is those of the layers but the router. scale_dtype: of the scales
@@ -67,8 +82,9 @@ def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *
     if bits not in ((4,) if awq else (4, 8)) or type(group) is not int or not (group > 0 or group == -1):
         raise ValueError(f"{told}; served are {'4 bits' if awq else '4 and 8 bits'} and a group_size that is positive or -1")
     own = {name: value for name, value in (config.get("dynamic") or {}).items() if not str(name).startswith("-:")}
-    if config.get("extra_config") or own:
-        raise ValueError(f"{told} has settings of single layers (extra_config, dynamic); expected none")
+    left_float = _left_float(config, told)
+    if own:
+        raise ValueError(f"{told} has settings of single layers (dynamic); expected none")
     packing, version = config.get("packing_format", "auto_round:auto_gptq"), str(config.get("version", "gemm")).lower()
     if method == "auto-round" and packing != "auto_round:auto_gptq":
         raise ValueError(f"{told} has packing_format {packing!r}; served is 'auto_round:auto_gptq'")
@@ -77,7 +93,7 @@ def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *
     zeros = awq or not config.get("sym", True)
     scheme = Scheme(f"int{bits}", None if group == -1 else group, zeros, scale_dtype)
     made = Columns(scheme, bits, awq, plus=0 if awq or config.get("checkpoint_format") == "gptq_v2" else 1)
-    left_out = tuple(config.get("modules_to_not_convert") or ())
+    left_out = (*(config.get("modules_to_not_convert") or ()), *left_float)
 
     def format_of(name: str) -> Format | None:
         if keys is not None:
