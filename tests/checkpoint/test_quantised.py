@@ -88,6 +88,10 @@ FLOAT4 = (
     files.compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     files.float4(modelopt=False),
 )
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32, "sym": True}
+# As llm-compressor 0.14 writes it for a QuIPModifier.
+TURNED = [{"targets": ["Linear"], "location": where} for where in ("input", "weight_input")]
+QUIP = {"config_groups": {"v": {"type": "hadamard", "apply": TURNED}}}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "*router*"]}
 FORMATS = {
     "int4": ("E2B", *INT4),
@@ -238,6 +242,23 @@ def test_groups_with_formats_of_their_own(tmp_path) -> None:
     assert_means(tree, plain(tmp_path / "float", "12B", means))
 
 
+def test_auto_round_lists_what_it_left_in_16_bits(tmp_path) -> None:
+    """auto-round 0.15.1 lists the layers of the image tower for a whole Gemma 4, and of the text part those that were to stay."""
+    tower, left = "model.vision_tower.encoder.layers.0.mlp.up_proj.linear", "model.layers.1.self_attn.o_proj"
+    more = {"model.layers.0.self_attn.o_proj": {"bits": 4, "sym": True}}
+    settings = AUTO_ROUND | {"extra_config": {name: {"bits": 16, "data_type": "float"} for name in (tower, left)} | more}
+    towers = {f"{tower}.weight": np.zeros((2, 2), np.float32)}
+    means = written(tmp_path, "12B", settings, files.gptq(4), leave=lambda key: left in key, more=towers)
+    tree = load(tmp_path)
+    assert [isinstance(layer.self_attn.o_proj.weight, Packed) for layer in tree.layers] == [True, False, True, True]
+    found = np.asarray(tree.layers[1].self_attn.o_proj.weight)
+    np.testing.assert_array_equal(found.reshape(found.shape[0], -1), means[f"{left}.weight"])
+    (tmp_path / "model.safetensors").unlink()
+    quantisation = targets.read_quantisation(tmp_path)
+    assert quantisation is not None
+    assert [quantisation.scheme_of(f"model.layers.{i}.self_attn.o_proj") is None for i in range(2)] == [False, True]
+
+
 def test_modelopt_says_it_in_a_file_of_its_own(tmp_path) -> None:
     write = files.float4(modelopt=True)
     excluded = ["lm_head", "model.layers.1.self_attn*", "model.layers.2.self_attn"]
@@ -360,7 +381,9 @@ def weights(form, **changes) -> dict:
         (MODELOPT | {"group_size": 32}, "NVFP4 has group_size 32; expected 16"),
         (FORMATS["awq"][1] | {"version": "gemv"}, "quant_method 'awq' with 4 bits, group_size 32 has version 'gemv'"),
         (FORMATS["gptq"][1] | {"bits": 3}, "quant_method 'gptq' with 3 bits, group_size 32; served are 4 and 8 bits"),
-        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": {"bits": 8}}}, "settings of single layers"),
+        (AUTO_ROUND | {"extra_config": {"a.b": {"bits": 8}}}, r"of single layers \(extra_config\): a\.b has \{'bits': 8\}; expected"),
+        (AUTO_ROUND | {"extra_config": {"a": {"group_size": 64}}}, "a has {'group_size': 64}; expected those of the rest, or 16 bits"),
+        (INT4[0] | {"transform_config": QUIP}, r"group 'v', which transforms activations .* \(input\), as QuIP and SpinQuant do"),
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"}, "packing_format 'auto_round:auto_awq'"),
     ],
 )

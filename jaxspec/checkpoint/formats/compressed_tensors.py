@@ -13,7 +13,11 @@ from jaxspec.checkpoint.formats.matrices import Bytes, Float4, Words
 from jaxspec.checkpoint.formats.rules import Rules, classes_of
 from jaxspec.checkpoint.quantisation import Format, Quantisation, Scheme
 
-SERVED = "pack-quantized (int4 and int8), float-quantized (fp8), int-quantized, naive-quantized, nvfp4-pack-quantized, mixed-precision"
+SERVED = (
+    "pack-quantized (int4 and int8), float-quantized (fp8), int-quantized and naive-quantized (8 bits), nvfp4-pack-quantized, "
+    "mixed-precision"
+)
+OFFLINE = ("weight_input", "weight_output")  # where transforms are in the weights already
 
 
 def read(config: Mapping[str, Any], *, scale_dtype: str, fused_float_experts: bool) -> Quantisation:
@@ -23,6 +27,7 @@ def read(config: Mapping[str, Any], *, scale_dtype: str, fused_float_experts: bo
     groups, named = config.get("config_groups") or {}, config.get("format") or "dense"
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise ValueError(f"config_groups is {groups!r}; expected an object of name to object")
+    _refuse_transforms(config.get("transform_config") or {})
     formats: dict[str, Format | None] = {}  # by rule
     for name, group in groups.items():
         made = _format(name, group, group.get("format") or named, scale_dtype)
@@ -37,6 +42,17 @@ def read(config: Mapping[str, Any], *, scale_dtype: str, fused_float_experts: bo
         return None if rule is None else formats[rule]
 
     return Quantisation(f"compressed-tensors {named}", format_of)
+
+
+def _refuse_transforms(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for transforms of activations, which stand beside weights that were turned the other way."""
+    for name, group in (config.get("config_groups") or {}).items():
+        places = sorted({str(place.get("location")) for place in group.get("apply") or ()} - set(OFFLINE))
+        if places:
+            raise ValueError(
+                f"transform_config has the group {name!r}, which transforms activations while the model runs ({', '.join(places)}), as "
+                "QuIP and SpinQuant do; served are weights alone"
+            )
 
 
 def _format(name: str, group: Mapping[str, Any], named: str, scale_dtype: str) -> Format | None:
