@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+TRAINING = ("optimizer", "scheduler", "scaler", "rng_state", "training_args")  # how pickles begin that trainers leave beside weights
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -37,9 +39,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def pickled_weights(names: Iterable[str]) -> list[str]:
+    """Those of the names of files that are pickles of weights, sorted."""
+    return sorted(name for name in names if name.endswith(PICKLES) and not name.startswith(TRAINING))
+
+
 def refuse_pickle(name: str, instead: str = WEIGHTS_FILE) -> str:
     """The error message for a file that is a pickle. name: the file's. instead: the name that it should have."""
-    convert = f"save_file(torch.load('{name}', weights_only=True), '{instead}', {{'format': 'pt'}})"
+    # Copies, since safetensors refuses tensors that share memory, as embedding and head do.
+    tensors = f"{{k: v.contiguous().clone() for k, v in torch.load('{name}', weights_only=True).items()}}"
+    convert = f"save_file({tensors}, '{instead}', {{'format': 'pt'}})"
     return (
         f"{name} is a pickle, which can run code when it is read; expected safetensors. To convert it, where you trust it: "
         f'python -c "import torch; from safetensors.torch import save_file; {convert}"'

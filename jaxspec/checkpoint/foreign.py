@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONVERTED, INDEX_FILE, PICKLES, WEIGHTS_FILE, refuse_pickle
+from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONVERTED, INDEX_FILE, WEIGHTS_FILE, pickled_weights, refuse_pickle
 
 LFS = b"version https://git-lfs"
 GGUF = "expected safetensors: take the model that it was made from, with quantize='int4' or 'int8' where it has to be as small"
@@ -45,7 +45,7 @@ def refuse_foreign(folder: Path, name: str) -> None:
                 f"it: load({base!r}, adapter={name!r}), or jaxspec convert {base} DST --adapter {name}"
             )
         refuse_listed(name, there)
-        pickles = sorted(file for file in there if file.endswith(PICKLES))
+        pickles = pickled_weights(there)
         if pickles and not any(file.endswith(".safetensors") for file in there):
             raise ValueError(refuse_pickle(pickles[0]))
     pointer = next(

@@ -23,6 +23,7 @@ from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Store
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
+HEAD = "lm_head.weight"
 # How keys of a quantised matrix end where a float one's would end in ".weight", those of a converted folder among them.
 CODES = re.compile(r"\.(weight_packed|qweight|weight\.words)$")
 QUANTISED = re.compile(r"\.(weight_packed|weight_scale(_2|_inv)?|weight_global_scale|qweight)$")
@@ -50,8 +51,8 @@ def load_weights(
 
     Raises ValueError that lists every missing, unknown and misshapen tensor, before it reads any. Two kinds of tensor may be there
     although nothing reads them: K and V weights of a target's layers that share KV, and an lm_head.weight whose bytes equal those of
-    embed_tokens.weight. Of a quantised checkpoint these are scales of activations and of a cache, too. Contents of a quantised matrix that
-    do not fit raise ValueError when they are read.
+    embed_tokens.weight. Of a quantised checkpoint these are scales of activations and of a cache, too. Without an embed_tokens.weight, the
+    lm_head.weight is read in its place. Contents of a quantised matrix that do not fit raise ValueError when they are read.
     """
     folder = Path(folder)
     if (folder / CONVERTED).exists():
@@ -59,6 +60,7 @@ def load_weights(
     stored = {key: tensor for key, tensor in read_headers(folder).items() if not key.startswith(tuple(skip))}
     leaves = leaves_by_path(abstract, whole=(Packed,))
     prefix = next((p for p in prefixes if any(key.startswith(p) for key in stored)), prefixes[-1])
+    stored = _with_table(stored, leaves, prefix)
     sources = _sources(folder, stored, leaves, prefix, layouts_of(abstract), quantisation)
     sources = _changed(folder, sources, changes)
     tensors = {path: [tensor for source in found for tensor in _tensors(source)] for path, found in sources.items()}
@@ -74,6 +76,15 @@ def load_weights(
             loaded[path] = put(leaves[path], sources[path], bar.update)
     structure = jax.tree.structure(abstract, is_leaf=lambda node: isinstance(node, Packed))
     return jax.tree.unflatten(structure, [loaded[path] for path in leaves])
+
+
+def _with_table(stored: Mapping[str, Stored], leaves: Mapping[str, Any], prefix: str) -> dict[str, Stored]:
+    """The tensors of a file, with the token embedding under its own key. safetensors' save_model keeps one name of two that are tied, the
+    first of the alphabet: that of the head."""
+    table = next((prefix + path for path in leaves if path.endswith("embed_tokens.weight")), None)
+    if table is None or table in stored or HEAD not in stored or any(path.endswith(HEAD) for path in leaves):
+        return dict(stored)
+    return {table if key == HEAD else key: tensor for key, tensor in stored.items()}
 
 
 def _changed(folder: Path, sources: Mapping[str, list[Any]], changes: Mapping[str, Change]) -> dict[str, list[Any]]:
@@ -155,7 +166,7 @@ def _sources(
     for key in sorted(stored.keys() - known):
         if quantisation is not None and CACHE_SCALE.search(key):
             continue
-        tied = [path for path in leaves if path.endswith("embed_tokens.weight")] if key == "lm_head.weight" else []
+        tied = [path for path in leaves if path.endswith("embed_tokens.weight")] if key == HEAD else []
         embedding = stored.get(prefix + tied[0]) if tied else None
         if embedding is None:
             problems.append(f"{key}: unknown, found {stored[key].describe()}")

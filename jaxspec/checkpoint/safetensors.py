@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxspec.checkpoint.files import INDEX_FILE, PICKLES, WEIGHTS_FILE, read_json, refuse_pickle
+from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE, pickled_weights, read_json, refuse_pickle
 from jaxspec.checkpoint.layout import raise_misfits
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -101,7 +101,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     if (folder / WEIGHTS_FILE).exists():
         return read_header(folder / WEIGHTS_FILE)
     if not (folder / INDEX_FILE).exists():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+        pickles = pickled_weights(path.name for path in folder.iterdir())
         if pickles:
             raise ValueError(refuse_pickle(pickles[0]))
         raise FileNotFoundError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; found {sorted(p.name for p in folder.iterdir())}")

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+import torch
 import transformers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
@@ -167,6 +168,15 @@ def test_lm_head_that_is_the_embedding(tmp_path: Path) -> None:
     tensors = stored("12B")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     assert_same(load(put(tmp_path, tensors), abstract("12B")), plain("12B"))
+
+
+def test_lm_head_in_place_of_the_embedding(tmp_path: Path) -> None:
+    """Of two names of one tensor, safetensors' save_model keeps the first."""
+    from safetensors.torch import save_model
+
+    save_model(oracle.target("12B")[0], str(tmp_path / "model.safetensors"))
+    assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
+    assert_same(load(tmp_path, abstract("12B")), plain("12B"))
 
 
 def test_casts_to_the_dtype_of_the_tree(tmp_path: Path) -> None:
@@ -371,9 +381,26 @@ def test_no_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
 def test_pickles_are_refused_with_the_way_to_convert(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
-    refuse(tmp_path, abstract("12B"), rf"{name} is a pickle.*expected safetensors.*save_file\(torch\.load\('{name}', weights_only=True\)")
+    (tmp_path / "optimizer.pt").touch()  # a trainer's
+    refuse(tmp_path, abstract("12B"), rf"{name} is a pickle.*expected safetensors.*torch\.load\('{name}', weights_only=True\)")
     with pytest.raises(ValueError, match=f"{name} is a pickle"):
         checkpoint.resolve(tmp_path / name)
+
+
+def test_a_pickle_converts_as_the_error_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embedding and head share their memory in it, which safetensors refuses."""
+    torch.save(oracle.target("12B")[0].state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError) as error:
+        load(tmp_path, abstract("12B"))
+    monkeypatch.chdir(tmp_path)
+    exec(str(error.value).split('python -c "')[1].removesuffix('"'), {})
+    assert_same(load(tmp_path, abstract("12B")), plain("12B"))
+
+
+def test_what_a_trainer_leaves_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("optimizer.pt", "rng_state_0.pth", "scheduler.pt", "training_args.bin"):
+        (tmp_path / name).touch()
+    refuse(tmp_path, abstract("12B"), r"has neither model\.safetensors nor ", FileNotFoundError)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/model.safetensors", "a/../../model.safetensors", "linked.safetensors"])
