@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.changes import Change
-from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLES, read_json, refuse_pickle
+from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, pickled_weights, read_json, refuse_pickle
 from jaxspec.checkpoint.hub import ADAPTER, Hub, located
 from jaxspec.checkpoint.layout import MAX_LISTED, dead_keys, layouts_of
 from jaxspec.checkpoint.quantisation import EMBEDDING
@@ -73,11 +73,14 @@ def read_adapter(name: str | os.PathLike[str], hub: Hub) -> Adapter:
     by its name; and as `hub.resolve` does."""
     folder, text = located(name, hub.of_others, ADAPTER), os.fspath(name)
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise FileNotFoundError(f"the adapter {text!r} has no {ADAPTER_CONFIG}; expected a folder that PEFT's save_pretrained wrote")
+        # PEFT gives an adapter of a name of its own a folder of that name, and trainers each of their checkpoints.
+        within = sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
+        expected = f"one of the adapters in it: {', '.join(within)}" if within else "a folder that PEFT's save_pretrained wrote"
+        raise FileNotFoundError(f"the adapter {text!r} has no {ADAPTER_CONFIG}; expected {expected}")
     config = read_json(folder / ADAPTER_CONFIG)
     _refuse_kinds(text, config)
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+        pickles = pickled_weights(path.name for path in folder.iterdir())
         if pickles:
             raise ValueError(refuse_pickle(pickles[0], ADAPTER_WEIGHTS))
     return Adapter(text, config, read_header(folder / ADAPTER_WEIGHTS))

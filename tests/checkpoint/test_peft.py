@@ -275,6 +275,8 @@ def test_an_adapter_of_the_towers_alone(plain, tmp_path):
 
 def test_no_adapter(plain, tmp_path):
     refuse(plain.target, plain.target, "has no adapter_config.json; expected a folder that PEFT's save_pretrained wrote", FileNotFoundError)
+    adapters.edited(plain.adapter, tmp_path / "mine")
+    refuse(plain.target, tmp_path, "has no adapter_config.json; expected one of the adapters in it: mine$", FileNotFoundError)
     bare = adapters.edited(plain.adapter, tmp_path / "bare")
     (bare / "adapter_model.safetensors").rename(bare / "adapter_model.bin")
     refuse(plain.target, bare, r"adapter_model.bin is a pickle.*save_file\(.*'adapter_model.safetensors'")
