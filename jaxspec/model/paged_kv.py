@@ -78,7 +78,7 @@ def init(
     max_len: int,
     num_draft_tokens: int,
     page_size: int = 64,
-    dtype: jnp.dtype = jnp.bfloat16,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
     full_pages: int | None = None,
 ) -> PagedKV:
     """An empty cache. max_len: positions a sequence may have. num_draft_tokens: the largest K that will be drafted.

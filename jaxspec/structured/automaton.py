@@ -125,7 +125,7 @@ def automaton_of(expression: str) -> Automaton:
 def _trimmed(table: np.ndarray, accepting: np.ndarray, start: int, expression: str) -> Automaton:
     """Without states that the start does not reach or that lead to no match."""
     reached = np.zeros(len(table), bool)
-    new = np.asarray([start])
+    new = np.asarray([start], np.int64)
     while new.size:
         reached[new] = True
         after = np.unique(table[new])
