@@ -62,7 +62,7 @@ def _left_float(config: Mapping[str, Any], told: str) -> list[str]:
     for one that is quantised in another way than the rest."""
     found = []
     for name, own in (config.get("extra_config") or {}).items():
-        if own.get("bits", 0) >= 16:
+        if (own.get("bits") or 0) >= 16:
             found.append(name)
         elif other := {key: value for key, value in own.items() if key in WEIGHTS and value != config.get(key, WEIGHTS[key])}:
             raise ValueError(
