@@ -96,7 +96,7 @@ def gemma_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
     """Layers of Gemma 4's kind that see everything before them, of which DeepSpec writes the whole text config.
 
     Raises ValueError for what such a layer here does not have."""
-    read = Gemma4Config.from_hf({**config, "tie_word_embeddings": True, "num_kv_shared_layers": 0})
+    read = Gemma4Config.from_hf({**config, "num_kv_shared_layers": 0})
     for spec, field in ((spec, field) for spec in read.layers for field in ("num_experts", "per_layer_input", "window")):
         if getattr(spec, field):
             raise ValueError(f"the drafter's layers have {field} {getattr(spec, field)}; implemented: none")

@@ -168,7 +168,6 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
     expect(text, "hidden_activation", ("gelu_pytorch_tanh",))
     expect(text, "attention_bias", (False,))
     expect(text, "use_bidirectional_attention", (None, "vision"))
-    expect(text, "tie_word_embeddings", (True,))
     expect(text, "hidden_act", (None, "gelu_pytorch_tanh"))
     expect(text, "attn_logit_softcapping", (None,))
     expect(text, "rope_scaling", (None,))
