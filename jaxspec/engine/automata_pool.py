@@ -34,9 +34,12 @@ class Pool:
         """running: gives the requests that have slots."""
         self._programs, self._structures, self._running = programs, structures, running
         self._held = dict[Structure, Held]()
-        self._blocks = list(range(1, structures.blocks))  # those that are free; the first of each belongs to no automaton
-        self._rows = list(range(1, structures.rows))
         self._clock = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether the device no longer has what it held, since a call that failed or was interrupted took it along."""
+        return bool(self._held) and self._programs.automata is None
 
     @property
     def bytes_by_label(self) -> dict[str, int]:
@@ -50,7 +53,7 @@ class Pool:
     def begin(self) -> None:
         """Makes the pool, if there is none."""
         if self._programs.automata is None:
-            self._forget(list(self._held))
+            self._held.clear()
             self._programs.begin_automata(self._structures.vocabulary, self._structures.blocks, self._structures.rows)
 
     def clear(self) -> None:
@@ -64,11 +67,11 @@ class Pool:
         if structure not in self._held:
             needed = {r.structure for r in [*self._running(), *beside]}
             built = structure.future.result()
-            while len(self._blocks) < built.blocks or len(self._rows) < built.rows:
+            while not self._fits(built):
                 idle = [s for s in self._held if s not in needed]
                 if not idle:
                     return None
-                self._forget([min(idle, key=lambda s: self._held[s].used)])
+                del self._held[min(idle, key=lambda s: self._held[s].used)]
             self._held[structure] = self._place(built)
         held = self._held[structure]
         held.used = self._clock
@@ -92,16 +95,21 @@ class Pool:
                 state, at = FREE, automaton.after(vocabulary.bytes_of(token), at) or at
         return state or int(ids[at]), int(ids[start])
 
-    def _forget(self, structures: Sequence[Structure]) -> None:
-        for structure in structures:
-            held = self._held.pop(structure)
-            self._blocks += held.blocks
-            self._rows += held.rows
+    def _fits(self, built: Built) -> bool:
+        blocks, rows = self._free()
+        return len(blocks) >= built.blocks and len(rows) >= built.rows
+
+    def _free(self) -> tuple[list[int], list[int]]:
+        """(blocks, rows) that no automaton has. The first of each never has one."""
+        blocks = {block for held in self._held.values() for block in held.blocks}
+        rows = {row for held in self._held.values() for row in held.rows}
+        every_block, every_row = range(1, self._structures.blocks), range(1, self._structures.rows)
+        return [i for i in every_block if i not in blocks], [i for i in every_row if i not in rows]
 
     def _place(self, built: Built) -> Held:
         """Puts an automaton's states into free blocks."""
-        blocks, self._blocks = self._blocks[: built.blocks], self._blocks[built.blocks :]
-        rows, self._rows = self._rows[: built.rows], self._rows[built.rows :]
+        free_blocks, free_rows = self._free()
+        blocks, rows = free_blocks[: built.blocks], free_rows[: built.rows]
         count, own = built.automaton.states, np.asarray([0, *rows], np.int32)
         ids = np.zeros(len(blocks) * BLOCK + 1, np.int32)
         ids[1:] = np.concatenate([np.arange(BLOCK) + block * BLOCK for block in blocks])

@@ -362,7 +362,11 @@ class Runner:
         self.programs.close()
 
     def ready(self) -> None:
-        """Makes a new state if a call that failed has taken the old one along. All requests then lose their slots."""
+        """Makes a new state if a call that failed has taken the old one along, or the automata that its slots name. All requests then lose
+        their slots."""
+        if self.pool.lost:
+            self.programs.state = None
+            self.pool.clear()
         if self.programs.state is None:
             self.held.clear()
             self._free = self.settings.kv_pages

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine import automata_pool, structures
-from jaxspec.engine.programs import FillMasks
+from jaxspec.engine.programs import FillMasks, Programs
 from jaxspec.structured import StructuredOutputsParams
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -196,10 +196,11 @@ def test_a_full_pool_makes_requests_wait(small):
     for _ in range(2):
         found = small.generate([PROMPT] * 9, [params(i, **structure) for i, structure in enumerate(several)])
         assert all(valid(c, structure) for c, structure in zip(found, several, strict=True))
-    pool = small._runner.pool
-    assert len(pool._held) <= 3
-    assert sorted(pool._blocks + sum((h.blocks for h in pool._held.values()), [])) == [1, 2, 3]
-    assert sorted(pool._rows + sum((h.rows for h in pool._held.values()), [])) == list(range(1, 60))
+    held = small._runner.pool._held.values()
+    assert len(held) <= 3
+    blocks, rows = sum((h.blocks for h in held), []), sum((h.rows for h in held), [])
+    assert len(set(blocks)) == len(blocks) and set(blocks) <= {1, 2, 3}
+    assert len(set(rows)) == len(rows) and set(rows) <= set(range(1, 60))
 
 
 def test_a_structure_larger_than_the_pool_is_refused(small, monkeypatch):
@@ -215,6 +216,35 @@ def test_streams_may_hold_the_whole_pool(small):
         small.generate([PROMPT], params(0, regex="[cd]{45}"))
     stream.close()
     assert len(small.generate([PROMPT], params(0, regex="[cd]{45}"))[0].text) == 45
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["place states", "fill masks"])
+def test_an_interrupt_while_automata_are_put_on_the_device(small, monkeypatch, name, when):
+    """The call that is interrupted may take the pool along. Texts of open streams go on as they should, and no room is lost."""
+    asked, large = params(0, regex="[ab]{20}c"), params(0, regex="[ab]{45}")
+    alone, ready = small.generate([PROMPT], asked)[0].text, Programs.ready
+
+    def interrupted(programs, program):
+        made = ready(programs, program)
+
+        def call(*args):
+            if when == "after":
+                made(*args)
+            raise KeyboardInterrupt
+
+        return call if str(program) == name else made
+
+    stream = small.stream(PROMPT, asked, steps=1)
+    text = next(stream).text
+    for i in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(Programs, "ready", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                small.generate([PROMPT], params(0, choice=[f"{name} {when} {i}"]))
+        text += next(stream).text
+    assert text + "".join(chunk.text for chunk in stream) == alone
+    assert len(small.generate([PROMPT], large)[0].text) == 45
 
 
 def test_automata_are_built_beside_the_device(llm, monkeypatch):
