@@ -123,6 +123,7 @@ class Learning:
         """What there is to do between two calls of the loop. The caller holds the LLM's lock."""
         if not self.going:
             return
+        self._mend()
         self._look()
         if self._trial is not None and self._trial.verdict is not None:
             self._settle(self._trial)
@@ -145,6 +146,7 @@ class Learning:
         config, generation = checkpoint.read_config(self.origin.folder), checkpoint.read_generation_config(self.origin.folder)
         save_trained(self._out, self.origin.weights, config, generation)
         if self.going:
+            self._mend()
             checkpoints.save(self._out / STATE, self._learner.steps, *self._learner.state)
         self._pace.cost(time.perf_counter() - begun)
         self._saved = self._pace.passed
@@ -172,6 +174,11 @@ class Learning:
             self._start += new
         self._recent = self._recent * 0.5 ** (new[0] / RECENT) + new
 
+    def _mend(self) -> None:
+        """Learns on from the weights in use, if an interrupt has ended an update half-way."""
+        if self._learner.lost:
+            self._learner.begin_at(self.origin.weights)
+
     def _work(self) -> None:
         """Updates, while nothing else computes."""
         begun = time.perf_counter()
@@ -190,11 +197,12 @@ class Learning:
 
     def _offer(self) -> None:
         """Puts the newest weights on trial."""
-        self._candidate = self._learner.candidate()
-        self._trial, self._offered = Comparison(CANDIDATE, CURRENT, challenge=True), self._learner.steps
-        self._tried += 1
         self._shards.take(None)
-        for runner, weights in zip(self._runners, self._of_shards(self._candidate), strict=True):
+        candidate = self._learner.candidate()
+        of_shards = self._of_shards(candidate)  # an interrupt until here leaves no trial that nobody runs
+        self._candidate, self._trial = candidate, Comparison(CANDIDATE, CURRENT, challenge=True)
+        self._offered, self._tried = self._learner.steps, self._tried + 1
+        for runner, weights in zip(self._runners, of_shards, strict=True):
             variants = {CANDIDATE: weights, CURRENT: runner.drafter}
             runner.begin_trial(Trial(variants, self._trial, apart=runner.drafter_owns_kv))
 

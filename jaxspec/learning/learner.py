@@ -88,6 +88,11 @@ class Learner:
         self._compiled: Any = None
 
     @property
+    def lost(self) -> bool:
+        """Whether an update that failed or was interrupted has taken the master weights along; see `begin_at`."""
+        return any(x.is_deleted() for x in jax.tree.leaves((self.masters, self.moments)))
+
+    @property
     def ready(self) -> bool:
         """Whether there are texts enough for an update."""
         return len(self.texts) >= min(LEAST * self.learn.batch, self.learn.texts)
@@ -95,15 +100,18 @@ class Learner:
     def compile(self) -> None:
         """Compiles the update, once, and times it, by updates that change nothing."""
         if self._compiled is None:
-            begun = time.perf_counter()
-            self._compiled, scale, self._scale = self._update.lower(*self._arguments(self._empty())).compile(), self._scale, 0.0
+            begun, nothing = time.perf_counter(), self._arguments(self._empty(), 0.0)[2:]
+            compiled = self._update.lower(self.masters, self.moments, *nothing).compile()
             kept = jax.tree.map(jnp.copy, self.moments)
-            for _ in range(2):  # the first run takes longer
-                started = time.perf_counter()
-                self.masters, self.moments, _ = jax.block_until_ready(self._compiled(*self._arguments(self._empty())))
-                self.step_seconds = time.perf_counter() - started
-            self.moments, self._scale = kept, scale
+            try:
+                for _ in range(2):  # the first run takes longer
+                    started = time.perf_counter()
+                    self.masters, self.moments, _ = jax.block_until_ready(compiled(self.masters, self.moments, *nothing))
+                    self.step_seconds = time.perf_counter() - started
+            finally:
+                self.moments = kept
             jax.block_until_ready(self.candidate())
+            self._compiled = compiled
             self.compile_seconds += time.perf_counter() - begun
 
     def add(self, ids: np.ndarray, given: int) -> None:
@@ -118,7 +126,7 @@ class Learner:
         count, size = self._shape
         batch = self.texts.batch(self.steps, count * size, self.length)
         shaped = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), batch)
-        self.masters, self.moments, metrics = self._compiled(*self._arguments(shaped))
+        self.masters, self.moments, metrics = self._compiled(*self._arguments(shaped, self._scale))
         found = jax.device_get(metrics)
         self.steps += 1
         self.loss = float(found["loss"])
@@ -130,10 +138,14 @@ class Learner:
         """The newest weights as the drafter has them, as `Placement.place` lays them out."""
         return self._candidate(self.masters, self._kept)
 
-    def go_back(self, drafter: Any) -> None:
-        """Gives up the newest weights for a drafter's, and learns from there in steps of half the size."""
+    def begin_at(self, drafter: Any) -> None:
+        """Gives up the newest weights for a drafter's, and learns from there."""
         self.masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), split(drafter)[0])
         self.moments = self._begin(self.masters)
+
+    def go_back(self, drafter: Any) -> None:
+        """The same, in steps of half the size from then on."""
+        self.begin_at(drafter)
         self._scale /= 2
 
     @property
@@ -158,8 +170,8 @@ class Learner:
         zeros = functools.partial(np.zeros, dtype=np.int32)
         return Batch(zeros((count, size, self.length)), zeros((count, size)), zeros((count, size)))
 
-    def _arguments(self, batch: Batch) -> tuple[Any, ...]:
+    def _arguments(self, batch: Batch, scale: float) -> tuple[Any, ...]:
         batch = jax.device_put(batch, self._placement.sharding(PartitionSpec(None, DATA)))
         whole = self._placement.sharding(WHOLE)
-        step, scale = jax.device_put((np.int32(self.steps), np.float32(self._scale)), whole)
+        step, scale = jax.device_put((np.int32(self.steps), np.float32(scale)), whole)
         return self.masters, self.moments, self._kept, self._target, batch, step, scale

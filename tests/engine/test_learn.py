@@ -13,6 +13,7 @@ import jaxspec
 from jaxspec import Learn, SamplingParams, released
 from jaxspec.engine import learn as engine_learn
 from jaxspec.engine import memory, trials
+from jaxspec.learning.update import split
 from jaxspec.model import gemma4
 
 SIZES = {"num_draft_tokens": 2, "max_slots": 4, "max_len": 64, "progress": False}
@@ -61,6 +62,50 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
         assert texts(llm) == first
     with jaxspec.load(folders[0], killed, **SIZES) as llm:
         assert texts(llm) == first and type(llm.drafter).__name__ == "Gemma4MTP"
+
+
+def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path):
+    """An update takes the master weights along, also those that time it after it was compiled. Learning begins again at the weights in use,
+    in steps as large as before."""
+
+    def interrupted(update):
+        def call(*args):
+            jax.block_until_ready(update(*args))
+            raise KeyboardInterrupt
+
+        return call
+
+    class Interrupted:
+        def __init__(self, update):
+            self.update = update
+
+        def lower(self, *args):
+            return self
+
+        def compile(self):
+            return interrupted(self.update)
+
+    with jaxspec.load(*folders, learn=dataclasses.replace(LEARN, out=tmp_path), **SIZES) as llm:
+        learner, update = llm.learning._learner, llm.learning._learner._update
+        learner._update = Interrupted(update)
+        with pytest.raises(KeyboardInterrupt):
+            texts(llm), texts(llm)
+        learner._update = update
+        assert learner.lost and learner.step_seconds == 0
+        expected = texts(llm)
+        while not llm.learning.stats.updates:
+            assert texts(llm) == expected
+        assert not same(learner.masters, split(llm.learning.origin.weights)[0])
+        compiled, learner._compiled = learner._compiled, interrupted(learner._compiled)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                assert texts(llm) == expected
+        learner._compiled, updates = compiled, llm.learning.stats.updates
+        assert learner.lost
+        llm.learning.save()
+        assert same(learner.masters, split(llm.learning.origin.weights)[0]) and not learner.lost
+        while llm.learning.stats.updates == updates:
+            assert texts(llm) == expected
 
 
 @pytest.mark.slow
