@@ -9,6 +9,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from quick import few_programs
 
 import jaxspec
@@ -30,9 +31,11 @@ def as_on_a_gpu(monkeypatch, tmp_path):
     before = {name: getattr(jax.config, name) for name in changed}
     for name, value in changed.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()  # a cache that is open stays in its folder; on a CPU what it gives cannot be written again
     yield tmp_path / kept_programs.FOLDER
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
