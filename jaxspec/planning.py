@@ -28,6 +28,7 @@ from jaxspec.targets import (
     abstract_target,
     adapter_changes,
     asked_quantisation,
+    eos_token_ids,
     quantisation_of,
     read_quantisation,
     read_target,
@@ -82,6 +83,7 @@ def pair_of(
     config, generation = read_target(folder)
     try:
         defaults = Defaults.of(generation)
+        eos_token_ids(config, generation)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
     chosen = dtype(config.dtype)

@@ -32,7 +32,7 @@ def read_target(folder: Path) -> tuple[TargetConfig, dict[str, Any]]:
     try:
         config = family_named(raw.get("model_type")).read(raw)
         checkpoint.read_quantisation(folder, raw)  # raises for a format that is not served
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         hint = "; it is a drafter, to be given as drafter=" if drafters.is_drafter(raw) else ""
         raise ValueError(f"the target {folder} cannot be loaded: {error}{hint}") from error
     return config, checkpoint.read_generation_config(folder)
@@ -133,11 +133,12 @@ def max_len_of(config: TargetConfig, asked: int | None) -> int:
 
 
 def eos_token_ids(config: TargetConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a sequence: the generation config's eos_token_id, or else the config's."""
+    """The tokens that end a sequence: the generation config's eos_token_id, or else the config's.
+    Raises TypeError or ValueError for what is no token id."""
     value = generation.get("eos_token_id")
     if value is None:
         return config.eos_token_id
-    return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+    return tuple(integer("eos_token_id", i, 0) for i in (value if isinstance(value, list) else [value]))
 
 
 def weights_dtype(dtype: Any, checkpoint_dtype: str) -> Any:

@@ -178,6 +178,18 @@ def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, m
     wrong = edited(folders[0], tmp_path / "wrong", "generation_config.json", top_p=7)
     with pytest.raises(ValueError, match="generation_config.json cannot be used: top_p is 7.0, expected"):
         jaxspec.load(wrong, progress=False)
+    wrong = edited(folders[0], tmp_path / "end", "generation_config.json", eos_token_id=["x"])
+    with pytest.raises(ValueError, match="generation_config.json cannot be used: eos_token_id is 'x' of type str, expected an integer"):
+        jaxspec.load(wrong, progress=False)
+
+
+def test_a_config_of_wrong_types_is_refused_with_the_folder(folders, tmp_path):
+    wrong = edited(folders[0], tmp_path / "wrong", "config.json", **{**tiny.TARGET, "text_config": {**tiny.TEXT, "rms_norm_eps": None}})
+    with pytest.raises(ValueError, match=f"the target {wrong} cannot be loaded: float"):
+        jaxspec.load(wrong, progress=False)
+    wrong = edited(folders[1], tmp_path / "drafter", "config.json", text_config=[1])
+    with pytest.raises(ValueError, match=f"the drafter {wrong} cannot be used with this target: config.json has text_config=.1.; expected"):
+        jaxspec.load(folders[0], wrong, progress=False)
 
 
 def test_data_shards_of_several_processes_are_refused(folders, monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.drafters.blocks import plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require, whole
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
 
@@ -88,7 +88,7 @@ def plain_fields(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
             raise ValueError(f"config.json has {field}={dflash.get(field) or config.get(field)!r}; implemented: none")
     expect(config, "is_neox_style", (True,))
     expect(config, "shift_label", (False, None))
-    hidden, vocab = int(require(inner, "hidden_size")), int(require(inner, "vocab_size"))
+    hidden, vocab = whole(inner, "hidden_size"), whole(inner, "vocab_size")
     layers, causal = _layers(inner, config, dflash)
     draft_vocab = int(config.get("draft_vocab_size") or vocab)
     # A head that covers the whole vocabulary is a frozen copy of the target's in speculators' checkpoints.
@@ -129,7 +129,7 @@ def _layers(
     inner: Mapping[str, Any], config: Mapping[str, Any], dflash: Mapping[str, Any]
 ) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
     """The spec of every layer, and whether it is causal inside the block."""
-    count = int(require(inner, "num_hidden_layers"))
+    count = whole(inner, "num_hidden_layers")
     kinds = inner.get("layer_types")
     if kinds is None:
         first = int(inner.get("max_window_layers") or 0) if inner.get("use_sliding_window") else count

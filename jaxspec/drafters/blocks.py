@@ -15,7 +15,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, require
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, whole
 from jaxspec.model.layers import Linear, RMSNorm, Weight, head_logits
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -64,7 +64,7 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_the
     expect(config, "partial_rotary_factor", (None, 1))
     if kind != "default" or part not in (None, 1) or by_layer:
         raise ValueError(f"the drafter's RoPE is {dict(scaling)}; implemented: rope_type 'default' over whole heads")
-    heads = int(require(config, "num_attention_heads"))
+    heads = whole(config, "num_attention_heads")
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
     if heads % kv_heads or head_dim % 2:
@@ -83,7 +83,7 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_the
         rotary_angles=head_dim // 2,
         k_eq_v=False,
         kv_source=None,
-        intermediate_size=int(require(config, "intermediate_size")),
+        intermediate_size=whole(config, "intermediate_size"),
         num_experts=0,
         top_k_experts=0,
         moe_intermediate_size=0,

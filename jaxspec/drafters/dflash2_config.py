@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.drafters.block_config import FRESH_LAYERS, BlockConfig, fresh_config, plain_fields
 from jaxspec.drafters.blocks import named_taps
-from jaxspec.model.config import FULL, SLIDING, expect, require
+from jaxspec.model.config import FULL, SLIDING, expect, whole
 from jaxspec.model.target import TargetConfig
 
 
@@ -40,7 +40,7 @@ class DFlash2Config(BlockConfig):
             raise ValueError("config.json names no layers of the target; expected aux_hidden_state_layer_ids or target_layer_ids")
         sizes = {}
         for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            sizes[name] = int(require({**config, **dflash}, name))
+            sizes[name] = whole({**config, **dflash}, name)
             if sizes[name] < 1:
                 raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
         if fields["hidden_size"] % sizes["conv_group_size"]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.drafters.block_config import ANCHOR, FRESH_LAYERS, BlockConfig, Undecided, fresh_config, mask_token, plain_fields
 from jaxspec.drafters.blocks import gemma_layers, named_taps, unread_keys
-from jaxspec.model.config import FULL, expect, require
+from jaxspec.model.config import FULL, expect, whole
 from jaxspec.model.target import TargetConfig
 
 GEMMA = "Gemma4DSparkModel"
@@ -71,7 +71,7 @@ def _first_row(config: Mapping[str, Any]) -> dict[str, Any]:
 def _gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `BlockConfig`, but for taps, of a drafter with Gemma 4's layers. Its embedding and head are copies of the target's."""
     expect(config, ANCHOR, (True, None))
-    layers, hidden, vocab = gemma_layers(config), int(require(config, "hidden_size")), int(require(config, "vocab_size"))
+    layers, hidden, vocab = gemma_layers(config), whole(config, "hidden_size"), whole(config, "vocab_size")
     if len({spec.k_eq_v for spec in layers}) > 1:
         raise ValueError("the drafter has layers with and without k_eq_v; expected one of both")
     return {
@@ -80,7 +80,7 @@ def _gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": hidden,
         "vocab_size": vocab,
         "draft_vocab_size": vocab,
-        "block_size": int(require(config, "block_size")),
+        "block_size": whole(config, "block_size"),
         "mask_token_id": mask_token(config, vocab),
         "eps": layers[0].eps,
         "target_hidden_size": int(config.get("target_hidden_size") or hidden),

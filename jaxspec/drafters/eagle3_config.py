@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.drafters.blocks import gemma_layers, named_taps, plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, LayerSpec, require
+from jaxspec.model.config import FULL, LayerSpec, whole
 from jaxspec.model.target import TargetConfig
 
 DRAFT_VOCABULARY = 32_000  # of a fresh drafter, where the target has more tokens
@@ -60,7 +60,7 @@ class Eagle3Config:
         """
         inner = {**config, **(config.get("transformer_layer_config") or {})}
         gemma, speculators = GEMMA in (config.get("architectures") or ()), "speculators_model_type" in config
-        hidden, vocab = int(require(inner, "hidden_size")), int(require(inner, "vocab_size"))
+        hidden, vocab = whole(inner, "hidden_size"), whole(inner, "vocab_size")
         theirs = int(config.get("target_hidden_size") or hidden)
         own_embedding, own_head = ("embed_tokens.weight" in keys, "lm_head.weight" in keys) if not gemma else (False, False)
         if speculators and hidden == theirs and not config.get("embed_requires_grad"):

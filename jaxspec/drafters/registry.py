@@ -99,7 +99,7 @@ def planned(folder: Path, target: TargetConfig, dtype: Any, quantize: str | None
         drafter = fitted(kind.from_checkpoint(folder, config, target, dtype), target)
         stored = stored_quantisation(folder, config, drafter)
         found = quantised(drafter, stored)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"the drafter {folder} cannot be used with this target: {error}") from error
     if quantize is None:
         return found, stored

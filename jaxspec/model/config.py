@@ -11,11 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.checks import integer
+
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 
 TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 TARGET_TYPES = ("gemma4", "gemma4_unified", *TEXT_TYPES)
+CENTROIDS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}  # where an assistant's config says nothing
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
@@ -109,7 +112,7 @@ class Gemma4Config:
         model_type = config.get("model_type")
         if model_type not in TARGET_TYPES:
             raise ValueError(f"model_type is {model_type!r}; a Gemma 4 target has one of {', '.join(TARGET_TYPES)}")
-        read = _text_config(config, {}) if model_type in TEXT_TYPES else _text_config(require(config, "text_config"), config)
+        read = _text_config(config, {}) if model_type in TEXT_TYPES else _text_config(section(config, "text_config"), config)
         if not read.kv_owners:
             raise ValueError(f"num_kv_shared_layers is {read.num_kv_shared_layers}; a target of {len(read.layers)} layers shares fewer")
         return read
@@ -130,20 +133,20 @@ class AssistantConfig:
         model_type = config.get("model_type")
         if model_type not in ASSISTANT_TYPES:
             raise ValueError(f"model_type is {model_type!r}; a Gemma 4 assistant has one of {', '.join(ASSISTANT_TYPES)}")
-        inner = dict(require(config, "text_config"))
+        inner = dict(section(config, "text_config"))
         inner["num_kv_shared_layers"] = require(inner, "num_hidden_layers")
         text = _text_config(inner, config)
         for field in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
             if inner.get(field):
                 raise ValueError(f"the assistant's text_config has {field}={inner[field]!r}; an assistant has none")
         ordered = bool(config.get("use_ordered_embeddings", False))
-        centroids, top_k = int(config.get("num_centroids", 2048)), int(config.get("centroid_intermediate_top_k", 32))
+        centroids, top_k = (whole({**CENTROIDS, **config}, name) for name in CENTROIDS)
         if ordered and (text.vocab_size % centroids or not 0 < top_k <= centroids):
             raise ValueError(
                 f"use_ordered_embeddings needs num_centroids that divides vocab_size and holds centroid_intermediate_top_k; "
                 f"found num_centroids {centroids}, vocab_size {text.vocab_size}, centroid_intermediate_top_k {top_k}"
             )
-        return cls(text, int(require(config, "backbone_hidden_size")), ordered, centroids, top_k)
+        return cls(text, whole(config, "backbone_hidden_size"), ordered, centroids, top_k)
 
 
 def require(config: Mapping[str, Any], field: str) -> Any:
@@ -151,6 +154,22 @@ def require(config: Mapping[str, Any], field: str) -> Any:
     if config.get(field) is None:
         raise ValueError(f"config.json lacks {field!r}")
     return config[field]
+
+
+def whole(config: Mapping[str, Any], field: str) -> int:
+    """The value of a field that counts something. Raises ValueError where it is missing or no whole number of at least 1."""
+    try:
+        return integer(field, require(config, field), 1)
+    except TypeError as error:
+        raise ValueError(f"config.json has a wrong value: {error}") from error
+
+
+def section(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """The value of a field that holds more fields. Raises ValueError where it is missing or no object."""
+    value = require(config, field)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config.json has {field}={value!r}; expected an object")
+    return value
 
 
 def expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> None:
@@ -173,8 +192,8 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
     expect(text, "rope_scaling", (None,))
     if not text.get("layer_types"):
         expect(text, "sliding_window_pattern", (6, None))
-    hidden = int(require(text, "hidden_size"))
-    count = int(require(text, "num_hidden_layers"))
+    hidden = whole(text, "hidden_size")
+    count = whole(text, "num_hidden_layers")
     # A config without layer_types means five sliding layers to a full one, and the last is always full.
     kinds = list(text.get("layer_types") or (SLIDING if (i + 1) % 6 else FULL for i in range(count)))
     if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
@@ -201,7 +220,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         layers.append(
             LayerSpec(
                 kind=kind,
-                window=int(require(text, "sliding_window")) if kind == SLIDING else None,
+                window=whole(text, "sliding_window") if kind == SLIDING else None,
                 hidden_size=hidden,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
@@ -210,25 +229,25 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
                 rotary_angles=angles,
                 k_eq_v=k_eq_v,
                 kv_source=source,
-                intermediate_size=int(require(text, "intermediate_size")) * (2 if wide else 1),
-                num_experts=int(require(text, "num_experts")) if moe else 0,
-                top_k_experts=int(require(text, "top_k_experts")) if moe else 0,
-                moe_intermediate_size=int(require(text, "moe_intermediate_size")) if moe else 0,
+                intermediate_size=whole(text, "intermediate_size") * (2 if wide else 1),
+                num_experts=whole(text, "num_experts") if moe else 0,
+                top_k_experts=whole(text, "top_k_experts") if moe else 0,
+                moe_intermediate_size=whole(text, "moe_intermediate_size") if moe else 0,
                 per_layer_input=ple,
                 eps=float(text.get("rms_norm_eps", 1e-6)),
             )
         )
     return Gemma4Config(
-        vocab_size=int(require(text, "vocab_size")),
+        vocab_size=whole(text, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=int(require(text, "intermediate_size")),
+        intermediate_size=whole(text, "intermediate_size"),
         num_hidden_layers=count,
-        num_attention_heads=int(require(text, "num_attention_heads")),
-        num_key_value_heads=int(require(text, "num_key_value_heads")),
-        head_dim=int(require(text, "head_dim")),
+        num_attention_heads=whole(text, "num_attention_heads"),
+        num_key_value_heads=whole(text, "num_key_value_heads"),
+        head_dim=whole(text, "head_dim"),
         layer_types=tuple(kinds),
         layers=tuple(layers),
-        sliding_window=int(require(text, "sliding_window")),
+        sliding_window=whole(text, "sliding_window"),
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(text.get("max_position_embeddings", 131_072)),
         final_logit_softcapping=text.get("final_logit_softcapping"),
@@ -271,7 +290,7 @@ def _attention_dims(
     Released configs give full layers `global_head_dim` and, with attention_k_eq_v, `num_global_key_value_heads`; transformers 5.16
     and newer write the same as `per_layer_config`, here `overrides`.
     """
-    heads, kv_heads, head_dim = (int(require(text, f)) for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads, kv_heads, head_dim = (whole(text, f) for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     k_eq_v = bool(text.get("attention_k_eq_v")) and kind == FULL
     if overrides is not None:
         own = overrides.get(index, {})
@@ -294,7 +313,7 @@ def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[float, int
         SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     }
-    rope = require(text.get("rope_parameters") or default, kind)
+    rope = section(section(text, "rope_parameters") if text.get("rope_parameters") else default, kind)
     rope_type, fraction = rope.get("rope_type", "default"), float(rope.get("partial_rotary_factor", 1.0))
     known = rope_type == "proportional" or rope_type == "default" and fraction == 1.0
     if not known or float(rope.get("factor", 1.0)) != 1.0:

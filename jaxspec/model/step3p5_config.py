@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require, whole
 from jaxspec.model.target import ModulesConfig
 
 TARGET_TYPES = ("step3p5",)
@@ -146,7 +146,7 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
     expect(config, "final_logit_softcapping", (None,))
     expect(config, "per_layer_config", (None,))
     expect(config, "mtp_mlp_layer_types", (None, ["dense"] * len(config.get("mtp_mlp_layer_types") or ())))
-    hidden, count = int(require(config, "hidden_size")), int(require(config, "num_hidden_layers"))
+    hidden, count = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
     modules = int(config.get("num_nextn_predict_layers") or 0)
     kinds = _by_layer(config, "layer_types", count, modules, missing=None, module=SLIDING)
     if set(kinds) - {SLIDING, FULL}:
@@ -173,7 +173,7 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
         num_heads, kv_heads, head_dim = heads[kind]
         return Step3p5LayerSpec(
             kind=kind,
-            window=int(require(config, "sliding_window")) if kind == SLIDING else None,
+            window=whole(config, "sliding_window") if kind == SLIDING else None,
             hidden_size=hidden,
             num_heads=num_heads,
             num_kv_heads=kv_heads,
@@ -182,14 +182,14 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
             rotary_angles=_rotary_angles(float(fractions[i]), head_dim),
             k_eq_v=False,
             kv_source=None,
-            intermediate_size=int(require(config, "intermediate_size")),
-            num_experts=int(require(config, "moe_num_experts")) if routed else 0,
-            top_k_experts=int(require(config, "moe_top_k")) if routed else 0,
-            moe_intermediate_size=int(require(config, "moe_intermediate_size")) if routed else 0,
+            intermediate_size=whole(config, "intermediate_size"),
+            num_experts=whole(config, "moe_num_experts") if routed else 0,
+            top_k_experts=whole(config, "moe_top_k") if routed else 0,
+            moe_intermediate_size=whole(config, "moe_intermediate_size") if routed else 0,
             per_layer_input=0,
             eps=eps,
             rope_scaling=scaling if kind in scaled else None,
-            shared_intermediate_size=int(require(config, "share_expert_dim")) if routed else 0,
+            shared_intermediate_size=whole(config, "share_expert_dim") if routed else 0,
             routed_scale=float(config.get("moe_router_scaling_factor", 1.0)),
             limit=float(limits[i] or 0) or None,
             shared_limit=float(shared_limits[i] or 0) or None,
@@ -198,9 +198,9 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
     layers = [layer(i) for i in range(count + modules)]
     eos = config.get("eos_token_id")
     return Step3p5Config(
-        vocab_size=int(require(config, "vocab_size")),
+        vocab_size=whole(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=int(require(config, "intermediate_size")),
+        intermediate_size=whole(config, "intermediate_size"),
         num_hidden_layers=count,
         num_attention_heads=heads[FULL][0],
         num_key_value_heads=heads[FULL][1],
@@ -247,7 +247,7 @@ def _expert_layers(config: Mapping[str, Any], count: int) -> frozenset[int]:
 
 def _heads(config: Mapping[str, Any], kind: str, own: Mapping[str, Any]) -> tuple[int, int, int]:
     """(query heads, KV heads, head_dim) of a kind of layer. own: where its settings stand."""
-    heads, kv_heads, head_dim = (int(require(own, f)) for f in ("num_attention_heads", "num_attention_groups", "head_dim"))
+    heads, kv_heads, head_dim = (whole(own, f) for f in ("num_attention_heads", "num_attention_groups", "head_dim"))
     expect(own, "true_head_dim", (head_dim, None))
     if heads % kv_heads:
         raise ValueError(f"{kind} has {heads} query heads, which {kv_heads} KV heads do not divide")

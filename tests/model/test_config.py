@@ -124,6 +124,11 @@ def test_assistant(name: str) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_scaling={.*}; implemented: None"),
         ({"layer_types": None, "sliding_window_pattern": 4}, "sliding_window_pattern=4; implemented: 6, None"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"hidden_size": "64"}, "wrong value: hidden_size is '64' of type str, expected an integer"),
+        ({"sliding_window": 0}, "sliding_window is 0, expected at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected at least 1"),
+        ({"rope_parameters": "default"}, "rope_parameters='default'; expected an object"),
+        ({"rope_parameters": {SLIDING: 1e4}}, "sliding_attention=10000.0; expected an object"),
         ({"layer_types": [SLIDING, FULL]}, "layer_types has 2 entries of .*; expected 6 of"),
         ({"layer_types": ["linear_attention"] * 6}, r"6 entries of \['linear_attention'\]; expected 6 of"),
         (
@@ -174,6 +179,8 @@ def test_refused_targets() -> None:
     [
         ({"model_type": "gemma4"}, "model_type is 'gemma4'; a Gemma 4 assistant has one of gemma4_assistant, gemma4_unified_assistant"),
         ({"text_config": None}, "lacks 'text_config'"),
+        ({"text_config": "x"}, "text_config='x'; expected an object"),
+        ({"num_centroids": 0}, "num_centroids is 0, expected at least 1"),
         ({"backbone_hidden_size": None}, "lacks 'backbone_hidden_size'"),
         ({"num_centroids": 1000}, "divides vocab_size .* found num_centroids 1000, vocab_size 262144, centroid_intermediate_top_k 32"),
         ({"centroid_intermediate_top_k": 4096}, "found num_centroids 2048, vocab_size 262144, centroid_intermediate_top_k 4096"),
