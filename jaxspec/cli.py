@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UserError as error:
         print(f"jaxspec: {error}", file=sys.stderr)
         return 2
+    except MemoryError as error:  # of a device; the engine says what to lower
+        print(f"jaxspec: {error or 'out of memory'}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -365,7 +368,11 @@ def _merge(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace) -> None:
     with _door():
-        share = float(next(os.environ[name] for name in MEMORY_VARIABLES if name in os.environ))
+        name = next(name for name in MEMORY_VARIABLES if name in os.environ)
+        try:
+            share = float(os.environ[name])
+        except ValueError as error:
+            raise ValueError(f"{name} is {os.environ[name]!r} in the environment, expected a number such as 0.9") from error
         lines = info_command.lines(args, _hub(args), share)
     print("\n".join(lines))
 
@@ -414,6 +421,11 @@ def _train(args: argparse.Namespace) -> None:
             folder, gain = train_command.run(args, sys.stderr.isatty())
         except FloatingPointError as error:
             raise _UserError(error) from error
+        except RuntimeError as error:  # JAX's are
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise _UserError(f"the device ran out of memory; lower --batch or --length, or take --accumulate: {reason}") from error
     print(folder)
     print(gain, file=sys.stderr)  # stdout is for scripts
 
@@ -430,6 +442,8 @@ def _bench(args: argparse.Namespace) -> None:
         plan = workload.plan_bench(**given)
         if "json" in args:  # before minutes of measuring
             open(args.json, "a").close()
+        if "profile" in args:
+            os.makedirs(args.profile, exist_ok=True)
     shown = 0
     for found in timing.measure_plan(plan, progress=sys.stderr.isatty()):  # a run that is cut off has shown what it measured
         lines = list(report.report_lines(found))

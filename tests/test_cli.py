@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import huggingface_hub
+import jax
 import pytest
 
 import jaxspec
@@ -130,6 +131,9 @@ def test_bench_refuses_a_bad_list_and_a_file_that_cannot_be_written_before_it_me
     assert "argument --batch: found '1,x', expected whole numbers with commas between them" in capsys.readouterr().err
     assert cli.main(["bench", "--config", "e2b", "--json", str(tmp_path / "no" / "out.json")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert cli.main(["bench", "--config", "e2b", "--profile", str(tmp_path / "file" / "folder")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -216,6 +220,20 @@ def test_an_interrupt_is_status_130_without_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(cli, "_load", lambda args, **settings: (_ for _ in ()).throw(KeyboardInterrupt))
     assert cli.main(["generate", "--prompt", "x"]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_device_without_memory_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_load", lambda args, **settings: (_ for _ in ()).throw(MemoryError("lower max_slots")))
+    assert cli.main(["generate", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == "jaxspec: lower max_slots\n"
+
+    def full(args, progress):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nmore")
+
+    monkeypatch.setattr(cli.train_command, "run", full)
+    assert cli.main(["train", "--target", "pocket", "--drafter-kind", "mtp", "--data", "x", "--out", "y"]) == 2
+    told = "jaxspec: the device ran out of memory; lower --batch or --length, or take --accumulate: RESOURCE_EXHAUSTED: Out of memory"
+    assert capsys.readouterr().err == f"{told} allocating 7 bytes.\n"
 
 
 def test_a_process_starts_without_jax_and_ends_quietly_when_nobody_reads(models):

@@ -133,6 +133,9 @@ def test_what_info_cannot_answer(capsys, monkeypatch):
     assert "neither a model is named nor --memory given, and this device does not say what memory it has" in refused(capsys)
     assert "drafter 'dflash' is there for config 26b, 31b" in refused(capsys, "e4b", "--drafter", "dflash")
     assert "expected a number and one of MB, GB, TB, MiB, GiB, TiB, such as 80GB, or a card: T4, " in refused(capsys, "--memory", "L5")
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
+        assert "XLA_CLIENT_MEM_FRACTION is 'most' in the environment, expected a number such as 0.9" in refused(capsys, "L4")
     monkeypatch.setattr("jaxspec.engine.memory.memory_limit", lambda device: 24 * 2**30)
     monkeypatch.setattr(jax, "devices", lambda: [type("Gpu", (), {"device_kind": "G", "platform": "gpu", "compute_capability": "9.0"})()])
     assert said(capsys)[0] == "memory      24.00 GiB; memory_fraction 0.9 of it is 21.60 GiB"

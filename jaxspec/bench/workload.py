@@ -26,7 +26,7 @@ from jaxspec.sharding.layout import Layout
 from jaxspec.sharding.placement import ONE_DEVICE, OneDeviceLayout, Placement, placement_of
 from jaxspec.targets import DTYPES, abstract_target
 from jaxspec.trees import bytes_per_device
-from pallas_kernels import lm_head
+from pallas_kernels import dialect, lm_head
 from pallas_kernels.dialect import IMPLEMENTATIONS
 
 RATES = (0.92, 0.78, 0.67, 0.57)  # how often draft positions 1, 2, ... are accepted together with all before them
@@ -207,6 +207,8 @@ def _check(work: Workload, config: TargetConfig, batches: Sequence[int], tempera
     for name in ("attention", "draft_attention"):
         if getattr(work, name) not in ("auto", *IMPLEMENTATIONS):
             raise ValueError(f"{name} is {getattr(work, name)!r}; available: {', '.join(map(repr, ('auto', *IMPLEMENTATIONS)))}")
+        if getattr(work, name) == "triton" and (obstacle := dialect.obstacle()):
+            raise ValueError(f"{name} is 'triton', but {obstacle}")
     longest = config.max_position_embeddings
     for batch in batches:
         integer("batch", batch, 1)

@@ -29,7 +29,7 @@ def read(paths: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer, *, lengt
     rows: list[tuple[np.ndarray, int]] = []
     for path in map(Path, paths):
         if not path.is_file():
-            raise FileNotFoundError(f"data file {path} does not exist")
+            raise FileNotFoundError(f"data file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
         for where, ids, first in _texts(path, tokenizer):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
                 raise ValueError(f"{where} has token ids {ids.min()} .. {ids.max()}; this target has 0 .. {vocab_size - 1}")
@@ -84,7 +84,10 @@ def drawn(texts: Batch, batch: int, seed: int, *, own: Batch | None = None) -> C
 def _texts(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, int]]:
     """Yields (place, ids, first token to learn) for each text of a file. The place is for errors."""
     if path.suffix == ".npy":
-        ids = np.load(path, allow_pickle=False)
+        try:
+            ids = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is no array of numpy, or one of objects; expected a stream of integers") from error
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {ids.dtype} {list(ids.shape)}, expected a stream of integers")
         yield str(path), ids, 0

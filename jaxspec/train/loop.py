@@ -21,7 +21,9 @@ import optax
 from jax.sharding import PartitionSpec
 from tqdm.auto import tqdm
 
+from jaxspec.checks import integer, number
 from jaxspec.collectives import DATA
+from jaxspec.engine.params import MAX_SEED
 from jaxspec.learning import checkpoints
 from jaxspec.learning.update import Loss, join, optimizer, split, updater
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
@@ -58,8 +60,8 @@ class Run:
         for name in ("steps", "batch", "accumulate", "every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if not self.peak > 0:
-            raise ValueError(f"peak is {self.peak}, expected more than 0")
+        number("peak", self.peak, 0, above=True)
+        integer("seed", self.seed, 0, MAX_SEED - 1)
         if self.length < 4:
             raise ValueError(f"length is {self.length}, expected at least 4")
         if self.batch % self.accumulate:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxspec import checkpoint
 from jaxspec.checkpoint import safetensors
 from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE
+from jaxspec.checks import integer
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
@@ -81,6 +82,9 @@ def distil(
     kind, how, out, progress = kinds.kind_of(drafter_kind), Run(**run), Path(out), watched(progress)
     assert kind.objective is not None  # as of every kind that can be trained
     goal = dataclasses.replace(kind.objective, **objective or {})
+    integer("the objective's steps", goal.steps, 1, how.length - 1)
+    integer("num_draft_tokens", num_draft_tokens, 0, how.length - 1)
+    integer("self_generate", self_generate, 0)
     folder = checkpoint.resolve(target)
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     placement = placement_of(mesh)

@@ -279,6 +279,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
         (["--config", "pocket", "--dtype", "float16"], "dtype is 'float16'; available: 'float32', 'bfloat16'"),
         (["--config", "pocket", "--temperature", "-1"], "temperature is -1.0, expected a finite number of at least 0"),
         (["--config", "pocket", "--draft-attention", "flash"], "draft_attention is 'flash'; available: 'auto', 'xla', "),
+        (["--config", "pocket", "--attention", "triton"], "attention is 'triton', but the device is a CPU"),
         (["--config", "pocket", "--rows", "0"], "rows is 0, expected at least 1"),
         (["--config", "pocket", "--tree", "7"], "the drafter NoDraft drafts one token after the other and no tree"),
         (["--config", "pocket", "--drafter", "pocket-mtp", "--tree", "7", "--k", "4"], "num_draft_tokens is 4 and tree is given too"),

@@ -63,6 +63,9 @@ def test_a_stream_of_token_ids_is_taken_as_it_is(tokenizer, tmp_path):
     np.save(tmp_path / "floats.npy", stream.astype(np.float32))
     with pytest.raises(ValueError, match=r"floats.npy holds float32 \[100\], expected a stream of integers"):
         rows(tokenizer, tmp_path / "floats.npy")
+    (tmp_path / "text.npy").write_text("x")
+    with pytest.raises(ValueError, match="text.npy is no array of numpy, or one of objects; expected a stream of integers"):
+        rows(tokenizer, tmp_path / "text.npy")
     with pytest.raises(ValueError, match=r"ids.npy has token ids \d+ .. \d+; this target has 0 .. 999"):
         rows(tokenizer, tmp_path / "ids.npy", vocab_size=1000)
 
@@ -102,6 +105,8 @@ def test_lines_end_at_line_feeds_and_a_byte_order_mark_says_nothing(tokenizer, t
 def test_files_that_cannot_be_learnt_from_are_refused(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError, match="data file .*none.txt does not exist"):
         rows(tokenizer, tmp_path / "none.txt")
+    with pytest.raises(FileNotFoundError, match="data file .* is a folder"):
+        rows(tokenizer, tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match="latin.txt is not UTF-8"):
         rows(tokenizer, tmp_path / "latin.txt")

@@ -1,6 +1,7 @@
 """The training loop: it learns, repeats itself exactly, goes on where it was killed, and says where and why it failed."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +161,10 @@ def test_the_rate_rises_evenly_to_its_peak_and_falls_to_a_fiftieth(steps, rise):
     ("changes", "message"),
     [
         ({"steps": 0}, "steps is 0, expected at least 1"),
-        ({"peak": -1e-3}, "peak is -0.001, expected more than 0"),
+        ({"peak": -1e-3}, "peak is -0.001, expected a finite number of more than 0"),
+        ({"peak": math.inf}, "peak is inf, expected a finite number"),
+        ({"seed": -1}, "seed is -1, expected 0 .. "),
+        ({"seed": 2**63}, "seed is 9223372036854775808, expected 0 .. "),
         ({"length": 3}, "length is 3, expected at least 4"),
         ({"batch": 9, "accumulate": 2}, "batch is 9, expected a multiple of accumulate, which is 2"),
         ({"every": 100, "save_every": 150}, "save_every is 150, expected a multiple of every, which is 100"),
