@@ -79,6 +79,8 @@ def read(values: Mapping[str, Any]) -> Asked:
         raise ValueError("prompt of body is a list of prompts; expected one, as each line has one result")
     if not isinstance(template, dict) or (template and url != CHAT):
         raise ValueError("chat_template_kwargs of body is not an object, or not beside messages")
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        raise ValueError("body has max_tokens and max_completion_tokens; expected one of them")
     if "response_format" in given:
         params |= _structure(given.pop("response_format"))
     for field, value in given.items():

@@ -88,6 +88,9 @@ REFUSED = {
     "prompt of body is a list of prompts; expected one": asked("r", {"prompt": ["x", "y"]}, COMPLETIONS),
     "body has echo True, which cannot be served: --include-prompt": asked("r", {"prompt": "x", "echo": True}, COMPLETIONS),
     "url is '/v1/embeddings', expected '/v1/chat/completions' or '/v1/completions'": asked("r", {"input": "x"}, "/v1/embeddings"),
+    "body has max_tokens and max_completion_tokens; expected one of them": asked(
+        "r", {"messages": said(), "max_tokens": 2, "max_completion_tokens": 3}
+    ),
     "method is 'GET', expected 'POST'": asked("r", {"messages": said()}) | {"method": "GET"},
     "found 'params' in a line with custom_id and body": asked("r", {"messages": said()}, params={}),
     "temperature is -1.0, expected a finite number": asked("r", {"messages": said(), "temperature": -1}),

@@ -246,6 +246,7 @@ def test_template_of_one_question():
 
 def test_template_of_a_system_turn_and_thinking():
     assert rendered([SYSTEM, USER]) == "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n"
+    assert rendered([{**SYSTEM, "role": "developer"}, USER]) == rendered([SYSTEM, USER])  # as OpenAI calls it; Gemma 4's own takes it
     thinking = rendered([SYSTEM, USER], add_generation_prompt=True, enable_thinking=True)
     assert thinking == "<bos><|turn>system\n<|think|>\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n"
     assert rendered([USER], enable_thinking=True) == "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nHi<turn|>\n"
