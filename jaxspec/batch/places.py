@@ -38,9 +38,11 @@ class Files:
         """Raises ValueError where two of the files are the same, FileNotFoundError and IsADirectoryError."""
         if os.fspath(out_path) == "-":
             own = None if errors is None else of_shard(Path(errors), shard, shards)
+            _check_writable("errors", own)
             if own is not None and own.resolve() == in_path.resolve():
                 raise ValueError(f"the errors would be written over the input, {own}; expected another file")
             return cls(None, None, own)
+        _check_writable("output", Path(out_path))
         result = of_shard(Path(out_path), shard, shards)
         if result.suffix == parquet.SUFFIX:
             parquet.library()  # raises where it cannot be written
@@ -54,11 +56,20 @@ class Files:
         if len({path.resolve() for path in files.values() if path}) < len(files):
             named = ", ".join(f"the {name} {path}" for name, path in files.items())
             raise ValueError(f"found {named}; expected {'four' if lines == result else 'five'} different files")
-        if not result.parent.is_dir():
-            raise FileNotFoundError(f"the output's folder {result.parent} does not exist")
-        if result.is_dir():
-            raise IsADirectoryError(f"the output {result} is a folder; expected a file to write")
+        _check_writable("errors", made.errors)
+        if result.exists() and not result.is_file():
+            raise ValueError(f"the output {result} is a device or a pipe, where no run resumes; expected a file, or - for standard output")
         return made
+
+
+def _check_writable(name: str, path: Path | None) -> None:
+    """Raises FileNotFoundError or IsADirectoryError for a file that cannot be one."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} of the {name} does not exist")
+    if path.is_dir():
+        raise IsADirectoryError(f"the {name} {path} is a folder; expected a file to write")
 
 
 def of_shard(path: Path, shard: int, shards: int) -> Path:

@@ -109,18 +109,22 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def remove_errors(path: Path) -> None:
-    """Removes the errors file of an earlier run, because each run finds the bad lines again. Its only line may be incomplete.
+    """Removes the errors file of an earlier run, because each run finds the bad lines again. Its only line may be incomplete. A device,
+    such as /dev/null, stays; and so does a link.
 
     Raises ValueError for a file that is not one of errors.
     """
-    if path.exists():
+    if path.is_file():
         with open(path, "rb") as file:
             first = file.readline()
         begin, left = b'{"line": ', first.partition(b"\0")[0]
         torn = not left.endswith(b"\n") and left[: len(begin)] == begin[: len(left)]
         if first and not torn and not (parsed(first) or {}).get("error"):
             raise ValueError(f"{path} exists and is not a file of errors; name another")
-        path.unlink()
+        if path.is_symlink():
+            os.truncate(path, 0)
+        else:
+            path.unlink()
 
 
 def digest_of(name: Any) -> int:

@@ -276,6 +276,16 @@ def test_only_one_process_writes_an_output(requests, tmp_path):
     job.BatchJob(requests, tmp_path / "out.jsonl").__exit__()
 
 
+def test_a_device_or_a_link_for_errors_is_never_removed(requests, tmp_path):
+    """As --errors /dev/null would be, where the user is root."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "log").touch()
+    (tmp_path / "link").symlink_to("log")
+    for name in ("pipe", "link"):
+        job.BatchJob(requests, tmp_path / "out.jsonl", errors=tmp_path / name).__exit__()
+        assert (tmp_path / name).exists() and (tmp_path / "log").is_file()
+
+
 def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
     llm, out = FakeLLM(), tmp_path / "out.jsonl"
     for shard in ("0/2", "3/2", "1", "a/b"):
@@ -286,8 +296,14 @@ def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
     with pytest.raises(IsADirectoryError, match="the output .* is a folder; expected a file to write"):
         job.run_batch(llm, requests, tmp_path)
     assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
-    with pytest.raises(FileNotFoundError, match="the output's folder .*no does not exist"):
+    with pytest.raises(FileNotFoundError, match="the folder .*no of the output does not exist"):
         job.run_batch(llm, requests, tmp_path / "no" / "out.jsonl")
+    for place in (out, "-"):  # before any line is served
+        with pytest.raises(FileNotFoundError, match="the folder .*no of the errors does not exist"):
+            job.run_batch(llm, requests, place, errors=tmp_path / "no" / "errors.jsonl")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="the output .*pipe is a device or a pipe, where no run resumes; expected a file, or -"):
+        job.run_batch(llm, requests, tmp_path / "pipe")
     settings = tmp_path / "out.jsonl.run.json"
     (tmp_path / "link").symlink_to(settings.name)
     for given in (
