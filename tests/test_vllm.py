@@ -459,6 +459,28 @@ def test_calls_refuse_what_they_cannot_serve(llm):
             getattr(llm, name)
     with pytest.raises(ImportError, match="jaxspec.vllm has no GuidedDecodingParams: its name is StructuredOutputsParams"):
         from jaxspec.vllm import GuidedDecodingParams  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match="jaxspec.vllm.sampling_params has no GuidedDecodingParams: its name is StructuredOutputsParams"):
+        from jaxspec.vllm.sampling_params import GuidedDecodingParams  # noqa: F401  # pyright: ignore
+    with pytest.raises(ValueError, match="prompt_token_ids of generate cannot be served: they belong into prompts"):
+        llm.generate(prompt_token_ids=[[5, 6]], sampling_params=SamplingParams())
+    with pytest.raises(TypeError, match="generate has no prompts; expected a text, token ids, or several of these"):
+        llm.generate(sampling_params=SamplingParams())
+    with pytest.raises(ValueError, match="prompt 0 has 200 tokens; expected at most 191, max_model_len 192 less one to generate"):
+        llm.generate([[5] * 200], use_tqdm=False)
+
+
+def test_a_request_that_fails_alone_says_why(llm):
+    [failed, good] = llm.generate(
+        ["x", "y"], [SamplingParams(allowed_token_ids=[1], min_tokens=2), SamplingParams(max_tokens=2)], use_tqdm=False
+    )
+    assert (failed.outputs[0].finish_reason, good.outputs[0].error) == ("error", None)
+    assert "or the request allows none" in failed.outputs[0].error
+
+
+@pytest.mark.parametrize("name", ["enable_sleep_mode", "guided_decoding_backend", "max_lora_rank", "model_impl", "worker_extension_cls"])
+def test_more_of_what_vllm_has_is_known(asked, name):
+    with pytest.warns(UserWarning, match=f"without effect here: {name}$"):
+        asked("pocket", **{name: 1})
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from jaxspec.engine.completion import Logprob
 from jaxspec.structured import StructuredOutputsParams
 from jaxspec.vllm.llm import LLM
 from jaxspec.vllm.results import CompletionOutput, Counter, RequestMetrics, RequestOutput, Vector
-from jaxspec.vllm.sampling_params import SamplingParams, TextPrompt, TokensPrompt
+from jaxspec.vllm.sampling_params import MISSING, SamplingParams, TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
@@ -30,11 +30,10 @@ _MISSING = {
     "AsyncLLMEngine": _SERVER,
     "EngineArgs": "LLM takes the arguments",
     "LLMEngine": _SERVER,
-    "BeamSearchParams": "beam search is not available",
     "ClassificationRequestOutput": _POOLING,
     "EmbeddingRequestOutput": _POOLING,
     "PoolingParams": _POOLING,
-    "GuidedDecodingParams": "its name is StructuredOutputsParams",
+    **MISSING,
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxspec import checkpoint, sharding
@@ -48,17 +49,20 @@ NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")
 # Arguments that only tune vLLM, or ask for what is always so here.
 TUNING = frozenset(
     """
-    allowed_local_media_path allowed_media_domains async_scheduling attention_backend attention_config block_size
-    code_revision compilation_config cudagraph_capture_sizes data_parallel_backend device
+    additional_config allowed_local_media_path allowed_media_domains async_scheduling attention_backend attention_config block_size
+    code_revision compilation_config cudagraph_capture_sizes data_parallel_backend device disable_async_output_proc
     disable_cascade_attn disable_custom_all_reduce disable_log_requests disable_log_stats distributed_executor_backend
-    enable_chunked_prefill enable_dbo enable_expert_parallel enable_log_requests enforce_eager eplb_config gpu_id
-    kv_cache_memory_bytes limit_mm_per_prompt load_format long_prefill_token_threshold max_cudagraph_capture_size max_logprobs
-    max_long_partial_prefills max_num_batched_tokens max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
-    mm_processor_cache_gb mm_processor_kwargs model_loader_extra_config num_gpu_blocks_override observability_config
+    enable_chunked_prefill enable_dbo enable_expert_parallel enable_log_requests enable_sleep_mode enforce_eager eplb_config
+    fully_sharded_loras gpu_id guided_decoding_backend ignore_patterns
+    kv_cache_memory_bytes language_model_only limit_mm_per_prompt load_format long_prefill_token_threshold lora_dtype max_cpu_loras
+    max_cudagraph_capture_size max_logprobs max_long_partial_prefills max_lora_rank max_loras max_num_batched_tokens
+    max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
+    mm_processor_cache_gb mm_processor_kwargs model_impl model_loader_extra_config moe_backend num_gpu_blocks_override
+    num_scheduler_steps observability_config
     optimization_level performance_mode prefix_caching_hash_algo preemption_mode profiler_config ray_workers_use_nsight
     reasoning_parser safetensors_load_strategy scheduler_cls scheduling_policy served_model_name skip_mm_profiling
-    structured_outputs_config swap_space tokenizer_mode trust_remote_code use_tqdm_on_load
-    use_v2_block_manager worker_cls
+    stream_interval structured_outputs_config swap_space tokenizer_mode tokenizer_pool_size trust_remote_code use_tqdm_on_load
+    use_v2_block_manager worker_cls worker_extension_cls
     """.split()
 )
 MERGED = "requests share one set of weights; write them with the adapter in: jaxspec convert MODEL DST --adapter ADAPTER"
@@ -74,11 +78,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline_parallel_size": ((1, None), "weights are spread by tensor_parallel_size alone"),
     "decode_context_parallel_size": ((1, None), "a sequence lies on the devices of one tensor group"),
     "cpu_offload_gb": ((0, None), "all weights lie on the devices; quantization makes them smaller"),
+    "kv_offloading_size": ((0, None), "keys and values lie on the devices; a cache of float8 makes them smaller"),
     "enable_lora": ((False, None), MERGED),
     "enable_prompt_adapter": ((False, None), "adapters are not available"),
     "logits_processors": ((None, [], ()), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
     "hf_overrides": ((None, {}), "the checkpoint's config.json is read as it is"),
     "hf_config_path": ((None,), "the checkpoint's config.json is read as it is"),
+    "config_format": (("auto", "hf", None), "the checkpoint's config.json is read as it is"),
     "quantization_config": ((None,), "the checkpoint's config.json is read as it is"),
     "rope_scaling": ((None,), "the checkpoint's config.json is read as it is"),
     "rope_theta": ((None,), "the checkpoint's config.json is read as it is"),
@@ -222,10 +228,17 @@ def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[di
     return {**chosen, "drafter": drafter}, tuning
 
 
-def in_their_names(error: Exception) -> str:
-    """An error of `load` with vLLM's names of the arguments."""
-    ours = {here: theirs for theirs, here in RENAMED.items()}
-    return re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], str(error))
+@contextlib.contextmanager
+def in_their_names() -> Iterator[None]:
+    """Gives what jaxspec raises about arguments vLLM's names of them."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        ours = {here: theirs for theirs, here in RENAMED.items()}
+        told = re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], str(error))
+        if told == str(error):
+            raise
+        raise type(error)(told) from error
 
 
 def _refuse(name: str, value: Any, allowed: tuple[Any, ...], reason: str) -> None:

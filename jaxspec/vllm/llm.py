@@ -107,7 +107,7 @@ class LLM:
         quantize = arguments.quantize_of(model, quantization, hub)
         unheard = ["enable_prefix_caching"] if enable_prefix_caching is False else []
         arguments.tell_without_effect([*tuning, *ignored, *unheard])
-        try:
+        with arguments.in_their_names():
             self.jaxspec = load(
                 model,
                 dtype=arguments.dtype_of(dtype),
@@ -123,8 +123,6 @@ class LLM:
                 cache_dir=download_dir,
                 **drafting,
             )
-        except (TypeError, ValueError) as error:
-            raise type(error)(arguments.in_their_names(error)) from error
         generation = checkpoint.read_generation_config(checkpoint.resolve(model, hub)) if generation_config == "auto" else {}
         self._defaults = default_params({**generation, **(override_generation_config or {})})
         self._template = _template(chat_template)
@@ -135,7 +133,7 @@ class LLM:
         raise AttributeError(f"jaxspec.vllm.LLM has no {name!r}{reason}")
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: Bar = True, **others: Any
+        self, prompts: Prompt | Sequence[Prompt] | None = None, sampling_params: Params = None, *, use_tqdm: Bar = True, **others: Any
     ) -> list[RequestOutput]:
         """Completes prompts and returns a result for each, in order.
 
@@ -144,9 +142,12 @@ class LLM:
         bar, or what makes one. Raises what `jaxspec.LLM.generate` raises, and ValueError for other arguments that cannot be served.
         """
         _check_call("generate", others)
+        if prompts is None:
+            raise TypeError("generate has no prompts; expected a text, token ids, or several of these")
         listed = prompts_of(prompts)
         params, texts = self._params(sampling_params, len(listed))
-        return self._results(self.jaxspec.generate(listed, params, use_tqdm=use_tqdm), texts)
+        with arguments.in_their_names():
+            return self._results(self.jaxspec.generate(listed, params, use_tqdm=use_tqdm), texts)
 
     def chat(
         self,
@@ -166,16 +167,17 @@ class LLM:
         several = len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations = messages if several else [messages]
         params, texts = self._params(sampling_params, len(conversations))
-        completions = self.jaxspec.chat(
-            list(conversations),
-            params,
-            use_tqdm=use_tqdm,
-            chat_template=_template(chat_template) or self._template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        with arguments.in_their_names():
+            completions = self.jaxspec.chat(
+                list(conversations),
+                params,
+                use_tqdm=use_tqdm,
+                chat_template=_template(chat_template) or self._template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
         return self._results(completions, texts)
 
     def get_tokenizer(self) -> Any:

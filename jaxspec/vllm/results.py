@@ -24,6 +24,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    error: str | None = None
+    """Why the request failed, where finish_reason is "error". vLLM has no such field."""
 
     def finished(self) -> bool:
         """Whether nothing more comes, which is always so here."""
@@ -111,6 +113,7 @@ def _output(sample: Completion, texts: bool) -> CompletionOutput:
         logprobs=sample.logprobs,
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
+        error=sample.error,
     )
 
 

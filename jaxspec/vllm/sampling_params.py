@@ -25,6 +25,12 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
+# Names of vLLM's that are not here, and why.
+MISSING = {
+    "BeamSearchParams": "beam search is not available",
+    "GuidedDecodingParams": "its name is StructuredOutputsParams",
+    "RequestOutputKind": "a call returns whole results; jaxspec.LLM has stream",
+}
 # Fields that are refused, by what they may be all the same, and why.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding": ((None,), "its name is structured_outputs, with StructuredOutputsParams"),
@@ -128,3 +134,9 @@ def default_params(generation: Mapping[str, Any]) -> SamplingParams:
     """What requests without params use: vLLM's defaults, changed by what a generation config says. generation: its content."""
     names = {"max_new_tokens": "max_tokens"} | {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
     return SamplingParams(**{ours: generation[name] for name, ours in names.items() if generation.get(name) is not None})
+
+
+def __getattr__(name: str) -> Any:
+    if name in MISSING:
+        raise ImportError(f"jaxspec.vllm.sampling_params has no {name}: {MISSING[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
