@@ -41,8 +41,6 @@ class DFlash2Config(BlockConfig):
         sizes = {}
         for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
             sizes[name] = whole({**config, **dflash}, name)
-            if sizes[name] < 1:
-                raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
         if fields["hidden_size"] % sizes["conv_group_size"]:
             raise ValueError(f"conv_group_size {sizes['conv_group_size']} does not divide hidden_size {fields['hidden_size']}")
         if sizes["selector_top_k"] > fields["vocab_size"]:
