@@ -28,10 +28,15 @@ REGISTRY: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> None:
-    """Makes a kind known to loading, benchmarks and training. Raises ValueError for a name that another kind has."""
+    """Makes a kind known to loading, benchmarks and training. A kind that is written again, as when a notebook's cell is run twice, takes
+    the place of the one before. Raises ValueError for a name that another kind has."""
+    before = KINDS.get(kind.name, kind)
+    again = (before.made.__module__, before.made.__qualname__) == (kind.made.__module__, kind.made.__qualname__)
     for name, kinds in [(kind.name, KINDS), *((name, REGISTRY) for name in kind.config_names)]:
-        if kinds.get(name, kind) is not kind:
+        if kinds.get(name, kind) is not kind and not (again and kinds[name] is before):
             raise ValueError(f"the kind {kind.name!r} of {kind.made.__name__} has the name {name!r}, which {kinds[name].made.__name__} has")
+    for name in before.config_names:
+        REGISTRY.pop(name, None)
     KINDS[kind.name] = kind
     REGISTRY.update(dict.fromkeys(kind.config_names, kind))
 

@@ -61,10 +61,20 @@ def test_what_is_saved_is_loaded(folder):
 
 def test_a_name_is_taken_once():
     drafters.register(toy.KIND)  # the same kind
-    for changes in ({"name": "toy"}, {"name": "other"}, {"name": "mtp", "config_names": ()}):
+    for changes in ({"name": "other"}, {"name": "mtp", "config_names": ()}, {"made": NGram}):
         with pytest.raises(ValueError, match="has the name '(toy|mtp)', which (Toy|Gemma4MTP) has"):
             drafters.register(dataclasses.replace(toy.KIND, **changes))
     assert "other" not in registry.KINDS
+
+
+def test_a_kind_that_is_written_again_takes_the_place_of_the_one_before():
+    """As when a notebook's cell is run twice, which makes a class of the same name."""
+    made = type("Toy", (toy.Toy,), {"__module__": toy.Toy.__module__, "__qualname__": toy.Toy.__qualname__})
+    again = dataclasses.replace(toy.KIND, made=made, config_names=("toy2",))
+    drafters.register(again)
+    assert registry.KINDS["toy"] is again and registry.REGISTRY["toy2"] is again and "toy" not in registry.REGISTRY
+    drafters.register(toy.KIND)
+    assert registry.REGISTRY["toy"] is toy.KIND and "toy2" not in registry.REGISTRY
 
 
 @struct.dataclass
