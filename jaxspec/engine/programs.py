@@ -319,11 +319,15 @@ class Programs:
                 missing.append(program)
         begun = time.perf_counter()
         with self._explained(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            pending = {pool.submit(self._compiler(program)): program for program in missing}
-            for done in concurrent.futures.as_completed(pending):
-                program = pending[done]
-                self.compiled[program] = done.result()
-                yield str(program)
+            try:
+                pending = {pool.submit(self._compiler(program)): program for program in missing}
+                for done in concurrent.futures.as_completed(pending):
+                    program = pending[done]
+                    self.compiled[program] = done.result()
+                    yield str(program)
+            except BaseException:  # an interrupt waits for the programs that are being compiled, and not for all
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         self.compile_seconds += time.perf_counter() - begun
 
     def ready(self, program: Program) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """The engine: whatever the drafter, the batch, the slots and the way of asking, the tokens are those of plain decoding."""
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -322,6 +323,21 @@ def test_what_load_was_told_reaches_every_program(load, parrot, monkeypatch):
     told = decode.Round(2, rule, PLAIN, "xla", "xla")
     free = {"round": told, "automata": None}  # of texts that follow no automaton
     assert seen == {"prefill": {"chunk": 64, **free}, "decode_loop": free}
+
+
+def test_an_interrupted_warmup_waits_for_the_programs_at_work_alone(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    begun = []
+
+    def compiler(program):
+        return lambda: begun.append(program) or time.sleep(0.05)
+
+    programs = types.SimpleNamespace(compiled={}, compile_seconds=0.0, _explained=contextlib.nullcontext, _compiler=compiler)
+    making = Programs.compile(programs, range(20))
+    next(making)
+    with pytest.raises(KeyboardInterrupt):
+        making.throw(KeyboardInterrupt)
+    assert len(begun) < 5
 
 
 def test_seeds_beyond_32_bits_are_different_seeds(speculative):
