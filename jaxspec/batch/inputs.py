@@ -65,7 +65,7 @@ class ParquetFile(Input):
 
     def __init__(self, path: Path):
         self.path, self.name = path, str(path)
-        parquet.library()  # raises where it cannot be read
+        parquet.check(path)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return parquet.rows(self.path)
@@ -93,7 +93,8 @@ class StandardInput(Input):
 
 
 def input_of(path: Path) -> Input:
-    """The requests in a file, by its extension; "-" is standard input. Raises FileNotFoundError, and ImportError without pyarrow."""
+    """The requests in a file, by its extension; "-" is standard input. Raises FileNotFoundError, ImportError without pyarrow,
+    and ValueError for a parquet file that cannot be served."""
     if str(path) == "-":
         return StandardInput()
     if not path.is_file():

@@ -48,6 +48,8 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str]) -> 
     still being written, and if the output exists.
     """
     source, whole = input_of(Path(in_path)), Files.of(Path(in_path), out_path, None, 1, 1)
+    if whole.result is None:
+        raise ValueError("the output is standard output, '-', which no shards have written; expected the file that the shards were given")
     assert whole.result is not None and whole.lines is not None and whole.errors is not None
     shards = _count(whole.result)
     parts = [Files.of(Path(in_path), out_path, None, i, shards) for i in range(1, shards + 1)]

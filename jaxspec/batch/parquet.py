@@ -26,6 +26,28 @@ def library() -> Any:
     return pyarrow
 
 
+def check(path: Path) -> None:
+    """Raises ValueError for a file that is none of parquet, and for a column that no result can hold, by its name."""
+    pa = library()
+    try:
+        schema = pa.parquet.read_schema(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no parquet file: {error}") from error
+    for field in schema:
+        if not _is_json(pa.types, field.type):
+            found = f"column {field.name!r} of {path} is of type {field.type}"
+            raise ValueError(f"{found}, which results cannot hold; leave it out, or make it text")
+
+
+def _is_json(types: Any, kind: Any) -> bool:
+    """Whether JSON has a form of a type's values."""
+    if types.is_dictionary(kind):
+        return _is_json(types, kind.value_type)
+    binary = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    unknown = any(is_kind(kind) for is_kind in (*binary, types.is_duration, types.is_interval))
+    return not unknown and all(_is_json(types, kind.field(i).type) for i in range(kind.num_fields))
+
+
 def count(path: Path) -> int:
     """How many rows a file has."""
     return library().parquet.read_metadata(path).num_rows

@@ -210,6 +210,22 @@ def test_columns_of_several_types_become_texts(tmp_path):
     assert rows["7"]["prompt"] == "[1, 7]" and rows["s3"]["prompt"] == "x"
 
 
+def test_parquet_files_that_cannot_be_served_are_refused_before_anything_is_computed(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
+    import pyarrow.parquet as pq
+
+    path, fine = tmp_path / "in.parquet", {"prompt": ["x"], "tags": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))}
+    path.write_text("no parquet")
+    with pytest.raises(ValueError, match="in.parquet is no parquet file: "):
+        job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
+    for kind, value in ((pa.binary(), b"x"), (pa.list_(pa.binary()), [b"x"]), (pa.duration("s"), 1)):
+        pq.write_table(pa.table({**fine, "image": pa.array([value], kind)}), path)
+        with pytest.raises(ValueError, match="column 'image' of .*in.parquet is of type .*, which results cannot hold"):
+            job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
+    pq.write_table(pa.table(fine), path)
+    assert job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").written == 1
+
+
 def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
@@ -336,3 +352,8 @@ def test_shards_that_do_not_belong_together(shards, tmp_path):
     job.run_batch(FakeLLM(), shards, tmp_path / "out.jsonl", shard="2/2")
     with pytest.raises(ValueError, match="has results of 2 and of 3 shards; expected those of one number"):
         merging.merge(shards, tmp_path / "out.jsonl")
+
+
+def test_standard_output_has_no_shards(tmp_path):
+    with pytest.raises(ValueError, match="the output is standard output, '-', which no shards have written"):
+        merging.merge(write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}]), "-")
