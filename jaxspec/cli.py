@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UserError as error:
         print(f"jaxspec: {error}", file=sys.stderr)
         return 2
-    except MemoryError as error:  # of a device; the engine says what to lower
+    except MemoryError as error:  # of a device; it says what to lower
         print(f"jaxspec: {error or 'out of memory'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -421,11 +421,6 @@ def _train(args: argparse.Namespace) -> None:
             folder, gain = train_command.run(args, sys.stderr.isatty())
         except FloatingPointError as error:
             raise _UserError(error) from error
-        except RuntimeError as error:  # JAX's are
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            reason = str(error).partition("\n")[0]
-            raise _UserError(f"the device ran out of memory; lower --batch or --length, or take --accumulate: {reason}") from error
     print(folder)
     print(gain, file=sys.stderr)  # stdout is for scripts
 

@@ -227,10 +227,10 @@ def test_a_device_without_memory_is_one_line(monkeypatch, capsys):
     assert cli.main(["generate", "--prompt", "x"]) == 2
     assert capsys.readouterr().err == "jaxspec: lower max_slots\n"
 
-    def full(args, progress):
+    def full(*args, **settings):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nmore")
 
-    monkeypatch.setattr(cli.train_command, "run", full)
+    monkeypatch.setattr("jaxspec.train.distil", full)
     assert cli.main(["train", "--target", "pocket", "--drafter-kind", "mtp", "--data", "x", "--out", "y"]) == 2
     told = "jaxspec: the device ran out of memory; lower --batch or --length, or take --accumulate: RESOURCE_EXHAUSTED: Out of memory"
     assert capsys.readouterr().err == f"{told} allocating 7 bytes.\n"

@@ -38,8 +38,7 @@ class DFlash2Config(BlockConfig):
         taps = named_taps(dflash, config)
         if taps is None:
             raise ValueError("config.json names no layers of the target; expected aux_hidden_state_layer_ids or target_layer_ids")
-        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        sizes: dict[str, Any] = {name: whole({**config, **dflash}, name) for name in names}
+        sizes: dict[str, Any] = {name: whole({**config, **dflash}, name) for name in _SIZES}
         if fields["hidden_size"] % sizes["conv_group_size"]:
             raise ValueError(f"conv_group_size {sizes['conv_group_size']} does not divide hidden_size {fields['hidden_size']}")
         if sizes["selector_top_k"] > fields["vocab_size"]:

@@ -52,7 +52,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, progress: bool) -> tuple[str, str]:
-    """Trains, and returns the folder and what the training brought, in words. Raises what `distil` raises."""
+    """Trains, and returns the folder and what the training brought, in words. Raises what `distil` raises, and MemoryError where the device
+    has too little."""
     import jax
     import numpy as np
 
@@ -65,6 +66,12 @@ def run(args: argparse.Namespace, progress: bool) -> tuple[str, str]:
     if not 1 <= count <= jax.device_count():
         raise ValueError(f"devices is {count}; found {jax.device_count()}")
     mesh = None if count == 1 else jax.sharding.Mesh(np.asarray(jax.devices()[:count]), ("data",))
-    folder = distil(given.pop("target"), given.pop("drafter_kind"), objective=objective, mesh=mesh, progress=progress, **given)
+    try:
+        folder = distil(given.pop("target"), given.pop("drafter_kind"), objective=objective, mesh=mesh, progress=progress, **given)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise MemoryError(f"the device ran out of memory; lower --batch or --length, or take --accumulate: {reason}") from error
     lengths = [row["measured_acceptance_length"] for row in read_metrics(folder)]
     return str(folder), f"tokens a step {lengths[0]:.2f} -> {lengths[-1]:.2f}, on held-out texts"
