@@ -6,6 +6,7 @@ import datetime
 import decimal
 import itertools
 import json
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def count(path: Path) -> int:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file as JSON would have them: without missing values, times as text."""
+    """The rows of a file as JSON would have them: without missing values, times and UUIDs as text."""
     with library().parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(ROWS):
             yield from (_plain(row) for row in batch.to_pylist())
@@ -67,6 +68,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
+    if isinstance(value, uuid.UUID):
+        return str(value)
     return float(value) if isinstance(value, decimal.Decimal) else value
 
 

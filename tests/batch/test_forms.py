@@ -3,13 +3,14 @@
 import io
 import json
 import sys
+import uuid
 
 import pytest
 from fake_llm import FakeLLM, read_lines, sorted_lines, write_lines
 
 import jaxspec
 from jaxspec import cli
-from jaxspec.batch import job, merging, openai, places
+from jaxspec.batch import job, merging, openai, parquet, places
 from jaxspec.batch.lines import derived_seed
 from jaxspec.engine.params import SamplingParams
 
@@ -224,6 +225,14 @@ def test_parquet_files_that_cannot_be_served_are_refused_before_anything_is_comp
             job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl")
     pq.write_table(pa.table(fine), path)
     assert job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").written == 1
+
+
+def test_ids_that_are_uuids_are_texts(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow", reason="parquet files need pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, number = tmp_path / "in.parquet", uuid.UUID(int=7)
+    pq.write_table(pa.table({"id": pa.array([number.bytes], pa.uuid()), "prompt": ["x"]}), path)
+    parquet.check(path)
+    assert list(parquet.rows(path)) == [{"id": str(number), "prompt": "x"}]
 
 
 def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch, capsys):
