@@ -20,6 +20,7 @@ from pallas_kernels import (
     byte_walk,
     centroid_head,
     device,
+    filtered_choice,
     linear,
     lm_head,
     moe,
@@ -32,6 +33,7 @@ from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
+from pallas_kernels.filtered_choice import shapes as filtered_choice_shapes
 from pallas_kernels.linear import mosaic as mosaic_products
 from pallas_kernels.linear import packed_mosaic
 from pallas_kernels.linear import shapes as linear_shapes
@@ -172,6 +174,9 @@ def named_cases() -> Iterator[Case]:
         function = functools.partial(top_candidates.top_candidates, k=shape.k)
         logits = array(shape.rows, shape.vocab, dtype=jnp.float32)
         yield Case("top_candidates", name, function, (logits,), further=shape.rows > 1)
+    for name, shape in filtered_choice_shapes.SHAPES.items():
+        function = functools.partial(filtered_choice.filtered_choice, count=shape.count)
+        yield Case("filtered_choice", name, function, shape.arguments(array), further=shape.rows > 1)
     for name, shape in byte_walk_shapes.SHAPES.items():
         pool = array(shape.states, 257, dtype=jnp.uint16), array(shape.vocab, shape.longest, dtype=jnp.uint8)
         ids = array(shape.vocab, dtype=jnp.int32), *[array(shape.rows, dtype=jnp.int32)] * 2

@@ -16,9 +16,10 @@ from flax import struct
 
 from jaxspec.collectives import Shard, full_logits, shard_of
 from jaxspec.sampling.automata import Constraint
-from jaxspec.sampling.filters import Filters, filtered
+from jaxspec.sampling.filters import CANDIDATES, Filters, filtered
 from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
+from pallas_kernels.filtered_choice import filtered_choice
 from pallas_kernels.noise import gumbel, row_keys
 from pallas_kernels.packed import Packed
 from pallas_kernels.top_candidates import top_candidates
@@ -100,6 +101,9 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     logits: [B, T, C] float32, over the whole vocabulary, the device's `sampling.shard` of it, or candidates. positions: [B, T] int32.
     ids: [B, T, C] int32, the candidates' token ids; None if candidate i is token i.
     """
+    filters = sampling.filters
+    if filters is not None and filters.scope == "top" and shard_of(logits, ids, sampling.shard) is None:
+        return _choose_filtered(edited(logits, sampling, ids), positions, sampling, filters, ids)
     logits, ids = allowed(logits, sampling, ids)
     shard = shard_of(logits, ids, sampling.shard)
     first = jnp.int32(0) if shard is None else shard.first
@@ -108,6 +112,15 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     if shard is not None:
         return shard.best(jnp.max(values, axis=-1), first + best)[0]
     return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
+
+
+def _choose_filtered(logits: jax.Array, positions: jax.Array, sampling: Sampling, filters: Filters, ids: jax.Array | None) -> jax.Array:
+    """`choose` among a row's best candidates, in which all filters lie. logits: edited; other arguments as there."""
+    rows, size = positions.shape, logits.shape[-1]
+    keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*rows, 2)), positions).reshape(-1, 2)
+    settings = (sampling.temperature, filters.top_k, filters.top_p, filters.min_p)
+    ids = None if ids is None else ids.reshape(-1, size)
+    return filtered_choice(logits.reshape(-1, size), keys, *settings, count=min(CANDIDATES, size), ids=ids).reshape(rows)
 
 
 def best(logits: jax.Array, positions: jax.Array, sampling: Sampling, count: int, ids: jax.Array | None = None) -> jax.Array:
@@ -183,14 +196,20 @@ def choose_by_head(
     return chosen.reshape(positions.shape), maxima.reshape(positions.shape)
 
 
+def edited(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> jax.Array:
+    """The logits with the requests' edits, of the whole vocabulary if there are some. logits, ids: as for `choose`."""
+    if sampling.tables is None:
+        return logits
+    logits = logits if ids is not None else full_logits(logits, sampling.shard)
+    return sampling.tables.applied(logits, ids)
+
+
 def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """The logits that `choose` chooses by, with -inf for what may not be chosen, and the candidates' token ids or None.
 
     logits, ids: as for `choose`. What is returned may have fewer candidates.
     """
-    if sampling.tables is not None:
-        logits = logits if ids is not None else full_logits(logits, sampling.shard)
-        logits = sampling.tables.applied(logits, ids)
+    logits = edited(logits, sampling, ids)
     if sampling.filters is not None:
         logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters, shard_of(logits, ids, sampling.shard))
     return logits, ids

@@ -11,11 +11,25 @@ import pytest
 from packed_matrices import packed
 from real_loops import KERNELS, kernels_of_any_dialect
 
-from pallas_kernels import add_norm, byte_walk, centroid_head, dialect, linear, lm_head, moe, noise, paged_attention, qkv, top_candidates
+from pallas_kernels import (
+    add_norm,
+    byte_walk,
+    centroid_head,
+    dialect,
+    filtered_choice,
+    linear,
+    lm_head,
+    moe,
+    noise,
+    paged_attention,
+    qkv,
+    top_candidates,
+)
 from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
+from pallas_kernels.filtered_choice import shapes as filtered_choice_shapes
 from pallas_kernels.linear import mosaic
 from pallas_kernels.linear import shapes as linear_shapes
 from pallas_kernels.lm_head import guided
@@ -500,6 +514,26 @@ def test_top_candidates():
         wanted = best[: shape.rows, : shape.k]
         np.testing.assert_array_equal(ids, wanted, err_msg=str(shape))
         np.testing.assert_array_equal(values, np.take_along_axis(logits[: shape.rows], wanted, axis=1), err_msg=str(shape))
+
+
+def test_filtered_choice():
+    logits, _ = many_logits()
+    rng = np.random.default_rng(1)
+    shapes = list(filtered_choice_shapes.SHAPES.values())
+    arguments, found = [], []
+    for s in shapes:
+        settings = {
+            "temperature": rng.choice([0, 0.5, 1], s.sequences).astype(np.float32),
+            "top_k": rng.integers(1, 129, s.sequences).astype(np.int32),
+            "top_p": rng.choice([1, 0.95, 0.5], s.sequences).astype(np.float32),
+            "min_p": rng.choice([0, 0.01], s.sequences).astype(np.float32),
+        }
+        arguments.append((jnp.asarray(logits[: s.rows, : s.vocab]), rng.integers(0, 2**32, (s.rows, 2), np.uint32), *settings.values()))
+    for implementation in (KERNEL, {"implementation": "xla"}):
+        functions = [functools.partial(filtered_choice.filtered_choice, count=s.count, **implementation) for s in shapes]
+        found.append(results(*zip(functions, arguments, strict=True)))
+    for shape, kernel, plain in zip(shapes, *found, strict=True):
+        np.testing.assert_array_equal(kernel, plain, err_msg=str(shape))
 
 
 def test_byte_walk():
