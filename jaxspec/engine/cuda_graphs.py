@@ -17,6 +17,9 @@ WHOLE_LOOP = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
+# With this one too, kernels of a graph wait only for those whose results they read or whose memory they overwrite; by default each waits
+# for the one before. Not for several devices: there each device must come to its sums with the others in the same order.
+CONCURRENT = WHOLE_LOOP | {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 # With these the host launches each kernel, so that a profiler sees all of them. Of a loop that is a graph it does not see every round.
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 HOPPER = 9.0  # compute capability; on older GPUs WHOLE_LOOP was not measured
@@ -28,9 +31,10 @@ SMALLEST = 256  # bytes that any array takes
 
 def compiled(lowered: Any, devices: Collection[Any]) -> Any:
     """Compiles a lowered program with a loop. devices: those that it runs on; if all are Hopper GPUs or newer and of this process, the
-    program gets WHOLE_LOOP, provided that XLA knows these options. Raises what the compiler raises."""
+    program gets WHOLE_LOOP, or CONCURRENT if there is one, provided that XLA knows these options. Raises what the compiler raises."""
     ready = all(device.process_index == jax.process_index() and (capability(device) or 0.0) >= HOPPER for device in devices)
-    return _compiled(lowered, WHOLE_LOOP if ready else None)
+    options = CONCURRENT if len(devices) == 1 else WHOLE_LOOP
+    return _compiled(lowered, options if ready else None)
 
 
 def used_on(devices: Iterable[Any]) -> bool:

@@ -21,7 +21,7 @@ from jaxspec.model.head_guides import guide_for
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.all_reduce import Unsummed, serves
-from pallas_kernels.linear import by_kernel, gated, linear, most_rows, partials, product
+from pallas_kernels.linear import by_kernel, gated, linear, most_rows, partials, product, xla_parts
 from pallas_kernels.lm_head.guided import MOST_ROWS as MOST_GUIDED
 from pallas_kernels.lm_head.guided import Guide
 from pallas_kernels.lm_head.guided import unsupported as guide_obstacle
@@ -77,9 +77,11 @@ class Linear:
         chosen = for_rows(implementation, rows, self.weight)
         spread = self.sum_over is not None
         in_kernel = spread and implementation != "xla" and serves(len(rows), math.prod(out), x.dtype, self.mail)
-        if self.gather_over is not None or (chosen == "xla" and not in_kernel):
+        matrix = self.weight if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
+        whole = chosen == "xla" and not in_kernel and (spread or implementation == "xla" or xla_parts(len(rows), matrix) == 1)
+        if self.gather_over is not None or whole:
             return self(x) if over == 1 else self.of_heads(x)
-        weight = self.weight.flat() if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
+        weight = matrix.flat() if isinstance(matrix, Packed) else matrix
         if spread and not in_kernel:
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
         parts = partials(rows, weight, launch_dependents=read_by_kernel and not spread, implementation=chosen)

@@ -46,7 +46,16 @@ class Needs:
     @property
     def choice_alone(self) -> bool:
         """Whether the chosen tokens are all that is needed of the logits."""
-        return self.scope == "plain" and not (self.edits or self.structured) and self.logprobs is None
+        return self.scope == "plain" and self._as_they_are
+
+    @property
+    def likeliest_alone(self) -> bool:
+        """Whether tokens are chosen among a row's likeliest, of which alone the logits are needed."""
+        return self.scope == "top" and self._as_they_are
+
+    @property
+    def _as_they_are(self) -> bool:
+        return not (self.edits or self.structured) and self.logprobs is None
 
 
 PLAIN = Needs()
@@ -202,6 +211,26 @@ def edited(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> jax.
         return logits
     logits = logits if ids is not None else full_logits(logits, sampling.shard)
     return sampling.tables.applied(logits, ids)
+
+
+def likely_logits(
+    hidden: jax.Array,
+    table: jax.Array | Packed,
+    guide: lm_head.Guide,
+    sampling: Sampling,
+    *,
+    suppressed: tuple[int, ...] = (),
+    implementation: str = "auto",
+) -> jax.Array:
+    """Logits without a softcap, in which filters of scope "top" find what they keep: [B, T, V] float32. See
+    `pallas_kernels.lm_head.likely_logits`.
+
+    hidden: [B, T, H]. table: [V, H], or the device's `sampling.shard` of it. suppressed: ids that are never chosen."""
+    assert sampling.filters is not None and not isinstance(table, Packed)  # a packed table has no guide
+    most = jnp.clip(sampling.filters.top_k, 1, CANDIDATES) + len(suppressed)
+    most = jnp.broadcast_to(most[:, None], hidden.shape[:-1]).reshape(-1)
+    logits = lm_head.likely_logits(hidden.reshape(-1, hidden.shape[-1]), table, guide, most, implementation=implementation)
+    return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU, Activation
+from pallas_kernels.dialect import pl
 from pallas_kernels.linear import mosaic, packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
@@ -26,6 +27,7 @@ from pallas_kernels.packed import Packed
 # How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
 # reads them again, which takes as long as two or three passes.
 MOST_PASSES = 3
+XLA_ROWS, XLA_MOST_PARTS, XLA_TILES = (129, 192), 4, 96
 
 
 def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: bool = False) -> int:
@@ -58,12 +60,13 @@ def partials(
 ) -> jax.Array:
     """Parts of x w^T, to be summed over the first axis. x: [N, H], w: [O, H] -> [S, N, O] float32.
 
-    splits: the most that S may be; None for as many as fill the GPU. XLA's S is 1. launch_dependents: whether only kernels read the
-    results: see `dialect.launching`. implementation and errors: as for `linear`.
+    splits: the most that S may be; None for as many as fill the GPU, of XLA's product for `xla_parts`. launch_dependents: whether only
+    kernels read the results: see `dialect.launching`. implementation and errors: as for `linear`.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
-        return reference.partials(x, w)
+        count = xla_parts(x.shape[0], w)
+        return reference.partials(x, w, count if splits is None else min(splits, count))
     return _by_rows(_kernel("partials", chosen, w, launch_dependents and not _divided(x, w)), 1, w, splits)(x)
 
 
@@ -104,6 +107,16 @@ def gated_by(
         return reference.gated_by(x, w, u, index)
     kernel = _kernel("gated_by", chosen, w, launch_dependents)
     return _by_rows(lambda x, w, u: kernel(x, w, u, index), 0, w)(x, u)
+
+
+def xla_parts(rows: int, w: jax.Array | Packed) -> int:
+    """Into how many parts the sums of XLA's product of so many rows with w [O, H] are best cut, if a kernel adds them up: XLA has a kernel
+    of its own for that, or leaves multiprocessors idle."""
+    if isinstance(w, Packed) or dialect.mosaic_obstacle() or not XLA_ROWS[0] <= rows <= XLA_ROWS[1]:
+        return 1
+    outputs, width = w.shape
+    parts = min(XLA_MOST_PARTS, XLA_TILES // pl.cdiv(outputs, 128))
+    return next((count for count in range(parts, 1, -1) if width % (64 * count) == 0), 1)
 
 
 def by_kernel(x: Any, w: Any, *others: Any, splits: int | None = None, implementation: str = "auto") -> bool:

@@ -33,7 +33,7 @@ WORKERS = 2  # warpgroups that multiply
 LEAST_ROWS, LEAST_ROWS_OF_PARTS, MOST_FASTEST, LEAST_WEIGHTS = 17, 9, {1: 96, 2: 160}, {1: 30 << 20, 2: 18 << 20}
 # Few rows, none of them padded by XLA, so many weights and a JAX that launches kernels early in CUDA graphs: what counts is how soon the
 # first weights are there.
-FEW_ROWS, FEW_ROWS_WEIGHTS, FEW_ROWS_SINCE = 32, 3 << 20, (0, 12)
+FEW_ROWS, FEW_ROWS_WEIGHTS, FEW_ROWS_SINCE = 32, 1 << 18, (0, 12)
 # Parts of products with matrices of fewer weights, which leave out the pass that adds them up.
 PARTS_ROWS, PARTS_WEIGHTS = (97, 128), (1 << 20, 30 << 20)
 SHARED_MEMORY = 230_000  # of a program, without its barriers

@@ -48,9 +48,12 @@ def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = 
     return jnp.moveaxis(parts, 0, 1).reshape(len(rows), -1)[:, : math.prod(out)].reshape(*leading, *out)
 
 
-def partials(x: jax.Array, w: jax.Array | Packed) -> jax.Array:
-    """See `pallas_kernels.linear.partials`."""
-    return linear(x, w, jnp.float32)[None]
+def partials(x: jax.Array, w: jax.Array | Packed, splits: int = 1) -> jax.Array:
+    """See `pallas_kernels.linear.partials`. splits: the number of parts; it divides the width. A packed matrix has one."""
+    if splits == 1 or isinstance(w, Packed):
+        return linear(x, w, jnp.float32)[None]
+    left, right = (a.reshape(a.shape[0], splits, -1) for a in (x, w))
+    return jax.lax.dot_general(left, right, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
 
 
 def summed(parts: jax.Array, dtype: Any) -> jax.Array:

@@ -28,8 +28,8 @@ class Lowered:
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        ([gpu()], cuda_graphs.WHOLE_LOOP),
-        ([gpu("10.0")], cuda_graphs.WHOLE_LOOP),
+        ([gpu()], cuda_graphs.CONCURRENT),
+        ([gpu("10.0")], cuda_graphs.CONCURRENT),
         ([gpu(), gpu()], cuda_graphs.WHOLE_LOOP),
         ([gpu("8.9")], None),
         ([gpu(), gpu("8.9")], None),
@@ -50,14 +50,15 @@ def test_a_program_for_a_profiler_has_no_graphs():
 
 def test_a_compiler_that_does_not_know_the_options_does_without():
     lowered = Lowered("No such compile option: 'xla_gpu_graph_min_graph_size'")
-    assert cuda_graphs.compiled(lowered, [gpu()]) == "program" and lowered.asked == [cuda_graphs.WHOLE_LOOP, None]
+    assert cuda_graphs.compiled(lowered, [gpu()]) == "program" and lowered.asked == [cuda_graphs.CONCURRENT, None]
     with pytest.raises(RuntimeError, match="out of memory"):
         cuda_graphs.compiled(Lowered("out of memory"), [gpu()])
 
 
 def test_options_are_known_to_this_jax():
     program = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 5, lambda x: x + 1, x)).lower(0)
-    assert [program.compile(compiler_options=options)(0) for options in (cuda_graphs.WHOLE_LOOP, cuda_graphs.NO_GRAPHS)] == [5, 5]
+    for options in (cuda_graphs.WHOLE_LOOP, cuda_graphs.CONCURRENT, cuda_graphs.NO_GRAPHS):
+        assert program.compile(compiler_options=options)(0) == 5
 
 
 def test_gaps_are_left_between_small_arrays_that_stay(monkeypatch):

@@ -118,7 +118,7 @@ FEW_ROWS = "mosaic" if jax.__version_info__ >= mosaic.FEW_ROWS_SINCE else "trito
         ({"gpu": A100, "rows": 160}, "xla"),
         ({"dtype": "float32"}, "triton"),
         ({"dtype": "float32", "rows": 160}, "xla"),
-        ({"name": "E2B per-layer projection", "rows": 4}, "triton"),
+        ({"name": "E2B per-layer projection", "rows": 4}, FEW_ROWS),
         ({"name": "E2B per-layer projection", "rows": 160}, "triton"),
         ({"name": "E2B per-layer projection", "rows": 161}, "xla"),
         ({"implementation": "triton"}, "triton"),
