@@ -17,8 +17,6 @@ from jaxspec.model.head_guides import guided
 from jaxspec.targets import abstract_target, asked_quantisation
 from pallas_kernels import device
 from pallas_kernels.add_norm import add_norm
-from pallas_kernels.filtered_choice import filtered_choice
-from pallas_kernels.filtered_choice import shapes as filtered_shapes
 from pallas_kernels.linear import linear
 from pallas_kernels.lm_head import lm_head
 from pallas_kernels.packed import abstract
@@ -147,16 +145,7 @@ def test_weights_that_the_program_computes_are_found(hopper):
     assert found == {"wait": 2, "linear": 1}
 
 
-@pytest.mark.parametrize("name", ["a draft", "40 rows", "centroids x 8"])
-def test_a_filtered_choice_alone_reads_its_candidates(hopper, name):
-    shape, found = filtered_shapes.SHAPES[name], {}
-    arguments = shape.arguments(lambda *size, dtype: jax.ShapeDtypeStruct(size, dtype))
-    jaxpr = jax.make_jaxpr(functools.partial(filtered_choice, count=shape.count))(*arguments).jaxpr
-    follow(jaxpr, [None] * len(arguments), found)
-    assert found == {"launch_dependents": 2}
-
-
-def test_only_kernels_read_what_top_candidates_are_made_of(hopper):
+def test_kernels_alone_read_what_top_candidates_are_made_of(hopper):
     found = {}
     jaxpr = jax.make_jaxpr(functools.partial(top_candidates, k=64))(jax.ShapeDtypeStruct((5, 262_144), jnp.float32)).jaxpr
     follow(jaxpr, [None], found)

@@ -20,7 +20,6 @@ from pallas_kernels import (
     byte_walk,
     centroid_head,
     device,
-    filtered_choice,
     linear,
     lm_head,
     moe,
@@ -33,7 +32,6 @@ from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
-from pallas_kernels.filtered_choice import shapes as filtered_choice_shapes
 from pallas_kernels.linear import mosaic as mosaic_products
 from pallas_kernels.linear import packed_mosaic
 from pallas_kernels.linear import shapes as linear_shapes
@@ -154,10 +152,6 @@ def named_cases() -> Iterator[Case]:
             function_of_guide = functools.partial(_guided, function)
             guide = lm_head.abstract_guide(args[1])
             yield Case("lm_head", f"{name}, guided", function_of_guide, (*args, guide), further=between)
-        if shape.rows <= guided_head.MOST_LIKELY_ROWS:
-            most = array(shape.rows, dtype=jnp.int32)
-            likely = functools.partial(lm_head.likely_logits)
-            yield Case("lm_head", f"{name}, likely logits", likely, (*args[:2], guide, most), further=between)
         table = packed.abstract((shape.vocab, shape.hidden), "int8", group=None, scale_dtype=dtype)
         yield Case("lm_head", f"int8 {name}", function, (args[0], table, *sampling), further=between)
         if not packed_mosaic.unsupported(args[0], table):
@@ -178,9 +172,6 @@ def named_cases() -> Iterator[Case]:
         function = functools.partial(top_candidates.top_candidates, k=shape.k)
         logits = array(shape.rows, shape.vocab, dtype=jnp.float32)
         yield Case("top_candidates", name, function, (logits,), further=shape.rows > 1)
-    for name, shape in filtered_choice_shapes.SHAPES.items():
-        function = functools.partial(filtered_choice.filtered_choice, count=shape.count)
-        yield Case("filtered_choice", name, function, shape.arguments(array), further=shape.rows > 1)
     for name, shape in byte_walk_shapes.SHAPES.items():
         pool = array(shape.states, 257, dtype=jnp.uint16), array(shape.vocab, shape.longest, dtype=jnp.uint8)
         ids = array(shape.vocab, dtype=jnp.int32), *[array(shape.rows, dtype=jnp.int32)] * 2

@@ -16,10 +16,9 @@ from flax import struct
 
 from jaxspec.collectives import Shard, full_logits, shard_of
 from jaxspec.sampling.automata import Constraint
-from jaxspec.sampling.filters import CANDIDATES, Filters, filtered
+from jaxspec.sampling.filters import Filters, filtered
 from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
-from pallas_kernels.filtered_choice import filtered_choice
 from pallas_kernels.noise import gumbel, row_keys
 from pallas_kernels.packed import Packed
 from pallas_kernels.top_candidates import top_candidates
@@ -46,16 +45,7 @@ class Needs:
     @property
     def choice_alone(self) -> bool:
         """Whether the chosen tokens are all that is needed of the logits."""
-        return self.scope == "plain" and self._as_they_are
-
-    @property
-    def likeliest_alone(self) -> bool:
-        """Whether tokens are chosen among a row's likeliest, of which alone the logits are needed."""
-        return self.scope == "top" and self._as_they_are
-
-    @property
-    def _as_they_are(self) -> bool:
-        return not (self.edits or self.structured) and self.logprobs is None
+        return self.scope == "plain" and not (self.edits or self.structured) and self.logprobs is None
 
 
 PLAIN = Needs()
@@ -110,9 +100,6 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     logits: [B, T, C] float32, over the whole vocabulary, the device's `sampling.shard` of it, or candidates. positions: [B, T] int32.
     ids: [B, T, C] int32, the candidates' token ids; None if candidate i is token i.
     """
-    filters = sampling.filters
-    if filters is not None and filters.scope == "top" and shard_of(logits, ids, sampling.shard) is None:
-        return _choose_filtered(edited(logits, sampling, ids), positions, sampling, filters, ids)
     logits, ids = allowed(logits, sampling, ids)
     shard = shard_of(logits, ids, sampling.shard)
     first = jnp.int32(0) if shard is None else shard.first
@@ -121,15 +108,6 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     if shard is not None:
         return shard.best(jnp.max(values, axis=-1), first + best)[0]
     return best if ids is None else jnp.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
-
-
-def _choose_filtered(logits: jax.Array, positions: jax.Array, sampling: Sampling, filters: Filters, ids: jax.Array | None) -> jax.Array:
-    """`choose` among a row's best candidates, in which all filters lie. logits: edited; other arguments as there."""
-    rows, size = positions.shape, logits.shape[-1]
-    keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*rows, 2)), positions).reshape(-1, 2)
-    settings = (sampling.temperature, filters.top_k, filters.top_p, filters.min_p)
-    ids = None if ids is None else ids.reshape(-1, size)
-    return filtered_choice(logits.reshape(-1, size), keys, *settings, count=min(CANDIDATES, size), ids=ids).reshape(rows)
 
 
 def best(logits: jax.Array, positions: jax.Array, sampling: Sampling, count: int, ids: jax.Array | None = None) -> jax.Array:
@@ -205,40 +183,14 @@ def choose_by_head(
     return chosen.reshape(positions.shape), maxima.reshape(positions.shape)
 
 
-def edited(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> jax.Array:
-    """The logits with the requests' edits, of the whole vocabulary if there are some. logits, ids: as for `choose`."""
-    if sampling.tables is None:
-        return logits
-    logits = logits if ids is not None else full_logits(logits, sampling.shard)
-    return sampling.tables.applied(logits, ids)
-
-
-def likely_logits(
-    hidden: jax.Array,
-    table: jax.Array | Packed,
-    guide: lm_head.Guide,
-    sampling: Sampling,
-    *,
-    suppressed: tuple[int, ...] = (),
-    implementation: str = "auto",
-) -> jax.Array:
-    """Logits without a softcap, in which filters of scope "top" find what they keep: [B, T, V] float32. See
-    `pallas_kernels.lm_head.likely_logits`.
-
-    hidden: [B, T, H]. table: [V, H], or the device's `sampling.shard` of it. suppressed: ids that are never chosen."""
-    assert sampling.filters is not None and not isinstance(table, Packed)  # a packed table has no guide
-    most = jnp.clip(sampling.filters.top_k, 1, CANDIDATES) + len(suppressed)
-    most = jnp.broadcast_to(most[:, None], hidden.shape[:-1]).reshape(-1)
-    logits = lm_head.likely_logits(hidden.reshape(-1, hidden.shape[-1]), table, guide, most, implementation=implementation)
-    return logits.reshape(*hidden.shape[:-1], -1)
-
-
 def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """The logits that `choose` chooses by, with -inf for what may not be chosen, and the candidates' token ids or None.
 
     logits, ids: as for `choose`. What is returned may have fewer candidates.
     """
-    logits = edited(logits, sampling, ids)
+    if sampling.tables is not None:
+        logits = logits if ids is not None else full_logits(logits, sampling.shard)
+        logits = sampling.tables.applied(logits, ids)
     if sampling.filters is not None:
         logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters, shard_of(logits, ids, sampling.shard))
     return logits, ids

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.collectives import Shard, gathered
-from pallas_kernels.filtered_choice import min_p_floor, threshold, weigh
 from pallas_kernels.top_candidates import top_candidates
 
 CANDIDATES = 128  # a row's best candidates, among which any top_k up to this number is found
@@ -40,17 +39,17 @@ def filtered(
     if shard is not None and filters.scope == "search":
         logits, shard = gathered(logits, shard.axis), None
     values, places = best_candidates(logits, CANDIDATES, shard)
-    temperature, top_k, top_p, min_p = (x[:, None] for x in (temperature, filters.top_k, filters.top_p, filters.min_p))
-    best, least = values[..., 0], threshold(values, temperature, top_k, top_p, min_p)
+    best, threshold = values[..., 0], _among_candidates(values, temperature, filters)
+    if filters.scope != "top":
+        few = (filters.top_k > 0) & (filters.top_k <= CANDIDATES)
+        search = _search if filters.scope == "search" else _min_p_floor
+        threshold = jnp.where(few[:, None], threshold, search(logits, best, temperature, filters))
+    # A tiny top_p or min_p, 0 in float32, may give a threshold above all logits, or NaN. The best token stays all the same.
+    threshold = jnp.where(threshold <= best, threshold, best)[..., None]
     if filters.scope == "top":
-        kept = jnp.where(values >= least[..., None], values, -jnp.inf)
+        kept = jnp.where(values >= threshold, values, -jnp.inf)
         return kept, places if ids is None else jnp.take_along_axis(ids, places, axis=-1)
-    floor = min_p_floor(best, temperature, min_p)
-    found = floor if filters.scope == "whole" else _search(logits, best, floor, temperature, top_k, top_p)
-    # As in `threshold`, a tiny min_p or top_p does not take the best token.
-    found = jnp.where(found <= best, found, best)
-    least = jnp.where((top_k > 0) & (top_k <= CANDIDATES), least, found)[..., None]
-    return jnp.where(logits >= least, logits, -jnp.inf), ids
+    return jnp.where(logits >= threshold, logits, -jnp.inf), ids
 
 
 def best_candidates(logits: jax.Array, count: int, shard: Shard | None = None) -> tuple[jax.Array, jax.Array]:
@@ -69,17 +68,41 @@ def best_candidates(logits: jax.Array, count: int, shard: Shard | None = None) -
     return values.reshape(*logits.shape[:-1], -1), indices.reshape(*logits.shape[:-1], -1)
 
 
-def _search(logits: jax.Array, best: jax.Array, floor: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The exact threshold of any row: [B, T]. It searches the bits of the logits, in 16 passes for top_k and 16 for top_p.
+def _among_candidates(values: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
+    """The threshold of rows whose top_k is within their candidates. values: [B, T, N], largest first -> [B, T]."""
+    k = jnp.clip(filters.top_k, 1, values.shape[-1])[:, None, None]
+    last = jnp.take_along_axis(values, jnp.broadcast_to(k - 1, (*values.shape[:2], 1)), axis=-1)
+    kept = (values >= last) & (values >= _min_p_floor(values, values[..., 0], temperature, filters)[..., None])
+    weights = jnp.where(kept, _weights(values, values[..., :1], temperature), 0.0)
+    before = jnp.cumsum(weights, axis=-1) - weights
+    p = filters.top_p[:, None, None]
+    kept &= (before < p * jnp.sum(weights, axis=-1, keepdims=True)) | (p >= 1)
+    return jnp.min(jnp.where(kept, values, jnp.inf), axis=-1)
 
-    logits: [B, T, C]. best, floor: [B, T], each row's largest logit and the least that min_p keeps. The settings: [B, 1] each."""
-    keys, floor = _sortable(logits), _sortable(floor)
-    k = jnp.minimum(top_k, logits.shape[-1])
+
+def _min_p_floor(logits: jax.Array, best: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
+    """The smallest logit that min_p keeps. best: [B, T], each row's largest logit -> [B, T]."""
+    log = jnp.log(filters.min_p)[:, None]
+    # A greedy row keeps only its best. Without the condition, temperature 0 times log 0 would be NaN.
+    return best + jnp.where(temperature[:, None] > 0, temperature[:, None] * log, 0.0)
+
+
+def _weights(logits: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Probabilities up to a factor. logits: [B, T, C]; best: [B, T, 1]."""
+    return jnp.exp((logits - best) / jnp.maximum(temperature, jnp.float32(1e-30))[:, None, None])
+
+
+def _search(logits: jax.Array, best: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
+    """The exact threshold of any row: [B, T]. It searches the bits of the logits, in 16 passes for top_k and 16 for top_p."""
+    keys = _sortable(logits)
+    floor = _sortable(_min_p_floor(logits, best, temperature, filters))
+    k = jnp.minimum(filters.top_k, logits.shape[-1])[:, None]
     kth = largest_key(keys, jnp.ones_like(logits), jnp.broadcast_to(k, best.shape).astype(jnp.float32))
     floor = jnp.maximum(floor, jnp.where(k > 0, kth, 0))
-    weights = jnp.where(keys >= floor[..., None], weigh(logits, best[..., None], temperature[..., None]), 0.0)
-    nucleus = largest_key(keys, weights, top_p * jnp.sum(weights, axis=-1))
-    return _unsortable(jnp.maximum(floor, jnp.where(top_p < 1, nucleus, 0)))
+    weights = jnp.where(keys >= floor[..., None], _weights(logits, best[..., None], temperature), 0.0)
+    p = filters.top_p[:, None]
+    nucleus = largest_key(keys, weights, p * jnp.sum(weights, axis=-1))
+    return _unsortable(jnp.maximum(floor, jnp.where(p < 1, nucleus, 0)))
 
 
 def largest_key(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:

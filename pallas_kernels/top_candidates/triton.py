@@ -108,21 +108,15 @@ def tokens_kernel(logits_ref: Any, tiles_ref: Any, values_ref: Any, ids_ref: Any
     plgpu.store(ids_ref.at[rows, place], ids, mask=place < k)
 
 
-def earlier(values: jax.Array, real: jax.Array) -> jax.Array:
-    """Of n values, whether value j comes before value i in descending order, of equal ones the first: [n (i), n (j)] bool. real: [n] bool:
-    the values that count."""
-    keys, at = ordered(values), jnp.arange(len(values), dtype=jnp.int32)
-    before = (keys[None, :] > keys[:, None]) | ((keys[None, :] == keys[:, None]) & (at[None, :] < at[:, None]))
-    return before & real[None, :]
-
-
 def order_kernel(values_ref: Any, ids_ref: Any, sorted_values_ref: Any, sorted_ids_ref: Any, *, k: int) -> None:
     """Program i: sorts row i, which comes by ascending id, by descending value. Each value counts those that come before it."""
     row, at = pl.program_id(0), jnp.arange(padded_size(k), dtype=jnp.int32)
     rows, real = jnp.full_like(at, row), at < k
     values = plgpu.load(values_ref.at[rows, at], mask=real, other=0.0)
     ids = plgpu.load(ids_ref.at[rows, at], mask=real, other=0)
-    place = jnp.sum(earlier(values, real).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    keys = ordered(values)
+    earlier = (keys[None, :] > keys[:, None]) | ((keys[None, :] == keys[:, None]) & (at[None, :] < at[:, None]))
+    place = jnp.sum((earlier & real[None, :]).astype(jnp.int32), axis=1, dtype=jnp.int32)
     place = jnp.where(real, place, np.int32(k))
     plgpu.store(sorted_values_ref.at[rows, place], values, mask=real)
     plgpu.store(sorted_ids_ref.at[rows, place], ids, mask=real)
@@ -146,32 +140,28 @@ def select_largest(values: jax.Array, k: int, *, interpret: bool) -> jax.Array:
     )(values)
 
 
-def unordered_candidates(logits: jax.Array, k: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """The k largest values of each row and their ids, by ascending id. Only kernels may read them: see `dialect.launching`."""
+def top_candidates(logits: jax.Array, k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.top_candidates.top_candidates`."""
     rows, vocab = logits.shape
     width = tile_width(vocab, k)
     tiles = min(k, math.ceil(vocab / width))
     chosen = select_largest(tile_maxima(logits, width), tiles, interpret=interpret)
-    return call(
+    found = (jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32))
+    values, ids = call(
         functools.partial(tokens_kernel, vocab=vocab, width=width, tiles=tiles, k=k),
         name="top_candidates",
         grid=(rows,),
-        out_shape=(jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32)),
+        out_shape=found,
         num_warps=warps(padded_size(tiles * width)),
         num_stages=1,
         interpret=interpret,
         launch_dependents=True,
     )(logits, chosen)
-
-
-def top_candidates(logits: jax.Array, k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.top_candidates.top_candidates`."""
-    values, ids = unordered_candidates(logits, k, interpret=interpret)
     return call(
         functools.partial(order_kernel, k=k),
         name="order",
-        grid=values.shape[:1],
-        out_shape=(jax.ShapeDtypeStruct(values.shape, values.dtype), jax.ShapeDtypeStruct(ids.shape, ids.dtype)),
+        grid=(rows,),
+        out_shape=found,
         num_warps=4,
         num_stages=1,
         interpret=interpret,

@@ -11,25 +11,11 @@ import pytest
 from packed_matrices import packed
 from real_loops import KERNELS, kernels_of_any_dialect
 
-from pallas_kernels import (
-    add_norm,
-    byte_walk,
-    centroid_head,
-    dialect,
-    filtered_choice,
-    linear,
-    lm_head,
-    moe,
-    noise,
-    paged_attention,
-    qkv,
-    top_candidates,
-)
+from pallas_kernels import add_norm, byte_walk, centroid_head, dialect, linear, lm_head, moe, noise, paged_attention, qkv, top_candidates
 from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
-from pallas_kernels.filtered_choice import shapes as filtered_choice_shapes
 from pallas_kernels.linear import mosaic
 from pallas_kernels.linear import shapes as linear_shapes
 from pallas_kernels.lm_head import guided
@@ -460,25 +446,6 @@ def test_lm_head(dtype, hidden, softcap, implementation):
             assert_close(maxima, jnp.max(scores[: shape.rows], axis=1), dtype)
 
 
-@pytest.mark.parametrize(("dtype", "hidden"), sorted({(dtype, hidden) for dtype, hidden, _ in HEADS}))
-def test_likely_logits(dtype, hidden):
-    """A row's largest logits, as many as it wants, are the table's, and all others are smaller."""
-    rows, vocab, most = guided.MOST_LIKELY_ROWS, lm_head_shapes.VOCAB, 128
-    states = draw(jax.random.key(0), (rows, hidden), 1.0, dtype)
-    table = draw(jax.random.key(1), (vocab, hidden), 5 * hidden**-0.5, dtype)
-    counts = jnp.arange(rows, dtype=jnp.int32) * 18 + 1
-    found, wanted = results(
-        (lm_head.likely_logits, (states, table, lm_head.guide_of(table), counts)),
-        (functools.partial(lm_head.likely_logits, implementation="xla"), (states, table, lm_head.guide_of(table), counts)),
-    )
-    values, ids = jax.lax.top_k(wanted, most)
-    place = jnp.arange(most)[None, :]
-    close = jnp.abs(jnp.take_along_axis(found, ids, axis=1) - values) <= TIE
-    assert bool(jnp.all(close | (place >= counts[:, None])))
-    least = jnp.take_along_axis(values, counts[:, None] - 1, axis=1)
-    assert bool(jnp.all((found < least + TIE) | (wanted >= least)))
-
-
 @pytest.mark.parametrize("name", centroid_head_shapes.SHAPES)
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_centroid_head(dtype, name):
@@ -533,26 +500,6 @@ def test_top_candidates():
         wanted = best[: shape.rows, : shape.k]
         np.testing.assert_array_equal(ids, wanted, err_msg=str(shape))
         np.testing.assert_array_equal(values, np.take_along_axis(logits[: shape.rows], wanted, axis=1), err_msg=str(shape))
-
-
-def test_filtered_choice():
-    logits, _ = many_logits()
-    rng = np.random.default_rng(1)
-    shapes = list(filtered_choice_shapes.SHAPES.values())
-    arguments, found = [], []
-    for s in shapes:
-        settings = {
-            "temperature": rng.choice([0, 0.5, 1], s.sequences).astype(np.float32),
-            "top_k": rng.integers(1, 129, s.sequences).astype(np.int32),
-            "top_p": rng.choice([1, 0.95, 0.5], s.sequences).astype(np.float32),
-            "min_p": rng.choice([0, 0.01], s.sequences).astype(np.float32),
-        }
-        arguments.append((jnp.asarray(logits[: s.rows, : s.vocab]), rng.integers(0, 2**32, (s.rows, 2), np.uint32), *settings.values()))
-    for implementation in (KERNEL, {"implementation": "xla"}):
-        functions = [functools.partial(filtered_choice.filtered_choice, count=s.count, **implementation) for s in shapes]
-        found.append(results(*zip(functions, arguments, strict=True)))
-    for shape, kernel, plain in zip(shapes, *found, strict=True):
-        np.testing.assert_array_equal(kernel, plain, err_msg=str(shape))
 
 
 def test_byte_walk():

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from lowering import for_cuda
 
-from pallas_kernels import linear
+from jaxspec.model.layers import Linear
+from pallas_kernels import device, linear
 from pallas_kernels.activation import GELU, Activation
-from pallas_kernels.linear import bench, triton
+from pallas_kernels.linear import bench, reference, triton
 from pallas_kernels.linear.shapes import SHAPES, Shape
 from pallas_kernels.linear.triton import Tiles, choose_tiles
 
@@ -238,6 +239,30 @@ def test_auto_leaves_narrow_products_of_many_rows_to_xla(monkeypatch):
     assert [chosen("partials", 40, 1536, width) for width in (2048, 1024)] == ["triton", "xla"]
     assert chosen("partials", 40, 1536, 256) == "triton"  # so small that blocks of rows have programs of their own
     assert chosen("gated", 40, 21504, 5376) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width", "parts"),
+    [(160, 5376, 21504, 2), (160, 5376, 8192, 2), (160, 3840, 15360, 3), (160, 3840, 4096, 2), (128, 3840, 15360, 1), (193, 3840, 15360, 1)]
+    + [(160, 8192, 3840, 1), (160, 2816, 4096, 1), (160, 3840, 64 * 101, 1)],  # many outputs; few weights; a width without parts
+)
+def test_xla_leaves_sums_of_many_rows_to_the_next_kernel_on_hopper(rows, outputs, width, parts):
+    x, w = (jax.ShapeDtypeStruct((count, width), jnp.bfloat16) for count in (rows, outputs))
+    layer = Linear(jax.ShapeDtypeStruct((outputs, width), jnp.bfloat16))
+    for gpu, found in (("9.0", parts), ("8.0", 1)):
+        with device.described_as(device.Described("a GPU", gpu)):
+            assert linear.xla_parts(rows, w) == found
+            shape = jax.eval_shape(lambda x, layer: layer.parts(x, "auto"), x, layer).shape
+            assert shape == ((found, rows, outputs) if found > 1 else (rows, outputs))
+
+
+def test_parts_of_xlas_product_add_up():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal((count, 192)), jnp.float32) for count in (5, 7))
+    parts = reference.partials(x, w, 3)
+    assert parts.shape == (3, 5, 7) and parts.dtype == jnp.float32
+    np.testing.assert_allclose(parts.sum(0), x @ w.T, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(parts[1], x[:, 64:128] @ w[:, 64:128].T, rtol=0, atol=1e-5)
 
 
 def test_refusals():
