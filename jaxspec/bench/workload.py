@@ -18,6 +18,7 @@ from jaxspec.drafters.base import check_tree, num_draft_tokens_of
 from jaxspec.engine.buckets import PREFILL_ROWS
 from jaxspec.engine.memory import memory_limit
 from jaxspec.model.draft_tree import DraftTree, tree_of
+from jaxspec.model.head_guides import guided
 from jaxspec.model.target import TargetConfig
 from jaxspec.planning import with_head_guides
 from jaxspec.sampling.choice import PLAIN, Needs
@@ -117,6 +118,13 @@ class BenchPlan:
         """The target's and the drafter's tree with their shardings."""
         place, spread = self.placement.place, self.placement.spread
         return spread(place(self.target_tree)), spread(place(self.drafter_tree))
+
+    def read(self) -> tuple[Any, Any]:
+        """The target's and the drafter's tree with the guides that a step reads in place of their heads. The target reads its whole head
+        where something else than a temperature says which token comes."""
+        if not self.placement.head_guides:
+            return self.target_tree, self.drafter_tree
+        return guided(self.target_tree) if self.work.round.needs.choice_alone else self.target_tree, guided(self.drafter_tree)
 
     def layout(self, target: Any, drafter: Any, slots: int, max_len: int) -> Layout | OneDeviceLayout:
         """How a state with this many slots, those of all data shards together, lies on the devices."""

@@ -21,6 +21,7 @@ from jaxspec.engine import cuda_graphs
 from jaxspec.model import gemma4, traffic
 from jaxspec.model.config import AssistantConfig, Gemma4Config
 from jaxspec.model.draft_tree import DraftTree
+from jaxspec.model.head_guides import has_guide
 from jaxspec.targets import abstract_target
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -347,6 +348,19 @@ def test_a_round_of_few_rows_reads_and_computes_less():
     assert whole == pytest.approx(4 * few)
     sizes = [roofline.step_bytes(target, drafter, **shape, rows=rows) for rows in (None, 128, 32)]
     assert sizes[0] == sizes[1] and sizes[2].target < sizes[0].target and sizes[2].target_kv == sizes[0].target_kv
+
+
+def test_a_step_reads_guides_in_place_of_heads():
+    """Not where filters need all logits of the target."""
+
+    def read(**settings):
+        plan = workload.plan_bench("pocket", "pocket-draft", num_draft_tokens=3, context=64, tokens=32, **settings)
+        return [has_guide(tree) for tree in plan.read()], roofline.step_bytes(*plan.read(), batch=1, num_draft_tokens=3, context=64)
+
+    (none, whole), (both, few) = read(head_guide=False), read(head_guide=True)
+    filtered, some = read(head_guide=True, temperature=1.0, top_k=64)
+    assert (none, both, filtered) == ([False, False], [True, True], [False, True])
+    assert few.target < whole.target == some.target and few.drafter == some.drafter < whole.drafter
 
 
 def test_a_round_of_a_tree_has_a_row_for_each_node():
