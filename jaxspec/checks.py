@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,6 +42,13 @@ def number(name: str, value: Any, low: float, high: float = MAX_NUMBER, *, above
         least = f"more than {low}" if above else f"at least {low}"
         raise ValueError(f"{name} is {found}, expected a finite number of {least} and at most {high}")
     return found
+
+
+def path(name: str, value: Any, expected: str) -> str | os.PathLike[str]:
+    """`value`, which is a text or a path. Raises TypeError. name, expected: for the error."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected {expected}")
+    return value
 
 
 def unknown(function: str, name: str, known: Iterable[str]) -> TypeError:

@@ -12,7 +12,7 @@ import jax
 
 from jaxspec import checkpoint, drafters, sharding
 from jaxspec.checkpoint.hub import Hub
-from jaxspec.checks import integer
+from jaxspec.checks import integer, path
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.decode.round import check_tree_rule
 from jaxspec.drafters.base import Drafter, check_tree
@@ -150,6 +150,9 @@ def load(
     a checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, a drafter or an adapter
     that does not fit, a setting out of range. An argument that vLLM or transformers has is answered with its name here.
     """
+    path("target", target, "a hub id, a folder or a bundled name")
+    if adapter is not None:
+        path("adapter", adapter, "a folder or a hub id")
     rule = rule_of(accept)
     check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
     check_limits(memory_fraction, max_slots)

@@ -144,11 +144,18 @@ def eos_token_ids(config: TargetConfig, generation: Mapping[str, Any]) -> tuple[
 def weights_dtype(dtype: Any, checkpoint_dtype: str) -> Any:
     """The dtype of weights.
 
-    dtype: a name or a dtype; "auto" is the checkpoint's if the device computes in it. Raises ValueError for a dtype not in DTYPES.
+    dtype: a name or a dtype; "auto" is the checkpoint's if the device computes in it. Raises ValueError for a dtype not in DTYPES, and
+    TypeError for what is none.
     """
     if isinstance(dtype, str) and dtype == "auto":
         return DTYPES[device.float_dtype(checkpoint_dtype)]
-    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    available = f"available: 'auto', {', '.join(map(repr, DTYPES))}"
+    try:
+        if dtype is None:  # which NumPy takes for float64
+            raise TypeError
+        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        raise TypeError(f"dtype is {dtype!r} of type {type(dtype).__name__}; {available}") from None
     if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}; available: 'auto', {', '.join(map(repr, DTYPES))}")
+        raise ValueError(f"dtype is {name!r}; {available}")
     return DTYPES[name]

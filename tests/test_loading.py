@@ -94,6 +94,11 @@ def test_a_drafter_may_be_an_object(folders, llm):
         ({"kv_dtype": "int8"}, ValueError, "kv_dtype is 'int8'; available: 'auto', 'float32', 'bfloat16', 'fp8'"),
         ({"dtype": "float16"}, ValueError, "dtype is 'float16'; available: 'auto', 'float32', 'bfloat16'"),
         ({"dtype": jnp.float16}, ValueError, "dtype is 'float16'"),
+        ({"dtype": 5}, TypeError, "dtype is 5 of type int; available: 'auto', 'float32', 'bfloat16'"),
+        ({"dtype": None}, TypeError, "dtype is None of type NoneType; available"),
+        ({"target": None}, TypeError, "target is None of type NoneType, expected a hub id, a folder or a bundled name"),
+        ({"adapter": 5}, TypeError, "adapter is 5 of type int, expected a folder or a hub id"),
+        ({"memory_fraction": "0.5"}, TypeError, "memory_fraction is '0.5' of type str, expected a number"),
         ({"memory_fraction": 0}, ValueError, "memory_fraction is 0, expected more than 0 and at most 1"),
         ({"max_slots": 0}, ValueError, "max_slots is 0, expected at least 1"),
         ({"max_len": 1}, ValueError, "max_len is 1, expected 2 .. 256"),
@@ -110,7 +115,7 @@ def test_a_drafter_may_be_an_object(folders, llm):
 def test_a_bad_setting_is_refused_before_weights_are_read(folders, monkeypatch, settings, error, message):
     monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(error, match=message):
-        jaxspec.load(folders[0], **{"drafter": folders[1], "progress": False, **settings})
+        jaxspec.load(**{"target": folders[0], "drafter": folders[1], "progress": False, **settings})
 
 
 def test_a_drafter_that_does_not_fit_is_refused_before_a_target_is_downloaded(folders, monkeypatch):

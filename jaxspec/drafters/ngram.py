@@ -16,6 +16,7 @@ share an index.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import ClassVar
 
 import jax
@@ -47,7 +48,7 @@ class NGram:
 
     windows: how many the index holds, for each of which a sequence grew by 8 tokens, or by K + 1 where that is more; 0 looks in the
     sequence alone.
-    Raises ValueError unless 1 <= shortest <= longest and windows >= 0.
+    Raises ValueError unless 1 <= shortest <= longest and windows >= 0, TypeError for what is no integer.
     """
 
     longest: int = struct.field(pytree_node=False, default=5)
@@ -58,6 +59,10 @@ class NGram:
     watched: ClassVar[bool] = False  # text that does not repeat itself gives it nothing to go by
 
     def __post_init__(self) -> None:
+        for name in ("longest", "shortest", "windows"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise TypeError(f"{name} of n-gram lookup is {value!r} of type {type(value).__name__}, expected an integer")
         if not 1 <= self.shortest <= self.longest:
             raise ValueError(f"n-grams of {self.shortest} to {self.longest} tokens were asked for; expected 1 <= shortest <= longest")
         if self.windows < 0:

@@ -9,6 +9,7 @@ import bisect
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -209,6 +210,8 @@ def fit(
 
 def check_limits(memory_fraction: float, slots: int | None) -> None:
     """Raises TypeError or ValueError for what `jaxspec.load` does not take."""
+    if isinstance(memory_fraction, bool) or not isinstance(memory_fraction, numbers.Real):
+        raise TypeError(f"memory_fraction is {memory_fraction!r} of type {type(memory_fraction).__name__}, expected a number")
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction is {memory_fraction}, expected more than 0 and at most 1")
     if slots is not None:

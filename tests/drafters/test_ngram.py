@@ -250,6 +250,13 @@ def test_an_index_of_no_size():
         NGram(windows=-1)
 
 
+@pytest.mark.parametrize("wrong", [{"longest": "4"}, {"shortest": 2.5}, {"windows": True}])
+def test_sizes_that_are_no_integers(wrong):
+    [(name, value)] = wrong.items()
+    with pytest.raises(TypeError, match=f"{name} of n-gram lookup is {value!r} of type {type(value).__name__}, expected an integer"):
+        NGram(**wrong)
+
+
 @pytest.mark.parametrize("sizes", [(3, 4), (2, 0), (0, 0)])
 def test_sizes_that_make_no_sense(sizes):
     with pytest.raises(ValueError, match=f"n-grams of {sizes[1]} to {sizes[0]} tokens were asked for; expected 1 <= shortest <= longest"):
