@@ -115,10 +115,25 @@ class Tokenizer:
                 raise ValueError(f"message {i} is {message!r}, expected a dict with 'role' and 'content'")
             _check_content(i, message)
         conversation = [dict(message) for message in messages]
+        options = {"add_generation_prompt": add_generation_prompt, **kwargs}
+        if not self._reads_parts(conversation, options):
+            conversation = [_in_one_text(message) for message in conversation]
         try:
-            return self._hf.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, return_dict=False, **kwargs)
+            return self._hf.apply_chat_template(conversation, return_dict=False, **options)
         except Exception as error:  # a template is the checkpoint's code: it may raise anything, most often TemplateError
             raise ValueError(f"the chat template of {self._folder} refused the conversation: {error}") from error
+
+    def _reads_parts(self, conversation: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> bool:
+        """Whether the chat template goes through content in parts. One that takes all content for text writes the list as Python shows it,
+        or fails."""
+        lists = [list(m["content"]) for m in conversation if isinstance(m.get("content"), list | tuple) and m["content"]]
+        if not lists:
+            return True
+        try:
+            text = self._hf.apply_chat_template(conversation, **{**options, "tokenize": False})
+        except Exception:  # it may raise anything
+            return False
+        return not any(str(parts) in text for parts in lists)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions, enable_thinking: bool) -> list[int]:
         """`apply_chat_template` with options by their names. Raises TypeError for an option that there is not."""
@@ -298,6 +313,14 @@ def _check_content(i: int, message: Mapping[str, Any]) -> None:
             raise ValueError(f"message {i} holds content of type {kind!r}; only text can be read")
         if isinstance(part.get("text"), str):
             _check_characters(part["text"])
+
+
+def _in_one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is a text: of parts, theirs, a line for each, as vLLM has it."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
 
 
 def _listing(folder: Path) -> str:

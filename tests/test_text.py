@@ -273,6 +273,23 @@ def test_chat_template(chat_folder):
     assert tokenizer.apply_chat_template(messages, think=True) == tokenizer.encode(opening + "<|turn>model\nthink")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,  # writes content down
+        "<|turn>{{ messages[0].role }}\n{{ messages[0].content | trim }}<turn|>\n",
+        "{{ '<|turn>user\n' + messages[0]['content'] + '<turn|>\n' }}",
+        "<|turn>user\n{% for part in messages[0].content %}{{ part.text }}{{ '\n' if not loop.last }}{% endfor %}<turn|>\n",
+    ],
+)
+def test_content_in_parts_is_its_text_in_every_template(chat_folder, template):
+    """Not the list as Python shows it, in a template that knows no parts."""
+    tokenizer = load_tokenizer(chat_folder)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "fox"}, {"type": "text", "text": "dog"}]}]
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=False, chat_template=template)
+    assert tokenizer.decode(found, special=True).removeprefix("<bos>").rstrip() == "<|turn>user\nfox\ndog<turn|>"
+
+
 def test_thoughts_are_what_an_output_begins_with_up_to_the_end_of_its_channel():
     tokenizer = load_tokenizer(checkpoint.resolve("pocket"))
     thought, answer = tokenizer.encode_word("<|channel>thought\nlong\n<channel|>"), tokenizer.encode_word("short")
