@@ -274,6 +274,7 @@ def test_params_are_vllms():
     copied.max_tokens = 0
     with pytest.raises(ValueError, match="max_tokens is 0, expected at least 1"):
         copied.served()
+    assert SamplingParams(logits_processors=[], thinking_token_budget=-1, stream_interval=5).served() == plain.served()
     effects = dict.fromkeys(WITHOUT_EFFECT, None) | {"best_of": 1, "detokenize": False}
     assert SamplingParams(**effects).served() == plain.served()
     with pytest.raises(AttributeError):
@@ -294,6 +295,10 @@ def test_params_that_cannot_be_served(name):
         ({"stop": "x", "detokenize": False}, ValueError, "stop needs texts, but detokenize is False"),
         ({"max_token": 3}, TypeError, "SamplingParams has no argument 'max_token'; the nearest is 'max_tokens'"),
         ({"top_p": 2}, ValueError, "top_p is 2"),
+        *(
+            ({name: None}, TypeError, f"{name} is None, expected a number; leave it out for vLLM's default")
+            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        ),
     ],
 )
 def test_wrong_params(changes, error, message):
@@ -355,6 +360,8 @@ def test_arguments_have_their_meaning(asked):
     for config, ends in (({"prompt_lookup_max": 4, "prompt_lookup_min": 2}, (4, 2)), ({"prompt_lookup_max": 3}, (3, 3)), ({}, (5, 5))):
         drafter = asked("pocket", speculative_config={"method": "ngram", **config})["drafter"]
         assert (drafter.longest, drafter.shortest) == ends
+    for rule in ("standard", "block"):  # both leave the distribution of texts as it is
+        asked("pocket", speculative_config={"method": "ngram", "rejection_sample_method": rule})
     asked("pocket", speculative_config={"method": "ngram", "num_speculative_tokens": 3, "enable_adaptive_verification": True})
     assert found["adaptive_verification"] is True and found["num_draft_tokens"] == 3
 
@@ -388,12 +395,58 @@ def test_arguments_that_cannot_be_served(name):
         ({"max_model_len": 1}, ValueError, "^max_model_len is 1, expected 2 .. "),
         ({"gpu_memory_utilization": 1.5}, ValueError, "^gpu_memory_utilization is 1.5"),
         ({"max_num_seqs": 0}, ValueError, "^max_num_seqs is 0, expected at least 1"),
+        ({"model": None}, TypeError, "model is None of type NoneType, expected a hub id, a folder or a bundled name"),
+        ({"gpu_memory_utilization": "0.5"}, TypeError, "gpu_memory_utilization is '0.5' of type str, expected a number"),
+        ({"kv_cache_dtype": ["fp8"]}, ValueError, r"kv_cache_dtype is \['fp8'\]; available"),
+        ({"quantization": ["fp8"]}, ValueError, r"quantization is \['fp8'\], but the weights of 'pocket' are float"),
+        ({"chat_template": "none.jinja"}, FileNotFoundError, "chat_template is 'none.jinja', no template and no file that can be read: No"),
+        ({"chat_template": 5}, TypeError, "chat_template is 5 of type int, expected a template or a file of one"),
+        ({"override_generation_config": "x"}, TypeError, "override_generation_config is 'x', expected a dict"),
+        ({"override_generation_config": {"top_p": 2}}, ValueError, "override_generation_config: top_p is 2"),
         ({"generation_config": "folder"}, ValueError, "generation_config is 'folder'; available: 'auto', 'vllm'"),
         ({"load_format": "dummy"}, ValueError, "load_format is 'dummy', which cannot be served: checkpoints are read from safetensors"),
         ({"revision": "main"}, ValueError, "revision is 'main', but 'pocket' is no model of a hub, and has no revisions"),
         ({"speculative_config": "ngram"}, TypeError, "speculative_config is 'ngram', expected a dict"),
         ({"speculative_config": {}}, ValueError, "speculative_config has no 'model', found {}; expected a drafter's checkpoint"),
         ({"speculative_config": {"methd": "ngram"}}, TypeError, "speculative_config has no argument 'methd'; the nearest is 'method'"),
+        ({"speculative_config": {"model": 5}}, TypeError, r"speculative_config\['model'\] is 5 of type int, expected a hub id, a folder"),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_max_tree_depth": 24}},
+            ValueError,
+            r"\['method'\] is 'suffix'; available",
+        ),
+        ({"speculative_config": {"method": ["ngram"]}}, ValueError, r"\['method'\] is \['ngram'\]; available"),
+        (
+            {"speculative_config": {"method": "mtp"}},
+            ValueError,
+            "^speculative_config has no 'model', but the config.json in .* tells of no",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": -1}},
+            ValueError,
+            r"^speculative_config\['num_speculative_tokens'\] is -1, expected 0 .. ",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "enable_adaptive_verification": "yes"}},
+            TypeError,
+            r"^speculative_config\['enable_adaptive_verification'\] is 'yes', expected True",
+        ),
+        ({"speculative_config": {"method": "ngram", "prompt_lookup_max": "4"}}, TypeError, r"\['prompt_lookup_max'\] is '4' of type str"),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_min": 0}},
+            ValueError,
+            r"\['prompt_lookup_min'\] is 0, expected at least 1",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 4}},
+            ValueError,
+            r"speculative_config\['prompt_lookup_min'\] is 4, expected at most prompt_lookup_max, 2",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "synthetic_acceptance_rates": [0.5]}},
+            ValueError,
+            r"\['synthetic_acceptance_rates'\] is \[0.5\], which cannot be served: jaxspec.load\(accept=...\) has acceptance",
+        ),
         ({"speculative_config": {"method": "medusa", "model": "x"}}, ValueError, r"\['method'\] is 'medusa'; available: 'mtp', "),
         (
             {"speculative_config": {"method": "eagle3", "model": "pocket-mtp"}},
@@ -412,9 +465,10 @@ def test_arguments_that_cannot_be_served(name):
         ),
     ],
 )
-def test_wrong_arguments(given, error, message):
+def test_wrong_arguments(given, error, message, monkeypatch):
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(error, match=message):
-        LLM("pocket", **given)
+        LLM(**{"model": "pocket", **given})
 
 
 def test_the_format_of_a_quantised_checkpoint_is_checked(asked, tmp_path):
@@ -461,6 +515,8 @@ def test_calls_refuse_what_they_cannot_serve(llm):
         from jaxspec.vllm import GuidedDecodingParams  # noqa: F401  # pyright: ignore
     with pytest.raises(ImportError, match="jaxspec.vllm.sampling_params has no GuidedDecodingParams: its name is StructuredOutputsParams"):
         from jaxspec.vllm.sampling_params import GuidedDecodingParams  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match="jaxspec.vllm has no LoRARequest: requests share one set of weights"):
+        from jaxspec.vllm import LoRARequest  # noqa: F401  # pyright: ignore
     with pytest.raises(ValueError, match="prompt_token_ids of generate cannot be served: they belong into prompts"):
         llm.generate(prompt_token_ids=[[5, 6]], sampling_params=SamplingParams())
     with pytest.raises(TypeError, match="generate has no prompts; expected a text, token ids, or several of these"):

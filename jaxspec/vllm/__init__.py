@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxspec.engine.completion import Logprob
 from jaxspec.structured import StructuredOutputsParams
+from jaxspec.vllm.arguments import MERGED
 from jaxspec.vllm.llm import LLM
 from jaxspec.vllm.results import CompletionOutput, Counter, RequestMetrics, RequestOutput, Vector
 from jaxspec.vllm.sampling_params import MISSING, SamplingParams, TextPrompt, TokensPrompt
@@ -30,6 +31,7 @@ _MISSING = {
     "AsyncLLMEngine": _SERVER,
     "EngineArgs": "LLM takes the arguments",
     "LLMEngine": _SERVER,
+    "LoRARequest": MERGED,
     "ClassificationRequestOutput": _POOLING,
     "EmbeddingRequestOutput": _POOLING,
     "PoolingParams": _POOLING,

@@ -11,12 +11,18 @@ from typing import Any
 
 from jaxspec import checkpoint, sharding
 from jaxspec.checkpoint.hub import HUB, Hub
-from jaxspec.checks import integer, unknown
+from jaxspec.checks import integer, path, unknown
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.registry import SAME, kind_of
 
-# What `load` calls the arguments that it takes as they are.
-RENAMED = {"gpu_memory_utilization": "memory_fraction", "max_model_len": "max_len", "max_num_seqs": "max_slots"}
+# What `load` calls the arguments that it takes.
+RENAMED = {
+    "gpu_memory_utilization": "memory_fraction",
+    "max_model_len": "max_len",
+    "max_num_seqs": "max_slots",
+    "speculative_config['num_speculative_tokens']": "num_draft_tokens",
+    "speculative_config['enable_adaptive_verification']": "adaptive_verification",
+}
 # By vLLM's names for caches, those of `load`.
 KV_DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "fp8": "fp8", "fp8_e4m3": "fp8"}
 # Ways to quantise float weights, and `quantize` of `load`.
@@ -110,19 +116,32 @@ SPECULATION_READ = (
 )
 SPECULATION_TUNING = (
     "attention_backend",
+    "code_revision",
     "disable_by_batch_size",
+    "disable_eagle_block_drop",
+    "disable_logprobs",
     "disable_padded_drafter_batch",
+    "draft_load_config",
     "draft_sample_method",
     "draft_tensor_parallel_size",
+    "dspark_draft_topk",
     "enforce_eager",
+    "index_share_for_mtp_iteration",
+    "kv_cache_dtype",
     "max_model_len",
     "moe_backend",
+    "num_speculative_tokens_per_batch_size",
     "parallel_drafting",
     "use_local_argmax_reduction",
 )
+_RATES = "jaxspec.load(accept=...) has acceptance at given rates"
 SPECULATION_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "rejection_sample_method": ((None, "strict", "standard", "probabilistic"), "jaxspec.load(accept=...) has acceptance at given rates"),
+    # Rules that leave the distribution of texts as it is only tune.
+    "rejection_sample_method": ((None, "strict", "standard", "probabilistic", "block"), _RATES),
+    "synthetic_acceptance_length": ((None,), _RATES),
+    "synthetic_acceptance_rates": ((None,), _RATES),
     "speculative_token_tree": ((None,), "jaxspec.load(tree=...) has trees"),
+    "use_heterogeneous_vocab": ((False, None), "a drafter has the target's tokens"),
 }
 
 
@@ -154,7 +173,7 @@ def dtype_of(dtype: Any) -> Any:
 
 def kv_dtype_of(name: str) -> str:
     """`kv_dtype` of `load`. Raises ValueError."""
-    if name not in KV_DTYPES:
+    if not isinstance(name, str) or name not in KV_DTYPES:
         raise ValueError(f"kv_cache_dtype is {name!r}; available: {', '.join(map(repr, KV_DTYPES))}")
     return KV_DTYPES[name]
 
@@ -169,10 +188,10 @@ def quantize_of(model: Any, quantization: str | None, hub: Hub = HUB) -> str | N
     folder = checkpoint.resolve(model, hub, weights=False)
     found = checkpoint.read_quantisation(folder, checkpoint.read_config(folder))
     if found is not None:
-        if FORMATS.get(quantization) != found.name.split()[0].lower():
+        if FORMATS.get(str(quantization)) != found.name.split()[0].lower():
             raise ValueError(f"quantization is {quantization!r}, but the weights of {os.fspath(model)!r} are quantised as {found.name}")
         return None
-    if quantization not in ONLINE:
+    if not isinstance(quantization, str) or quantization not in ONLINE:
         raise ValueError(
             f"quantization is {quantization!r}, but the weights of {os.fspath(model)!r} are float; these can be quantised by "
             f"{', '.join(map(repr, ONLINE))}"
@@ -194,13 +213,17 @@ def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[di
         return {}, []
     if not isinstance(config, Mapping):
         raise TypeError(f"speculative_config is {config!r}, expected a dict with 'model' or 'method', and 'num_speculative_tokens'")
+    method, model = config.get("method"), config.get("model")
+    if method is not None and not (isinstance(method, str) and method in (*METHODS, *NGRAM_METHODS)):
+        raise ValueError(f"speculative_config['method'] is {method!r}; available: {', '.join(map(repr, [*METHODS, 'ngram']))}")
+    if model is not None:
+        path("speculative_config['model']", model, "a hub id, a folder or a bundled name")
     for key, value in config.items():
         if key in SPECULATION_REFUSED:
             _refuse(f"speculative_config[{key!r}]", value, *SPECULATION_REFUSED[key])
         elif key not in (*SPECULATION_READ, *SPECULATION_TUNING):
             raise unknown("speculative_config", key, (*SPECULATION_READ, *SPECULATION_TUNING))
     tuning = [f"speculative_config[{key!r}]" for key in config if key in SPECULATION_TUNING]
-    method, model = config.get("method"), config.get("model")
     chosen = {"num_draft_tokens": config.get("num_speculative_tokens")}
     if ADAPTIVE in config:
         chosen["adaptive_verification"] = config[ADAPTIVE]
@@ -208,11 +231,11 @@ def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[di
     if quantization is not None and (model is None or lookup):
         raise ValueError(f"speculative_config['quantization'] is {quantization!r}, but the drafter is no checkpoint of its own")
     if lookup:
-        most, least = config.get("prompt_lookup_max"), config.get("prompt_lookup_min")
+        most, least = (_lookup(config, name) for name in ("prompt_lookup_max", "prompt_lookup_min"))
         longest, shortest = most or least or 5, least or most or 5  # vLLM's defaults
+        if shortest > longest:
+            raise ValueError(f"speculative_config['prompt_lookup_min'] is {shortest}, expected at most prompt_lookup_max, {longest}")
         return {**chosen, "drafter": NGram(longest, shortest)}, tuning
-    if method is not None and method not in METHODS:
-        raise ValueError(f"speculative_config['method'] is {method!r}; available: {', '.join(map(repr, [*METHODS, 'ngram']))}")
     if model is None and method is not None and "mtp-modules" in METHODS[method]:  # those in the target's own checkpoint
         return {**chosen, "drafter": SAME}, tuning
     if model is None:
@@ -228,6 +251,10 @@ def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[di
     return {**chosen, "drafter": drafter}, tuning
 
 
+def _lookup(config: Mapping[str, Any], name: str) -> int | None:
+    return None if config.get(name) is None else integer(f"speculative_config[{name!r}]", config[name], 1)
+
+
 @contextlib.contextmanager
 def in_their_names() -> Iterator[None]:
     """Gives what jaxspec raises about arguments vLLM's names of them."""
@@ -235,7 +262,8 @@ def in_their_names() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         ours = {here: theirs for theirs, here in RENAMED.items()}
-        told = re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], str(error))
+        told = str(error).replace(f"drafter is {SAME!r}", "speculative_config has no 'model'")
+        told = re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], told)
         if told == str(error):
             raise
         raise type(error)(told) from error

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.hub import Hub
-from jaxspec.checks import unknown
+from jaxspec.checks import path, unknown
 from jaxspec.engine import params as engine_params
 from jaxspec.engine.intake import prompts_of
 from jaxspec.loading import load
@@ -101,7 +101,10 @@ class LLM:
             raise ValueError(
                 f"tokenizer_revision is {tokenizer_revision!r}, but a model's tokenizer is its own; expected {revision!r} or None"
             )
+        path("model", model, "a hub id, a folder or a bundled name")
         hub = Hub(revision, hf_token, download_dir)
+        self._template = _template(chat_template)
+        overrides = _overrides(override_generation_config)
         drafting, ignored = arguments.speculation_of(speculative_config, hub)
         mesh, kv_dtype = arguments.mesh_of(tensor_parallel_size, data_parallel_size), arguments.kv_dtype_of(kv_cache_dtype)
         quantize = arguments.quantize_of(model, quantization, hub)
@@ -124,8 +127,7 @@ class LLM:
                 **drafting,
             )
         generation = checkpoint.read_generation_config(checkpoint.resolve(model, hub)) if generation_config == "auto" else {}
-        self._defaults = default_params({**generation, **(override_generation_config or {})})
-        self._template = _template(chat_template)
+        self._defaults = default_params({**generation, **overrides})
         self._numbers = itertools.count()
 
     def __getattr__(self, name: str) -> Any:
@@ -222,8 +224,27 @@ def _check_call(call: str, others: Mapping[str, Any]) -> None:
     arguments.tell_without_effect([name for name in CALLS_TUNING if others.get(name) not in (None, "auto")])
 
 
+def _overrides(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """`override_generation_config`, checked. Raises TypeError or ValueError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"override_generation_config is {given!r}, expected a dict of what generation_config.json may hold")
+    try:
+        default_params(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"override_generation_config: {error}") from error
+    return given
+
+
 def _template(template: str | os.PathLike[str] | None) -> str | None:
-    """A chat template, read from its file if it names one."""
-    if template is None or (isinstance(template, str) and ("{" in template or "\n" in template)):
-        return template if isinstance(template, str) else None
-    return Path(template).read_text(encoding="utf-8")
+    """A chat template, read from its file if it names one. Raises TypeError for neither, OSError for a file that cannot be read."""
+    if template is None or (isinstance(template, str) and any(sign in template for sign in "{}\n")):
+        return template
+    file = Path(path("chat_template", template, "a template or a file of one"))
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise type(error)(
+            f"chat_template is {os.fspath(template)!r}, no template and no file that can be read: {error.strerror}"
+        ) from error

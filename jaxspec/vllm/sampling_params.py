@@ -34,16 +34,30 @@ MISSING = {
 # Fields that are refused, by what they may be all the same, and why.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding": ((None,), "its name is structured_outputs, with StructuredOutputsParams"),
-    "logits_processors": ((None,), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
+    "logits_processors": ((None, []), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
     "extra_args": ((None, {}), "nothing here reads them"),
     "skip_special_tokens": ((True,), "texts leave out special tokens; get_tokenizer().decode(token_ids) shows them"),
     "truncate_prompt_tokens": ((None,), "a prompt that is too long is refused; cut its ids before"),
     "use_beam_search": ((None, False), "beam search is not available"),
-    "thinking_token_budget": ((None,), "thoughts have no budget of their own"),
+    "thinking_token_budget": ((None, -1), "thoughts have no budget of their own"),
     "logprob_token_ids": ((None,), "log-probabilities are those of the most likely tokens"),
+    "prompt_logprob_token_ids": ((None,), "log-probabilities are those of the most likely tokens"),
+    "prompt_logprob_start": ((None, 0), "log-probabilities are those of the whole prompt"),
+    "repetition_detection": ((None,), "a text ends by its end tokens, its stop strings or max_tokens"),
 }
 # Fields that change nothing here: how results are handed over, and what prefix caching reads.
-WITHOUT_EFFECT = ("spaces_between_special_tokens", "output_kind", "flat_logprobs", "skip_reading_prefix_cache", "best_of", "detokenize")
+WITHOUT_EFFECT = (
+    "spaces_between_special_tokens",
+    "output_kind",
+    "stream_interval",
+    "skip_clone",
+    "flat_logprobs",
+    "skip_reading_prefix_cache",
+    "best_of",
+    "detokenize",
+)
+# Fields for which None is no value, as with vLLM; jaxspec.SamplingParams would read it as the checkpoint's own default.
+NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,6 +94,8 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     flat_logprobs: bool = False
     output_kind: Any = None
+    stream_interval: int | None = None
+    skip_clone: bool = False
     best_of: int | None = None
     """n, where it is given."""
     skip_reading_prefix_cache: bool | None = None
@@ -91,6 +107,9 @@ class SamplingParams:
     use_beam_search: bool | None = None
     thinking_token_budget: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    prompt_logprob_token_ids: Sequence[int] | None = None
+    prompt_logprob_start: int | None = None
+    repetition_detection: Any = None
 
     def __post_init__(self) -> None:
         self.served()
@@ -104,6 +123,9 @@ class SamplingParams:
         for name, (allowed, reason) in REFUSED.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} is {value!r}, which cannot be served: {reason}")
+        for name in NUMBERS:
+            if getattr(self, name) is None:
+                raise TypeError(f"{name} is None, expected a number; leave it out for vLLM's default")
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of is {self.best_of!r}, which cannot be served: all n samples come back, here {self.n}")
         if self.stop and not self.detokenize:
