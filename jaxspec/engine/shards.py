@@ -38,6 +38,11 @@ class Shards:
             self._owner.wait()
         self._owner = owner
 
+    def leave(self, owner: Turns) -> None:
+        """Forgets a call that is over, with its requests and whatever they were read from."""
+        if self._owner is owner:
+            self._owner = None
+
     def close(self) -> None:
         """Gives up what the runners hold on the devices."""
         self.take(None)
@@ -128,6 +133,7 @@ class Turns:
         for turn, dealt in zip(self._turns, self._dealt, strict=True):
             turn.close()
             dealt.clear()
+        self._shards.leave(self)
 
     def _load(self, i: int) -> int:
         return len(self._dealt[i]) + len(self._turns[i].waiting) + len(self._turns[i].active)

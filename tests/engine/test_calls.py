@@ -245,6 +245,25 @@ def few_and_many(work, few, many):
     assert [(kept.over, kept.needed) for kept in llm._runner.held.kept.values()] == [(False, False)]
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_call_that_is_over_keeps_neither_requests_nor_what_they_were_read_from(shards):
+    """A file that the caller's generator reads from is closed with the iterator, and not at the next call."""
+    llm, over = llm_of(1, shards), []
+
+    def asked():
+        try:
+            yield from ([*P, i + 2] for i in range(20))
+        finally:
+            over.append(True)
+
+    begin(llm)
+    iterator = llm.as_completed(asked(), params(1, 0))
+    next(iterator)
+    iterator.close()
+    gc.collect()
+    assert over and not [found for found in gc.get_objects() if type(found) is Request]
+
+
 def test_a_stream_that_is_closed_is_counted_while_nobody_else_computes(monkeypatch):
     llm, account, others = reference(), Accounts.add, []
     monkeypatch.setattr(Accounts, "add", lambda *args: others.append(free(llm._lock)) or account(*args))
