@@ -131,6 +131,7 @@ def test_the_table_of_steps_is_the_record_s():
             "23-h200-full-layers",
             "24-h200-guides",
             "24-h200-experts",
+            "25-h200-graphs",
         )
     )  # the newest counts
     for first, *cells in (row for record in records for row in rows_of(record.read_text(encoding="utf-8"))):
