@@ -18,8 +18,9 @@ WHOLE_LOOP = {
     "xla_gpu_graph_min_graph_size": 1,
 }
 # With this one too, kernels of a graph wait only for those whose results they read or whose memory they overwrite; by default each waits
-# for the one before. Not for several devices: there each device must come to its sums with the others in the same order.
-CONCURRENT = WHOLE_LOOP | {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+# for the one before. Not for several devices: there each device must come to its sums with the others in the same order. Texts and times
+# were compared with this JAX and newer.
+CONCURRENT, CONCURRENT_SINCE = WHOLE_LOOP | {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}, (0, 12)
 # With these the host launches each kernel, so that a profiler sees all of them. Of a loop that is a graph it does not see every round.
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 HOPPER = 9.0  # compute capability; on older GPUs WHOLE_LOOP was not measured
@@ -31,9 +32,10 @@ SMALLEST = 256  # bytes that any array takes
 
 def compiled(lowered: Any, devices: Collection[Any]) -> Any:
     """Compiles a lowered program with a loop. devices: those that it runs on; if all are Hopper GPUs or newer and of this process, the
-    program gets WHOLE_LOOP, or CONCURRENT if there is one, provided that XLA knows these options. Raises what the compiler raises."""
+    program gets WHOLE_LOOP, or with a newer JAX and one GPU CONCURRENT, provided that XLA knows these options. Raises what the compiler
+    raises."""
     ready = all(device.process_index == jax.process_index() and (capability(device) or 0.0) >= HOPPER for device in devices)
-    options = CONCURRENT if len(devices) == 1 else WHOLE_LOOP
+    options = CONCURRENT if len(devices) == 1 and jax.__version_info__ >= CONCURRENT_SINCE else WHOLE_LOOP
     return _compiled(lowered, options if ready else None)
 
 
