@@ -121,10 +121,11 @@ class BenchPlan:
 
     def read(self) -> tuple[Any, Any]:
         """The target's and the drafter's tree with the guides that a step reads in place of their heads. The target reads its whole head
-        where something else than a temperature says which token comes."""
+        where its logits are needed: by filters, an automaton, or a rule that does not share the noise."""
         if not self.placement.head_guides:
             return self.target_tree, self.drafter_tree
-        return guided(self.target_tree) if self.work.round.needs.choice_alone else self.target_tree, guided(self.drafter_tree)
+        alone = self.work.round.needs.choice_alone and self.work.accept.shares_noise
+        return guided(self.target_tree) if alone else self.target_tree, guided(self.drafter_tree)
 
     def layout(self, target: Any, drafter: Any, slots: int, max_len: int) -> Layout | OneDeviceLayout:
         """How a state with this many slots, those of all data shards together, lies on the devices."""

@@ -69,9 +69,9 @@ class Linear:
         return by_kernel(x, weight, implementation=chosen)
 
     def parts(self, x: jax.Array, implementation: str, over: int = 1, *, read_by_kernel: bool = True) -> jax.Array | Unsummed:
-        """The product for a kernel that takes it in parts (`add_norm`, `qkv`): where a kernel serves so few rows, float32 parts
-        [S, ..., *out] whose sum it is, or whose sum over devices; else the product. x: [..., *in]; over: how many axes `in` are, 3 for
-        heads. read_by_kernel: whether there is such a kernel, wherever there are kernels at all."""
+        """The product for a kernel that takes it in parts (`add_norm`, `qkv`): float32 parts [S, ..., *out] whose sum it is, or whose sum
+        over devices, where a kernel serves so few rows or XLA's product is better cut (`xla_parts`); else the product. x: [..., *in]; over:
+        how many axes `in` are, 3 for heads. read_by_kernel: whether there is such a kernel, wherever there are kernels at all."""
         leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
         rows = x.reshape(math.prod(leading), -1)
         chosen = for_rows(implementation, rows, self.weight)

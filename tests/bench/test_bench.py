@@ -351,7 +351,7 @@ def test_a_round_of_few_rows_reads_and_computes_less():
 
 
 def test_a_step_reads_guides_in_place_of_heads():
-    """Not where filters need all logits of the target."""
+    """Not where filters or an acceptance rule need all logits of the target."""
 
     def read(**settings):
         plan = workload.plan_bench("pocket", "pocket-draft", num_draft_tokens=3, context=64, tokens=32, **settings)
@@ -359,7 +359,9 @@ def test_a_step_reads_guides_in_place_of_heads():
 
     (none, whole), (both, few) = read(head_guide=False), read(head_guide=True)
     filtered, some = read(head_guide=True, temperature=1.0, top_k=64)
-    assert (none, both, filtered) == ([False, False], [True, True], [False, True])
+    assert (none, both, filtered) == ([False, False], [True, True], [False, True]) and read(head_guide=True, acceptance="standard")[
+        1
+    ] == some
     assert few.target < whole.target == some.target and few.drafter == some.drafter < whole.drafter
 
 
