@@ -1,7 +1,6 @@
 """Kernels that let the next ones be launched while they run: no operation of XLA may read their results (`dialect.launching`). Kernels that
-wait themselves (`dialect.mosaic_wait`): before that they may read the program's own weights, and what the kernel before has waited for."""
+wait themselves (`dialect.mosaic_wait`): before that they may read the program's own weights alone."""
 
-import dataclasses
 import functools
 import re
 
@@ -21,8 +20,6 @@ from pallas_kernels.add_norm import add_norm
 from pallas_kernels.linear import linear
 from pallas_kernels.lm_head import lm_head
 from pallas_kernels.packed import abstract
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.qkv import qkv
 from pallas_kernels.top_candidates import top_candidates
 
 # What kernels read before they wait, of their arguments: the words, scales and zeros of a packed matrix, whose last argument is a constant.
@@ -44,57 +41,40 @@ def instructions(equation):
     return set(re.findall(r"griddepcontrol[._](\w+)", str({name: equation.params.get(name) for name in ("jaxpr", "jaxprs")})))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Array:
-    """An array of a program. Views of it are the same one."""
-
-    weight: bool = False  # whether it is one of the program's weights
-    early: bool = False  # whether it is the result of a kernel that launches dependents
-    awaited: frozenset["Array"] = frozenset()  # by the kernel that made it
-
-
-def follow(jaxpr, arrays, found):
+def follow(jaxpr, origins, found):
     """Adds to `found` how many kernels launch dependents and how many wait, under "launch_dependents" and "wait"; the names of operations
-    of XLA that read the results of the former; and the names of kernels that wait and before that read what they must not.
+    of XLA that read the results of the former; and the names of kernels that wait and have read something else than weights.
 
-    arrays: the inputs. Returns the outputs."""
-    known = dict(zip(jaxpr.invars, arrays, strict=True))
+    origins: of each input "weights" if it is one of those, "early" if it is the result of a kernel that launches dependents, or None.
+    Returns the same of the outputs."""
+    known = dict(zip(jaxpr.invars, origins, strict=True))
 
     def of(variables):
-        return [Array() if isinstance(v, Literal) else known.get(v) or known.setdefault(v, Array()) for v in variables]
+        return [None if isinstance(v, Literal) else known.get(v) for v in variables]
 
     def count(name):
         found[name] = found.get(name, 0) + 1
 
-    def reads_ahead(equation, inputs):
-        """Whether the kernel reads nothing else before it waits than weights, or what the kernel before has waited for: attention, where
-        its sequences end and their pages, which it may do if the kernel that made its queries has waited for these."""
-        name = equation.params["name"]
-        if name == "paged_attention":
-            lengths, positions, queries, table, _, _, *others = inputs
-            return {lengths, positions, table, *others[-3:-2]} <= queries.awaited
-        return all(array.weight for array in inputs[READ_AHEAD.get(name, slice(0))])
-
     for equation in jaxpr.eqns:
         name, inputs = equation.primitive.name, of(equation.invars)
-        out = [Array() for _ in equation.outvars]
+        out = [None] * len(equation.outvars)
         if name in ("jit", "pjit", "custom_vmap_call"):
             out = follow(equation.params["call" if name == "custom_vmap_call" else "jaxpr"].jaxpr, inputs, found)
         elif name in ("pallas_call", "mpmd_map"):
             does = instructions(equation)
             for instruction in does:
                 count(instruction)
-            out = [Array(early="launch_dependents" in does, awaited=frozenset(inputs)) for _ in out]
-            if "wait" in does and not reads_ahead(equation, inputs):
+            out = ["early" if "launch_dependents" in does else None] * len(out)
+            if "wait" in does and set(inputs[READ_AHEAD.get(equation.params["name"], slice(0))]) - {"weights"}:
                 count(equation.params["name"])
         elif name in VIEWS:
-            out = inputs[: len(out)]
+            out = [next(filter(None, inputs), None)] * len(out)
         elif name == "while":
             conditions, bodies = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-            carried = [Array() for _ in inputs[conditions + bodies :]]
+            carried = [None] * (len(inputs) - conditions - bodies)
             follow(equation.params["cond_jaxpr"].jaxpr, [*inputs[:conditions], *carried], found)
             follow(equation.params["body_jaxpr"].jaxpr, [*inputs[conditions : conditions + bodies], *carried], found)
-        elif any(array.early for array in inputs):
+        elif "early" in inputs:
             count(name)
         known |= dict(zip(equation.outvars, out, strict=True))
     return of(jaxpr.outvars)
@@ -112,7 +92,7 @@ def step(name, batch, quantize=None):
     loop = functools.partial(decode.decode_loop, round=decode.Round(4))
     jaxpr = jax.make_jaxpr(loop)(target, drafter, state, slots, steps).jaxpr
     weights, found = len(jax.tree.leaves((target, drafter))), {}
-    follow(jaxpr, [Array(weight=i < weights) for i in range(len(jaxpr.invars))], found)
+    follow(jaxpr, ["weights"] * weights + [None] * (len(jaxpr.invars) - weights), found)
     return found, len(config.layers)
 
 
@@ -144,7 +124,7 @@ def test_a_read_by_xla_is_found(hopper):
 
     x, weight, found = jnp.zeros((16, 128), jnp.bfloat16), jnp.zeros(128, jnp.bfloat16), {}
     jaxpr = jax.make_jaxpr(reads)(x, x, weight).jaxpr
-    follow(jaxpr, [Array() for _ in jaxpr.invars], found)
+    follow(jaxpr, [None] * len(jaxpr.invars), found)
     assert found == {"launch_dependents": 2, "tanh": 1}
 
 
@@ -152,7 +132,7 @@ def test_a_packed_head_reads_nothing_but_its_table_ahead(hopper):
     table, found = abstract((2048, 1024), "int8", group=None, scale_dtype=jnp.bfloat16), {}
     hidden, keys, temperature = jnp.zeros((5, 1024), jnp.bfloat16), jnp.zeros((5, 2), jnp.uint32), jnp.zeros(5)
     jaxpr = jax.make_jaxpr(functools.partial(lm_head, softcap=30.0))(hidden, table, keys, temperature).jaxpr
-    follow(jaxpr, [Array(), *(Array(weight=True) for _ in jax.tree.leaves(table)), Array(), Array()], found)
+    follow(jaxpr, [None, *["weights"] * len(jax.tree.leaves(table)), None, None], found)
     assert found == {"wait": 1}
 
 
@@ -161,27 +141,12 @@ def test_weights_that_the_program_computes_are_found(hopper):
         return linear(linear(x, w, implementation="mosaic"), twice * 2, implementation="mosaic")
 
     x, w, found = jnp.zeros((16, 2048), jnp.bfloat16), jnp.zeros((2048, 2048), jnp.bfloat16), {}
-    follow(jax.make_jaxpr(multiplies)(x, w, w).jaxpr, [Array(), Array(weight=True), Array(weight=True)], found)
+    follow(jax.make_jaxpr(multiplies)(x, w, w).jaxpr, [None, "weights", "weights"], found)
     assert found == {"wait": 2, "linear": 1}
-
-
-def test_attention_that_reads_ahead_what_is_computed_beside_its_queries_is_found(hopper):
-    def attends(projected, positions, table, length, pools, twice, late):
-        cos, weight, end = jnp.ones((8, 5, 128)), jnp.ones(256, jnp.bfloat16), length * 2
-        q, _, _ = qkv(projected, cos, cos, weight, group=2, eps=1e-6, before=(positions, table, end), launch_dependents=True)
-        return paged_attention(q, positions, pools, table, length * twice if late else end, window=1024, ahead=True)
-
-    projected, pool = jnp.zeros((8, 5, 16, 2, 256), jnp.bfloat16), jnp.zeros((80, 64, 16, 256), jnp.bfloat16)
-    arrays = projected, jnp.zeros((8, 5), jnp.int32), jnp.zeros((8, 10), jnp.int32), jnp.zeros(8, jnp.int32), (pool, pool), 2
-    for late in (False, True):
-        found = {}
-        jaxpr = jax.make_jaxpr(functools.partial(attends, late=late))(*arrays).jaxpr
-        follow(jaxpr, [Array() for _ in jaxpr.invars], found)
-        assert found == {"launch_dependents": 1, "wait": 1} | ({"paged_attention": 1} if late else {})
 
 
 def test_kernels_alone_read_what_top_candidates_are_made_of(hopper):
     found = {}
     jaxpr = jax.make_jaxpr(functools.partial(top_candidates, k=64))(jax.ShapeDtypeStruct((5, 262_144), jnp.float32)).jaxpr
-    follow(jaxpr, [Array()], found)
+    follow(jaxpr, [None], found)
     assert found == {"launch_dependents": 2}

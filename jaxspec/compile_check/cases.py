@@ -85,8 +85,7 @@ def named_cases() -> Iterator[Case]:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     for name, shape in attention_shapes.SHAPES.items():
-        # As in a step: keys are copied before the queries are there.
-        function = functools.partial(paged_attention.paged_attention, causal=shape.causal, window=shape.window, ahead=True)
+        function = functools.partial(paged_attention.paged_attention, causal=shape.causal, window=shape.window)
         for batch in (1,) if shape.queries > 64 else (1, 32):
             args: Any = jax.eval_shape(functools.partial(attention_bench.arguments, shape, batch, 4096))
             yield Case("paged_attention", f"{name} x {batch}", function, args, further=batch > 1)

@@ -28,9 +28,11 @@ class AttentionWeights(Protocol):
     @property
     def spec(self) -> LayerSpec: ...
 
-    def heads(self, projected: jax.Array, positions: jax.Array, pages: Pages | None, **settings: Any) -> Heads:
+    def heads(
+        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any, read_by_kernel: bool
+    ) -> Heads:
         """Normed and rotated queries [B, T, KV, G, D] of a projection or its parts, and the keys and values, or the pools that hold
-        them. settings: `implementation`, `dtype`, `before` and `launch_dependents` of `pallas_kernels.qkv`."""
+        them, in `dtype`: see `pallas_kernels.qkv`. read_by_kernel: whether a kernel reads them, and no operation of XLA does."""
         ...
 
 
@@ -54,30 +56,20 @@ def attend(
         pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
     page = None if keys.pools is None else keys.pools.k.shape[1]
     kept = keys.packing is None and (pages is not None or not spec.owns_kv)  # no operation of XLA moves or stores what is computed here
-    length = keys.length + keys.count if spec.owns_kv and keys.store_first else keys.length  # of what is cached when it is read
-    ahead = keys.packing is None and keys.table is not None
-    q, k, v = weights.heads(
-        projected,
-        positions,
-        pages,
-        implementation=attention,
-        dtype=dtype,
-        before=(positions, keys.table, length, keys.count) if ahead else (),
-        launch_dependents=kept and by_kernel(spec.head_dim, page, attention),
-    )
+    q, k, v = weights.heads(projected, positions, pages, attention, dtype, kept and by_kernel(spec.head_dim, page, attention))
     if pages is not None:
         assert k is not None and v is not None
-        keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=length)
+        keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)
     elif k is not None and v is not None:
         # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
         k, v = (k, v) if pools is None else pools.as_stored(k, v)
         if keys.store_first:
             assert pools is not None and keys.table is not None
             pools = paged.write(pools, keys.table, keys.length, keys.count, k, v, implementation=attention)
-            keys = dataclasses.replace(keys, pools=pools, length=length)
+            keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
         else:
             keys = dataclasses.replace(keys, fresh=(k, v))
-    table, packing = keys.table, keys.packing
+    table, length, packing = keys.table, keys.length, keys.packing
     if packing is not None:  # its rows are in the pages by now
         assert table is not None and keys.store_first
         q, positions, table = packing.unpacked(q), packing.positions, jnp.take(table, packing.begin, axis=0, mode="clip")
@@ -95,7 +87,6 @@ def attend(
         window=spec.window,
         scale=scale,
         ancestors=None if keys.tree is None or keys.fresh is None else keys.tree.words,
-        ahead=ahead,
         launch_dependents=read_by_kernel and packing is None,
         implementation=attention,
     )

@@ -69,12 +69,15 @@ class Attention:
     def kv_heads(self) -> tuple[KVHeads, ...]:
         return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
-    def heads(self, projected: jax.Array, positions: jax.Array, pages: Pages | None, **settings: Any) -> Heads:
+    def heads(
+        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any, read_by_kernel: bool
+    ) -> Heads:
         """See `AttentionWeights.heads`."""
         spec = self.spec
         cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)
         k_weight = None if self.k_norm is None else self.k_norm.weight
-        settings |= {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps}
+        settings: dict[str, Any] = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": dtype}
+        settings |= {"launch_dependents": read_by_kernel, "implementation": implementation}
         return qkv(projected, cos, sin, self.q_norm.weight, k_weight, pages, **settings)
 
     @property

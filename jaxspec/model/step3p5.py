@@ -76,12 +76,14 @@ class Attention:
         spec = self.spec
         return KVHeads("qkv_proj", 0, spec, spec.group), KVHeads("g_proj", 0, spec, spec.group), KVHeads("o_proj", 1, spec, spec.group)
 
-    def heads(self, projected: jax.Array, positions: jax.Array, pages: Pages | None, **settings: Any) -> Heads:
+    def heads(
+        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any, read_by_kernel: bool
+    ) -> Heads:
         """See `AttentionWeights.heads`."""
         spec = self.spec
         weights = *turned(positions, spec.frequencies), self.q_norm.weight, self.k_norm.weight
-        settings |= {"group": spec.group, "key_dims": spec.head_dim, "eps": spec.eps, "value_norm": False}
-        return qkv(projected, *weights, pages, **settings)
+        settings = {"group": spec.group, "key_dims": spec.head_dim, "eps": spec.eps, "value_norm": False, "dtype": dtype}
+        return qkv(projected, *weights, pages, **settings, launch_dependents=read_by_kernel, implementation=implementation)
 
     def __call__(self, normed: jax.Array, positions: jax.Array, keys: Keys, attention: str) -> tuple[jax.Array | Unsummed, Keys]:
         """The output, or parts of it, and the keys that the rows attended to."""

@@ -23,7 +23,6 @@ def paged_attention(
     window: int | None = None,
     scale: float = 1.0,
     ancestors: tuple[int, ...] | None = None,
-    ahead: bool = False,
     launch_dependents: bool = False,
     implementation: str = "auto",
 ) -> jax.Array:
@@ -43,8 +42,6 @@ def paged_attention(
     Returns [B, T, KV, G, D] in q's dtype; zeros for a query that sees no key. K and V may be anything, even NaN, at positions outside
     0 .. lengths + fresh_count - 1, at or before min(positions) - window, and (if causal) after max(positions).
 
-    ahead: whether the kernel that computes q has `positions`, `table`, `lengths` and `fresh_count` as arguments too, and neither it nor
-    what runs after it writes a cached position below lengths - T. A kernel may then copy keys before q is there.
     launch_dependents: whether only kernels read the result: see `dialect.launching`.
 
     implementation: see `dialect.select`; or "mosaic", kernels for Hopper and bfloat16: for keys of which only the rotary dims are stored,
@@ -62,7 +59,7 @@ def paged_attention(
         if implementation == "mosaic" and unsupported:
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
         if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q, key_weight, window)):
-            settings = {"causal": causal, "window": window, "scale": scale, "ahead": ahead, "launch_dependents": launch_dependents}
+            settings = {"causal": causal, "window": window, "scale": scale, "launch_dependents": launch_dependents}
             return mosaic.paged_attention(*arguments[:-1], **settings)
     unsupported = triton.unsupported(q.shape[-1], None if cached is None else cached[0].shape[1])
     chosen = dialect.select(implementation, unsupported, further=("mosaic",))

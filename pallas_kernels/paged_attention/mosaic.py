@@ -62,9 +62,8 @@ def is_faster(q, key_weight, window) -> bool:
 
 
 def paged_attention(
-    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale,
-    splits=None, ahead=False, launch_dependents=False,
-):  # fmt: skip
+    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None, launch_dependents=False
+):
     """See `pallas_kernels.paged_attention.paged_attention`."""
     inputs = {"lengths": lengths, "positions": positions, "q": q, "table": table, "k": cached[0], "v": cached[1]}
     if key_weight is not None:
@@ -90,7 +89,7 @@ def paged_attention(
         splits = mosaic_whole.splits_for(cut(1), blocks) if key_weight is None else splits_for(cut(1).items, blocks)
     plan = cut(splits)
     if key_weight is None:
-        return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, ahead, launch_dependents)[0]
+        return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, launch_dependents)[0]
     if splits == 1 and queries >= ROWS:
         return mosaic_rotary_prompt.attend(plan, inputs, q)
     kernel = mosaic_rotary_few if mosaic_rotary_few.serves(plan) else mosaic_rotary

@@ -9,9 +9,6 @@ is computed in about half the time in which it arrives. FlashMLA (https://github
 and B.
 
 With few items, several programs share an item's keys. They are a cluster: they read each other's sums in shared memory and add them up.
-
-A program copies its first keys while the kernel before still runs, if that one writes none of them: it may write the last positions, as
-many as there are rows. For this the newest block, which would come first, may come third.
 """
 
 from __future__ import annotations
@@ -65,9 +62,9 @@ def arranged(plan: parts.Plan) -> parts.Plan:
     return by_head if possible and by_head.height < queries * by_query.rows else by_query
 
 
-def attend(plan: parts.Plan, inputs, outputs, ahead: bool, launch_dependents: bool):
-    """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name. ahead: see `paged_attention`.
-    launch_dependents: whether only kernels read the results: see `dialect.launching`."""
+def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
+    """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name. launch_dependents: whether only kernels
+    read them: see `dialect.launching`."""
     mosaic, height = dialect.mosaic(), plan.height
     programs = min(plan.items, dialect.MULTIPROCESSORS) if plan.splits == 1 else plan.items // plan.splits
     scratch = {"queries": parts.tiled(height, DIM), "weights": parts.tiled(height, KEYS)}
@@ -86,36 +83,23 @@ def attend(plan: parts.Plan, inputs, outputs, ahead: bool, launch_dependents: bo
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
-        if not ahead:
-            dialect.mosaic_wait(launch_dependents)
+        dialect.mosaic_wait(launch_dependents)
         warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
 
         def serve(role):
             def step(n, before):
                 item = plan.item(refs, number(n))
 
-                def place(turn, kind):
-                    """Counts the blocks of keys and of values before those of an item's turn; and their slot. kind: 0 for keys, 1 for
-                    values."""
-                    number = 2 * (before + turn) + kind
+                def place(block, kind):
+                    """Counts the blocks of keys and of values before a block's; and its slot. kind: 0 for keys, 1 for values."""
+                    number = 2 * (before + block - item.start) + kind
                     return number, jax.lax.rem(number, slots)
 
-                def wait(before=lambda: None):
-                    """Calls `before` and waits for the kernels before this one, if the program has not done so."""
-
-                    def first():
-                        before()
-                        dialect.mosaic_wait(launch_dependents)
-
-                    if ahead:
-                        pl.when(n == 0)(first)
-
-                order = Order.of(plan, item, slots) if ahead else Order(item, 0, 0)
-                role(plan, refs, order, place, slots, n == 0, wait)
-                return before + order.count
+                role(plan, refs, item, place, slots)
+                return before + item.stop - item.start
 
             if plan.splits > 1:
-                step(jnp.int32(0), jnp.int32(0))
+                step(0, jnp.int32(0))
             else:
                 jax.lax.fori_loop(0, jax.lax.div(plan.items - 1 - program, programs) + 1, step, jnp.int32(0))
 
@@ -145,53 +129,16 @@ def attend(plan: parts.Plan, inputs, outputs, ahead: bool, launch_dependents: bo
     )(*inputs.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """In which order an item's blocks of keys come: from the newest to the oldest, but the newest one may come later."""
+def _copy(plan, refs, item, place, slots):
+    mosaic, pages = dialect.mosaic(), refs["pages"]
 
-    item: parts.Item
-    late: jax.Array | int  # the turn of the newest block
-    early: jax.Array | int  # how many of the first blocks hold none of the last positions
-
-    @classmethod
-    def of(cls, plan: parts.Plan, item: parts.Item, slots: int) -> Order:
-        """An order in which blocks of older keys come first. slots: as many blocks of keys or of values fit into shared memory."""
-        most, span = slots // 2, item.span
-
-        def new(block):
-            return (block < span.fresh) | (span.place(block) + KEYS > span.length - plan.shape[1])
-
-        count = item.stop - item.start
-        late = jnp.where(new(item.start), jnp.clip(count - 1, 0, min(2, most)), 0)
-        early = jnp.where(new(item.start + 1), 0, late)
-        return cls(item, late, jnp.where(new(item.start), early, jnp.minimum(count, most)))
-
-    @property
-    def count(self) -> jax.Array:
-        return self.item.stop - self.item.start
-
-    def block(self, turn):
-        """The block that comes at a turn."""
-        start = self.item.start
-        if isinstance(self.late, int):
-            return start + turn
-        return start + jnp.where(turn < self.late, turn + 1, jnp.where(turn == self.late, 0, turn))
-
-
-def _copy(plan, refs, order, place, slots, first, wait):
-    mosaic, pages, item = dialect.mosaic(), refs["pages"], order.item
-
-    def copy(turn, _):
-        block = order.block(turn)
-        parts.copy_block(refs, item, block, parts.page_of(refs, item, block), functools.partial(copy_rows, turn, block))
-
-    def copy_rows(turn, block, k_source, v_source, major, rows):
+    def copy(block, k_source, v_source, major, rows):
         low, high = parts.inside(item.span, block)
         for kind, source in enumerate((k_source, v_source)):
-            number, slot = place(turn, kind)
+            number, slot = place(block, kind)
             pl.when(number >= slots)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
-            for begin in range(0, KEYS, PIECE):
-                count = min(PIECE, rows.size - begin)
+            for first in range(0, KEYS, PIECE):
+                count = min(PIECE, rows.size - first)
 
                 def skip(slot=slot):
                     mosaic.barrier_arrive(refs["full"].at[slot])
@@ -200,33 +147,31 @@ def _copy(plan, refs, order, place, slots, first, wait):
                     skip()
                     continue
 
-                seen = (low < begin + PIECE) & (high > begin)
+                seen = (low < first + PIECE) & (high > first)
 
                 @pl.when(seen)
-                def _(begin=begin, count=count, source=source, slot=slot):
-                    piece = source.at[major, pl.ds(rows.start + begin, count), item.head]
-                    mosaic.copy_gmem_to_smem(piece, pages.at[slot, pl.ds(begin, count)], refs["full"].at[slot])
+                def _(first=first, count=count, source=source, slot=slot):
+                    piece = source.at[major, pl.ds(rows.start + first, count), item.head]
+                    mosaic.copy_gmem_to_smem(piece, pages.at[slot, pl.ds(first, count)], refs["full"].at[slot])
 
                 pl.when(jnp.logical_not(seen))(skip)
 
-    wait(lambda: jax.lax.fori_loop(0, order.early, copy, None))
-    jax.lax.fori_loop(jnp.where(first, order.early, 0), order.count, copy, None)
+    parts.each_block(refs, item, copy)
     if plan.splits > 1:
         meet, _, _ = cluster(mosaic)
         meet()
         meet()
 
 
-def _compute(plan, refs, order, place, slots, first, wait):
-    mosaic, pages, columns, item = dialect.mosaic(), refs["pages"], pl.ds(0, DIM), order.item
+def _compute(plan, refs, item, place, slots):
+    mosaic, pages, columns = dialect.mosaic(), refs["pages"], pl.ds(0, DIM)
     queries, held = refs["queries"], refs["weights"]
-    softmax = Softmax(plan, item)
-    wait()
     parts.load_queries(plan, refs, item, queries, columns)
+    softmax = Softmax(plan, item)
     mosaic.barrier_wait(refs["loaded"])
 
-    def step(turn, state):
-        (_, k), (_, v), block = place(turn, 0), place(turn, 1), order.block(turn)
+    def step(block, state):
+        (_, k), (_, v) = place(block, 0), place(block, 1)
 
         def product(scores):
             mosaic.wgmma(scores, pages.at[k], dialect.mosaic_transposed(queries))
@@ -245,7 +190,7 @@ def _compute(plan, refs, order, place, slots, first, wait):
         mosaic.barrier_arrive(refs["empty"].at[v])
         return acc, *state
 
-    acc, top, total = jax.lax.fori_loop(0, order.count, step, softmax.start())
+    acc, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start())
     total = jnp.sum(total, axis=0)
     if plan.splits > 1:
         _merge(plan, refs, item, acc, top, total)

@@ -33,7 +33,6 @@ def qkv(
     eps: float,
     value_norm: bool = True,
     dtype: Any = None,
-    before: tuple[jax.Array, ...] = (),
     launch_dependents: bool = False,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
@@ -49,15 +48,14 @@ def qkv(
     [B, T, KV, key_dims] and [B, T, KV, D]. With pages they are the pools, which then hold the rows, and every count must be at most
     W * page. Without k_weight they are None.
 
-    before: arrays that a kernel waits for, too, so that the next kernel may read them before this one has ended. launch_dependents:
-    whether only kernels read the results: see `dialect.launching`. implementation: see `dialect.select`. Raises ValueError for an
-    unknown one.
+    launch_dependents: whether only kernels read the results: see `dialect.launching`. implementation: see `dialect.select`. Raises
+    ValueError for an unknown one.
     """
     chosen = dialect.select(implementation)
     settings = {"group": group, "key_dims": key_dims, "eps": eps, "value_norm": value_norm, "dtype": dtype or q_weight.dtype}
     if chosen == "xla":
         return reference.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings)
-    settings |= {"before": before, "launch_dependents": launch_dependents, "interpret": chosen == "triton-interpret"}
+    settings |= {"launch_dependents": launch_dependents, "interpret": chosen == "triton-interpret"}
     return triton.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings)
 
 

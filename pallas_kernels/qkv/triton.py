@@ -19,15 +19,13 @@ MANY_ROWS = 32  # of all sequences; with fewer rows each KV head has a program, 
 
 
 def qkv(
-    projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, value_norm, dtype,
-    before=(), launch_dependents=False, interpret=False,
+    projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, value_norm, dtype, launch_dependents=False, interpret=False
 ):  # fmt: skip
     """See `pallas_kernels.qkv.qkv`."""
     if projected.ndim == 5:
         projected = projected[None]
     _, batch, rows, kv_heads, heads, dim = projected.shape
     inputs = {"projected": projected, "cos": cos, "sin": sin, "q_weight": q_weight}
-    inputs |= {f"before {n}": array for n, array in enumerate(before)}
     outputs = {"q": jax.ShapeDtypeStruct((batch, rows, kv_heads, group, dim), dtype)}
     aliases = {}
     if k_weight is not None:
