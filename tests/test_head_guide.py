@@ -16,7 +16,7 @@ from jaxspec.engine import memory
 from jaxspec.learning.settings import Learn
 from jaxspec.model.config import AssistantConfig
 from jaxspec.model.head_guides import guide_for, guided, has_guide
-from jaxspec.sampling.choice import choose_by_head
+from jaxspec.sampling.choice import choose_by_head, likely_logits
 from jaxspec.sharding.placement import ONE_DEVICE, abstract_placement_of
 from jaxspec.trees import nbytes, weight_count
 from pallas_kernels import device
@@ -77,6 +77,32 @@ def test_texts_are_the_same(drafter, models, interpreted):
     assert llm.text_settings == plain.text_settings and weight_count(llm.target) == weight_count(plain.target)
     assert llm.stats.acceptance_length == plain.stats.acceptance_length
     assert {2, 8} <= set(interpreted)
+
+
+@pytest.mark.parametrize("axes", [None, {"tensor": 2}], ids=["one device", "two"])
+def test_texts_with_filters_are_the_same(axes, models, monkeypatch):
+    """The target's rows read the guide where nothing but filters is asked for, and the table for whoever needs all logits."""
+    filters = {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "ignore_eos": True, "max_tokens": 12}
+    asked = [[{}, {"seed": 1}], [{"logprobs": 2}, {"presence_penalty": 0.5}], [{"top_k": 0}, {}], [{"temperature": 0.0}, {"top_k": 100}]]
+    calls = [[jaxspec.SamplingParams(**{"seed": 3, **filters, **one}) for one in both] for both in asked]
+
+    def found(llm):
+        return [[done.token_ids for done in llm.generate(["def f(x):", "class A:"], params)] for params in calls]
+
+    wanted = found(jaxspec.load(*models, **SETTINGS))
+    run, seen = kernels.likely_logits, []
+
+    def counted(hidden, *args, **settings):
+        seen.append(hidden.shape[0])
+        return run(hidden, *args, **settings)
+
+    def interpreting(*args, **settings):
+        return likely_logits(*args, **settings | {"implementation": "triton-interpret"})
+
+    monkeypatch.setattr(kernels, "likely_logits", counted)
+    monkeypatch.setattr(rows, "likely_logits", interpreting)
+    llm = jaxspec.load(*models, head_guide=True, mesh=axes and jaxspec.mesh(**axes), **SETTINGS)
+    assert found(llm) == wanted and 8 in seen
 
 
 @pytest.mark.slow

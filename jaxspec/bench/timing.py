@@ -212,7 +212,7 @@ def _decode(
     if work.tree is not None:
         drafts["rows"] = batch // plan.shards * work.rows_each
     shape: dict[str, Any] = {"batch": batch // plan.shards, "context": context, **drafts}
-    size = roofline.step_bytes(*plan.read(), **shape).over(devices)
+    size = roofline.step_bytes(*plan.read(drafts["rows"] or batch // plan.shards * work.rows_each), **shape).over(devices)
     flops = roofline.step_flops(plan.target_tree, **shape) / devices
     floor = 1e3 * max(size.total / rates[0], flops / rates[1])
     return form.unflatten(leaves), DecodeFigures(

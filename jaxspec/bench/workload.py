@@ -29,6 +29,7 @@ from jaxspec.targets import DTYPES, abstract_target
 from jaxspec.trees import bytes_per_device
 from pallas_kernels import dialect, lm_head
 from pallas_kernels.dialect import IMPLEMENTATIONS
+from pallas_kernels.lm_head.guided import MOST_LIKELY_ROWS
 
 RATES = (0.92, 0.78, 0.67, 0.57)  # how often draft positions 1, 2, ... are accepted together with all before them
 WARM_UPS, WARM_UP_STEPS = 3, 3  # a CUDA graph is recorded in the second run of a program's loop body
@@ -119,13 +120,16 @@ class BenchPlan:
         place, spread = self.placement.place, self.placement.spread
         return spread(place(self.target_tree)), spread(place(self.drafter_tree))
 
-    def read(self) -> tuple[Any, Any]:
-        """The target's and the drafter's tree with the guides that a step reads in place of their heads. The target reads its whole head
-        where its logits are needed: by filters, an automaton, or a rule that does not share the noise."""
+    def read(self, rows: int) -> tuple[Any, Any]:
+        """The target's and the drafter's tree with the guides that a step reads in place of their heads. rows: of the target's pass. The
+        target reads its whole head where more of its logits are needed than the choice or, of few rows, filters need: by an automaton, or
+        a rule that does not share the noise."""
         if not self.placement.head_guides:
             return self.target_tree, self.drafter_tree
-        alone = self.work.round.needs.choice_alone and self.work.accept.shares_noise
-        return guided(self.target_tree) if alone else self.target_tree, guided(self.drafter_tree)
+        needs = self.work.round.needs
+        few = needs.choice_alone or (needs.likeliest_alone and rows <= MOST_LIKELY_ROWS)
+        target = guided(self.target_tree) if few and self.work.accept.shares_noise else self.target_tree
+        return target, guided(self.drafter_tree)
 
     def layout(self, target: Any, drafter: Any, slots: int, max_len: int) -> Layout | OneDeviceLayout:
         """How a state with this many slots, those of all data shards together, lies on the devices."""

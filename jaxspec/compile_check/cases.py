@@ -152,6 +152,10 @@ def named_cases() -> Iterator[Case]:
             function_of_guide = functools.partial(_guided, function)
             guide = lm_head.abstract_guide(args[1])
             yield Case("lm_head", f"{name}, guided", function_of_guide, (*args, guide), further=between)
+        if shape.rows <= guided_head.MOST_LIKELY_ROWS:
+            most = array(shape.rows, dtype=jnp.int32)
+            likely = functools.partial(lm_head.likely_logits)
+            yield Case("lm_head", f"{name}, likely logits", likely, (*args[:2], guide, most), further=between)
         table = packed.abstract((shape.vocab, shape.hidden), "int8", group=None, scale_dtype=dtype)
         yield Case("lm_head", f"int8 {name}", function, (args[0], table, *sampling), further=between)
         if not packed_mosaic.unsupported(args[0], table):

@@ -4,6 +4,7 @@ appending them."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,12 @@ from jaxspec.decode.state import (
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.draft_tree import DraftTree
+from jaxspec.model.layers import softcap
 from jaxspec.model.rows import Packing, take_row, take_rows
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.automata import Automata, Constraint
-from jaxspec.sampling.choice import Needs, Sampling, choose, choose_by_head
+from jaxspec.sampling.choice import Needs, Sampling, choose, choose_by_head, likely_logits
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs, token_logprobs
 
 
@@ -169,26 +171,32 @@ def target_choices(
         guesses = None if guesses is None else packing.of_owners(guesses)
         of_rows = None if states is None else packing.packed(states)
     if chosen and round.needs.choice_alone:
-        weight, softcap = target.head
+        weight, cap = target.head
         tokens, most = choose_by_head(
             hidden,
             weight,
             positions,
             sampling,
-            softcap=softcap,
+            softcap=cap,
             suppressed=round.needs.suppress_tokens,
             guide=target.head_guide,
             implementation=round.attention,
         )
         sound, logits, raw = sound_choices(most, None, hidden), None, None
     else:
-        raw = target.unembed(hidden, round.attention)
+        guide = target.head_guide if chosen and round.needs.likeliest_alone else None
+        if guide is None:
+            raw = target.unembed(hidden, round.attention)
+        else:
+            weight, cap = target.head
+            settings: dict[str, Any] = {"suppressed": round.needs.suppress_tokens, "implementation": round.attention}
+            raw = softcap(likely_logits(hidden, weight, guide, sampling, **settings), cap)
         if tree is None:
             logits = edited(raw, sampling, round.needs, guesses, of_rows, first)
         else:
             assert guesses is not None
             logits = edited_tree(raw, sampling, round.needs, guesses, states, tree)
-        sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, sampling.shard))
+        sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, sampling.shard), None if guide is None else hidden)
         tokens = choose(logits, positions, dataclasses.replace(sampling, tables=None)) if chosen else None
     if packing is not None:
         tokens, sound = None if tokens is None else packing.unpacked(tokens), packing.unpacked(sound)

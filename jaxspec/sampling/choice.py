@@ -16,7 +16,7 @@ from flax import struct
 
 from jaxspec.collectives import Shard, full_logits, shard_of
 from jaxspec.sampling.automata import Constraint
-from jaxspec.sampling.filters import Filters, filtered
+from jaxspec.sampling.filters import CANDIDATES, Filters, filtered
 from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
 from pallas_kernels.noise import gumbel, row_keys
@@ -45,7 +45,16 @@ class Needs:
     @property
     def choice_alone(self) -> bool:
         """Whether the chosen tokens are all that is needed of the logits."""
-        return self.scope == "plain" and not (self.edits or self.structured) and self.logprobs is None
+        return self.scope == "plain" and self._as_they_are
+
+    @property
+    def likeliest_alone(self) -> bool:
+        """Whether tokens are chosen among a row's likeliest, of which alone the logits are needed."""
+        return self.scope == "top" and self._as_they_are
+
+    @property
+    def _as_they_are(self) -> bool:
+        return not (self.edits or self.structured) and self.logprobs is None
 
 
 PLAIN = Needs()
@@ -181,6 +190,26 @@ def choose_by_head(
     if shard is not None:
         chosen, maxima = shard.best(maxima, chosen)
     return chosen.reshape(positions.shape), maxima.reshape(positions.shape)
+
+
+def likely_logits(
+    hidden: jax.Array,
+    table: jax.Array | Packed,
+    guide: lm_head.Guide,
+    sampling: Sampling,
+    *,
+    suppressed: tuple[int, ...] = (),
+    implementation: str = "auto",
+) -> jax.Array:
+    """Logits without a softcap, in which filters of scope "top" find what they keep: [B, T, V] float32. See
+    `pallas_kernels.lm_head.likely_logits`.
+
+    hidden: [B, T, H]. table: [V, H], or the device's `sampling.shard` of it. suppressed: ids that are never chosen."""
+    assert sampling.filters is not None and not isinstance(table, Packed)  # a packed table has no guide
+    most = jnp.clip(sampling.filters.top_k, 1, CANDIDATES) + len(suppressed)
+    most = jnp.broadcast_to(most[:, None], hidden.shape[:-1]).reshape(-1)
+    logits = lm_head.likely_logits(hidden.reshape(-1, hidden.shape[-1]), table, guide, most, implementation=implementation)
+    return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

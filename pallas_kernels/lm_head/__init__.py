@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.linear import mosaic as products
 from pallas_kernels.linear import packed_mosaic as packed_linear
+from pallas_kernels.linear.reference import product
 from pallas_kernels.lm_head import guided, mosaic, packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.lm_head.guided import Guide, abstract_guide, guide_of, unguided
 from pallas_kernels.packed import Packed, tile
 
-__all__ = ["Guide", "abstract_guide", "guide_of", "guide_pays", "lm_head", "most_rows", "unguided"]
+__all__ = ["Guide", "abstract_guide", "guide_of", "guide_pays", "likely_logits", "lm_head", "most_rows", "unguided"]
 
 MOST_ROWS = 64  # with more, the Triton kernel's product takes longer than XLA's
 
@@ -29,6 +30,22 @@ def most_rows(table: jax.Array | Packed, implementation: str = "auto") -> int:
 def guide_pays() -> bool:
     """Whether heads with a guide have been found to be faster on the current device: they were timed on Hopper."""
     return dialect.mosaic_obstacle() is None
+
+
+def likely_logits(hidden: jax.Array, table: jax.Array, guide: Guide, most: jax.Array, *, implementation: str = "auto") -> jax.Array:
+    """Logits without a softcap, of which those that may be among the `most` largest of their row are the table's: [N, V] float32. The
+    others may come from the guide, and are then smaller than `most` logits of the table.
+
+    hidden: [N, H]. table: [V, H], of the same dtype. guide: of the table. most: [N] int32. implementation: see `dialect.select`; "auto" is
+    XLA, which computes all logits from the table, for more than `guided.MOST_LIKELY_ROWS` rows and for float32. Raises ValueError for an
+    `implementation` that is unknown or cannot serve these arrays.
+    """
+    if implementation == "auto" and (hidden.shape[0] > guided.MOST_LIKELY_ROWS or hidden.dtype.itemsize > 2):
+        implementation = "xla"
+    chosen = dialect.select(implementation, guided.unlikely(hidden, table, guide))
+    if chosen == "xla":
+        return product(hidden, table, dtype=jnp.float32)
+    return guided.likely_logits(hidden, table, guide, most, implementation=implementation)
 
 
 def lm_head(

@@ -8,6 +8,8 @@ inner product search", 2015, and others after it prune with such bounds.)
 
 One kernel finds the largest ends in blocks of tokens. A second one computes, block by block, the logits that matter, the likeliest first,
 and stops where no token of the block can be better any more.
+
+Where the k largest logits are wanted, they are among those whose interval reaches above the k-th largest lower end.
 """
 
 from __future__ import annotations
@@ -27,10 +29,15 @@ from pallas_kernels.lm_head.triton import TABLE_DTYPES, too_many
 from pallas_kernels.noise import perturbed
 from pallas_kernels.packed import BLOCK, Packed, abstract, pack, tile, values_of
 from pallas_kernels.packed.matrix import rounded
+from pallas_kernels.top_candidates.triton import WIDEST, ordered, padded_size, unordered, warps
 
 MOST_ROWS = 48  # of hidden states: with more, intervals of all logits take as long as half of the table
 TOKENS = 1024  # of a block
+TILE = 64  # tokens of which the largest lower end is one of those among which the k-th largest is sought
 DEPTH = 1024  # columns of the table that are multiplied at a time
+# Where each row has many logits that matter: the most rows, since together they soon have most of the table; tokens of a program, rows and
+# columns of the table that are multiplied at a time, and steps that are loaded ahead, by a single warp.
+MOST_LIKELY_ROWS, SPAN, AT_ONCE, LIKELY_DEPTH, STAGES = 8, 256, 16, 128, 4
 WARPS = 4
 LARGEST = 127  # of the guide's codes
 CHUNK = 8192  # rows of the table that a guide is made of at a time
@@ -129,6 +136,126 @@ def lm_head(
         hidden, table, highest, lowest, *rest
     )
     return best(values, ids)
+
+
+def unlikely(hidden: Any, table: Any, guide: Guide) -> str | None:
+    """Why the kernels of `likely_logits` cannot serve this, or None."""
+    if padded_size(table.shape[0] // TILE) > WIDEST:
+        return f"the table has {table.shape[0]} rows; the kernel takes at most {WIDEST * TILE}"
+    return unsupported(hidden, guide)
+
+
+def likely_logits(hidden: jax.Array, table: jax.Array, guide: Guide, most: jax.Array, *, implementation: str = "auto") -> jax.Array:
+    """See `pallas_kernels.lm_head.likely_logits`. implementation: as for `linear.partials`, of the products with the guide."""
+    rows, size = hidden.shape[0], table.shape[0]
+    interpret = implementation == "triton-interpret"
+    run = {"num_stages": 1, "interpret": interpret}
+    near = partials(hidden, guide.codes, splits=1, launch_dependents=True, implementation=implementation).reshape(rows, size)
+    length = jnp.linalg.norm(hidden.astype(jnp.float32), axis=1)
+    lowest = call(
+        lower_ends_kernel,
+        name="head_lower_ends",
+        grid=(rows, pl.cdiv(size, TOKENS)),
+        out_shape=jax.ShapeDtypeStruct((rows, size // TILE), jnp.float32),
+        num_warps=WARPS,
+        launch_dependents=True,
+        **run,
+    )(near, guide.distance, length)
+    bound = call(
+        bound_kernel,
+        name="head_bound",
+        grid=(rows,),
+        out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
+        num_warps=warps(padded_size(size // TILE)),
+        launch_dependents=True,
+        **run,
+    )(lowest, most)
+    return call(
+        likely_kernel,
+        name="head_likely",
+        grid=(pl.cdiv(size, SPAN),),
+        out_shape=jax.ShapeDtypeStruct((rows, size), jnp.float32),
+        num_warps=1,
+        num_stages=STAGES,
+        input_output_aliases={0: 0},
+        interpret=interpret,
+    )(near, guide.distance, length, bound, hidden, table)
+
+
+def lower_ends_kernel(near_ref: Any, distance_ref: Any, length_ref: Any, lowest_ref: Any) -> None:
+    """Program (i, j): the largest lower end of row i's logits in each tile of block j."""
+    row, place = pl.program_id(0), pl.program_id(1) * TOKENS + jnp.arange(TOKENS, dtype=jnp.int32)
+    real = place < near_ref.shape[1]
+    near = plgpu.load(near_ref.at[jnp.full_like(place, row), place], mask=real, other=-np.inf)
+    reach = _reach(near, length_ref[row], plgpu.load(distance_ref.at[place], mask=real, other=0.0))
+    lower = jnp.max(jnp.where(near < np.inf, near - reach, -np.inf).reshape(TOKENS // TILE, TILE), axis=1)
+    tile = pl.program_id(1) * (TOKENS // TILE) + jnp.arange(TOKENS // TILE, dtype=jnp.int32)
+    plgpu.store(lowest_ref.at[jnp.full_like(tile, row), tile], lower, mask=tile < lowest_ref.shape[1])
+
+
+def bound_kernel(lowest_ref: Any, most_ref: Any, bound_ref: Any) -> None:
+    """Program i: a number that `most` tiles of row i reach with their largest lower ends, and hardly any others; -inf if there are not so
+    many. It is found by bisection on the values' bits."""
+    row, tiles = pl.program_id(0), lowest_ref.shape[1]
+    at, most = jnp.arange(padded_size(tiles), dtype=jnp.int32), most_ref[row]
+    real = at < tiles
+    keys = ordered(plgpu.load(lowest_ref.at[jnp.full_like(at, row), at], mask=real, other=-np.inf))
+
+    def undecided(found: tuple[jax.Array, ...]) -> jax.Array:
+        low, high, count = found
+        return (low < high) & (count != most)
+
+    def halve(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:  # at least `most` keys reach low, and fewer reach high + 1
+        low, high, count = found
+        middle = (low | high) - ((low ^ high) >> np.int32(1))
+        reached = jnp.sum((real & (keys >= middle)).astype(jnp.int32), dtype=jnp.int32)
+        enough = reached >= most
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1), jnp.where(enough, reached, count)
+
+    low, _, _ = jax.lax.while_loop(undecided, halve, (jnp.min(keys), jnp.max(keys), jnp.int32(tiles)))
+    bound_ref[row] = jnp.where(most > tiles, -np.inf, unordered(low))
+
+
+def likely_kernel(near_ref: Any, distance_ref: Any, length_ref: Any, bound_ref: Any, hidden_ref: Any, table_ref: Any, out_ref: Any) -> None:
+    """Program i: of SPAN tokens, those that matter to some row get the logits of all rows."""
+    count, width = hidden_ref.shape
+    lane, row = (jnp.arange(n, dtype=jnp.int32) for n in (SPAN, padded_size(count)))
+    place, inside = pl.program_id(0) * SPAN + lane, row < count
+    real = place < table_ref.shape[0]
+    near = plgpu.load(near_ref.at[row[:, None], place[None, :]], mask=inside[:, None] & real[None, :], other=-np.inf)
+    length = plgpu.load(length_ref.at[row], mask=inside, other=0.0)
+    bound = plgpu.load(bound_ref.at[row], mask=inside, other=np.inf)
+    reach = _reach(near, length[:, None], plgpu.load(distance_ref.at[place], mask=real, other=0.0)[None, :])
+    matters = jnp.max((near + reach >= bound[:, None]).astype(jnp.int32), axis=0)
+    order, wanted = jax.lax.cumsum(matters, axis=0) - matters, jnp.sum(matters, dtype=jnp.int32)
+    column, row = (jnp.arange(n, dtype=jnp.int32) for n in (LIKELY_DEPTH, max(AT_ONCE, padded_size(count))))
+    inside = row < count
+    precision = "highest" if table_ref.dtype == jnp.float32 else None
+
+    def some(n: jax.Array, _: None) -> None:
+        slot = n * AT_ONCE + jnp.arange(AT_ONCE, dtype=jnp.int32)
+        live = slot < wanted
+        same = (order[None, :] == slot[:, None]) & (matters[None, :] > 0)
+        token = jnp.sum(jnp.where(same, place[None, :], 0), axis=1)
+
+        def step(i: jax.Array, total: jax.Array) -> jax.Array:
+            def load(ref: Any, at: jax.Array, mask: jax.Array) -> jax.Array:
+                where, mask = i * LIKELY_DEPTH + column[None, :], jnp.broadcast_to(mask[:, None], (len(at), LIKELY_DEPTH))
+                mask = mask if width % LIKELY_DEPTH == 0 else mask & (where < width)
+                return plgpu.load(ref.at[at[:, None], where], mask=mask, other=jnp.zeros((), ref.dtype))
+
+            weights, numbers = load(table_ref, token, live), load(hidden_ref, row, inside)
+            return total + plgpu.dot(weights, numbers, trans_b=True, precision=precision)
+
+        found = jax.lax.fori_loop(0, pl.cdiv(width, LIKELY_DEPTH), step, jnp.zeros((AT_ONCE, len(row)), jnp.float32))
+        plgpu.store(out_ref.at[row[None, :], token[:, None]], found, mask=live[:, None] & inside[None, :])
+
+    jax.lax.fori_loop(0, pl.cdiv(wanted, AT_ONCE), some, None)
+
+
+def _reach(near: jax.Array, length: jax.Array, distance: jax.Array) -> jax.Array:
+    """How far logits may be from these."""
+    return length * distance + jnp.where(near > -np.inf, jnp.abs(near) * VALUES, 0.0)
 
 
 def ends_kernel(*refs: Any, softcap: float | None, suppressed: tuple[int, ...]) -> None:

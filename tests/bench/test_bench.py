@@ -351,18 +351,22 @@ def test_a_round_of_few_rows_reads_and_computes_less():
 
 
 def test_a_step_reads_guides_in_place_of_heads():
-    """Not where filters or an acceptance rule need all logits of the target."""
+    """Not where filters of many rows or an acceptance rule need all logits of the target."""
 
-    def read(**settings):
+    def read(batch=1, **settings):
         plan = workload.plan_bench("pocket", "pocket-draft", num_draft_tokens=3, context=64, tokens=32, **settings)
-        return [has_guide(tree) for tree in plan.read()], roofline.step_bytes(*plan.read(), batch=1, num_draft_tokens=3, context=64)
+        trees = plan.read(4 * batch)
+        return [has_guide(tree) for tree in trees], roofline.step_bytes(*trees, batch=batch, num_draft_tokens=3, context=64)
 
+    filters = {"head_guide": True, "temperature": 1.0, "top_k": 64}
     (none, whole), (both, few) = read(head_guide=False), read(head_guide=True)
-    filtered, some = read(head_guide=True, temperature=1.0, top_k=64)
-    assert (none, both, filtered) == ([False, False], [True, True], [False, True]) and read(head_guide=True, acceptance="standard")[
-        1
-    ] == some
-    assert few.target < whole.target == some.target and few.drafter == some.drafter < whole.drafter
+    assert (none, both) == ([False, False], [True, True])
+    assert few.target < whole.target and few.drafter < whole.drafter
+    assert read(**filters) == (both, few)
+    of_drafter, some = read(**filters, acceptance="standard")
+    assert of_drafter == [False, True] and (some.target, some.drafter) == (whole.target, few.drafter)
+    assert read(2, **filters)[0] == both and read(3, **filters)[0] == of_drafter  # 8 and 12 rows
+    assert read(**filters | {"top_k": 129})[0] == of_drafter
 
 
 def test_a_round_of_a_tree_has_a_row_for_each_node():

@@ -446,6 +446,25 @@ def test_lm_head(dtype, hidden, softcap, implementation):
             assert_close(maxima, jnp.max(scores[: shape.rows], axis=1), dtype)
 
 
+@pytest.mark.parametrize("hidden", sorted({hidden for _, hidden, _ in HEADS}))
+def test_likely_logits(hidden):
+    """A row's largest logits, as many as it wants, are the table's, and all others are smaller."""
+    rows, vocab, most, dtype = guided.MOST_LIKELY_ROWS, lm_head_shapes.VOCAB, 128, "bfloat16"
+    states = draw(jax.random.key(0), (rows, hidden), 1.0, dtype)
+    table = draw(jax.random.key(1), (vocab, hidden), 5 * hidden**-0.5, dtype)
+    counts = jnp.arange(rows, dtype=jnp.int32) * 18 + 1
+    found, wanted = results(
+        (lm_head.likely_logits, (states, table, lm_head.guide_of(table), counts)),
+        (functools.partial(lm_head.likely_logits, implementation="xla"), (states, table, lm_head.guide_of(table), counts)),
+    )
+    values, ids = jax.lax.top_k(wanted, most)
+    place = jnp.arange(most)[None, :]
+    close = jnp.abs(jnp.take_along_axis(found, ids, axis=1) - values) <= TIE
+    assert bool(jnp.all(close | (place >= counts[:, None])))
+    least = jnp.take_along_axis(values, counts[:, None] - 1, axis=1)
+    assert bool(jnp.all((found < least + TIE) | (wanted >= least)))
+
+
 @pytest.mark.parametrize("name", centroid_head_shapes.SHAPES)
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_centroid_head(dtype, name):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lowering import for_cuda
 
 from pallas_kernels import device
-from pallas_kernels.lm_head import abstract_guide, guide_of, guide_pays, guided, lm_head, unguided
+from pallas_kernels.lm_head import abstract_guide, guide_of, guide_pays, guided, likely_logits, lm_head, unguided
 from pallas_kernels.packed import unpack
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -136,3 +136,53 @@ def test_few_rows_take_the_kernels_on_a_gpu(gpu, rows, guided_rows):
     assert (text.count('name = "head_ends"'), text.count('name = "head_choice"')) == ((1, 1) if guided_rows else (0, 0))
     on_cpu = jax.jit(functools.partial(lm_head, softcap=30.0, suppressed=(0,)))  # not traced before
     assert not guide_pays() and "head_ends" not in on_cpu.lower(*arrays, guide=abstract_guide(table)).as_text()
+
+
+likely = jax.jit(likely_logits, static_argnames=("implementation",))
+
+
+@settings(max_examples=8)
+@given(
+    rows=st.integers(1, 9),
+    blocks=st.sampled_from([1, 3, 17, 33]),
+    width=st.sampled_from([64, 192, 576]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    seed=st.integers(0, 99),
+)
+def test_the_likeliest_logits_are_the_whole_tables(rows, blocks, width, dtype, seed):
+    """Of each row its own number of them, in their order; the others are below. Also where more are wanted than there are tiles."""
+    hidden, table, _, _ = problem(rows, 64 * blocks, width, dtype)
+    most = np.random.default_rng(seed).integers(1, 140, rows).astype(np.int32)
+    wanted = np.asarray(likely(hidden, table, guide_of(table), most, implementation="xla"))
+    found = np.asarray(likely(hidden, table, guide_of(table), most, implementation="triton-interpret"))
+    near = np.abs(found - wanted) <= 1e-4 * np.abs(wanted).max()
+    for i, count in enumerate(np.minimum(most, 64 * blocks)):
+        largest = np.argsort(-wanted[i], kind="stable")[:count]
+        assert np.all(near[i, largest])
+        others = np.setdiff1d(np.arange(64 * blocks), largest)
+        assert np.all(near[i, others] | (found[i, others] < wanted[i, largest].min()))
+    np.testing.assert_array_equal(np.argmax(found, axis=1), np.argmax(wanted, axis=1))
+
+
+def test_rows_of_the_table_that_do_not_matter_are_not_read():
+    hidden, table, _, _ = problem(4, 64 * 64, 192, "float32")
+    guide, most = guide_of(table), jnp.asarray([1, 3, 5, 20], jnp.int32)
+    near, reach = (
+        choices.exact(hidden) @ choices.exact(unpack(guide.codes)).T,
+        np.linalg.norm(hidden, axis=1)[:, None] * choices.exact(guide.distance),
+    )
+    tiles = np.sort((near - reach).reshape(4, -1, 64).max(axis=2), axis=1)
+    matters = np.any(near + reach >= tiles[np.arange(4), -np.asarray(most) - 1][:, None] - 1e-2, axis=0)
+    assert 40 < matters.sum() < 800
+    holed = jnp.where(matters[:, None], table, jnp.nan)
+    assert np.all(np.isfinite(likely(hidden, holed, guide, most, implementation="triton-interpret")))
+
+
+@pytest.mark.parametrize(("rows", "dtype", "kernels"), [(5, "bfloat16", 1), (9, "bfloat16", 0), (5, "float32", 0)])
+def test_few_rows_have_likely_logits_by_kernels_on_a_gpu(rows, dtype, kernels):
+    leaf = jax.ShapeDtypeStruct
+    table = leaf((262_144, 1536), jnp.dtype(dtype))
+    with device.described_as(device.Described("a GPU", "9.0")):
+        text = for_cuda(jax.jit(likely_logits), leaf((rows, 1536), table.dtype), table, abstract_guide(table), leaf((rows,), jnp.int32))
+    for name in ("head_lower_ends", "head_bound", "head_likely"):
+        assert text.count(f'name = "{name}"') == kernels
