@@ -100,7 +100,7 @@ def talk(monkeypatch, lines, *, somebody):
             raise EOFError
         return line
 
-    monkeypatch.setattr(cli, "_load", lambda args, **settings: (talker, SamplingParams()))
+    monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **settings: (talker, SamplingParams()))
     monkeypatch.setattr("builtins.input", read)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("sys.stdin.isatty", lambda: somebody)
@@ -217,13 +217,13 @@ def test_unknown_options_are_status_2(capsys):
 
 
 def test_an_interrupt_is_status_130_without_a_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_load", lambda args, **settings: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **settings: (_ for _ in ()).throw(KeyboardInterrupt))
     assert cli.main(["generate", "--prompt", "x"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_device_without_memory_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_load", lambda args, **settings: (_ for _ in ()).throw(MemoryError("lower max_slots")))
+    monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **settings: (_ for _ in ()).throw(MemoryError("lower max_slots")))
     assert cli.main(["generate", "--prompt", "x"]) == 2
     assert capsys.readouterr().err == "jaxspec: lower max_slots\n"
 

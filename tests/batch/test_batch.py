@@ -257,7 +257,7 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(requests, whole, tmp_path,
             return super().write(text[:size])
 
     monkeypatch.setattr(job, "open", lambda path, mode, **_: File(path, mode.replace("b", "")), raising=False)
-    monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(), SamplingParams(seed=args.seed)))
+    monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **settings: (FakeLLM(), SamplingParams(seed=args.seed)))
     for full, room in ((tmp_path / "out.jsonl.run.json", 5), (out, 1000), (out, 2000)):
         assert cli.main(["batch", str(requests), str(out)]) == 2
         said = f"{full} cannot be written: No space left on device; what is written stays, and the same command goes on with it"
@@ -364,7 +364,7 @@ def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
 
 def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served(requests, tmp_path, monkeypatch, capsys):
     fails = (derived_seed(3, "r1"),)
-    monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(fails=fails), SamplingParams(seed=args.seed)))
+    monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **settings: (FakeLLM(fails=fails), SamplingParams(seed=args.seed)))
     out = tmp_path / "out.jsonl"
     assert cli.main(["batch", str(requests), str(out)]) == 0
     assert capsys.readouterr().err == f"{out}: 21 results written\n"
@@ -382,7 +382,7 @@ def test_the_command_says_what_it_did_and_its_status_says_whether_all_was_served
     )
     assert cli.main(["batch", str(requests), str(out), "--seed", "4"]) == 2
     assert capsys.readouterr().err.startswith(f"jaxspec: {out} was made with run_seed 0, not 4: use the same to resume")
-    monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(dies=3), SamplingParams(seed=args.seed)))
+    monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **settings: (FakeLLM(dies=3), SamplingParams(seed=args.seed)))
     assert cli.main(["batch", str(requests), str(tmp_path / "third.jsonl")]) == 130
     assert capsys.readouterr().err == (
         f"\njaxspec: interrupted; the results so far are in {tmp_path}/third.jsonl, and the same command resumes\n"

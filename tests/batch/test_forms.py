@@ -157,7 +157,7 @@ def test_a_row_has_the_seed_of_its_id_wherever_it_stands(tmp_path):
 def test_standard_input_and_output(tmp_path, monkeypatch, capfd):
     lines = [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": "b", "prompt": "z"}]
     text = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    monkeypatch.setattr(cli, "_load", lambda args, **settings: (FakeLLM(), SamplingParams(seed=args.seed)))
+    monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **settings: (FakeLLM(), SamplingParams(seed=args.seed)))
 
     def run(*arguments):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))

@@ -1,12 +1,14 @@
-"""The command `jaxspec info`: its options, and what it prints."""
+"""The command `jaxspec info`: a checkpoint is described, or what fits a GPU."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from jaxspec.cli import environment, errors, options
 
-def add_parser(commands: Any, hub: argparse.ArgumentParser) -> argparse.ArgumentParser:
+
+def add_parser(commands: Any, hub: argparse.ArgumentParser) -> None:
     """Adds the command. hub: the options that say how models are fetched."""
     text = "Prints what a checkpoint contains and how much memory it needs; without one, which of the released models fit a device."
     info = commands.add_parser("info", parents=[hub], help="describe a checkpoint, or what fits a GPU", description=text)
@@ -27,14 +29,20 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> argparse.Argument
     info.add_argument("--max-slots", type=int, metavar="N", help="for --plan: most sequences at a time")
     info.add_argument("--k", type=int, metavar="K", help="for --plan: number of tokens to draft in each round")
     info.add_argument("--learn", action="store_true", default=None, help="for --plan: with a drafter that learns while it works")
-    return info
+    info.set_defaults(command=_run)
 
 
-def lines(args: argparse.Namespace, hub: Any, jax_fraction: float) -> list[str]:
-    """What the command prints. hub: a `checkpoint.hub.Hub`. jax_fraction: the share of a device's memory that JAX takes. Raises what
-    `info.read` and `info.describe_plan` raise."""
+def _run(args: argparse.Namespace) -> None:
+    with errors.door():
+        lines = _lines(args, environment.memory_share())
+    print("\n".join(lines))
+
+
+def _lines(args: argparse.Namespace, jax_fraction: float) -> list[str]:
+    """What the command prints. jax_fraction: the share of a device's memory that JAX takes. Raises what `describe.read` and
+    `describe.describe_plan` raise."""
     from jaxspec import drafters
-    from jaxspec.info import describe as info
+    from jaxspec.info import describe
     from jaxspec.info.cards import card_named
     from jaxspec.learning.settings import Learn
 
@@ -50,19 +58,19 @@ def lines(args: argparse.Namespace, hub: Any, jax_fraction: float) -> list[str]:
             raise ValueError(f"--{given[0].replace('_', '-')} is about a model, and none is named")
         if card is None:
             raise ValueError("neither a model is named nor --memory given, and this device does not say what memory it has")
-        return list(info.describe_card(card, **shares))
+        return list(describe.describe_card(card, **shares))
     asked = {name: getattr(args, name) for name in ("adapter", "quantize", "quantize_embedding", "quantize_drafter")}
-    pair = info.read(args.target, args.drafter, hub, **asked)
+    pair = describe.read(args.target, args.drafter, options.hub_of(args), **asked)
     shown = {} if args.memory is None else {"show": card.show}
-    found = list(info.describe(pair, args.target, args.drafter, **shown))
+    found = list(describe.describe(pair, args.target, args.drafter, **shown))
     if args.mesh is not None:
-        found += info.describe_mesh(pair, args.mesh, **shown)
+        found += describe.describe_mesh(pair, args.mesh, **shown)
     settings = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots, "kv_dtype": args.kv_dtype}
     if args.learn:
         settings["learn"] = Learn()
     settings = {name: value for name, value in settings.items() if value is not None}
     if args.plan or args.memory is not None or settings:
-        found += info.describe_plan(pair, card, **shares, **settings, mesh=args.mesh)
+        found += describe.describe_plan(pair, card, **shares, **settings, mesh=args.mesh)
     return found
 
 

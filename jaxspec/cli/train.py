@@ -1,12 +1,15 @@
-"""The command `jaxspec train`: its options, and what it calls."""
+"""The command `jaxspec train`: a drafter is trained for a target."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
+from jaxspec.cli import errors
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
+
+def add_parser(commands: Any) -> None:
     """Adds the command. An option that is not given is left to its default in `distil`, `Run` or the kind's `Objective`."""
     text = (
         "Trains a drafter for a target and writes it in its Hugging Face layout, ready to load. Also writes metrics.jsonl, curves.png and "
@@ -48,10 +51,20 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     for name, meaning in weights.items():
         option(name, f"weight {meaning} (default: the kind's)", type=float, metavar="W", dest=f"objective_{name}")
     option("resume", "continue from the newest checkpoint in --out", action="store_true")
-    return train
+    train.set_defaults(command=_run)
 
 
-def run(args: argparse.Namespace, progress: bool) -> tuple[str, str]:
+def _run(args: argparse.Namespace) -> None:
+    with errors.door():
+        try:
+            folder, gain = _train(args)
+        except FloatingPointError as error:
+            raise errors.UserError(error) from error
+    print(folder)
+    print(gain, file=sys.stderr)  # stdout is for scripts
+
+
+def _train(args: argparse.Namespace) -> tuple[str, str]:
     """Trains, and returns the folder and what the training brought, in words. Raises what `distil` raises, and MemoryError where the device
     has too little."""
     import jax
@@ -67,6 +80,7 @@ def run(args: argparse.Namespace, progress: bool) -> tuple[str, str]:
         raise ValueError(f"devices is {count}; found {jax.device_count()}")
     mesh = None if count == 1 else jax.sharding.Mesh(np.asarray(jax.devices()[:count]), ("data",))
     try:
+        progress = sys.stderr.isatty()
         folder = distil(given.pop("target"), given.pop("drafter_kind"), objective=objective, mesh=mesh, progress=progress, **given)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -1,13 +1,17 @@
-"""The command `jaxspec bench`: its options."""
+"""The command `jaxspec bench`: a model's shape is timed on this device."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxspec.cli import errors, options
 
-def add_parser(commands: Any) -> argparse.ArgumentParser:
+
+def add_parser(commands: Any) -> None:
     """Adds the command. Its options have the names of the arguments of `workload.plan_bench`; one that is not given is left to its default
     there."""
     text = "Times steps and prompts with random weights of a model's shape, and compares them with the memory floor of the same run."
@@ -47,7 +51,34 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     option("mesh", "devices to spread the model over, such as tensor=4 or data=2,tensor=2 (default: one)", metavar="AXIS=N,...")
     option("json", "write every figure to this file", metavar="FILE")
     option("profile", "trace one more call of each kind, write the traces to this folder and print their kernels", metavar="DIR")
-    return bench
+    bench.set_defaults(command=_run)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from jaxspec.bench import report, timing, workload
+
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
+    with errors.door():
+        if "mesh" in given:
+            given["mesh"] = options.mesh_of(args)
+        plan = workload.plan_bench(**given)
+        if "json" in args:  # before minutes of measuring
+            open(args.json, "a").close()
+        if "profile" in args:
+            os.makedirs(args.profile, exist_ok=True)
+    shown = 0
+    for found in timing.measure_plan(plan, progress=sys.stderr.isatty()):  # a run that is cut off has shown what it measured
+        lines = list(report.report_lines(found))
+        with tqdm.external_write_mode():  # the bar gives way
+            print("\n".join(lines[shown:]), flush=True)
+        shown = len(lines)
+        if "json" in args:
+            with errors.door():
+                report.write_json(found, args.json)
+    for line in report.profile_lines(found):
+        print(line)
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -1,0 +1,54 @@
+"""The command line: `jaxspec` with a command, each of which is a module. The package may import everything; a module imports what its
+command needs when the command runs, so that help comes at once."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxspec import __version__
+from jaxspec.cli import batch, bench, chat, convert, environment, errors, generate, info, merge, options, train
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 1 if a batch could not serve some requests, 2 for what the user got wrong, 130
+    when interrupted."""
+    args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):  # a model may write what a terminal cannot show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    environment.prepare()
+    try:
+        return args.command(args) or 0
+    except errors.UserError as error:
+        print(f"jaxspec: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:  # of a device; it says what to lower
+        print(f"jaxspec: {error or 'out of memory'}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has had enough; without a place to write to, Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding in JAX, for Gemma 4 and Step-3.5.")
+    parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    hub = options.hub_options()
+    model = options.model_options(hub)
+    generate.add_parser(commands, model)
+    chat.add_parser(commands, model)
+    batch.add_parser(commands, model)
+    merge.add_parser(commands)
+    info.add_parser(commands, hub)
+    convert.add_parser(commands, hub)
+    train.add_parser(commands)
+    bench.add_parser(commands)
+    return parser

@@ -1,0 +1,61 @@
+"""The command `jaxspec chat`: a conversation, line by line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import Any
+
+from jaxspec.cli import errors, options
+from jaxspec.cli.generate import compiled
+
+
+def add_parser(commands: Any, model: argparse.ArgumentParser) -> None:
+    """Adds the command. model: the options that say what is loaded, and how it chooses tokens."""
+    chat = commands.add_parser("chat", parents=[model], help="talk to the model", description="Answers line by line until end of input.")
+    chat.add_argument("--system", help="a system message")
+    chat.add_argument("--thinking", action="store_true", help="let the model think first, if its chat template supports it")
+    chat.set_defaults(command=_run)
+
+
+def _run(args: argparse.Namespace) -> None:
+    with errors.door():
+        llm, params = options.load_model(args, max_slots=1)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    somebody = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if somebody else "").strip()
+        except EOFError:
+            break
+        if not line:
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            with errors.door():
+                chunks = llm.stream_chat(asked, params, enable_thinking=args.thinking)
+        except errors.UserError as error:
+            if not somebody:
+                raise
+            print(f"jaxspec: {error}", file=sys.stderr)
+            continue
+        messages = [*asked, {"role": "assistant", "content": _answer(chunks, llm.tokenizer, somebody)}]
+    if args.stats:
+        print(f"\n{llm.stats}")
+
+
+def _answer(chunks: Any, tokenizer: Any, interruptible: bool) -> str:
+    """Prints an answer; returns it without its thoughts, which later turns are not to see. interruptible: whether an interrupt ends the
+    answer alone."""
+    text, ids = "", []
+    with contextlib.closing(chunks):
+        try:
+            for chunk in compiled(chunks):
+                print(chunk.text, end="", flush=True)
+                text, ids = text + chunk.text, ids + chunk.token_ids
+        except KeyboardInterrupt:
+            if not interruptible:
+                raise
+    print()
+    return text.removeprefix(tokenizer.thoughts(ids))
