@@ -33,6 +33,8 @@ class StructuredOutputsParams:
     """Whether JSON has no space between its parts; else it has one or none."""
     whitespace_pattern: str | None = None
     """A regular expression of what may stand between the parts of JSON instead."""
+    disable_additional_properties: bool = False
+    """Whether an object with `properties`, though it lists none, has no others. Of one that lists some this is always so."""
     grammar: str | None = None
     """Refused: a grammar has no automaton."""
     structural_tag: str | None = None
@@ -76,7 +78,7 @@ class StructuredOutputsParams:
         """The regular expression that says the same."""
         space = "" if self.disable_any_whitespace else schema.WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern
         if self.json is not None:
-            return _expression_of(self.json, space)
+            return _expression_of(self.json, space, self.disable_additional_properties)
         if self.json_object:
             return schema.any_object(space)
         if self.choice is not None:
@@ -94,8 +96,8 @@ class StructuredOutputsParams:
 
 
 @functools.lru_cache(maxsize=256)
-def _expression_of(text: str, space: str) -> str:
-    return schema.regex_of(jsonlib.loads(text), space)
+def _expression_of(text: str, space: str, closed: bool) -> str:
+    return schema.regex_of(jsonlib.loads(text), space, closed)
 
 
 def _refused(expression: str, what: str) -> Any:

@@ -37,11 +37,12 @@ STRING = f'"{CHARACTER}*"'
 SCALARS: tuple[str, ...] = ("true", "false", "null", STRING, numbers.NUMBER)
 
 
-def regex_of(schema: Any, whitespace: str = WHITESPACE) -> str:
+def regex_of(schema: Any, whitespace: str = WHITESPACE, closed: bool = False) -> str:
     """The expression of a schema, which is a dict or a bool. whitespace: matches what may stand between the parts of objects and arrays.
+    closed: whether `additionalProperties` is false where a schema has `properties` and says nothing.
 
     Raises ValueError, naming the feature and its JSON pointer, for what has no regular form, and for a schema that nothing satisfies."""
-    return Writer(schema, whitespace).value(schema, "", ())
+    return Writer(schema, whitespace, closed).value(schema, "", ())
 
 
 def any_object(whitespace: str = WHITESPACE) -> str:
@@ -52,7 +53,8 @@ def any_object(whitespace: str = WHITESPACE) -> str:
 class Writer:
     """Writes the expressions of a schema's parts. root: what `$ref` refers to."""
 
-    def __init__(self, root: Any, whitespace: str):
+    def __init__(self, root: Any, whitespace: str, closed: bool = False):
+        self._closed = closed
         self._root, self._space = root, f"(?:{whitespace})" if whitespace else ""
         self._comma = "," + self._space
 
@@ -204,7 +206,7 @@ class Writer:
         named, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(named, Mapping) or not isinstance(required, list):
             refuse("'properties' or 'required' of a wrong type; expected a dict and a list", at)
-        others = schema.get("additionalProperties", True)
+        others = schema.get("additionalProperties", not (self._closed and "properties" in schema))
         members = dict(named) | {name: others for name in required if name not in named}
         if not members:
             if least > 1:

@@ -1,5 +1,6 @@
 """Every text of a schema's automaton is JSON that validates, by the jsonschema package; what is not served is refused by name and place."""
 
+import dataclasses
 import json
 import re
 
@@ -220,6 +221,15 @@ def test_a_pydantic_model_is_its_schema():
 def test_an_object_of_any_kind():
     automaton = automaton_of(StructuredOutputsParams(json_object=True).expression)
     assert all(isinstance(json.loads(drawn(automaton, seed)), dict) for seed in range(20))
+
+
+def test_an_object_that_lists_no_properties_has_others_unless_it_is_closed():
+    params = {"json": {"type": "array", "items": {"type": "object", "properties": {}}}}
+    for closed in (False, True):
+        found = re.compile(StructuredOutputsParams(**params, disable_additional_properties=closed).expression.replace(r"\x{10ffff}", ""))
+        assert found.fullmatch("[{}, {}]") and bool(found.fullmatch('[{"a": 1}]')) is not closed
+    closed = StructuredOutputsParams(json={"type": "object", "properties": {}, "additionalProperties": {"const": 1}})
+    assert dataclasses.replace(closed, disable_additional_properties=True).expression == closed.expression
 
 
 def test_spaces_are_as_asked_for():
