@@ -117,7 +117,7 @@ class Tokenizer:
         conversation = [dict(message) for message in messages]
         options = {"add_generation_prompt": add_generation_prompt, **kwargs}
         if not self._reads_parts(conversation, options):
-            conversation = [_in_one_text(message) for message in conversation]
+            conversation = [in_one_text(message) for message in conversation]
         try:
             return self._hf.apply_chat_template(conversation, return_dict=False, **options)
         except Exception as error:  # a template is the checkpoint's code: it may raise anything, most often TemplateError
@@ -315,10 +315,10 @@ def _check_content(i: int, message: Mapping[str, Any]) -> None:
             _check_characters(part["text"])
 
 
-def _in_one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is a text: of parts, theirs, a line for each, as vLLM has it."""
+def in_one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is a text: of parts, theirs, a line for each, as vLLM has it. One with other parts stays."""
     content = message.get("content")
-    if not isinstance(content, list | tuple):
+    if not isinstance(content, list | tuple) or any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
         return message
     return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
 

@@ -16,7 +16,7 @@ from quick import few_programs
 import jaxspec
 from jaxspec import loading
 from jaxspec.checkpoint import hub
-from jaxspec.vllm import LLM, SamplingParams, TokensPrompt, arguments
+from jaxspec.vllm import LLM, SamplingParams, StructuredOutputsParams, TokensPrompt, arguments
 from jaxspec.vllm import llm as llm_file
 from jaxspec.vllm.sampling_params import REFUSED, WITHOUT_EFFECT, default_params
 
@@ -78,7 +78,8 @@ print(max(output.num_cached_tokens for output in outputs) > 64)
 """
 
 SPEC_DECODE = """
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm import Counter, Vector
 
 llm = LLM(
@@ -283,7 +284,7 @@ def test_params_are_vllms():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_params_that_cannot_be_served(name):
-    wrong = {"skip_special_tokens": False, "use_beam_search": True}.get(name, 5)
+    wrong = True if name == "use_beam_search" else 5
     with pytest.raises(ValueError, match=f"{name} is {wrong}, which cannot be served: "):
         SamplingParams(**{name: wrong})
 
@@ -406,6 +407,17 @@ def test_arguments_that_cannot_be_served(name):
         ({"generation_config": "folder"}, ValueError, "generation_config is 'folder'; available: 'auto', 'vllm'"),
         ({"load_format": "dummy"}, ValueError, "load_format is 'dummy', which cannot be served: checkpoints are read from safetensors"),
         ({"revision": "main"}, ValueError, "revision is 'main', but 'pocket' is no model of a hub, and has no revisions"),
+        ({"structured_outputs_config": "xgrammar"}, TypeError, "structured_outputs_config is 'xgrammar', expected a dict"),
+        (
+            {"structured_outputs_config": {"backnd": "xgrammar"}},
+            TypeError,
+            "structured_outputs_config has no argument 'backnd'; the nearest",
+        ),
+        (
+            {"structured_outputs_config": {"disable_any_whitespace": 1}},
+            TypeError,
+            r"structured_outputs_config\['disable_any_whitespace'\] is 1, expected True or False",
+        ),
         ({"speculative_config": "ngram"}, TypeError, "speculative_config is 'ngram', expected a dict"),
         ({"speculative_config": {}}, ValueError, "speculative_config has no 'model', found {}; expected a drafter's checkpoint"),
         ({"speculative_config": {"methd": "ngram"}}, TypeError, "speculative_config has no argument 'methd'; the nearest is 'method'"),
@@ -507,7 +519,7 @@ def test_calls_refuse_what_they_cannot_serve(llm):
     with pytest.raises(TypeError, match="generate has no argument 'sampling_param'; the nearest is 'sampling_params'"):
         llm.generate("x", sampling_param=None)
     with pytest.warns(UserWarning, match="without effect here: priority$"):
-        llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False, priority=[1], lora_request=None)
+        llm.generate(["x", "y"], SamplingParams(max_tokens=1), use_tqdm=False, priority=[1, 0], lora_request=[None, None])
     for name, reason in llm_file.MISSING.items():
         with pytest.raises(AttributeError, match=f"has no '{name}', which cannot be served: {reason[:20]}"):
             getattr(llm, name)
@@ -539,6 +551,91 @@ def test_more_of_what_vllm_has_is_known(asked, name):
         asked("pocket", **{name: 1})
 
 
+def test_numbers_that_may_be_none():
+    given = dict.fromkeys(["n", "presence_penalty", "temperature", "top_p", "repetition_penalty", "stop"])
+    assert SamplingParams.from_optional(**given) == SamplingParams() and SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    assert SamplingParams.from_optional(logit_bias={"5": 200, 6: -1}).logit_bias == {5: 100.0, 6: -1}
+    with pytest.raises(ValueError, match="logit_bias has the key 'x', expected a token id"):
+        SamplingParams.from_optional(logit_bias={"x": 1})
+    with pytest.raises(TypeError, match="SamplingParams has no argument 'temprature'; the nearest is 'temperature'"):
+        SamplingParams.from_optional(temprature=1)
+
+
+MARKS = {"allowed_token_ids": [48, 52, 419], "ignore_eos": True, "max_tokens": 8, "seed": 2}  # <|tool_call>, <|"|>, def
+
+
+@pytest.mark.parametrize("end", [{}, {"stop_token_ids": [419]}, {"stop_token_ids": [48]}, {"stop": "ef"}])
+@pytest.mark.parametrize("kept", [False, True])
+def test_special_tokens_are_in_texts_that_want_them(llm, end, kept):
+    tokenizer = llm.get_tokenizer()
+    params = SamplingParams(**MARKS, **end, include_stop_str_in_output=kept, skip_special_tokens=False)
+    [found] = llm.generate("x", params, use_tqdm=False)[0].outputs
+    plain = SamplingParams(**MARKS, **end, include_stop_str_in_output=kept)
+    [skipped] = llm.generate("x", plain, use_tqdm=False)[0].outputs
+    ends = 0 if kept or found.finish_reason == "length" else 1 if "stop_token_ids" in end else 0
+    whole = tokenizer.decode(found.token_ids[: len(found.token_ids) - ends], skip_special_tokens=False)
+    assert found.finish_reason == ("stop" if end else "length") and found.token_ids == skipped.token_ids
+    assert found.text == (whole.removesuffix("ef") if "stop" in end and not kept else whole)
+    assert re.sub(r'<\|tool_call>|<\|"\|>', "", found.text) == skipped.text
+
+
+def test_a_stop_string_with_a_special_token_is_refused_where_texts_have_them(llm):
+    with pytest.raises(ValueError, match=r"stop has 'a<\|tool_call>', which holds a special token; expected its id in stop_token_ids: 48"):
+        llm.generate("x", SamplingParams(stop=["b", "a<|tool_call>"], skip_special_tokens=False), use_tqdm=False)
+
+
+@pytest.mark.parametrize("asking", [{"tools": [{"type": "function"}]}, {"chat_template_kwargs": {"enable_thinking": True}}])
+def test_a_chat_with_tools_or_thoughts_has_their_marks(llm, asking):
+    params, question = SamplingParams(**MARKS), [{"role": "user", "content": "Hi"}]
+    asking = {"chat_template": "{{ messages[0].content }}", "use_tqdm": False, **asking}
+    for given in (params, [params]):
+        [output] = llm.chat(question, given, **asking)
+        assert output.outputs[0].text == llm.get_tokenizer().decode(output.outputs[0].token_ids) and "<|" in output.outputs[0].text
+    assert params.skip_special_tokens
+    del asking["tools" if "tools" in asking else "chat_template_kwargs"]
+    assert "<|" not in llm.chat(question, params, **asking)[0].outputs[0].text
+
+
+def test_the_format_of_content(llm):
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
+    asked = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "Go"}]
+    given = {"sampling_params": SamplingParams(max_tokens=1), "use_tqdm": False}
+    reads_parts = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+    for content_format, template, prompt in (
+        ("openai", reads_parts, "[Hi][you][Yes][Go]"),
+        ("string", "{% for m in messages %}{{ m.content is string }}[{{ m.content }}]{% endfor %}", "True[Hi\nyou]True[Yes]True[Go]"),
+        ("auto", "{% for m in messages %}[{{ m.content }}]{% endfor %}", "[Hi\nyou][Yes][Go]"),
+    ):
+        [output] = llm.chat(asked, chat_template=template, chat_template_content_format=content_format, **given)
+        assert output.prompt == prompt
+    with pytest.raises(ValueError, match="chat_template_content_format is 'text'; available: 'auto', 'string', 'openai'"):
+        llm.chat(asked, chat_template_content_format="text", **given)
+    for content_format in ("string", "openai"):
+        with pytest.raises(ValueError, match="message 0 holds content of type 'image_url'; only text can be read"):
+            seen = [{"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": "x"}}]}]
+            llm.chat(seen, chat_template_content_format=content_format, **given)
+
+
+def test_structures_have_what_holds_for_all_of_them(monkeypatch):
+    monkeypatch.setattr(llm_file, "load", lambda *_, **__: None)
+    flags = {"disable_any_whitespace": True, "disable_additional_properties": True}
+    with pytest.warns(UserWarning, match=r"without effect here: structured_outputs_config\['backend'\]$"):
+        llm = LLM("pocket", structured_outputs_config={"backend": "guidance", **flags})
+    for given in (StructuredOutputsParams(json={"properties": {}}), {"json": {"properties": {}}}):
+        assert llm._served(SamplingParams(structured_outputs=given)).structured_outputs == StructuredOutputsParams(
+            json={"properties": {}}, **flags
+        )
+    assert llm._served(SamplingParams()).structured_outputs is None
+
+
+def test_types_of_metrics_are_known(llm):
+    from jaxspec.vllm import Counter, Gauge, Histogram, Metric, Vector
+
+    assert {type(metric) for metric in llm.get_metrics()} == {Counter, Vector}
+    assert all(isinstance(metric, Metric) and not isinstance(metric, Gauge | Histogram) for metric in llm.get_metrics())
+    assert Histogram("x", 1, 2.0, {"+Inf": 1}, labels={"engine": "0"}).labels == {"engine": "0"}
+
+
 @pytest.mark.slow
 def test_a_script_for_structured_outputs():
     choice, email, car = run(STRUCTURED)["answers"]
@@ -548,8 +645,6 @@ def test_a_script_for_structured_outputs():
 
 
 def test_structured_outputs_have_vllm_s_names():
-    from jaxspec.vllm import StructuredOutputsParams
-
     served = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"])).served().structured_outputs
     assert served == StructuredOutputsParams(choice=("a", "b"))
     with pytest.raises(ValueError, match="guided_decoding .* cannot be served: its name is structured_outputs"):

@@ -6,15 +6,20 @@ from typing import Any
 from jaxspec.engine.completion import Logprob
 from jaxspec.structured import StructuredOutputsParams
 from jaxspec.vllm.arguments import MERGED
+from jaxspec.vllm.inputs import TextPrompt, TokensPrompt
 from jaxspec.vllm.llm import LLM
-from jaxspec.vllm.results import CompletionOutput, Counter, RequestMetrics, RequestOutput, Vector
-from jaxspec.vllm.sampling_params import MISSING, SamplingParams, TextPrompt, TokensPrompt
+from jaxspec.vllm.metrics import Counter, Gauge, Histogram, Metric, Vector
+from jaxspec.vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxspec.vllm.sampling_params import MISSING, SamplingParams
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "Counter",
+    "Gauge",
+    "Histogram",
     "Logprob",
+    "Metric",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

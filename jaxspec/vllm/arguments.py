@@ -55,20 +55,25 @@ NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")
 # Arguments that only tune vLLM, or ask for what is always so here.
 TUNING = frozenset(
     """
-    additional_config allowed_local_media_path allowed_media_domains async_scheduling attention_backend attention_config block_size
-    code_revision compilation_config cudagraph_capture_sizes data_parallel_backend device disable_async_output_proc
-    disable_cascade_attn disable_custom_all_reduce disable_log_requests disable_log_stats distributed_executor_backend
-    enable_chunked_prefill enable_dbo enable_expert_parallel enable_log_requests enable_sleep_mode enforce_eager eplb_config
-    fully_sharded_loras gpu_id guided_decoding_backend ignore_patterns
-    kv_cache_memory_bytes language_model_only limit_mm_per_prompt load_format long_prefill_token_threshold lora_dtype max_cpu_loras
-    max_cudagraph_capture_size max_logprobs max_long_partial_prefills max_lora_rank max_loras max_num_batched_tokens
-    max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
-    mm_processor_cache_gb mm_processor_kwargs model_impl model_loader_extra_config moe_backend num_gpu_blocks_override
-    num_scheduler_steps observability_config
-    optimization_level performance_mode prefix_caching_hash_algo preemption_mode profiler_config ray_workers_use_nsight
-    reasoning_parser safetensors_load_strategy scheduler_cls scheduling_policy served_model_name skip_mm_profiling
-    stream_interval structured_outputs_config swap_space tokenizer_mode tokenizer_pool_size trust_remote_code use_tqdm_on_load
-    use_v2_block_manager worker_cls worker_extension_cls
+    additional_config aggregate_engine_logging all2all_backend allow_deprecated_quantization allowed_local_media_path
+    allowed_media_domains async_scheduling attention_backend attention_config block_size code_revision collect_detailed_traces
+    compilation_config cuda_graph_sizes cudagraph_capture_sizes cudagraph_metrics data_parallel_backend device
+    disable_async_output_proc disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce
+    disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats disable_mm_preprocessor_cache
+    distributed_executor_backend enable_chunked_prefill enable_dbo enable_eplb enable_expert_parallel enable_layerwise_nvtx_tracing
+    enable_log_requests enable_logging_iteration_details enable_mfu_metrics enable_mm_embeds enable_mm_processor_stats
+    enable_sleep_mode enforce_eager eplb_config expert_placement_strategy fully_sharded_loras gpu_id guided_decoding_backend
+    ignore_patterns interleave_mm_strings kv_cache_memory_bytes kv_cache_metrics kv_cache_metrics_sample kv_offloading_backend
+    language_model_only limit_mm_per_prompt load_format logits_processor_pattern long_prefill_token_threshold lora_dtype
+    mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype max_cpu_loras max_cudagraph_capture_size max_logprobs
+    max_long_partial_prefills max_lora_rank max_loras max_num_batched_tokens max_num_partial_prefills max_parallel_loading_workers
+    max_seq_len_to_capture media_io_kwargs mm_encoder_attn_backend mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type
+    mm_processor_kwargs mm_shm_cache_max_object_size_mb model_impl model_loader_extra_config moe_backend num_gpu_blocks_override
+    num_lookahead_slots num_scheduler_steps observability_config optimization_level otlp_traces_endpoint performance_mode
+    preemption_mode prefix_caching_hash_algo profiler_config pt_load_map_location ray_workers_use_nsight reasoning_parser
+    reasoning_parser_plugin safetensors_load_strategy scheduler_cls scheduler_delay_factor scheduling_policy served_model_name
+    show_hidden_metrics_for_version skip_mm_profiling stream_interval swap_space tokenizer_mode tokenizer_pool_size
+    trust_remote_code use_tqdm_on_load use_v2_block_manager video_pruning_rate worker_cls worker_extension_cls
     """.split()
 )
 MERGED = "requests share one set of weights; write them with the adapter in: jaxspec convert MODEL DST --adapter ADAPTER"
@@ -83,9 +88,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "skip_tokenizer_init": ((False, None), "stop strings and texts need the tokenizer"),
     "pipeline_parallel_size": ((1, None), "weights are spread by tensor_parallel_size alone"),
     "decode_context_parallel_size": ((1, None), "a sequence lies on the devices of one tensor group"),
+    "prefill_context_parallel_size": ((1, None), "a sequence lies on the devices of one tensor group"),
     "cpu_offload_gb": ((0, None), "all weights lie on the devices; quantization makes them smaller"),
     "kv_offloading_size": ((0, None), "keys and values lie on the devices; a cache of float8 makes them smaller"),
     "enable_lora": ((False, None), MERGED),
+    "default_mm_loras": ((None, {}), MERGED),
     "enable_prompt_adapter": ((False, None), "adapters are not available"),
     "logits_processors": ((None, [], ()), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
     "hf_overrides": ((None, {}), "the checkpoint's config.json is read as it is"),
@@ -99,9 +106,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs_mode": (("raw_logprobs", None), "log-probabilities are the model's own, before temperature and filters"),
     "kv_transfer_config": ((None,), "prompts and steps run on the same devices"),
     "enable_prompt_embeds": ((False, None), "a prompt is made of tokens"),
+    "enable_return_routed_experts": ((False, None), "results have texts, tokens and log-probabilities"),
     "speculative_model": ((None,), "it belongs into speculative_config, as 'model'"),
     "num_speculative_tokens": ((None,), "it belongs into speculative_config"),
 }
+# Keys of structured_outputs_config: what holds for every request, and those that only tune vLLM.
+STRUCTURE = ("disable_any_whitespace", "disable_additional_properties")
+STRUCTURE_TUNING = ("backend", "disable_fallback", "enable_in_reasoning", "reasoning_parser", "reasoning_parser_plugin")
 # Keys of speculative_config: those that are read, those that only tune vLLM, and those that are refused.
 ADAPTIVE = "enable_adaptive_verification"
 SPECULATION_READ = (
@@ -203,6 +214,21 @@ def mesh_of(tensor: Any, data: Any) -> Any:
     """`mesh` of `load`, None for one device. Raises as `jaxspec.mesh` does."""
     tensor, data = integer("tensor_parallel_size", tensor, 1), integer("data_parallel_size", data, 1)
     return None if tensor == data == 1 else sharding.mesh(data=data, tensor=tensor)
+
+
+def structure_of(config: Mapping[str, Any] | None) -> tuple[dict[str, bool], list[str]]:
+    """(what StructuredOutputsParams of every request have, by name; the keys that only tune vLLM). Raises TypeError."""
+    if config is None:
+        return {}, []
+    if not isinstance(config, Mapping):
+        raise TypeError(f"structured_outputs_config is {config!r}, expected a dict")
+    for key, value in config.items():
+        if key not in (*STRUCTURE, *STRUCTURE_TUNING):
+            raise unknown("structured_outputs_config", key, (*STRUCTURE, *STRUCTURE_TUNING))
+        if key in STRUCTURE and not isinstance(value, bool):
+            raise TypeError(f"structured_outputs_config[{key!r}] is {value!r}, expected True or False")
+    tuning = [f"structured_outputs_config[{key!r}]" for key in config if key in STRUCTURE_TUNING]
+    return {key: True for key in STRUCTURE if config.get(key)}, tuning
 
 
 def speculation_of(config: Mapping[str, Any] | None, hub: Hub = HUB) -> tuple[dict[str, Any], list[str]]:

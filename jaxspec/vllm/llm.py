@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import os
@@ -12,12 +13,16 @@ from typing import Any
 from jaxspec import checkpoint
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.checks import path, unknown
-from jaxspec.engine import params as engine_params
+from jaxspec.engine.completion import Completion
 from jaxspec.engine.intake import prompts_of
 from jaxspec.loading import load
+from jaxspec.structured import StructuredOutputsParams
+from jaxspec.text import in_one_text
 from jaxspec.vllm import arguments
-from jaxspec.vllm.results import Counter, RequestOutput, Vector, counters, request_output
-from jaxspec.vllm.sampling_params import SamplingParams, TextPrompt, TokensPrompt, default_params
+from jaxspec.vllm.inputs import TextPrompt, TokensPrompt
+from jaxspec.vllm.metrics import Counter, Vector, counters
+from jaxspec.vllm.outputs import RequestOutput, request_output
+from jaxspec.vllm.sampling_params import SamplingParams, default_params
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -32,6 +37,7 @@ MISSING = {
     "beam_search": "beam search is not available",
     "sleep": "`llm.jaxspec.close()` gives the memory back for good",
     "wake_up": "`llm.jaxspec.close()` gives the memory back for good",
+    **dict.fromkeys(("enqueue", "wait_for_completion"), "generate returns all results; `llm.jaxspec.as_completed` each when it is there"),
     "reset_prefix_cache": "what was computed is kept until its memory is needed",
 }
 # Arguments of generate and chat that are refused unless they are None or empty, and why.
@@ -43,7 +49,8 @@ CALLS_REFUSED = {
     "tokenization_kwargs": "a prompt is read whole; cut its ids before",
     "mm_processor_kwargs": "only text can be read",
 }
-CALLS_TUNING = ("priority", "chat_template_content_format")
+CALLS_TUNING = ("priority",)
+CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 class LLM:
@@ -60,8 +67,9 @@ class LLM:
     and "num_speculative_tokens". "method" may say what the checkpoint is: "mtp", "eagle3", "dflash", "dspark" or "draft_model".
 
     generation_config: "auto", by which the checkpoint's generation_config.json has a say where no sampling params are given, or "vllm",
-    by which it has none; override_generation_config: a dict that goes before it. chat_template: a template, or a file of one, in place
-    of the checkpoint's. enable_prefix_caching: prompts that begin alike are computed once whatever it says.
+    by which it has none; override_generation_config: a dict that goes before it. structured_outputs_config: a dict of which
+    "disable_any_whitespace" and "disable_additional_properties" hold for all requests. chat_template: a template, or a file of one, in
+    place of the checkpoint's. enable_prefix_caching: prompts that begin alike are computed once whatever it says.
 
     others: more arguments of vLLM. Those that only tune it are accepted, and a warning names them. Raises ValueError, with the reason,
     for one that cannot be served; TypeError, with the nearest name, for one that vLLM has not; and what `load` raises.
@@ -89,6 +97,7 @@ class LLM:
         enable_prefix_caching: bool | None = None,
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
+        structured_outputs_config: Mapping[str, Any] | None = None,
         chat_template: str | os.PathLike[str] | None = None,
         **others: Any,
     ):
@@ -106,10 +115,11 @@ class LLM:
         self._template = _template(chat_template)
         overrides = _overrides(override_generation_config)
         drafting, ignored = arguments.speculation_of(speculative_config, hub)
+        self._structure, unread = arguments.structure_of(structured_outputs_config)
         mesh, kv_dtype = arguments.mesh_of(tensor_parallel_size, data_parallel_size), arguments.kv_dtype_of(kv_cache_dtype)
         quantize = arguments.quantize_of(model, quantization, hub)
         unheard = ["enable_prefix_caching"] if enable_prefix_caching is False else []
-        arguments.tell_without_effect([*tuning, *ignored, *unheard])
+        arguments.tell_without_effect([*tuning, *ignored, *unread, *unheard])
         with arguments.in_their_names():
             self.jaxspec = load(
                 model,
@@ -147,9 +157,9 @@ class LLM:
         if prompts is None:
             raise TypeError("generate has no prompts; expected a text, token ids, or several of these")
         listed = prompts_of(prompts)
-        params, texts = self._params(sampling_params, len(listed))
+        params = self._params(sampling_params)
         with arguments.in_their_names():
-            return self._results(self.jaxspec.generate(listed, params, use_tqdm=use_tqdm), texts)
+            return self._results(self.jaxspec.generate(listed, self._served(params), use_tqdm=use_tqdm), params)
 
     def chat(
         self,
@@ -158,21 +168,31 @@ class LLM:
         use_tqdm: Bar = True,
         *,
         chat_template: str | os.PathLike[str] | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answers a conversation or a list of them. Returns one result for each, in order. See `jaxspec.LLM.chat` for the arguments."""
+        """Answers a conversation or a list of them. Returns one result for each, in order. See `jaxspec.LLM.chat` for the arguments.
+
+        chat_template_content_format: how the template gets content: "string", parts joined by line breaks; "openai", texts as parts; or
+        "auto", as it is. With tools, or where thoughts are asked for, texts have special tokens if those mark thoughts and calls.
+        """
         _check_call("chat", others)
+        if chat_template_content_format not in CONTENT_FORMATS:
+            available = ", ".join(map(repr, CONTENT_FORMATS))
+            raise ValueError(f"chat_template_content_format is {chat_template_content_format!r}; available: {available}")
         several = len(messages) > 0 and isinstance(messages[0], list | tuple)
-        conversations = messages if several else [messages]
-        params, texts = self._params(sampling_params, len(conversations))
+        conversations = [_in_format(each, chat_template_content_format) for each in (messages if several else [messages])]
+        params = self._params(sampling_params)
+        if (tools or (chat_template_kwargs or {}).get("enable_thinking")) and self._marks_with_special_tokens():
+            params = _with_special_tokens(params)
         with arguments.in_their_names():
             completions = self.jaxspec.chat(
-                list(conversations),
-                params,
+                conversations,
+                self._served(params),
                 use_tqdm=use_tqdm,
                 chat_template=_template(chat_template) or self._template,
                 add_generation_prompt=add_generation_prompt,
@@ -180,7 +200,7 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-        return self._results(completions, texts)
+        return self._results(completions, params)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it."""
@@ -194,34 +214,90 @@ class LLM:
         """Totals since the model was loaded, under vLLM's names."""
         return counters(self.jaxspec.stats)
 
-    def _params(self, given: Any, count: int) -> tuple[Any, list[bool]]:
-        """(params for jaxspec, for each prompt whether it wants texts)."""
+    def _params(self, given: Any) -> SamplingParams | list[SamplingParams]:
+        """One for all prompts, or a list of one for each. Raises TypeError for what is neither."""
         chosen = self._defaults if given is None else given
-        if isinstance(chosen, list | tuple):
-            return [_served(params) for params in chosen], [params.detokenize for params in chosen]
-        return _served(chosen), [chosen.detokenize] * count
+        several = isinstance(chosen, list | tuple)
+        for params in chosen if several else [chosen]:
+            if not isinstance(params, SamplingParams):
+                kind = f"{type(params).__module__}.{type(params).__name__}"
+                raise TypeError(f"sampling_params is of type {kind}, expected jaxspec.vllm.SamplingParams")
+        return list(chosen) if several else chosen
 
-    def _results(self, completions: Sequence[Any], texts: list[bool]) -> list[RequestOutput]:
-        groups = itertools.groupby(completions, lambda completion: completion.prompt_index)
-        return [request_output(str(next(self._numbers)), list(samples), texts[prompt]) for prompt, samples in groups]
+    def _served(self, params: SamplingParams | list[SamplingParams]) -> Any:
+        """The same for jaxspec. Raises ValueError or TypeError."""
+        if isinstance(params, list):
+            return [self._served(each) for each in params]
+        if not params.skip_special_tokens:
+            self._check_stops(params)
+        served = params.served()
+        if self._structure and served.structured_outputs is not None:
+            structure = dataclasses.replace(StructuredOutputsParams.of(served.structured_outputs), **self._structure)
+            served = served.replace(structured_outputs=structure)
+        return served
 
+    def _check_stops(self, params: SamplingParams) -> None:
+        tokenizer = self.jaxspec.tokenizer
+        for stop in [params.stop] if isinstance(params.stop, str) else params.stop or ():
+            if special := [token for token in tokenizer.encode_word(stop) if not tokenizer.has_text(token)]:
+                raise ValueError(f"stop has {stop!r}, which holds a special token; expected its id in stop_token_ids: {special[0]}")
 
-def _served(params: Any) -> engine_params.SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise TypeError(
-            f"sampling_params is of type {type(params).__module__}.{type(params).__name__}, expected jaxspec.vllm.SamplingParams"
-        )
-    return params.served()
+    def _marks_with_special_tokens(self) -> bool:
+        tokenizer = self.jaxspec.tokenizer
+        opening = tokenizer.thought_ids[0]
+        return opening >= 0 and not tokenizer.has_text(opening)
+
+    def _results(self, completions: Sequence[Completion], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
+        results = []
+        for prompt, group in itertools.groupby(completions, lambda completion: completion.prompt_index):
+            samples, chosen = list(group), params[prompt] if isinstance(params, list) else params
+            results.append(request_output(str(next(self._numbers)), samples, [self._text(sample, chosen) for sample in samples]))
+        return results
+
+    def _text(self, sample: Completion, params: SamplingParams) -> str:
+        """What a result shows as a sample's text."""
+        if not params.detokenize:
+            return ""
+        if params.skip_special_tokens:
+            return sample.text
+        ids, stop, keep = list(sample.token_ids), sample.stop_reason, params.include_stop_str_in_output
+        text = self.jaxspec.tokenizer.decode(ids, special=True)
+        if sample.finish_reason != "stop" or (keep and not isinstance(stop, str)):
+            return text
+        before = self.jaxspec.tokenizer.decode(ids[:-1], special=True)
+        if not isinstance(stop, str):
+            return before
+        end = text.find(stop, max(len(before) - len(stop) + 1, 0))  # the last token completes it
+        return text if end < 0 else text[: end + len(stop) * keep]
 
 
 def _check_call(call: str, others: Mapping[str, Any]) -> None:
     """Raises ValueError for an argument that cannot be served, TypeError for one that vLLM has not."""
     for name, value in others.items():
-        if name in CALLS_REFUSED and value:
+        if name in CALLS_REFUSED and value and not (isinstance(value, list | tuple) and all(each is None for each in value)):
             raise ValueError(f"{name} of {call} cannot be served: {CALLS_REFUSED[name]}")
         if name not in CALLS_REFUSED and name not in CALLS_TUNING:
             raise unknown(call, name, (*inspect.signature(getattr(LLM, call)).parameters, *CALLS_REFUSED, *CALLS_TUNING))
     arguments.tell_without_effect([name for name in CALLS_TUNING if others.get(name) not in (None, "auto")])
+
+
+def _in_format(messages: Any, content_format: str) -> Any:
+    """A conversation with its content in a format of CONTENT_FORMATS. What is no message stays, to be refused by its name."""
+    if content_format == "auto" or not isinstance(messages, list | tuple):
+        return messages
+    change = in_one_text if content_format == "string" else _in_parts
+    return [change(message) if isinstance(message, Mapping) else message for message in messages]
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _with_special_tokens(params: SamplingParams | list[SamplingParams]) -> Any:
+    if isinstance(params, list):
+        return [_with_special_tokens(each) for each in params]
+    return dataclasses.replace(params, skip_special_tokens=False)
 
 
 def _overrides(given: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -1,13 +1,12 @@
-"""Results and counters in vLLM's shape."""
+"""Results in vLLM's shape."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 from jaxspec.engine.completion import Completion, Logprob
-from jaxspec.engine.stats import Stats
+from jaxspec.vllm.metrics import drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,31 +60,13 @@ class RequestOutput:
     lora_request: None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Counter:
-    """A number that only grows."""
-
-    name: str
-    value: int
-    labels: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Vector:
-    """Numbers that only grow."""
-
-    name: str
-    values: list[int]
-    labels: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-def request_output(request_id: str, samples: Sequence[Completion], texts: bool) -> RequestOutput:
-    """The result of a prompt from its samples, of which there is at least one. texts: whether they are to be had."""
+def request_output(request_id: str, samples: Sequence[Completion], texts: Sequence[str]) -> RequestOutput:
+    """The result of a prompt from its samples, of which there is at least one. texts: theirs."""
     first, stats = samples[0], [sample.stats for sample in samples]
     metrics = RequestMetrics(
         num_generation_tokens=sum(len(sample.token_ids) for sample in samples),
         first_token_latency=min(found.first_token_seconds for found in stats),
-        num_drafts=sum(_drafts(found.rounds_by_draft) for found in stats),
+        num_drafts=sum(drafts(found.rounds_by_draft) for found in stats),
         num_draft_tokens=sum(found.drafted for found in stats),
         num_accepted_tokens=sum(found.accepted for found in stats),
     )
@@ -94,20 +75,20 @@ def request_output(request_id: str, samples: Sequence[Completion], texts: bool) 
         prompt=first.prompt,
         prompt_token_ids=first.prompt_token_ids,
         prompt_logprobs=first.prompt_logprobs,
-        outputs=[_output(sample, texts) for sample in samples],
+        outputs=[_output(sample, text) for sample, text in zip(samples, texts, strict=True)],
         finished=True,
         metrics=metrics,
         num_cached_tokens=first.num_cached_tokens,
     )
 
 
-def _output(sample: Completion, texts: bool) -> CompletionOutput:
+def _output(sample: Completion, text: str) -> CompletionOutput:
     total = None
     if sample.logprobs is not None:
         total = sum(row[token].logprob for token, row in zip(sample.token_ids, sample.logprobs, strict=False))
     return CompletionOutput(
         index=sample.index,
-        text=sample.text if texts else "",
+        text=text,
         token_ids=sample.token_ids,
         cumulative_logprob=total,
         logprobs=sample.logprobs,
@@ -115,25 +96,3 @@ def _output(sample: Completion, texts: bool) -> CompletionOutput:
         stop_reason=sample.stop_reason,
         error=sample.error,
     )
-
-
-def counters(stats: Stats) -> list[Counter | Vector]:
-    """Totals under vLLM's names. A draft there is a round that guessed anything."""
-    by_round = list(itertools.accumulate(reversed(stats.histogram[1:])))  # rounds that accepted at least K, K - 1, .. 1 tokens
-    values = {
-        "request_success": stats.requests,
-        "prompt_tokens": stats.prompt_tokens,
-        "generation_tokens": stats.tokens,
-        "num_preemptions": stats.preemptions,
-        "prefix_cache_queries": stats.prompt_tokens,
-        "prefix_cache_hits": stats.cached_tokens,
-        "spec_decode_num_drafts": _drafts(stats.rounds_by_draft),
-        "spec_decode_num_draft_tokens": stats.drafted,
-        "spec_decode_num_accepted_tokens": stats.accepted,
-    }
-    found = [Counter(f"vllm:{name}", value) for name, value in values.items()]
-    return [*found, Vector("vllm:spec_decode_num_accepted_tokens_per_pos", by_round[::-1])]
-
-
-def _drafts(rounds_by_draft: tuple[int, ...]) -> int:
-    return rounds_by_draft[0] if rounds_by_draft else 0

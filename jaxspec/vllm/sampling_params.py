@@ -1,29 +1,15 @@
-"""SamplingParams with vLLM's names and defaults, and prompts as dicts."""
+"""SamplingParams with vLLM's names and defaults."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from jaxspec.checks import unknown
 from jaxspec.engine import params as engine_params
 from jaxspec.structured import StructuredOutputsParams
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids. prompt: its text, which results repeat."""
-
-    prompt_token_ids: Sequence[int]
-    prompt: NotRequired[str]
-
 
 # Names of vLLM's that are not here, and why.
 MISSING = {
@@ -36,7 +22,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding": ((None,), "its name is structured_outputs, with StructuredOutputsParams"),
     "logits_processors": ((None, []), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
     "extra_args": ((None, {}), "nothing here reads them"),
-    "skip_special_tokens": ((True,), "texts leave out special tokens; get_tokenizer().decode(token_ids) shows them"),
     "truncate_prompt_tokens": ((None,), "a prompt that is too long is refused; cut its ids before"),
     "use_beam_search": ((None, False), "beam search is not available"),
     "thinking_token_budget": ((None, -1), "thoughts have no budget of their own"),
@@ -55,9 +40,11 @@ WITHOUT_EFFECT = (
     "skip_reading_prefix_cache",
     "best_of",
     "detokenize",
+    "skip_special_tokens",
 )
 # Fields for which None is no value, as with vLLM; jaxspec.SamplingParams would read it as the checkpoint's own default.
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+OPTIONAL = (*NUMBERS, "n", "presence_penalty", "frequency_penalty")  # where `from_optional` takes it for the default
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,6 +78,7 @@ class SamplingParams:
     detokenize: bool = True
     """False leaves texts empty. Stop strings need texts."""
     skip_special_tokens: bool = True
+    """False shows them in texts, but for the token that ended one."""
     spaces_between_special_tokens: bool = True
     flat_logprobs: bool = False
     output_kind: Any = None
@@ -113,6 +101,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.served()
+
+    @staticmethod
+    def from_optional(**given: Any) -> SamplingParams:
+        """SamplingParams in which None stands for the default of a number. Biases are cut to -100 .. 100; their keys may be texts."""
+        given = {name: value for name, value in given.items() if value is not None or name not in OPTIONAL}
+        if given.get("logit_bias") is not None:
+            given["logit_bias"] = {_token(key): _cut(bias) for key, bias in given["logit_bias"].items()}
+        return SamplingParams(**given)
 
     def clone(self) -> SamplingParams:
         """A deep copy."""
@@ -137,6 +133,17 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             passed[name] = {True: 1, False: None}[passed[name]] if isinstance(passed[name], bool) else passed[name]
         return engine_params.SamplingParams(**passed)
+
+
+def _token(key: int | str) -> int:
+    try:
+        return int(key)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"logit_bias has the key {key!r}, expected a token id") from error
+
+
+def _cut(bias: Any) -> Any:
+    return min(max(bias, -100.0), 100.0) if isinstance(bias, int | float) else bias  # others are refused by their names
 
 
 _made = SamplingParams.__init__
