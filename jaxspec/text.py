@@ -114,7 +114,7 @@ class Tokenizer:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ValueError(f"message {i} is {message!r}, expected a dict with 'role' and 'content'")
             _check_content(i, message)
-        conversation = [dict(message) for message in messages]
+        conversation = [_with_arguments(message) for message in messages]
         options = {"add_generation_prompt": add_generation_prompt, **kwargs}
         if not self._reads_parts(conversation, options):
             conversation = [in_one_text(message) for message in conversation]
@@ -313,6 +313,26 @@ def _check_content(i: int, message: Mapping[str, Any]) -> None:
             raise ValueError(f"message {i} holds content of type {kind!r}; only text can be read")
         if isinstance(part.get("text"), str):
             _check_characters(part["text"])
+
+
+def _with_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a message in which the arguments of its calls are a dict, as chat templates read them. In OpenAI's form they are a JSON
+    text, which templates would write as it is. A text that is no JSON object stays."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return dict(message)
+    return {**message, "tool_calls": [_with_dict(call) for call in calls]}
+
+
+def _with_dict(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        found = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": found}} if isinstance(found, dict) else call
 
 
 def in_one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:

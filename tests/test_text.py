@@ -290,6 +290,30 @@ def test_content_in_parts_is_its_text_in_every_template(chat_folder, template):
     assert tokenizer.decode(found, special=True).removeprefix("<bos>").rstrip() == "<|turn>user\nfox\ndog<turn|>"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"city": "Paris", "days": 2}', "city=Paris;days=2;"),
+        ({"city": "Paris"}, "city=Paris;"),
+        ("", ""),
+        ("city:Paris", "'city:Paris'"),
+        ("[1]", "'[1]'"),
+    ],
+)
+def test_arguments_of_calls_are_read_where_they_are_a_json_text(chat_folder, arguments, written):
+    """As in OpenAI's form, which a template that wants a dict would write as it is."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}{% set given = call.function.arguments %}[{{ call.id }}:"
+        "{% if given is mapping %}{% for key in given %}{{ key }}={{ given[key] }};{% endfor %}{% else %}'{{ given }}'{% endif %}]"
+        "{% endfor %}{% endfor %}"
+    )
+    calls = [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}, {"id": "b", "function": {}}]
+    messages = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    tokenizer = load_tokenizer(chat_folder)
+    found = tokenizer.decode(tokenizer.apply_chat_template(messages, chat_template=template))
+    assert found == f"Go[a:{written}][b:'']" and calls[0]["function"]["arguments"] == arguments
+
+
 def test_thoughts_are_what_an_output_begins_with_up_to_the_end_of_its_channel():
     tokenizer = load_tokenizer(checkpoint.resolve("pocket"))
     thought, answer = tokenizer.encode_word("<|channel>thought\nlong\n<channel|>"), tokenizer.encode_word("short")
