@@ -11,6 +11,9 @@ The index is a ring of windows. Whenever a sequence grows past a multiple of the
 place of the oldest. Windows overlap by as much as a match and a guess take, so that each place of a text is looked up in exactly one.
 Longer steps than a stride, those of prompts, leave only their last window: answers are what jobs repeat. All sequences of a data shard
 share an index.
+
+With an acceptance rule that draws noise of its own, a sequence that samples looks in itself alone. What another one of the same seed has
+said tells of the noise by which the rule keeps guesses, and a guess that depends on that noise changes the distribution of the text.
 """
 
 from __future__ import annotations
@@ -101,6 +104,8 @@ class NGram:
         if self.windows:
             index = state.windows[0], state.oldest
             other, more = lookup_windows(*index, tokens, length, num_draft_tokens, self.longest, state.stride)
+            if sampling.weighed:
+                more = jnp.where(sampling.temperature[:, None] > 0, 0, more)
             guess, matched = jnp.where(more > matched, other, guess), jnp.maximum(more, matched)
         return Drafts(jnp.where(matched >= self.shortest, guess, -1)), state  # -1 is what no target chooses
 

@@ -231,6 +231,33 @@ def test_every_place_of_a_text_is_in_one_window(k):
         assert found.tolist() == text[place : place + K].tolist()
 
 
+def test_a_rule_with_noise_of_its_own_judges_no_guess_of_another_text():
+    """A text of the same seed tells of that noise. What samples looks in itself alone, what is greedy in the index too."""
+    drafter, text = NGram(windows=9), np.arange(100, 120, dtype=np.int32)
+    state = drafter.init(3, 40, K)
+    for at in (0, 8):
+        one = [np.array([x], np.int32) for x in (at, 8, text[at + 8])]
+        state = observe(drafter, state, np.array([1], np.int32), text[None, at : at + 8], *one)
+    known = np.zeros((3, 40), np.int32)
+    known[0, :3], known[2, :6] = [7, 8, 104], [104, 8, 9, 7, 8, 104]
+    state = dataclasses.replace(state, tokens=jnp.asarray(known))
+    slots = jnp.asarray([0, 0, 2], jnp.int32)
+    view = Target(rounds.target(), None, slots, jnp.zeros_like(slots), jnp.asarray([2, 2, 5], jnp.int32))
+    for weighed, alone in ((False, text[5:9]), (True, np.full(K, -1))):
+        sampling = Sampling(jnp.zeros((3, 2), jnp.uint32), jnp.asarray([0.0, 1.0, 1.0]), weighed=weighed)
+        found = drafter.draft(state, view, sampling, K)[0].tokens
+        np.testing.assert_array_equal(found, [text[5:9], alone, [8, 9, 7, 8]])
+
+
+def test_with_a_rule_with_noise_of_its_own_a_seed_gives_its_text_again(monkeypatch):
+    few_programs(monkeypatch)
+    asked = jaxspec.SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
+    sizes = {"num_draft_tokens": 3, "max_slots": 1, "max_len": 64, "progress": False}
+    with jaxspec.load("pocket", drafter="ngram", accept="standard", **sizes) as llm:
+        first, second = (llm.generate(["| 1 | 2 |\n" * 4], asked)[0] for _ in range(2))
+    assert first.token_ids == second.token_ids and any(first.stats.from_draft)
+
+
 def test_an_index_belongs_to_no_slot():
     """A slot that takes over another's rows takes its tokens; the index stays."""
     sizes = {"slots": 7, "max_len": 43, "num_draft_tokens": 3}
