@@ -20,7 +20,7 @@ from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.learn import Origin
 from jaxspec.engine.learn import check as check_learning
 from jaxspec.engine.llm import LLM
-from jaxspec.engine.memory import check_limits, memory_limit
+from jaxspec.engine.memory import check_limits, memory_limit, memory_used
 from jaxspec.engine.params import MAX_SEED
 from jaxspec.engine.settings import Settings, adaptive_obstacle, check_pages
 from jaxspec.foreign_names import answers_foreign_names
@@ -188,10 +188,11 @@ def load(
     sizes = {"max_len": max_len, "num_draft_tokens": longest, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
         kernels = attention != "xla" and dialect.obstacle() is None
-        room = _room(memory_fraction)
+        room, used = _room(memory_fraction)
         pays = attention != "xla" and lm_head.guide_pays()
         placement = with_head_guides(placement, pair.target, pair.drafter, head_guide, room, pays=pays)
-        _, chosen = plan(pair, room, placement=placement, kernels=kernels, default_slots=MAX_SLOTS, learn=learning, **sizes)
+        sizes |= {"kernels": kernels, "default_slots": MAX_SLOTS, "learn": learning, "used": used}
+        _, chosen = plan(pair, room, placement=placement, **sizes)
     settings = Settings(
         num_draft_tokens=count,
         max_slots=chosen.slots * shards,
@@ -257,11 +258,14 @@ def _placement(mesh: jax.sharding.Mesh | None, tensor: int | None) -> Placement:
     return placement
 
 
-def _room(fraction: float) -> int | None:
-    """Bytes of a device that may be taken, None where it does not say."""
+def _room(fraction: float) -> tuple[int | None, int]:
+    """Bytes of a device that may be taken, None where it does not say, and those that are in use."""
     device = jax.local_devices()[0]
-    limit, used = memory_limit(device), (device.memory_stats() or {}).get("bytes_in_use", 0)
-    return None if limit is None else int(fraction * limit) - used
+    limit = memory_limit(device)
+    if limit is None:
+        return None, 0
+    used = memory_used(device)
+    return int(fraction * limit) - used, used
 
 
 def enable_compilation_cache() -> None:

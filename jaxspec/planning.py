@@ -36,6 +36,7 @@ from jaxspec.targets import (
 from jaxspec.trees import bytes_per_device, nbytes
 
 GUIDE_SHARE = 1 / 16  # of the memory that weights leave, at most so much is for guides of heads unless they were asked for
+USED_SHARE = 1 / 16  # of the room; less of it in use does not explain why something does not fit
 KV_DTYPES = {"auto": None, **DTYPES, "fp8": jnp.float8_e4m3fn}
 
 
@@ -163,10 +164,11 @@ def plan(
     default_slots: int,
     show: Callable[[int], str] = size,
     learn: Learn | None = None,
+    used: int = 0,
 ) -> tuple[Sizes, MemoryPlan]:
     """What each device holds, and what a data shard makes of its memory. room: bytes of a device that may be taken, None where it does
-    not say. slots, pages, default_slots: as for `memory.fit`. show: how bytes are told. learn: how the drafter
-    learns, None if it does not. Raises ValueError if it does not fit, with what would help."""
+    not say. slots, pages, default_slots: as for `memory.fit`. show: how bytes are told. learn: how the drafter learns, None if it does not.
+    used: bytes beside the room that this process has taken. Raises ValueError if it does not fit, with what would help."""
     sizes: dict[str, Any] = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": KV_DTYPES[kv_dtype], "kernels": kernels}
     sizes["learn"] = learn
     found = sizes_of(pair.target, pair.drafter, placement=placement, **sizes)
@@ -175,6 +177,8 @@ def plan(
     except ValueError as error:
         helps = list(_what_helps(pair, room, placement, sizes)) if room is not None and slots is None and pages is None else []
         more = f". With {', or '.join(helps)}, it fits" if helps else ""
+        if room is not None and used > USED_SHARE * room:
+            more += f". Another {show(used)} are in use by this process; an LLM's are given back by its close()"
         raise ValueError(f"{error}{more}") from error
 
 

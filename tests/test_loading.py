@@ -1,5 +1,6 @@
 """load: what it takes, its defaults, and every refusal."""
 
+import gc
 import inspect
 import json
 import re
@@ -12,7 +13,7 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import foreign_names, loading, sharding
+from jaxspec import foreign_names, loading, planning, sharding
 from jaxspec.decode import accept
 from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.engine.params import Defaults, SamplingParams
@@ -176,6 +177,25 @@ def test_models_that_exceed_the_memory_are_refused_before_weights_are_read(folde
     message = r"the weights take .* MiB and 1 slots .* MiB of a device; there is 0.50 MiB of it. Fewer max_slots"
     with pytest.raises(ValueError, match=message):
         jaxspec.load(*folders, memory_fraction=0.5, progress=False)
+
+
+def test_memory_of_an_llm_that_is_there_is_named_and_that_of_one_that_is_gone_is_room(folders, monkeypatch):
+    """As in a notebook whose cell with `load` runs once more, on a device that has room for one and a half."""
+
+    def held():
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    settings = dict(max_slots=2, kv_pages=8, max_len=256, num_draft_tokens=2)
+    pair = planning.pair_of(*folders, dtype=lambda name: jnp.float32)
+    gc.collect()
+    sizes, _ = planning.plan(pair, None, max_len=256, num_draft_tokens=2, slots=2, pages=8, default_slots=2)
+    limit = held() + sizes.kept(2, 8) * 3 // 2
+    monkeypatch.setattr(jax.Device, "memory_stats", lambda device: {"bytes_limit": limit, "bytes_in_use": held()})
+    llm = jaxspec.load(*folders, **settings, memory_fraction=1, progress=False)
+    with pytest.raises(ValueError, match=r"of a device; there is .* Another \S* MiB are in use by this process; .* by its close\(\)$"):
+        jaxspec.load(*folders, **settings, memory_fraction=1, progress=False)
+    del llm
+    assert jaxspec.load(*folders, **settings, memory_fraction=1, progress=False).max_slots == 2
 
 
 def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, monkeypatch):

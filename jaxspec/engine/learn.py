@@ -21,7 +21,7 @@ import numpy as np
 from jaxspec import checkpoint
 from jaxspec.drafters.registry import load_drafter, save_trained
 from jaxspec.engine.accounts import Accounts
-from jaxspec.engine.memory import learning_bytes, memory_limit, size
+from jaxspec.engine.memory import learning_bytes, memory_limit, memory_used, size
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.shards import Shards
@@ -284,7 +284,7 @@ def check(drafter: Any, rule: str, num_draft_tokens: int) -> None:
 def check_room(target: Any, drafter: Any, learn: Learn, num_draft_tokens: int, max_len: int, placement: Placement) -> None:
     """Raises MemoryError where a device says that it lacks the room to learn."""
     device = jax.local_devices()[0]
-    limit, used = memory_limit(device), (device.memory_stats() or {}).get("bytes_in_use", 0)
+    limit, used = memory_limit(device), memory_used(device)
     kept, work = learning_bytes(target.config, drafter, learn, num_draft_tokens, max_len, placement)
     if limit is not None and used + kept + work > limit:
         raise MemoryError(

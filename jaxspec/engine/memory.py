@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import gc
 import math
 import numbers
 from collections.abc import Callable
@@ -236,3 +237,10 @@ def size(count: int) -> str:
 def memory_limit(device: Any) -> int | None:
     """Bytes of a device's memory that JAX may use, or None where the device does not say (a CPU)."""
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def memory_used(device: Any) -> int:
+    """Bytes of it that are in use, 0 where the device does not say. Garbage is collected first: an LLM refers to itself, and one that
+    nobody has any more would count."""
+    gc.collect()
+    return (device.memory_stats() or {}).get("bytes_in_use", 0)

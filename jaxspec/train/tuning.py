@@ -22,7 +22,7 @@ from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE
 from jaxspec.checks import integer
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
-from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, most_slots, sizes_of
+from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, memory_used, most_slots, sizes_of
 from jaxspec.learning.losses import Batch, distil_loss, target_loss
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
@@ -284,7 +284,7 @@ def _slots(model: TargetModel, length: int, placement: Placement) -> int:
         return AUTO_SLOTS
     kernels = placement.size == 1 and dialect.obstacle() is None
     sizes = sizes_of(model, NoDraft(), max_len=length, num_draft_tokens=0, kernels=kernels)
-    room = int(0.9 * limit) - (device.memory_stats() or {}).get("bytes_in_use", 0) + sizes.weights  # which are there already
+    room = int(0.9 * limit) - memory_used(device) + sizes.weights  # which are there already
     return most_slots(sizes, room, WRITING_SLOTS) or 1
 
 
