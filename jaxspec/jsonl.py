@@ -16,5 +16,7 @@ def value(line: bytes) -> Any:
         return json.loads(line.decode("utf-8-sig"))
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
+    except json.JSONDecodeError as error:  # its own text counts lines, of which the file has others
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error

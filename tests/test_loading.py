@@ -140,7 +140,7 @@ def test_a_checkpoint_of_another_kind_is_refused(folders, tmp_path):
     other = edited(assistant, tmp_path / "other", "config.json", model_type="qwen3")
     with pytest.raises(ValueError, match="the drafter .* has model_type 'qwen3'; expected one of 'gemma4_assistant'"):
         jaxspec.load(target, other)
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
+    with pytest.raises(FileNotFoundError, match="has no config.json; found block, other$"):
         jaxspec.load(tmp_path)
     bare = tmp_path / "bare"
     bare.mkdir()

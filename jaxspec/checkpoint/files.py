@@ -12,6 +12,7 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+SHOWN = 8  # files of a folder, in an error
 TRAINING = ("optimizer", "scheduler", "scaler", "rng_state", "training_args")  # how pickles begin that trainers leave beside weights
 
 
@@ -29,7 +30,9 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises FileNotFoundError if there is no such file, ValueError if it is no JSON object."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}")
+        there = sorted(found.name for found in path.parent.iterdir()) if path.parent.is_dir() else []
+        found = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
+        raise FileNotFoundError(f"{path.parent} has no {path.name}; found {found or 'nothing'}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

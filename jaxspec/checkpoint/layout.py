@@ -99,8 +99,15 @@ def dead_keys(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def raise_misfits(folder: Path, problems: Sequence[str]) -> None:
-    """Raises ValueError that lists the problems, the first 20 of them, if there are any."""
+    """Raises ValueError that lists the problems, if there are any."""
     if problems:
-        more = f"\n  ... and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-        listed = "".join(f"\n  {line}" for line in problems[:MAX_LISTED])
-        raise ValueError(f"the weights in {folder} do not fit the model, {len(problems)} problems:{listed}{more}")
+        raise ValueError(f"the weights in {folder} do not fit the model, {listed(problems)}")
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Their number and a line for each. Of many, the first and the last: keys that are missing come first, and those that are unknown last,
+    and where a prefix is wrong there are as many of both."""
+    shown, cut = list(problems), len(problems) - MAX_LISTED
+    if cut > 0:
+        shown[MAX_LISTED // 2 : -MAX_LISTED // 2] = [f"... {cut} more"]
+    return f"{len(problems)} problems:" + "".join(f"\n  {line}" for line in shown)

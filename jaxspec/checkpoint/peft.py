@@ -19,7 +19,7 @@ import numpy as np
 from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, pickled_weights, read_json, refuse_pickle
 from jaxspec.checkpoint.hub import ADAPTER, Hub, located
-from jaxspec.checkpoint.layout import MAX_LISTED, dead_keys, layouts_of
+from jaxspec.checkpoint.layout import dead_keys, layouts_of, listed
 from jaxspec.checkpoint.quantisation import EMBEDDING
 from jaxspec.checkpoint.safetensors import FLOATS, Stored, read_header, same_bytes
 from jaxspec.trees import leaves_by_path
@@ -162,11 +162,9 @@ class _Matching:
         if not changes and not self.problems:
             self.problems.append("it changes none of the target's text weights")
         if self.problems:
-            more = f"\n  ... and {len(self.problems) - MAX_LISTED} more" if len(self.problems) > MAX_LISTED else ""
-            listed = "".join(f"\n  {line}" for line in self.problems[:MAX_LISTED])
             made = self.config.get("base_model_name_or_path")
             made = f", which was made for {made!r}," if made else ""
-            raise ValueError(f"the adapter {self.name!r}{made} does not fit the target, {len(self.problems)} problems:{listed}{more}")
+            raise ValueError(f"the adapter {self.name!r}{made} does not fit the target, {listed(self.problems)}")
         self._warn_of_table()
         return changes
 

@@ -298,7 +298,7 @@ def learner_of(target: Any, drafter: Any, learn: Learn, **more: Any) -> Learner:
     try:
         from jaxspec.learning.learner import Learner
     except ImportError as error:
-        raise ImportError(f"a drafter learns with optax, which cannot be imported ({error}): pip install 'jaxspec[train]'") from error
+        raise ImportError(f"a drafter learns with optax, which cannot be imported ({error}): pip install optax") from error
     return Learner(target, drafter, learn, **more)
 
 

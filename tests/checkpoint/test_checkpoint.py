@@ -294,12 +294,15 @@ def test_all_that_does_not_fit_is_listed_before_anything_is_read(tmp_path: Path,
 
 
 def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
-    put(tmp_path, {"elsewhere.weight": np.zeros(3, np.float32)})
+    """It shows what is missing and what is there in its place, as where a wrapper's name stands before each key."""
+    put(tmp_path, {f"_orig_mod.{i:03}.weight": np.zeros(3, np.float32) for i in range(30)})
     with pytest.raises(ValueError, match=r"\d+ problems:") as error:
         load(tmp_path, abstract("E2B"))
     lines = str(error.value).splitlines()
     assert len(lines) == 22
-    assert re.fullmatch(r"  \.\.\. and \d+ more", lines[-1])
+    assert re.fullmatch(r"  \.\.\. \d+ more", lines[11])
+    assert lines[1].startswith("  model.embed_tokens.weight: missing")
+    assert lines[-1].startswith("  _orig_mod.029.weight: unknown, found F32")
 
 
 def test_values_of_a_layer_whose_values_are_its_keys(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_stream_of_token_ids_is_taken_as_it_is(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "bad.jsonl line 2: not JSON: Expecting property name"),
+        ("{", r"bad.jsonl line 2: not JSON: Expecting property name.* at character \d$"),
         ("[" * 100_000, "bad.jsonl line 2: the JSON is nested too deeply"),
         ("[1]", r"bad.jsonl line 2: found list; expected \{\"text\": ...\} or \{\"messages\": \[...\]\}"),
         ('{"prompt": "x"}', r"bad.jsonl line 2: found \['prompt'\]; expected"),
