@@ -15,6 +15,7 @@ from jaxspec.sampling.choice import Sampling
 from jaxspec.trees import leaves_by_path
 
 MEMBERS = ("taps", "init", "observe", "draft")
+FAILURES = (TypeError, ValueError, AttributeError, IndexError)
 SLOTS, BATCH, MAX_LEN = 3, 2, 64  # of the state that is tried
 
 
@@ -63,8 +64,9 @@ class _View:
         """The result's shapes."""
         try:
             return jax.eval_shape(function, self.drafter, *args)
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
-            raise type(error)(f"{member} of the drafter {self.name} failed where its shapes were checked: {error}") from error
+        except FAILURES as error:  # JAX's own are kinds of these, made from something other than a text
+            kind = next(kind for kind in FAILURES if isinstance(error, kind))
+            raise kind(f"{member} of the drafter {self.name} failed where its shapes were checked: {error}") from error
 
     def state(self) -> Any:
         """The state of SLOTS slots. Raises ValueError as `Drafter.init` says, and for arrays without the axis that it asks for."""

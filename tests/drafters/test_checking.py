@@ -120,6 +120,11 @@ WRONG = {
         IndexError,
         "observe of the drafter Broken failed where its shapes were checked: tuple index out of range",
     ),
+    "a value": (
+        broken(draft=lambda self, state, target, *more: int(target.anchor[0])),
+        TypeError,
+        r"draft of the drafter Broken failed where its shapes were checked: (.|\n)*int32\[\]",
+    ),
 }
 
 
