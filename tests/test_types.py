@@ -1,6 +1,7 @@
 """What a type checker sees of the package in a user's script."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from jaxspec import vllm
 llm = jaxspec.load("pocket", drafter="pocket-mtp", max_len=64)
 reveal_type(llm)
 params = jaxspec.SamplingParams(max_tokens=3).replace(seed=1)
+jaxspec.SamplingParams(stop=["x"], stop_token_ids=[1], allowed_token_ids=[1, 2], bad_words=["x"])
+jaxspec.StructuredOutputsParams(choice=["x", "y"])
 reveal_type(llm.generate(["x"], params)[0].text)
 for chunk in llm.stream("x"):
     reveal_type(chunk)
@@ -28,12 +31,15 @@ llm.chat([], continue_final_mesage=True)
 vllm.SamplingParams(max_token=3)
 jaxspec.lode("pocket")
 """
+README = Path(__file__).parent.parent / "README.md"
 REVEALED = ["LLM", "str", "Chunk", "list[int]"]
 WRONG = ["max_model_len", "max_token", "parms", "continue_final_mesage", "max_token", "lode"]
 
 
 def test_pyright_sees_types_and_wrong_names(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)):
+        (tmp_path / f"readme_{number}.py").write_text(block)  # which have nothing wrong
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(Path(jaxspec.__file__).parents[1])]}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "--project", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.checks import integer, number
@@ -18,7 +18,8 @@ MAX_REPETITION = 1e4  # and its reciprocal at least, so that a penalised logit i
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to generate, with vLLM's names and meanings. Values are checked when the object is made.
+    """How to generate, with vLLM's names and meanings. Values are checked when the object is made. Lists may be given, and are kept as
+    tuples.
 
     Where temperature, top_k, top_p, min_p or repetition_penalty is None, the checkpoint's generation_config.json decides. Integers are
     below 2**31 and other numbers at most 1e30, where nothing else is said.
@@ -42,9 +43,9 @@ class SamplingParams:
     """0 .. 2**63 - 1. The same seed gives the same text; with acceptance "coupled" whatever the drafter and the batch. None draws one."""
     n: int = 1
     """Completions of each prompt, which is computed once; at most 16,384. Sample i uses seed + i."""
-    stop: str | tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
     """Strings that end the text. It ends before the string."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     """Tokens that end the text, beside the checkpoint's own end tokens."""
     include_stop_str_in_output: bool = False
     """Whether the text ends behind the stop string instead, and shows the text of a stop token."""
@@ -58,9 +59,9 @@ class SamplingParams:
     """Subtracted from the logits of tokens in the output for each time that they occur, -2 .. 2."""
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """From token id to what is added to its logit, cut to -100 .. 100."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     """No other token is chosen. None for all."""
-    bad_words: tuple[str, ...] = ()
+    bad_words: Sequence[str] = ()
     """Words whose last token is not chosen where it would complete them."""
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """What the text must look like: a JSON schema, a regular expression, or a choice of texts. A dict of its fields will do."""

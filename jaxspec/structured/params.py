@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json as jsonlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.structured import patterns, schema
@@ -25,7 +25,7 @@ class StructuredOutputsParams:
     regex: str | None = None
     """A regular expression that the whole text matches, in the dialect of Rust's `regex`; without lookaround, references and word
     boundaries."""
-    choice: tuple[str, ...] | None = None
+    choice: Sequence[str] | None = None
     """The texts to choose from."""
     json_object: bool | None = None
     """True for any JSON object that is at most four levels deep."""
