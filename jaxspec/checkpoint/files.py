@@ -12,6 +12,7 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+SUFFIX = ".safetensors"
 SHOWN = 8  # files of a folder, in an error
 TRAINING = ("optimizer", "scheduler", "scaler", "rng_state", "training_args")  # how pickles begin that trainers leave beside weights
 
@@ -40,6 +41,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
     return value
+
+
+def refuse_to_replace(folder: Path) -> None:
+    """Raises FileExistsError where a checkpoint that is to be written into a folder would replace another, and NotADirectoryError for a
+    file."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; expected a folder, or nothing")
+    if folder.is_dir() and (there := [path.name for path in folder.iterdir() if path.name == "config.json" or path.suffix == SUFFIX]):
+        raise FileExistsError(f"{folder} holds another checkpoint ({', '.join(sorted(there)[:SHOWN])}), which stays; take another folder")
 
 
 def pickled_weights(names: Iterable[str]) -> list[str]:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxspec import checkpoint
+from jaxspec.checkpoint.files import refuse_to_replace
 from jaxspec.drafters.registry import load_drafter, save_trained
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.memory import learning_bytes, memory_limit, memory_used, size
@@ -253,6 +254,8 @@ class Learning:
         if self.origin.folder is None:
             raise ValueError(f"out is {str(out)!r}, but the drafter comes from no checkpoint, whose config.json would be written there")
         if not checkpoints.steps_of(out / STATE):
+            if not self._learner.learn.resume:
+                refuse_to_replace(out)
             return
         if not self._learner.learn.resume:
             raise FileExistsError(f"{out} holds a drafter that learnt before; give resume=True to go on from it, or another folder")

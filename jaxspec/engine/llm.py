@@ -208,8 +208,8 @@ class LLM:
         trials in a row that gained nothing, learning ends; so it does, with a warning, if a loss is not finite.
 
         Raises ValueError for a drafter that has nothing to learn ("ngram", none), an acceptance rule other than "coupled", or settings out
-        of range; FileExistsError if `out` holds a drafter that learnt before and `resume` is not set; RuntimeError while the LLM learns
-        already, and ImportError without optax; MemoryError if a device lacks the room: `load` with `learn` plans it."""
+        of range; FileExistsError if `out` holds a checkpoint, such as a drafter that learnt before, and `resume` is not set; RuntimeError
+        while the LLM learns already, ImportError without optax, MemoryError if a device lacks the room: `load` with `learn` plans it."""
         self._check_open()
         learn = share if isinstance(share, Learn) else Learn(share=share, out=out, **settings)
         before = self._serving.learning

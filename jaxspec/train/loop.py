@@ -21,6 +21,7 @@ import optax
 from jax.sharding import PartitionSpec
 from tqdm.auto import tqdm
 
+from jaxspec.checkpoint.files import refuse_to_replace
 from jaxspec.checks import integer, number
 from jaxspec.collectives import DATA
 from jaxspec.engine.params import MAX_SEED
@@ -72,6 +73,19 @@ class Run:
             raise ValueError(f"dtype is {self.dtype!r}; available: {', '.join(map(repr, DTYPES))}")
 
 
+def check_out(out: Path, run: Run, settings: dict[str, Any] | None, resume: bool) -> dict[str, Any]:
+    """All settings of a run, as its folder keeps them. Raises FileExistsError for a folder whose checkpoints or weights the run would write
+    over, unless they are from an earlier start of the same run, and NotADirectoryError for a file."""
+    wanted = json.loads(json.dumps(dataclasses.asdict(run) | (settings or {})))  # as the file will give them back
+    if not resume:
+        if checkpoints.steps_of(out / CHECKPOINTS):
+            raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
+        before = out / SETTINGS
+        if not before.is_file() or before.read_text(encoding="utf-8") != _written(wanted):
+            refuse_to_replace(out)
+    return wanted
+
+
 def schedule(peak: float, steps: int) -> optax.Schedule:
     """The learning rate by step: it rises to the peak over the first 2 % of the steps, then falls as a cosine to a fiftieth at the last."""
     rise = max(steps // 50, 1)
@@ -103,16 +117,16 @@ def fit(
     with the weights at every checkpoint and at the end. resume: continue from the newest checkpoint in `out`. settings: what else must
     not change when a run resumes. placement: batches are spread over the mesh's axis "data"; all its devices hold the weights.
 
-    Raises ValueError if the mesh does not divide the batch, or if a resumed run has other settings; FileExistsError if `out` has
-    checkpoints and `resume` is not set, FileNotFoundError if it has none and `resume` is set; FloatingPointError, naming the step and
-    the last good checkpoint, if a loss or gradient is not finite.
+    Raises ValueError if the mesh does not divide the batch, or if a resumed run has other settings; what `check_out` raises;
+    FileNotFoundError if `resume` is set and `out` has no checkpoints; FloatingPointError, naming the step and the last good checkpoint, if
+    a loss or gradient is not finite.
     """
     steps, every, seed, accumulate, dtype = run.steps, run.every, run.seed, run.accumulate, DTYPES[run.dtype]
     save_every = every if run.save_every is None else run.save_every
-    wanted: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run) | (settings or {})))  # as the file will give them back
     texts = run.batch // accumulate
     if texts % placement.shards:
         raise ValueError(f"{placement.shards} devices along the mesh's axis 'data' do not divide a batch of {texts} texts")
+    wanted = check_out(out, run, settings, resume)
     out.mkdir(parents=True, exist_ok=True)
     trained, kept = split(weights)
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)  # copies, since steps donate them
@@ -135,11 +149,9 @@ def fit(
     if resume:
         start, masters, moments, good = _restore(out, masters, moments, wanted)
         rows = [row for row in read_metrics(out) if row["step"] <= start]
-    elif checkpoints.steps_of(out / CHECKPOINTS):
-        raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
     elif evaluate is not None:
         rows = [{"step": 0, "seconds": 0.0, **measured()}]
-    (out / SETTINGS).write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+    (out / SETTINGS).write_text(_written(wanted), encoding="utf-8")
     (out / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     spent = rows[-1]["seconds"] if rows else 0.0
     pending: list[dict[str, jax.Array]] = []
@@ -182,6 +194,10 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return rows
+
+
+def _written(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, indent=2) + "\n"
 
 
 def _check_finite(found: list[dict[str, Any]], first: int, good: Path | None) -> None:

@@ -34,7 +34,7 @@ from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, take_rows
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
-from jaxspec.train.loop import Run, fit
+from jaxspec.train.loop import Run, check_out, fit
 from jaxspec.trees import packed_kinds
 from pallas_kernels import dialect
 
@@ -77,7 +77,8 @@ def distil(
     batches are spread over its axis "data", and all weights are on each of its devices. run: fields of `loop.Run`: steps, batch, length,
     peak and others.
 
-    Raises FileNotFoundError or ValueError for what cannot be used, and FloatingPointError as `loop.fit` does.
+    Raises FileNotFoundError or ValueError for what cannot be used, FileExistsError where `out` holds another run or another checkpoint, and
+    FloatingPointError as `loop.fit` does.
     """
     kind, how, out, progress = kinds.kind_of(drafter_kind), Run(**run), Path(out), watched(progress)
     assert kind.objective is not None  # as of every kind that can be trained
@@ -95,6 +96,16 @@ def distil(
         jax.eval_shape(lambda: weights.init(1, how.length, goal.steps))
     except ValueError as error:
         raise ValueError(f"the objective has {goal.steps} draft steps: {error}") from error
+    settings = {
+        "drafter_kind": drafter_kind,
+        "target": os.fspath(target),
+        "data": _fingerprint(texts),
+        "self_generate": self_generate,
+        "temperature": temperature,
+        "objective": dataclasses.asdict(goal),
+        "config": config,
+    }
+    check_out(out, how, settings, resume)  # before texts are written, which takes long
     own = None
     if self_generate:
         own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, placement, out / WRITTEN, progress)
@@ -105,15 +116,6 @@ def distil(
     def save(drafter: Any) -> None:
         save_trained(out, drafter, config, generation)
 
-    settings = {
-        "drafter_kind": drafter_kind,
-        "target": os.fspath(target),
-        "data": _fingerprint(texts),
-        "self_generate": self_generate,
-        "temperature": temperature,
-        "objective": dataclasses.asdict(goal),
-        "config": config,
-    }
     fit(
         loss,
         weights,

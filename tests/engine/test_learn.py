@@ -64,6 +64,17 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
         assert texts(llm) == first and type(llm.drafter).__name__ == "Gemma4MTP"
 
 
+def test_no_checkpoint_is_written_over(folders, tmp_path):
+    """Such as the drafter that it began with."""
+    mine = shutil.copytree(folders[1], tmp_path / "mine")
+    before = {path.name: path.read_bytes() for path in mine.iterdir()}
+    with jaxspec.load(folders[0], mine, **SIZES) as llm:
+        with pytest.raises(FileExistsError, match="mine holds another checkpoint .*, which stays; take another folder"):
+            llm.learn(dataclasses.replace(LEARN, out=mine))
+        assert llm.learning is None
+    assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
+
+
 def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path):
     """An update takes the master weights along, also those that time it after it was compiled. Learning begins again at the weights in use,
     in steps as large as before."""

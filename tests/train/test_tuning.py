@@ -107,6 +107,25 @@ def test_what_cannot_be_used_is_said_at_the_door(trained, capsys, changes, messa
     assert message in capsys.readouterr().err
 
 
+def test_no_checkpoint_is_written_over(trained, target, tmp_path, capsys):
+    """Such as the fine-tuned target that a drafter is trained for."""
+    mine = shutil.copytree(target, tmp_path / "mine")
+    before = {path.name: path.read_bytes() for path in mine.iterdir()}
+    (tmp_path / "file").write_text("x")
+    kept = "mine holds another checkpoint (config.json, model.safetensors), which stays; take another folder"
+    for out, message in ((mine, kept), (tmp_path / "file", "file is a file")):
+        assert cli.main([*trained[1], "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match="mine holds another checkpoint"):
+        finetune(mine, data=SOURCE, out=mine, steps=1, batch=2, length=16, progress=False)
+    assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
+    run = {"steps": 1, "every": 1, "save_every": 0, "batch": 2, "length": 16, "progress": False}
+    for _ in range(2):  # as when a notebook's cell runs twice: nothing is lost
+        finetune(mine, data=SOURCE, out=tmp_path / "tuned", **run)
+    with pytest.raises(FileExistsError, match="tuned holds another checkpoint"):
+        finetune(mine, data=SOURCE, out=tmp_path / "tuned", **{**run, "seed": 1})
+
+
 @pytest.mark.slow  # test_loop.py trains over two devices, and below a fresh drafter is made
 def test_a_fresh_drafter_over_two_devices(target, tmp_path):
     """EAGLE-3 with a draft vocabulary of the data's most frequent tokens, from its config alone; the rest of the data is held back."""
