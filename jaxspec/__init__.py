@@ -95,4 +95,4 @@ if not TYPE_CHECKING:  # a checker that saw it would take every name for one of 
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_EXPORTS, *_MODULES])
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -123,6 +123,9 @@ class Generator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"Generator({self.llm!r})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (type(self), self._arguments)
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.lm_head import Guide
 from pallas_kernels.packed import Packed
@@ -48,6 +49,14 @@ def weights_of(tree: Any) -> list[Any]:
 def weight_count(tree: Any) -> int:
     """How many numbers a tree's weights are."""
     return sum(weight.size for weight in weights_of(tree))
+
+
+def told(self: Any) -> str:
+    """A module's `__repr__`: its class, how many weights it has, and in which dtypes. All of its arrays would fill many screens."""
+    weights = [weight for weight in weights_of(self) if is_packed(weight) or hasattr(weight, "dtype")]
+    floats = {str(weight.dtype) for weight in weights if not is_packed(weight) and jnp.issubdtype(weight.dtype, jnp.floating)}
+    kinds = " and ".join(sorted({*floats, *(weight.kind for weight in weights if is_packed(weight))}))
+    return f"{type(self).__name__}({sum(weight.size for weight in weights):,} weights in {kinds})"
 
 
 def packed_kinds(tree: Any) -> list[str]:

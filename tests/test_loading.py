@@ -70,6 +70,23 @@ def test_a_cache_of_another_dtype(folders, kv_dtype):
     assert llm.target.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("name", ["pocket", "mtp", "dflash", "dflash2", "dspark", "eagle3", "modules", "draft"])
+def test_a_model_is_shown_in_a_line(name):
+    """And not with all of its arrays, which are hundreds of thousands of characters."""
+    drafter = None if name == "pocket" else f"pocket-{name}"
+    pair = planning.pair_of("pocket", drafter, quantize="int8")
+    shown = repr(pair.target if drafter is None else pair.drafter)
+    assert re.fullmatch(r"\w+\([\d,]{9} weights in bfloat16( and int8)?\)", shown), shown
+    assert ("int8" in shown) == (drafter is None)
+
+
+def test_what_an_llm_and_its_learning_show(llm):
+    assert repr(llm.target).startswith("Gemma4(") and "float32" in repr(llm.target)
+    with llm.learn(0.1) as learning:
+        assert re.fullmatch(r"Learning\(.* updates, .* trials won\)", repr(learning))
+    assert dir(jaxspec) == sorted(set(dir(jaxspec))) and {name for name in dir(jaxspec) if name[0] != "_"} == set(jaxspec.__all__)
+
+
 def test_a_drafter_may_be_an_object(folders, llm):
     again = jaxspec.load(folders[0], llm.drafter, num_draft_tokens=1, progress=False)
     assert again.drafter.config == llm.drafter.config

@@ -36,7 +36,7 @@ from jaxspec.model.rows import Hidden, Keys
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, choose, choose_by_head, draw
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, told
 from pallas_kernels import centroid_head
 from pallas_kernels.noise import row_keys
 
@@ -77,6 +77,8 @@ class Gemma4MTP:
     config: AssistantConfig = struct.field(pytree_node=False)
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    __repr__ = told
 
     @property
     def unquantised(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from jaxspec.model.layers import Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, draw
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, told
 
 
 @struct.dataclass
@@ -62,6 +62,8 @@ class DFlash(BlockDrafter):
     config: DFlashConfig = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
     reading: jax.Array | None = None
+
+    __repr__ = told
 
     def draft(self, state: BlockState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, BlockState]:
         if num_draft_tokens == 0:

@@ -32,7 +32,7 @@ from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, draw
 from jaxspec.sampling.filters import best_candidates
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, told
 
 
 @struct.dataclass
@@ -112,6 +112,8 @@ class DFlash2(BlockDrafter):
     config: DFlash2Config = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
     reading: jax.Array | None = None
+
+    __repr__ = told
 
     unquantised: ClassVar[tuple[str, ...]] = (r"_conv\.", r"\bcandidate_selector\.")
 

@@ -31,7 +31,7 @@ from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Rows
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, draw
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, told
 
 # A draft model whose layers take less, in bytes, is read by every device sooner than two sums a layer are made.
 SMALL_LAYER = 2**27
@@ -59,6 +59,8 @@ class DraftModel:
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     # A checkpoint is a target's.
+    __repr__ = told
+
     checkpoint_field: ClassVar[str] = "model"
 
     @property

@@ -36,7 +36,7 @@ from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight
 from jaxspec.model.rows import Hidden
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, draw
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, told
 
 
 @struct.dataclass
@@ -143,6 +143,8 @@ class DSpark(BlockDrafter):
     reading: jax.Array | None = None
 
     # A table, of which rows are read, and products that are small.
+    __repr__ = told
+
     unquantised: ClassVar[tuple[str, ...]] = (r"\bmarkov_w1$", r"\bmarkov_head\.(gate|joint)_proj$", r"\bconfidence_head\.")
     # The rows of markov_w1 that a round reads are few, and a sum over devices takes longer than they do: so it is whole everywhere.
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (

@@ -39,7 +39,7 @@ from jaxspec.model.rows import Hidden, take_row
 from jaxspec.model.split import KVHeads
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, draw
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, told
 from pallas_kernels.paged_attention import paged_attention
 
 
@@ -149,6 +149,8 @@ class Eagle3(PlainDrafter):
     d2t: Weight | None
     config: Eagle3Config = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
+
+    __repr__ = told
 
     unquantised: ClassVar[tuple[str, ...]] = (r"\bembed_tokens$",)
 

@@ -47,7 +47,7 @@ from jaxspec.model.rows import Hidden, Keys, take_row
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import Block, ModulesConfig, ModulesFamily, TargetConfig, TargetModel
 from jaxspec.sampling.choice import Sampling, draw
-from jaxspec.trees import nbytes
+from jaxspec.trees import nbytes, told
 
 
 @struct.dataclass
@@ -135,6 +135,8 @@ class MTPModules:
     model: MTPModel
     config: ModulesConfig = struct.field(pytree_node=False)
     page_size: int = struct.field(pytree_node=False, default=64)
+
+    __repr__ = told
 
     unquantised: ClassVar[tuple[str, ...]] = (r"\beh_proj$",)  # small beside a layer and a head
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (

@@ -87,6 +87,9 @@ class Learning:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"Learning({self.stats})"
+
     @property
     def going(self) -> bool:
         """Whether it still learns."""

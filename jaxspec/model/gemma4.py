@@ -31,7 +31,7 @@ from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
 from jaxspec.model.split import PARTITIONS, KVHeads
 from jaxspec.model.target import Family, ModulesFamily, Shapes
-from jaxspec.trees import nbytes, weight_count, weights_of
+from jaxspec.trees import nbytes, told, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.linear import by_kernel, gated_by
@@ -181,6 +181,8 @@ class Gemma4:
     per_layer_projection_norm: RMSNorm | None
     config: Gemma4Config = struct.field(pytree_node=False)
     kv_scales: KVScales = struct.field(pytree_node=False, default=())
+
+    __repr__ = told
 
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = PARTITIONS
 

@@ -44,7 +44,7 @@ from jaxspec.model.step3p5_config import (
     read_modules,
 )
 from jaxspec.model.target import Family, ModulesConfig, ModulesFamily, Shapes
-from jaxspec.trees import nbytes, weight_count, weights_of
+from jaxspec.trees import nbytes, told, weight_count, weights_of
 from pallas_kernels import moe
 from pallas_kernels.activation import Activation
 from pallas_kernels.add_norm import Addend, add_norm
@@ -189,6 +189,8 @@ class Step3p5:
     lm_head: Linear
     config: Step3p5Config = struct.field(pytree_node=False)
     kv_scales: KVScales = struct.field(pytree_node=False, default=())
+
+    __repr__ = told
 
     partitions: ClassVar[tuple[tuple[str, PartitionSpec], ...]] = (
         (r"\blm_head\.weight$", PartitionSpec(TENSOR, None)),
