@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 
 import huggingface_hub
 import jax
@@ -214,6 +215,24 @@ def test_unknown_options_are_status_2(capsys):
         cli.main(["generate"])
     assert stopped.value.code == 2
     assert "the following arguments are required: --prompt" in capsys.readouterr().err
+
+
+def test_an_interrupt_where_python_ignores_it_is_heeded(monkeypatch, capsys):
+    """As in a function that JAX has called when garbage is collected."""
+
+    class Interrupted:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    def load(args, **settings):
+        one = Interrupted()
+        del one
+        time.sleep(60)
+
+    before = sys.unraisablehook
+    monkeypatch.setattr("jaxspec.cli.options.load_model", load)
+    assert cli.main(["generate", "--prompt", "x"]) == 130
+    assert capsys.readouterr().err == "\n" and sys.unraisablehook is before
 
 
 def test_an_interrupt_is_status_130_without_a_traceback(monkeypatch, capsys):

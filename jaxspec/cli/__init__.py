@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     environment.prepare()
     try:
-        return args.command(args) or 0
+        with errors.heeding_interrupts():
+            return args.command(args) or 0
     except errors.UserError as error:
         print(f"jaxspec: {error}", file=sys.stderr)
         return 2

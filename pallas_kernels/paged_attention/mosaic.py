@@ -21,9 +21,8 @@ from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 START = 4  # the time of a program's start and end, in units of the time for a block of keys
 MOST_SPLITS = 64
 # Items of the kernels for whole keys, for which they were the fastest: with fewer, what counts is how soon the first key comes. Since JAX
-# 0.12 the kernel for few rows is launched early, so fewer suffice, and still fewer with long windows.
-LEAST_ITEMS, LEAST_LONG_ITEMS = (16, 8) if jax.__version_info__ >= (0, 12) else (32, 32)
-LONG = 1024
+# 0.12 the kernel for few rows is launched early, so fewer suffice.
+LEAST_ITEMS = 8 if jax.__version_info__ >= (0, 12) else 32
 LEAST_PROMPT_ITEMS = 32
 LEAST_ROTARY_ITEMS = 32  # of so few rows that `triton` needs one tile
 
@@ -58,7 +57,7 @@ def is_faster(q, key_weight, window) -> bool:
     if mosaic_whole_prompt.unsupported(q) is None:
         return window is not None and mosaic_whole_prompt.Plan(q.shape, True, window, 1.0).items >= LEAST_PROMPT_ITEMS
     plan = mosaic_whole.arranged(mosaic_parts.Plan(q.shape, True, window, 1.0))
-    return window is not None and plan.tiles == 1 and plan.items >= (LEAST_LONG_ITEMS if window >= LONG else LEAST_ITEMS)
+    return window is not None and plan.tiles == 1 and plan.items >= LEAST_ITEMS
 
 
 def paged_attention(
