@@ -292,7 +292,7 @@ def in_their_names() -> Iterator[None]:
         told = re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], told)
         if told == str(error):
             raise
-        raise type(error)(told) from error
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(told) from error  # a kind of these may need more than a text
 
 
 def _refuse(name: str, value: Any, allowed: tuple[Any, ...], reason: str) -> None:

@@ -309,7 +309,7 @@ def _overrides(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     try:
         default_params(given)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"override_generation_config: {error}") from error
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(f"override_generation_config: {error}") from error
     return given
 
 
