@@ -61,9 +61,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> Iterator[BenchRep
         rate = roofline.matmul_rate(256 if on_cpu else 8192, plan.target_tree.dtype)
         stage("random weights")
         begun = time.perf_counter()
-        made = random_weights(plan.placed(), work.seed)
-        # Random guides are those of no table.
-        target, drafter = jax.block_until_ready(tuple(map(guided, made)) if plan.placement.head_guides else made)
+        target, drafter = weights_of(plan)
         weights_s = time.perf_counter() - begun
         report = BenchReport(
             command=sys.argv,
@@ -102,38 +100,130 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> Iterator[BenchRep
         del gaps
 
 
+def weights_of(plan: BenchPlan) -> tuple[Any, Any]:
+    """The plan's target and drafter with random weights."""
+    made = random_weights(plan.placed(), plan.work.seed)
+    # Random guides are those of no table.
+    return jax.block_until_ready(tuple(map(guided, made)) if plan.placement.head_guides else made)
+
+
+class Sequences:
+    """The state in which all batches of a plan are timed, with the slots of the largest, and the programs that fill it."""
+
+    def __init__(self, plan: BenchPlan, target: Any, drafter: Any):
+        work, slots = plan.work, max(plan.batches)
+        layout = plan.layout(target, drafter, slots, work.max_len)
+        self.plan, self.target, self.drafter, self.slots = plan, target, drafter, slots
+        self.state, self.on = jax.block_until_ready(layout.empty()), layout.on
+        self.chunk = min(work.prefill_chunk, work.context)
+        # Nothing is sampled among the likeliest alone for a prompt's first token: no figure is of it.
+        first = functools.partial(decode.prefill, chunk=self.chunk, round=dataclasses.replace(work.round, needs=PLAIN))
+        self.prefill, _ = _compiled(self.on(first), target, drafter, self.state, np.zeros(plan.shards, np.int32))
+        self.admit = jax.jit(self.on(_admit), donate_argnums=0)
+
+    def fill(self, work: Workload, batch: int) -> None:
+        """Takes up `batch` new prompts, in the first slots of every data shard, in place of all sequences."""
+        plan = self.plan
+        requests = _requests(work, self.target.config, batch, work.context, work.max_len)
+        self.state = self.admit(self.state, _each(plan, self.slots), requests)
+        for slot in range(batch // plan.shards):
+            for _ in range(math.ceil(work.context / self.chunk)):
+                self.state = self.prefill(self.target, self.drafter, self.state, np.full(plan.shards, slot, np.int32))
+
+
+class Rounds:
+    """Rounds of `batch` sequences, in a program as the engine calls it."""
+
+    def __init__(self, plan: BenchPlan, sequences: Sequences, batch: int):
+        work = plan.work
+        self.plan, self.sequences, self.batch = plan, sequences, batch
+        self.program: Any = None
+        self.weights, models = jax.tree.flatten((sequences.target, sequences.drafter))
+        self.form = jax.tree.structure(sequences.state)
+        rounds = functools.partial(decode_rounds, width=work.num_draft_tokens + 1, round=work.round)
+        self.function = flat(sequences.on(rounds, WHOLE), models, self.form)
+        self.pool: Any = None  # of automata, where texts follow one
+        if work.structured:
+            made = automata.made(plan.target_tree.config.vocab_size, work.structured, work.seed)
+            self.pool = jax.device_put(made, plan.placement.sharding(WHOLE))
+
+    def arguments(self, steps: int) -> tuple[Any, ...]:
+        """What the program takes to run so many rounds."""
+        columns = np.stack(np.broadcast_arrays(_each(self.plan, self.batch), 0, steps, 0), axis=1).astype(np.int32)
+        return self.weights, self.pool, jax.tree.leaves(self.sequences.state), columns
+
+    def lower(self) -> Any:
+        """The lowered program."""
+        return jax.jit(self.function, donate_argnums=2).lower(*self.arguments(0))
+
+    def compile(self, compiler: Any = cuda_graphs.compiled) -> ProgramCost:
+        """Makes the program. compiler: a function of `cuda_graphs`."""
+        self.program, cost = _compiled(self.function, *self.arguments(0), compiler=compiler)
+        return cost
+
+    def call(self, steps: int) -> float:
+        """Runs so many rounds. Returns the seconds that the call took."""
+        arguments = self.arguments(steps)
+        begun = time.perf_counter()
+        leaves, found = self.program(*arguments)
+        jax.block_until_ready(found)
+        spent = time.perf_counter() - begun
+        self.sequences.state = self.form.unflatten(leaves)
+        return spent
+
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each sequence's length and rounds. Raises RuntimeError if one has ended."""
+        state, plan = self.sequences.state, self.plan
+        fields = jax.device_get((state.length, state.rounds, state.status))
+        length, rounds, status = (x.reshape(plan.shards, -1)[:, : self.batch // plan.shards].reshape(-1) for x in fields)
+        if not (status == decode.RUNNING).all():
+            raise RuntimeError(f"{(status != decode.RUNNING).sum()} of {self.batch} sequences ended while they were timed")
+        return length, rounds
+
+    def warm_up(self) -> None:
+        """Calls that come before those that are timed."""
+        for _ in range(WARM_UPS):
+            self.call(WARM_UP_STEPS)
+
+    def time(self) -> Times:
+        """Times calls."""
+        work = self.plan.work
+        first_length, first_rounds = self.counts()
+        times, overheads, contexts = [], [], []
+        for _ in range(work.repeats):
+            short = 1e3 * self.call(1)
+            before, _ = self.counts()
+            times.append((1e3 * self.call(1 + work.steps) - short) / work.steps)
+            overheads.append(short - times[-1])
+            length, rounds = self.counts()
+            contexts.append(float(np.mean(before + length)) / 2)
+        accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
+        return Times(times, overheads, statistics.mean(contexts), accepted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """What calls of rounds took."""
+
+    step_ms: list[float]  # of each call
+    call_ms: list[float]  # of each call, beside its steps
+    context: float  # positions of a sequence, in the mean
+    accepted: float  # tokens of a step of a sequence, in the mean
+
+
 def _decode_all(
     plan: BenchPlan, target: Any, drafter: Any, rates: tuple[float, float], stage: Callable[[str], None]
 ) -> Iterator[DecodeFigures]:
-    """Times every batch size at every temperature, all in one state with the slots of the largest.
-
-    rates: bytes and operations a second. stage: shows what is being done.
-    """
+    """Times every batch size at every temperature. rates: bytes and operations a second. stage: shows what is being done."""
     if not plan.batches:
         return
-    work, slots = plan.work, max(plan.batches)
     stage("prompts: compile")
-    layout = plan.layout(target, drafter, slots, work.max_len)
-    state, on = jax.block_until_ready(layout.empty()), layout.on
-    chunk = min(work.prefill_chunk, work.context)
-    # Nothing is sampled among the likeliest alone for a prompt's first token: no figure is of it.
-    first = functools.partial(decode.prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=PLAIN))
-    prefill, _ = _compiled(on(first), target, drafter, state, np.zeros(plan.shards, np.int32))
-    admit = jax.jit(on(_admit), donate_argnums=0)
-
-    def prompts(state: Any, requests: decode.Requests) -> Any:
-        state = admit(state, _each(plan, slots), requests)
-        for slot in range(len(requests.length) // plan.shards):
-            for _ in range(math.ceil(work.context / chunk)):
-                state = prefill(target, drafter, state, np.full(plan.shards, slot, np.int32))
-        return state
-
+    sequences = Sequences(plan, target, drafter)
     for temperature in plan.temperatures:
         for batch in plan.batches:
-            cell = dataclasses.replace(plan, work=dataclasses.replace(work, temperature=temperature))
-            state = prompts(state, _requests(cell.work, target.config, batch, work.context, work.max_len))
-            state, figures = _decode(cell, on, target, drafter, state, batch, rates, stage)
-            yield figures
+            cell = dataclasses.replace(plan, work=dataclasses.replace(plan.work, temperature=temperature))
+            sequences.fill(cell.work, batch)
+            yield _decode(cell, sequences, batch, rates, stage)
 
 
 def _each(plan: BenchPlan, count: int) -> np.ndarray:
@@ -141,90 +231,48 @@ def _each(plan: BenchPlan, count: int) -> np.ndarray:
     return np.tile(np.arange(count // plan.shards, dtype=np.int32), plan.shards)
 
 
-def _decode(
-    plan: BenchPlan, on: Any, target: Any, drafter: Any, state: Any, batch: int, rates: tuple[float, float], stage: Callable[[str], None]
-) -> tuple[Any, DecodeFigures]:
-    """Times `batch` sequences, which are in the first slots of every data shard. Returns the state and the figures.
-
-    on: of the state's layout. state: donated.
-    """
-    work, slots = plan.work, _each(plan, batch)
+def _decode(plan: BenchPlan, sequences: Sequences, batch: int, rates: tuple[float, float], stage: Callable[[str], None]) -> DecodeFigures:
+    """Times `batch` sequences, which are in the first slots of every data shard."""
+    work = plan.work
     name = f"batch {batch} at temperature {work.temperature}"
     stage(f"{name}: compile")
-    pool: Any = None  # of automata, where texts follow one
-    if work.structured:
-        pool = jax.device_put(automata.made(plan.target_tree.config.vocab_size, work.structured, work.seed), plan.placement.sharding(WHOLE))
-
-    weights, models = jax.tree.flatten((target, drafter))
-    leaves, form = jax.tree.flatten(state)
-    rounds = functools.partial(decode_rounds, width=work.num_draft_tokens + 1, round=work.round)
-    function = flat(on(rounds, WHOLE), models, form)  # as the engine calls it
-
-    def columns(steps: int) -> np.ndarray:
-        return np.stack(np.broadcast_arrays(slots, 0, steps, 0), axis=1).astype(np.int32)
-
-    loop, loop_cost = _compiled(function, weights, pool, leaves, columns(0))
-
-    def call(steps: int) -> float:
-        nonlocal leaves
-        begun = time.perf_counter()
-        leaves, found = loop(weights, pool, leaves, columns(steps))
-        jax.block_until_ready(found)
-        return time.perf_counter() - begun
-
-    def counts() -> tuple[np.ndarray, np.ndarray]:
-        now = form.unflatten(leaves)
-        fields = jax.device_get((now.length, now.rounds, now.status))
-        length, rounds, status = (x.reshape(plan.shards, -1)[:, : batch // plan.shards].reshape(-1) for x in fields)
-        if not (status == decode.RUNNING).all():
-            raise RuntimeError(f"{(status != decode.RUNNING).sum()} of {batch} sequences ended while they were timed")
-        return length, rounds
-
+    rounds = Rounds(plan, sequences, batch)
+    loop_cost = rounds.compile()
     stage(f"{name}: warm up")
-    for _ in range(WARM_UPS):
-        call(WARM_UP_STEPS)
+    rounds.warm_up()
     stage(f"{name}: time")
-    first_length, first_rounds = counts()
-    times, overheads, contexts = [], [], []
-    for _ in range(work.repeats):
-        short = 1e3 * call(1)
-        before, _ = counts()
-        times.append((1e3 * call(1 + work.steps) - short) / work.steps)
-        overheads.append(short - times[-1])
-        length, rounds = counts()
-        contexts.append(float(np.mean(before + length)) / 2)
-    accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
+    times = rounds.time()
     found: tuple[kernel_times.KernelTime, ...] = ()
     traced_context = None
     if work.profile is not None:
-        if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
-            loop, _ = _compiled(function, weights, pool, leaves, columns(0), compiler=cuda_graphs.without)
-            call(1)  # loads the kernels
-        folder, (longer, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", counts()
+        if cuda_graphs.used_on(rounds.weights[0].devices()):
+            rounds.compile(cuda_graphs.without)
+            rounds.call(1)  # loads the kernels
+        folder, (longer, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", rounds.counts()
         with jax.profiler.trace(str(folder)):
-            call(work.steps)
-        length, rounds = counts()
-        traced, traced_context = int((rounds - before).max()), float(np.mean(longer + length)) / 2
+            rounds.call(work.steps)
+        length, after = rounds.counts()
+        traced, traced_context = int((after - before).max()), float(np.mean(longer + length)) / 2
         # A trace holds the kernels of all devices, which do the same. We want one device's.
-        found = tuple(kernel_times.read_trace(folder, loop.as_text(), traced * plan.placement.size))
-    step, context = Spread.of(times), statistics.mean(contexts)
+        found = tuple(kernel_times.read_trace(folder, rounds.program.as_text(), traced * plan.placement.size))
+    step = Spread.of(times.step_ms)
     devices, drafts = plan.devices_of_a_shard, {"num_draft_tokens": work.num_draft_tokens, "rows": work.rows}
     if work.tree is not None:
         drafts["rows"] = batch // plan.shards * work.rows_each
-    shape: dict[str, Any] = {"batch": batch // plan.shards, "context": context, **drafts}
+    shape: dict[str, Any] = {"batch": batch // plan.shards, "context": times.context, **drafts}
     size = roofline.step_bytes(*plan.read(drafts["rows"] or batch // plan.shards * work.rows_each), **shape).over(devices)
     flops = roofline.step_flops(plan.target_tree, **shape) / devices
     floor = 1e3 * max(size.total / rates[0], flops / rates[1])
-    return form.unflatten(leaves), DecodeFigures(
+    return DecodeFigures(
         batch=batch,
         temperature=work.temperature,
         num_draft_tokens=work.num_draft_tokens,
-        context=context,
+        context=times.context,
         steps=work.repeats * work.steps,
         step_ms=step,
-        call_ms=statistics.median(overheads),
-        tokens_per_s=1e3 * batch * accepted / step.median,
-        acceptance_length=accepted,
+        call_ms=statistics.median(times.call_ms),
+        tokens_per_s=1e3 * batch * times.accepted / step.median,
+        acceptance_length=times.accepted,
         bytes=size,
         flops=flops,
         floor_ms=floor,

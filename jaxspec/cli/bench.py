@@ -11,9 +11,9 @@ from typing import Any
 from jaxspec.cli import errors, options
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Adds the command. Its options have the names of the arguments of `workload.plan_bench`; one that is not given is left to its default
-    there."""
+    there. Returns its parser."""
     text = "Times steps and prompts with random weights of a model's shape, and compares them with the memory floor of the same run."
     bench = commands.add_parser("bench", help="time a model's shape on this device", description=text, argument_default=argparse.SUPPRESS)
 
@@ -52,6 +52,7 @@ def add_parser(commands: Any) -> None:
     option("json", "write every figure to this file", metavar="FILE")
     option("profile", "trace one more call of each kind, write the traces to this folder and print their kernels", metavar="DIR")
     bench.set_defaults(command=_run)
+    return bench
 
 
 def _run(args: argparse.Namespace) -> None:
