@@ -18,7 +18,7 @@ from jaxspec.targets import abstract_target, asked_quantisation
 from pallas_kernels import device
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.linear import linear
-from pallas_kernels.lm_head import lm_head
+from pallas_kernels.lm_head import abstract_guide, likely_logits, lm_head
 from pallas_kernels.packed import abstract
 from pallas_kernels.top_candidates import top_candidates
 
@@ -134,6 +134,16 @@ def test_a_packed_head_reads_nothing_but_its_table_ahead(hopper):
     jaxpr = jax.make_jaxpr(functools.partial(lm_head, softcap=30.0))(hidden, table, keys, temperature).jaxpr
     follow(jaxpr, [None, *["weights"] * len(jax.tree.leaves(table)), None, None], found)
     assert found == {"wait": 1}
+
+
+def test_kernels_alone_read_what_likely_logits_are_made_of(hopper):
+    leaf, found = jax.ShapeDtypeStruct, {}
+    table = leaf((262_144, 1536), jnp.bfloat16)
+    hidden, guide, most = leaf((5, 1536), jnp.bfloat16), abstract_guide(table), leaf((5,), jnp.int32)
+    jaxpr = jax.make_jaxpr(likely_logits)(hidden, table, guide, most).jaxpr
+    weights = ["weights"] * (1 + len(jax.tree.leaves(guide)))
+    follow(jaxpr, [None, *weights, None], found)
+    assert found == {"wait": 1, "launch_dependents": 3}
 
 
 def test_weights_that_the_program_computes_are_found(hopper):
