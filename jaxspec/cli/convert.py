@@ -19,11 +19,7 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> None:
     convert.add_argument("--drafter", help="hub id, folder or bundled name of a drafter to convert with it")
     convert.add_argument("--adapter", help="LoRA adapter of PEFT to merge into the target: folder or hub id (default: none)")
     convert.add_argument("--dtype", default="auto", help="auto (the target's own), float32 or bfloat16")
-    convert.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
-    text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
-    convert.add_argument("--quantize-embedding", metavar="KIND", help=text)
-    text = "quantise the drafter's float weights: int8, int4 or fp8 (default: as they are)"
-    convert.add_argument("--quantize-drafter", metavar="KIND", help=text)
+    options.add_quantize(convert)
     text = "devices that hold the weights during the conversion, such as tensor=4 (default: one device)"
     convert.add_argument("--mesh", metavar="AXIS=N,...", help=text)
     convert.set_defaults(command=_run)

@@ -29,11 +29,7 @@ def model_options(hub: argparse.ArgumentParser) -> argparse.ArgumentParser:
     text = "guess trees of N candidates, such as 15, where at most 4 sequences decode (default: chains)"
     model.add_argument("--tree", type=int, metavar="N", help=text)
     model.add_argument("--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)")
-    model.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
-    text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
-    model.add_argument("--quantize-embedding", metavar="KIND", help=text)
-    text = "quantise the drafter's float weights: int8, int4 or fp8 (default: as they are)"
-    model.add_argument("--quantize-drafter", metavar="KIND", help=text)
+    add_quantize(model)
     text = "read an 8-bit copy of the head to choose tokens; texts are the same (default: on Hopper GPUs with enough memory)"
     model.add_argument("--head-guide", action=argparse.BooleanOptionalAction, help=text)
     model.add_argument("--kv-dtype", default="auto", help="dtype of the target's cache: auto, float32, bfloat16 or fp8 (default: auto)")
@@ -56,6 +52,15 @@ def model_options(hub: argparse.ArgumentParser) -> argparse.ArgumentParser:
     model.add_argument("--ignore-eos", action="store_true", help="do not stop at the checkpoint's end tokens")
     model.add_argument("--stats", action="store_true", help="print speed and acceptance at the end")
     return model
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how float weights are quantised as they are read."""
+    parser.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
+    text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
+    parser.add_argument("--quantize-embedding", metavar="KIND", help=text)
+    text = "quantise the drafter's float weights: int8, int4 or fp8 (default: as they are)"
+    parser.add_argument("--quantize-drafter", metavar="KIND", help=text)
 
 
 def _object(text: str) -> Any:

@@ -4,7 +4,6 @@ appending them."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -189,8 +188,9 @@ def target_choices(
             raw = target.unembed(hidden, round.attention)
         else:
             weight, cap = target.head
-            settings: dict[str, Any] = {"suppressed": round.needs.suppress_tokens, "implementation": round.attention}
-            raw = softcap(likely_logits(hidden, weight, guide, sampling, **settings), cap)
+            suppressed, implementation = round.needs.suppress_tokens, round.attention
+            likely = likely_logits(hidden, weight, guide, sampling, suppressed=suppressed, implementation=implementation)
+            raw = softcap(likely, cap)
         if tree is None:
             logits = edited(raw, sampling, round.needs, guesses, of_rows, first)
         else:

@@ -42,7 +42,7 @@ def likely_logits(hidden: jax.Array, table: jax.Array, guide: Guide, most: jax.A
     """
     if implementation == "auto" and (hidden.shape[0] > guided.MOST_LIKELY_ROWS or hidden.dtype.itemsize > 2):
         implementation = "xla"
-    chosen = dialect.select(implementation, guided.unlikely(hidden, table, guide))
+    chosen = dialect.select(implementation, guided.likely_obstacle(hidden, table, guide))
     if chosen == "xla":
         return product(hidden, table, dtype=jnp.float32)
     return guided.likely_logits(hidden, table, guide, most, implementation=implementation)

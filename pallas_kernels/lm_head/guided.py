@@ -138,7 +138,7 @@ def lm_head(
     return best(values, ids)
 
 
-def unlikely(hidden: Any, table: Any, guide: Guide) -> str | None:
+def likely_obstacle(hidden: Any, table: Any, guide: Guide) -> str | None:
     """Why the kernels of `likely_logits` cannot serve this, or None."""
     if padded_size(table.shape[0] // TILE) > WIDEST:
         return f"the table has {table.shape[0]} rows; the kernel takes at most {WIDEST * TILE}"
