@@ -1,4 +1,5 @@
-"""What a warpgroup of a Mosaic kernel does with a product [64, N] in its registers: it stores it transposed, or hands it to another one."""
+"""What a warpgroup of a Mosaic kernel does with a product [64, N] in its registers: it stores it transposed, hands it to another one, or
+sends parts of it to the programs of a cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import clusters
+from pallas_kernels.clusters import Mail
 from pallas_kernels.dialect import pl
 
 BLOCK = 64  # outputs of a product of the tensor cores: rows of their left operand
@@ -104,55 +107,75 @@ def exchange(mosaic: Any, columns: int, dtype: Any, *, rows: int = BLOCK, interp
     )
 
 
-def cluster(mosaic: Any) -> tuple[Any, Any, Any]:
-    """Functions for programs of a cluster that read each other's shared memory, in float32: one waits until all warpgroups of all of them
-    are there, and what they stored before can be read; one loads a block [64, 8] that another program `exchange`d, [2, 256]; one loads
-    eight numbers of another program, the same for each of 64 rows."""
+def sending(mosaic: Any, mail: Mail) -> tuple[Any, Any, Any, Any]:
+    """Functions for programs of a cluster that send each other products [M, N] in float32, and numbers of each of their columns.
+
+    The first sends a product's blocks [64, 8]: of n programs p gets blocks p, p + n and so on. The kth that it gets from `sender` lies at
+    k n + sender of `held`, [.., 512], in shared memory. The second sends two numbers of each column to all; held: [n, 2, N]. Both take
+    held, the counter of `mail`, the sender's number and n, after what they send. The third and the fourth load a block, and eight numbers,
+    each of them for 64 rows.
+    """
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
+    from jaxlib.mlir.dialects import arith, vector
 
-    splat, block = mosaic.Layout.WG_SPLAT((1,)), mosaic.ShapeDtypeStruct((BLOCK, 8), jnp.float32, layout=mosaic.Layout.WGMMA)
+    layout, given = mosaic.Layout.WGMMA, (mosaic.RefType(), mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,)))
+    block = mosaic.ShapeDtypeStruct((BLOCK, 8), jnp.float32, layout=layout)
 
-    def wait(_):
-        code = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-        llvm.inline_asm(None, [], code, "", has_side_effects=True, asm_dialect=0)
+    def numbers(*pairs):
+        return [vector.extract(pair, [], [n]) for pair in pairs for n in range(2)]
 
-    def load(held, program, offset, count):
-        """Pairs of numbers, 1,024 bytes apart, of the program's `held`, from `offset` bytes on."""
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        pointer = mgpu.utils.memref_ptr(held)
-        own = arith.addi(llvm.ptrtoint(i32, pointer), offset)
-        code = "mapa.shared::cluster.u32 $0, $1, $2;"
-        there: Any = llvm.inline_asm(i32, [own, program], code, "=r,r,r", asm_dialect=0)
-        pair = llvm.StructType.get_literal([f32, f32])
-        found = []
-        for n in range(count):
-            code = f"ld.shared::cluster.v2.f32 {{$0, $1}}, [$2 + {1024 * n}];"
-            both: Any = llvm.inline_asm(pair, [there], code, "=f,=f,r", has_side_effects=True, asm_dialect=0)
-            found.append(vector.from_elements(ir.VectorType.get((2,), f32), [llvm.extractvalue(f32, both, [k]) for k in range(2)]))
-        return found
+    def send_blocks(value, held, number, sender, programs):
+        def code(_, value, held, counters, sender):
+            registers = value.registers.reshape(-1, 2)
+            for n, pairs in enumerate(registers):
+                program, place = n % programs, arith.addi(clusters.index(n // programs * programs), clusters.scalar(sender))
+                own = clusters.address(held, place, arith.muli(clusters.thread(), clusters.index(4)))
+                clusters.send(numbers(*pairs), own, clusters.counter(counters, number), clusters.index(program))
+
+        mosaic.inline_mgpu(arg_types=(layout, *given))(code)(value, held, mail.held, clusters.splat(mosaic, sender))
+
+    def send_numbers(values, held, number, sender, programs):
+        def code(_, first, second, held, counters, sender):
+            # Of the threads that have the same numbers, one sends to each program.
+            warp, program = clusters.warp(), arith.divui(clusters.lane(), clusters.index(4))
+            for kind, value in enumerate((first, second)):
+                mine = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.eq, warp, clusters.index(kind)),
+                    arith.cmpi(arith.CmpIPredicate.ult, program, clusters.index(programs)),
+                )
+                with mgpu.when(mine):
+                    for n, pair in enumerate(value.registers.flat):
+                        place = arith.addi(clusters.index(8 * n), pair_place())
+                        own = clusters.address(held, clusters.scalar(sender), clusters.index(kind), place)
+                        clusters.send(numbers(pair), own, clusters.counter(counters, number), program)
+
+        types = (layout.reduce(0), layout.reduce(0), *given)
+        mosaic.inline_mgpu(arg_types=types)(code)(*values, held, mail.held, clusters.splat(mosaic, sender))
+
+    def pair_place():
+        return arith.muli(arith.remui(clusters.lane(), clusters.index(4)), clusters.index(2))
 
     def whole(pairs):
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, 8)), dtype=object)
         registers.flat[:] = pairs
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    def thread(modulus):
-        i32 = ir.IntegerType.get_signless(32)
-        return arith.muli(arith.remui(mgpu.thread_idx(), mgpu.c(modulus, i32)), mgpu.c(8, i32))
+    def load(count, *place):
+        held, *where = place
+        return vector.load(ir.VectorType.get((count,), ir.F32Type.get()), held, where)
 
-    def take(_, held, program):
-        return whole(load(held, program.registers.flat[0], thread(128), 2))
+    def take_block(_, held):
+        four = load(4, held, arith.muli(clusters.thread(), clusters.index(4)))
+        return whole([vector.extract_strided_slice(ir.VectorType.get((2,), ir.F32Type.get()), four, [n], [2], [1]) for n in (0, 2)])
 
-    def numbers(_, held, program):
-        return whole(load(held, program.registers.flat[0], thread(4), 1) * 2)
+    def take_numbers(_, held):
+        return whole([load(2, held, pair_place())] * 2)
 
-    def of(function):
-        inline = mosaic.inline_mgpu(arg_types=(mosaic.RefType(), splat), return_type=block)(function)
-        return lambda held, program: inline(held, mosaic.layout_cast(jnp.full((1,), program, jnp.int32), splat))
+    def of(code):
+        return mosaic.inline_mgpu(arg_types=(mosaic.RefType(),), return_type=block)(code)
 
-    return mosaic.inline_mgpu()(wait), of(take), of(numbers)
+    return send_blocks, send_numbers, of(take_block), of(take_numbers)
 
 
 def _set(ref: Any, value: jax.Array) -> None:

@@ -17,6 +17,7 @@ from jaxspec.model.head_guides import guided
 from jaxspec.targets import abstract_target, asked_quantisation
 from pallas_kernels import device
 from pallas_kernels.add_norm import add_norm
+from pallas_kernels.layer_end import mosaic as layer_end
 from pallas_kernels.linear import linear
 from pallas_kernels.lm_head import abstract_guide, likely_logits, lm_head
 from pallas_kernels.packed import abstract
@@ -24,7 +25,7 @@ from pallas_kernels.top_candidates import top_candidates
 
 # What kernels read before they wait, of their arguments: the words, scales and zeros of a packed matrix, whose last argument is a constant.
 READ_AHEAD = dict.fromkeys(("linear", "gated", "lm_head"), slice(1, 2)) | dict.fromkeys(("packed_linear", "packed_gated"), slice(1, -1))
-READ_AHEAD["packed_lm_head"] = slice(3, -1)  # after two more arrays
+READ_AHEAD |= dict.fromkeys(("packed_lm_head", "layer_end"), slice(3, -1))  # after two more arrays
 VIEWS = {"reshape", "squeeze", "expand_dims", "optimization_barrier"}
 
 
@@ -113,6 +114,14 @@ def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper,
     found, layers = step(name, batch, quantize)
     assert found.pop("launch_dependents") > least * layers
     assert found.pop("wait", 0) >= waiting * layers
+    assert not found
+
+
+def test_the_end_of_a_layer_reads_nothing_but_weights_ahead(hopper, monkeypatch):
+    monkeypatch.setattr(layer_end, "SINCE", (0, 0))
+    found, layers = step("E2B", 1)
+    assert found.pop("launch_dependents") > 10 * layers
+    assert found.pop("wait") >= layers
     assert not found
 
 

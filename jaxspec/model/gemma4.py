@@ -34,6 +34,7 @@ from jaxspec.model.target import Family, ModulesFamily, Shapes
 from jaxspec.trees import nbytes, told, weight_count, weights_of
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Unsummed
+from pallas_kernels.layer_end import layer_end, serves
 from pallas_kernels.linear import by_kernel, gated_by
 from pallas_kernels.lm_head import Guide
 from pallas_kernels.packed import Packed
@@ -156,6 +157,10 @@ class DecoderLayer:
         if per_layer_input is not None:
             assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm
             gate, projection, inputs = self.per_layer_input_gate.weight, self.per_layer_projection, per_layer_input.all
+            own = self.post_per_layer_input_norm.weight
+            if isinstance(out, jax.Array) and serves(x, gate, projection.weight, inputs, implementation):
+                arrays = (gate, inputs, per_layer_input.layer, projection.weight, own, self.layer_scalar, next_weight)
+                return layer_end(x, out, weight, *arrays, eps=self.post_attention_layernorm.eps, launch_dependents=read_by_kernel)
             inputs = inputs.reshape(-1, *inputs.shape[-2:])
             rows = x.reshape(len(inputs), -1)
             chosen = for_rows(implementation, rows, gate)
@@ -163,7 +168,7 @@ class DecoderLayer:
             settings = {"launch_dependents": projection.by_kernel(len(rows), x.dtype, implementation), "implementation": chosen}
             gated = gated_by(x.reshape(rows.shape), gate, inputs, per_layer_input.layer, **settings)
             out = projection.parts(gated.reshape(*x.shape[:-1], -1), implementation)
-            weight = self.post_per_layer_input_norm.weight
+            weight = own
         after = () if next_weight is None else (next_weight,)
         x, *normed = add(x, out, weight, scalar=self.layer_scalar, next_weights=after, launch_dependents=read_by_kernel)
         return x, normed[0] if normed else None

@@ -8,7 +8,7 @@ as eight columns. So a verify block's few queries cost what they need: scores, w
 is computed in about half the time in which it arrives. FlashMLA (https://github.com/deepseek-ai/FlashMLA) and others call this swapping A
 and B.
 
-With few items, several programs share an item's keys. They are a cluster: they read each other's sums in shared memory and add them up.
+With few items, several programs share an item's keys. They are a cluster: each sends the others those blocks of its sums that they add up.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.clusters import Mail
 from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention import mosaic_parts as parts
 from pallas_kernels.paged_attention.mosaic_parts import KEYS
 from pallas_kernels.paged_attention.reference import MASKED
-from pallas_kernels.registers import BLOCK, cluster, exchange, store
+from pallas_kernels.registers import BLOCK, sending, store
 
 DIM = 256
 MOST_ROWS = 40  # of an item: with more, registers would be spilled
@@ -70,8 +71,11 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
     scratch = {"queries": parts.tiled(height, DIM), "weights": parts.tiled(height, KEYS)}
     taken = height * (DIM + KEYS) * 2
     if plan.splits > 1:
-        scratch |= {"sums": mosaic.SMEM((height, DIM), jnp.float32), "numbers": mosaic.SMEM((2, height), jnp.float32)}
-        taken += height * (DIM + 2) * 4
+        blocks = DIM // BLOCK * height // 8
+        places = pl.cdiv(blocks, plan.splits) * plan.splits
+        scratch |= {"sums": mosaic.SMEM((places, BLOCK * 8), jnp.float32), "numbers": mosaic.SMEM((plan.splits, 2, height), jnp.float32)}
+        scratch["mail"] = mosaic.SMEM((2,), jnp.int32)
+        taken += (places * BLOCK * 8 + plan.splits * 2 * height) * 4
     slots = (SHARED_MEMORY - taken) // (KEYS * DIM * 2)  # blocks of keys or of values in shared memory
     scratch |= {
         "pages": parts.tiled(slots, KEYS, DIM),
@@ -83,6 +87,9 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
+        if plan.splits > 1:
+            count = _blocks_of(jax.lax.axis_index("part"), plan)
+            Mail(mosaic, refs["mail"]).begin(count * (plan.splits * BLOCK * 8 * 4) + plan.splits * 2 * height * 4)
         dialect.mosaic_wait(launch_dependents)
         warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
 
@@ -157,10 +164,6 @@ def _copy(plan, refs, item, place, slots):
                 pl.when(jnp.logical_not(seen))(skip)
 
     parts.each_block(refs, item, copy)
-    if plan.splits > 1:
-        meet, _, _ = cluster(mosaic)
-        meet()
-        meet()
 
 
 def _compute(plan, refs, item, place, slots):
@@ -201,28 +204,30 @@ def _compute(plan, refs, item, place, slots):
     mosaic.wait_smem_to_gmem(0)
 
 
+def _blocks_of(part, plan):
+    """How many blocks [64, 8] of an item's sums a program of the cluster adds up: every nth, from its own number on."""
+    return jax.lax.div(DIM // BLOCK * plan.height // 8 - part + plan.splits - 1, plan.splits)
+
+
 def _merge(plan, refs, item, acc, top, total):
     """Adds up the sums of all parts of the keys, which are those of a cluster's programs. Each program does it for some blocks of [64, 8],
     and stores them."""
     mosaic, (sums, numbers) = dialect.mosaic(), (refs["sums"], refs["numbers"])
-    put, _ = exchange(mosaic, plan.height, jnp.float32, rows=DIM)
-    meet, take, take_numbers = cluster(mosaic)
-    put(acc, sums)
-    for n, value in enumerate((top, total)):
-        numbers.at[n][...] = value
-    meet()
+    mail, own = Mail(mosaic, refs["mail"]), jax.lax.axis_index("part")
+    send_blocks, send_numbers, take, take_numbers = sending(mosaic, mail)
+    send_numbers((top, total), numbers, 0, own, plan.splits)
+    send_blocks(acc, sums, 0, own, plan.splits)
+    mail.wait(0)
     across = plan.height // 8  # blocks side by side, of 8 queries or heads each
-    blocks = DIM // BLOCK * across
-    own = jax.lax.axis_index("part")
 
     def merge(n, _):
         block = own + n * plan.splits
         down, side = jax.lax.div(block, across), jax.lax.rem(block, across)
         found, tops, totals = [], [], []
         for other in range(plan.splits):
-            found.append(take(sums.at[pl.ds(2 * block, 2)], other))
-            tops.append(take_numbers(numbers.at[0, pl.ds(8 * side, 8)], other))
-            totals.append(take_numbers(numbers.at[1, pl.ds(8 * side, 8)], other))
+            found.append(take(sums.at[n * plan.splits + other]))
+            tops.append(take_numbers(numbers.at[other, 0, pl.ds(8 * side, 8)]))
+            totals.append(take_numbers(numbers.at[other, 1, pl.ds(8 * side, 8)]))
         most = functools.reduce(jnp.maximum, tops)
         shares = [jnp.exp2(t - most) for t in tops]
         whole = functools.reduce(jnp.add, [share * t for share, t in zip(shares, totals, strict=True)])
@@ -233,9 +238,7 @@ def _merge(plan, refs, item, acc, top, total):
         out = refs["out"].at[item.b, query, item.head, copy if plan.by_head else rows]
         pl.when(True if plan.by_head else query < plan.shape[1])(lambda: store(mosaic, value.astype(refs["out"].dtype), out, down * BLOCK))
 
-    # Rounded up, so that a program has none where there are fewer blocks than programs.
-    jax.lax.fori_loop(0, jax.lax.div(blocks - own + plan.splits - 1, plan.splits), merge, None)
-    meet()
+    jax.lax.fori_loop(0, _blocks_of(own, plan), merge, None)
 
 
 class Softmax:

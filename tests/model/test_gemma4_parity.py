@@ -154,6 +154,18 @@ def test_prefill_decode_and_verify_blocks_agree(member: str) -> None:
     close(logits, expected(member)[1])
 
 
+def test_layers_that_end_with_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Hopper GPU, where one kernel adds the feed-forward and the per-layer input."""
+    ended = []
+    monkeypatch.setattr(gemma4, "serves", lambda x, *_: ended.append(x.shape) or True)
+    jax.clear_caches()
+    target, (ids, logits, _) = load("E2B"), expected("E2B")
+    out, _ = jax.jit(functools.partial(gemma4.Gemma4.__call__, cache=None))(target, whole(ids))
+    jax.clear_caches()
+    close(target.unembed(out.hidden), logits)
+    assert ended
+
+
 def test_one_row_at_a_time() -> None:
     ids, logits, _ = expected("E2B")
     target = load("E2B")
