@@ -6,6 +6,7 @@ A packed matrix is cut between blocks. Its fields have the axes of the matrix fi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -26,7 +27,7 @@ def shard_tree(tree: Any, mesh: Mesh) -> Any:
     """A target's or a drafter's weights as ShapeDtypeStructs, with the sharding that its `partitions` give each.
 
     Raises ValueError if of two matrices whose parts belong together one is packed and cannot be cut as the other is, and if a packed
-    embedding cannot be cut as other tables over its vocabulary are."""
+    embedding or head cannot be cut as other tables over its vocabulary are."""
     specs = weight_specs(tree, mesh)
     return jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs)
 
@@ -43,20 +44,20 @@ def weight_specs(tree: Any, mesh: Mesh) -> Any:
 
     specs = jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_packed)
     _check_modules(tree, specs, rows)
-    _check_embedding(tree, specs, mesh)
+    _check_tables(tree, specs, mesh)
     return specs
 
 
 def _check_modules(tree: Any, specs: Any, rows: SpecRules) -> None:
-    """Raises ValueError if a packed weight is whole although another weight of its module is cut."""
+    """Raises ValueError if a packed weight is whole although another weight of its module, whose parts belong to its own, is cut."""
     weights = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed)
     if not any(is_packed(weight) for _, weight in weights):
         return
     cut: dict[str, dict[str, bool]] = {}
     for (path, weight), spec in zip(weights, jax.tree.leaves(specs, is_leaf=is_packed), strict=True):
         name = dotted(path)
-        if any(axis is not None for axis in first_match(name, rows)):
-            module = name.removesuffix(".weight").rpartition(".")[0]
+        module, _, field = name.removesuffix(".weight").rpartition(".")
+        if field not in _alone(tree, module) and any(axis is not None for axis in first_match(name, rows)):
             cut.setdefault(module, {})[name] = any(axis is not None for axis in (spec.words if is_packed(weight) else spec))
     for of_module in cut.values():
         if len(set(of_module.values())) > 1:
@@ -65,18 +66,32 @@ def _check_modules(tree: Any, specs: Any, rows: SpecRules) -> None:
             raise ValueError(f"{whole} is quantised and its blocks cannot be spread over the mesh as {others} is; expected fewer devices")
 
 
-def _check_embedding(tree: Any, specs: Any, mesh: Mesh) -> None:
-    """Raises ValueError for a packed embedding that is whole on a mesh by which a float one would be cut, as a drafter's table is: both
-    have to hold the same tokens."""
-    table: Any = getattr(getattr(tree, "embed_tokens", None), "weight", None)
-    if not is_packed(table):
-        return
-    devices, vocab = mesh.shape[TENSOR], table.shape[0]
-    if TENSOR not in specs.embed_tokens.weight.words and vocab % devices == 0:
-        raise ValueError(
-            f"the embedding of {vocab} tokens is quantised, and its blocks of {BLOCK} cannot be spread over {devices} devices; expected "
-            "fewer devices, or no quantize_embedding"
-        )
+def _alone(tree: Any, path: str) -> set[str]:
+    """The fields of the module at a path that may be cut or not whatever others are: those whose outputs are gathered, and projections
+    whose KV heads are repeated where they are too few, if no sum of the module is over them."""
+
+    def member(module: Any, key: str) -> Any:
+        return module[key] if isinstance(module, dict) else module[int(key)] if isinstance(module, tuple) else getattr(module, key)
+
+    module = functools.reduce(member, filter(None, path.split(".")), tree)
+    heads = () if getattr(module, "sums", ()) else getattr(module, "kv_heads", ())
+    return {*getattr(module, "gathers", ()), *(projection.name for projection in heads)}
+
+
+def _check_tables(tree: Any, specs: Any, mesh: Mesh) -> None:
+    """Raises ValueError for a packed embedding or head that is whole on a mesh by which a float one would be cut, as others over the
+    vocabulary are: all have to hold the same tokens."""
+    devices = mesh.shape[TENSOR]
+    for field, called, instead in (("embed_tokens", "embedding", ", or no quantize_embedding"), ("lm_head", "head", "")):
+        table: Any = getattr(getattr(tree, field, None), "weight", None)
+        if not is_packed(table) or field in getattr(tree, "gathers", ()):
+            continue
+        vocab = table.shape[0]
+        if TENSOR not in getattr(specs, field).weight.words and vocab % devices == 0:
+            raise ValueError(
+                f"the {called} of {vocab} tokens is quantised, and its blocks of {BLOCK} cannot be spread over {devices} devices; expected "
+                f"fewer devices{instead}"
+            )
 
 
 def fields_spec(weight: Packed, spec: PartitionSpec) -> Any:

@@ -1,5 +1,6 @@
 """Quantised drafters: texts are those without drafts, guesses those of the weights that the codes stand for, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -231,25 +232,40 @@ def test_info_and_bench_count_its_bytes(capsys):
 
 
 def test_it_lies_on_a_mesh():
-    """Cut between blocks of 64, or refused in words."""
+    """Cut between blocks of 64; a matrix whose product is gathered lies whole where the blocks do not divide."""
     target = released.target_config("31b")
     mesh = sharding.mesh(tensor=2)
     placed = sharding.shard_tree(released.abstract_drafter("mtp", "31b", target, jnp.bfloat16, "int8"), mesh)
     assert placed.model.embed_tokens.weight.words.sharding.spec[0] == "tensor"
     eagle = released.abstract_drafter("eagle3", "e2b", released.target_config("e2b"), jnp.bfloat16, "int4")
     assert sharding.shard_tree(eagle, mesh).lm_head.weight.words.sharding.spec[0] == "tensor"
-    with pytest.raises(ValueError, match="lm_head.weight is quantised and its blocks cannot be spread over the mesh as .*; expected fewer"):
-        sharding.shard_tree(eagle, sharding.mesh(tensor=8))
+    placed = sharding.shard_tree(eagle, sharding.mesh(tensor=8))
+    assert placed.lm_head.weight.words.sharding.spec[0] is None and placed.fc.weight.words.sharding.spec[0] == "tensor"
+    spread = sharding.spread(placed, sharding.mesh(tensor=8))
+    assert spread.lm_head.gather_over is None and spread.fc.gather_over == "tensor"
+    with pytest.raises(
+        ValueError, match="the head of 32000 tokens is quantised, and its blocks of 64 cannot be spread over 8 devices"
+    ):
+        sharding.shard_tree(dataclasses.replace(eagle, d2t=None), sharding.mesh(tensor=8))
+    dspark = released.abstract_drafter("dspark", "12b", released.target_config("12b"), jnp.bfloat16, "int8")
+    spread = sharding.spread(sharding.shard_tree(dspark, mesh), mesh)
+    assert dspark.kv_proj.weight.shape[2] == 1 and spread.kv_proj.weight.shape[2] == 2  # a KV head for each device
 
 
+# On eight devices the blocks of some matrices do not divide, and those of others do.
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["mtp", "dflash", "dflash2", "dspark", "eagle3", "modules", "draft"])
-def test_a_mesh_guesses_the_same(name, bits):
+@pytest.mark.parametrize(
+    ("name", "bits", "devices"),
+    [
+        *((name, bits, 2) for name in ("mtp", "dflash", "dflash2", "dspark", "eagle3", "modules", "draft") for bits in ("int8", "int4")),
+        *((name, "int8", 8) for name in ("dflash", "dspark", "eagle3")),
+    ],
+)
+def test_a_mesh_guesses_the_same(name, bits, devices):
     settings = {"quantize_drafter": bits, "num_draft_tokens": K, "dtype": "float32", "max_slots": 2, "max_len": 96, "progress": False}
     params = jaxspec.SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
     alone, both = (
         jaxspec.load("pocket", f"pocket-{name}", mesh=mesh, **settings).generate(["def f(x):"], params)[0]
-        for mesh in (None, sharding.mesh(tensor=2))
+        for mesh in (None, sharding.mesh(tensor=devices))
     )
     assert alone.token_ids == both.token_ids and alone.stats.accepted == both.stats.accepted
