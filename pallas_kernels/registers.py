@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import clusters
-from pallas_kernels.clusters import Mail
+from pallas_kernels import inlined
+from pallas_kernels.clusters import Mail, address, counter, send
 from pallas_kernels.dialect import pl
 
 BLOCK = 64  # outputs of a product of the tensor cores: rows of their left operand
@@ -27,47 +27,37 @@ def store(mosaic: Any, value: jax.Array, ref: Any, first: Any, end: Any = None, 
             pl.when(True if end is None else first + at < end)(lambda at=at, part=part: _set(ref.at[:, pl.ds(first + at, 8)], part))
         return
     from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, memref, vector
+    from jaxlib.mlir.dialects import arith, memref
 
-    splat = mosaic.Layout.WG_SPLAT((1,))
-    numbers = [mosaic.layout_cast(jnp.full((1,), n, jnp.int32), splat) for n in ((first,) if end is None else (first, end))]
+    numbers = [inlined.splat(mosaic, n) for n in ((first,) if end is None else (first, end))]
 
     def write(_, value, out, first, end=None):
-        index = ir.IndexType.get()
-
-        def at(value):
-            return arith.constant(index, value)
-
-        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), at(128))
-        warp, lane = arith.divui(thread, at(32)), arith.remui(thread, at(32))
-        column = arith.addi(arith.muli(warp, at(16)), arith.divui(lane, at(4)))
-        column = arith.addi(column, arith.index_cast(index, first.registers.flat[0]))
-        row = arith.muli(arith.remui(lane, at(4)), at(2))
         rows = out.type.shape[0]
+
+        def column(half):
+            return arith.addi(inlined.row(half), inlined.scalar(first))
 
         def write_halves(*halves):
             for place, register in np.ndenumerate(value.registers):
                 if place[4] not in halves:
                     continue
-                for n in range(2):
-                    where = [arith.addi(row, at(8 * place[1] + n)), arith.addi(column, at(8 * place[4]))]
-                    number = vector.extract(register, [], [n])
+                for n, number in enumerate(inlined.pair(register)):
+                    where = [inlined.column(8 * place[1] + n), column(place[4])]
                     if 8 * place[1] + 8 <= rows:
                         memref.store(number, out, where)
                     elif 8 * place[1] < rows:
-                        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, where[0], at(rows))):
+                        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, where[0], inlined.index(rows))):
                             memref.store(number, out, where)
 
         if end is None:
             write_halves(0, 1)
             return
-        last = arith.index_cast(index, end.registers.flat[0])
         for half in range(2):
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, arith.addi(column, at(8 * half)), last)):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column(half), inlined.scalar(end))):
                 write_halves(half)
 
-    mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType(), *[splat] * len(numbers)))(write)(value, ref, *numbers)
+    layouts = mosaic.Layout.WGMMA, mosaic.RefType(), *[mosaic.Layout.WG_SPLAT((1,))] * len(numbers)
+    mosaic.inline_mgpu(arg_types=layouts)(write)(value, ref, *numbers)
 
 
 def exchange(mosaic: Any, columns: int, dtype: Any, *, rows: int = BLOCK, interpret: bool = False) -> tuple[Any, Any]:
@@ -79,26 +69,20 @@ def exchange(mosaic: Any, columns: int, dtype: Any, *, rows: int = BLOCK, interp
             _set(held, value.reshape(held.shape))
 
         return put, lambda held: held[...].reshape(rows, columns)
-    from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector
 
-    def places(count):
-        index = ir.IndexType.get()
-        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), arith.constant(index, 128))
-        pair = arith.muli(thread, arith.constant(index, 2))
-        return [[arith.constant(index, i), pair] for i in range(count)]
+    def places():
+        pair = arith.muli(inlined.thread(), inlined.index(2))
+        return [[inlined.index(i), pair] for i in range(rows * columns // 256)]
 
     def give(_, value, held):
-        for register, place in zip(value.registers.flat, places(rows * columns // 256), strict=True):
+        for register, place in zip(value.registers.flat, places(), strict=True):
             vector.store(register, held, place)
 
     def take(_, held):
         numbers = ir.VectorType.get((2,), held.type.element_type)
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((rows, columns)), dtype=object)
-        for n, place in enumerate(places(rows * columns // 256)):
-            registers.flat[n] = vector.load(numbers, held, place)
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        return inlined.block([vector.load(numbers, held, place) for place in places()], rows, columns)
 
     result = mosaic.ShapeDtypeStruct((rows, columns), dtype, layout=mosaic.Layout.WGMMA)
     return (
@@ -122,55 +106,41 @@ def sending(mosaic: Any, mail: Mail) -> tuple[Any, Any, Any, Any]:
     layout, given = mosaic.Layout.WGMMA, (mosaic.RefType(), mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,)))
     block = mosaic.ShapeDtypeStruct((BLOCK, 8), jnp.float32, layout=layout)
 
-    def numbers(*pairs):
-        return [vector.extract(pair, [], [n]) for pair in pairs for n in range(2)]
-
     def send_blocks(value, held, number, sender, programs):
         def code(_, value, held, counters, sender):
-            registers = value.registers.reshape(-1, 2)
-            for n, pairs in enumerate(registers):
-                program, place = n % programs, arith.addi(clusters.index(n // programs * programs), clusters.scalar(sender))
-                own = clusters.address(held, place, arith.muli(clusters.thread(), clusters.index(4)))
-                clusters.send(numbers(*pairs), own, clusters.counter(counters, number), clusters.index(program))
+            four = arith.muli(inlined.thread(), inlined.index(4))
+            for n, halves in enumerate(value.registers.reshape(-1, 2)):
+                place = arith.addi(inlined.index(n // programs * programs), inlined.scalar(sender))
+                numbers = [number for register in halves for number in inlined.pair(register)]
+                send(numbers, address(held, place, four), counter(counters, number), inlined.index(n % programs))
 
-        mosaic.inline_mgpu(arg_types=(layout, *given))(code)(value, held, mail.held, clusters.splat(mosaic, sender))
+        mosaic.inline_mgpu(arg_types=(layout, *given))(code)(value, held, mail.held, inlined.splat(mosaic, sender))
 
     def send_numbers(values, held, number, sender, programs):
         def code(_, first, second, held, counters, sender):
             # Of the threads that have the same numbers, one sends to each program.
-            warp, program = clusters.warp(), arith.divui(clusters.lane(), clusters.index(4))
+            program = arith.divui(inlined.lane(), inlined.index(4))
+            there = arith.cmpi(arith.CmpIPredicate.ult, program, inlined.index(programs))
             for kind, value in enumerate((first, second)):
-                mine = arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.eq, warp, clusters.index(kind)),
-                    arith.cmpi(arith.CmpIPredicate.ult, program, clusters.index(programs)),
-                )
+                mine = arith.andi(arith.cmpi(arith.CmpIPredicate.eq, inlined.warp(), inlined.index(kind)), there)
                 with mgpu.when(mine):
-                    for n, pair in enumerate(value.registers.flat):
-                        place = arith.addi(clusters.index(8 * n), pair_place())
-                        own = clusters.address(held, clusters.scalar(sender), clusters.index(kind), place)
-                        clusters.send(numbers(pair), own, clusters.counter(counters, number), program)
+                    for n, register in enumerate(value.registers.flat):
+                        place = address(held, inlined.scalar(sender), inlined.index(kind), inlined.column(8 * n))
+                        send(inlined.pair(register), place, counter(counters, number), program)
 
         types = (layout.reduce(0), layout.reduce(0), *given)
-        mosaic.inline_mgpu(arg_types=types)(code)(*values, held, mail.held, clusters.splat(mosaic, sender))
+        mosaic.inline_mgpu(arg_types=types)(code)(*values, held, mail.held, inlined.splat(mosaic, sender))
 
-    def pair_place():
-        return arith.muli(arith.remui(clusters.lane(), clusters.index(4)), clusters.index(2))
-
-    def whole(pairs):
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, 8)), dtype=object)
-        registers.flat[:] = pairs
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-    def load(count, *place):
-        held, *where = place
-        return vector.load(ir.VectorType.get((count,), ir.F32Type.get()), held, where)
+    def load(count, held, place):
+        return vector.load(ir.VectorType.get((count,), ir.F32Type.get()), held, [place])
 
     def take_block(_, held):
-        four = load(4, held, arith.muli(clusters.thread(), clusters.index(4)))
-        return whole([vector.extract_strided_slice(ir.VectorType.get((2,), ir.F32Type.get()), four, [n], [2], [1]) for n in (0, 2)])
+        four = load(4, held, arith.muli(inlined.thread(), inlined.index(4)))
+        two = ir.VectorType.get((2,), ir.F32Type.get())
+        return inlined.block([vector.extract_strided_slice(two, four, [n], [2], [1]) for n in (0, 2)])
 
     def take_numbers(_, held):
-        return whole([load(2, held, pair_place())] * 2)
+        return inlined.block([load(2, held, inlined.column(0))] * 2)
 
     def of(code):
         return mosaic.inline_mgpu(arg_types=(mosaic.RefType(),), return_type=block)(code)

@@ -7,13 +7,15 @@ half block only 32 columns count, a thread's is thread / 4, and it has its numbe
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels.clusters import Mail, address, counter, i32, index, lane, scalar, send, splat, thread, warp
+from pallas_kernels import inlined
+from pallas_kernels.clusters import Mail, address, counter, send
+from pallas_kernels.inlined import block, i32, index, lane, pair, scalar, splat, thread, warp
 
 PROGRAMS = 8  # of a cluster
 ROWS = 8  # of a block
@@ -44,7 +46,7 @@ class Exchange:
                     rows = [arith.minui(arith.addi(scalar(row), _row(n)), last) for n in range(2)]
                     found = [memref.load(ref, [r, *([] if part is None else [scalar(part)]), column]) for r in rows]
                 registers.append(vector.from_elements(numbers, found))
-            return _block(registers * (2 if half else 1))
+            return block(registers * (2 if half else 1))
 
         places = [splat(self._mosaic, n) for n in (columns, row, part) if n is not None]
         return self._call(read, ref, *places, returns=ref.dtype)
@@ -52,7 +54,7 @@ class Exchange:
     def store(self, value: jax.Array, ref: Any, columns: Any, row: Any) -> None:
         """Stores a block into a matrix [rows, columns] in global memory. columns, row: the first ones. Rows past the last are left out."""
         from jax.experimental.mosaic import gpu as mgpu
-        from jaxlib.mlir.dialects import arith, memref, vector
+        from jaxlib.mlir.dialects import arith, memref
 
         def write(_, value, ref, columns, row):
             for n in range(2):
@@ -60,7 +62,7 @@ class Exchange:
 
                 def put(n=n, at=at):
                     for h, register in enumerate(value.registers.flat):
-                        memref.store(vector.extract(register, [], [n]), ref, [at, arith.addi(scalar(columns), _column(h))])
+                        memref.store(pair(register)[n], ref, [at, arith.addi(scalar(columns), _column(h))])
 
                 if ref.type.shape[0] % ROWS == 0:
                     put()
@@ -76,9 +78,9 @@ class Exchange:
         from jaxlib.mlir.dialects import arith
 
         def send_all(_, value, held, mail, sender):
-            pair = _over_columns(arith.addf(*value.registers.flat))
+            total = _over_columns(arith.addf(*value.registers.flat))
             place = arith.addi(arith.muli(scalar(sender), index(4)), warp())
-            send(_numbers(pair), address(held, place, _row(0)), counter(mail, number), arith.divui(lane(), index(4)))
+            send(pair(total), address(held, place, _row(0)), counter(mail, number), arith.divui(lane(), index(4)))
 
         self._call(send_all, value, held, self._mail.held, splat(self._mosaic, sender))
 
@@ -88,29 +90,29 @@ class Exchange:
 
         def read(_, held):
             places = [arith.addi(arith.divui(lane(), index(4)), index(8 * i)) for i in range(held.type.shape[0] // 8)]
-            return _block([_over_columns(_total(held, places))] * 2)
+            return block([_over_columns(_total(held, places))] * 2)
 
         return self._call(read, held, returns=jnp.float32)
 
-    def send_parts(self, value: jax.Array, held: Any, number: int, sender: Any, block: Any) -> None:
+    def send_parts(self, value: jax.Array, held: Any, number: int, sender: Any, which: Any) -> None:
         """Sends each program those columns of a block of 64 that it adds up, 32 of two blocks. held: float32 [32 programs, 8] in shared
-        memory. sender: the program's number. block: the block's."""
+        memory. sender: the program's number. which: of the four blocks."""
         from jaxlib.mlir.dialects import arith
 
-        def send_all(_, value, held, mail, sender, block):
-            program = arith.addi(arith.muli(scalar(block), index(2)), arith.divui(warp(), index(2)))
+        def send_all(_, value, held, mail, sender, which):
+            program = arith.addi(arith.muli(scalar(which), index(2)), arith.divui(warp(), index(2)))
             for h, register in enumerate(value.registers.flat):
                 place = arith.addi(arith.muli(scalar(sender), index(32)), arith.remui(_column(h), index(32)))
-                send(_numbers(register), address(held, place, _row(0)), counter(mail, number), program)
+                send(pair(register), address(held, place, _row(0)), counter(mail, number), program)
 
-        self._call(send_all, value, held, self._mail.held, splat(self._mosaic, sender), splat(self._mosaic, block))
+        self._call(send_all, value, held, self._mail.held, splat(self._mosaic, sender), splat(self._mosaic, which))
 
     def parts(self, held: Any) -> jax.Array:
         """The sum of what `send_parts` sent, half a block."""
         from jaxlib.mlir.dialects import arith
 
         def read(_, held):
-            return _block([_total(held, [arith.addi(_column(0, True), index(32 * i)) for i in range(PROGRAMS)])] * 2)
+            return block([_total(held, [arith.addi(_column(0, True), index(32 * i)) for i in range(PROGRAMS)])] * 2)
 
         return self._call(read, held, returns=jnp.float32)
 
@@ -127,7 +129,7 @@ class Exchange:
             found = [vector.extract(vector.bitcast(ir.VectorType.get((1,), integer), value.registers.flat[0]), [], [0])]
             for bit in (4, 8, 16):
                 second = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane(), index(bit)), index(0))
-                others = [mgpu.utils.shfl_bfly(pair, bit) for pair in found]
+                others = [mgpu.utils.shfl_bfly(two, bit) for two in found]
                 low = [arith.select(second, a, b) for a, b in zip(others, found, strict=True)]
                 found = low + [arith.select(second, a, b) for a, b in zip(found, others, strict=True)]
             first = arith.addi(arith.muli(scalar(sender), index(32)), arith.muli(warp(), index(8)))
@@ -157,26 +159,22 @@ def _column(which: int, half: bool = False) -> Any:
     """The first or second column of a thread within its block, or the one within half a block."""
     from jaxlib.mlir.dialects import arith
 
-    if half:
-        return arith.divui(thread(), index(4))
-    return arith.addi(arith.addi(arith.muli(warp(), index(16)), arith.divui(lane(), index(4))), index(8 * which))
+    return arith.divui(thread(), index(4)) if half else inlined.row(which)
 
 
 def _row(which: int) -> Any:
     """The first or second row of a thread."""
-    from jaxlib.mlir.dialects import arith
-
-    return arith.addi(arith.muli(arith.remui(lane(), index(4)), index(2)), index(which))
+    return inlined.column(which)
 
 
-def _over_columns(pair: Any) -> Any:
+def _over_columns(numbers: Any) -> Any:
     """The sums of pairs over the threads of a warp that have the same rows."""
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir.dialects import arith
 
     for distance in (4, 8, 16):
-        pair = arith.addf(pair, mgpu.utils.shfl_bfly(pair, distance))
-    return pair
+        numbers = arith.addf(numbers, mgpu.utils.shfl_bfly(numbers, distance))
+    return numbers
 
 
 def _total(held: Any, places: list[Any]) -> Any:
@@ -185,21 +183,4 @@ def _total(held: Any, places: list[Any]) -> Any:
     from jaxlib.mlir.dialects import arith, vector
 
     pairs = [vector.load(ir.VectorType.get((2,), ir.F32Type.get()), held, [place, _row(0)]) for place in places]
-    total = pairs[0]
-    for pair in pairs[1:]:
-        total = arith.addf(total, pair)
-    return total
-
-
-def _numbers(pair: Any) -> list[Any]:
-    from jaxlib.mlir.dialects import vector
-
-    return [vector.extract(pair, [], [n]) for n in range(2)]
-
-
-def _block(registers: list[Any]) -> Any:
-    from jax.experimental.mosaic import gpu as mgpu
-
-    held = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, ROWS)), dtype=object)
-    held.flat[:] = registers
-    return mgpu.FragmentedArray(_registers=held, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    return functools.reduce(arith.addf, pairs)

@@ -243,9 +243,7 @@ def test_it_lies_on_a_mesh():
     assert placed.lm_head.weight.words.sharding.spec[0] is None and placed.fc.weight.words.sharding.spec[0] == "tensor"
     spread = sharding.spread(placed, sharding.mesh(tensor=8))
     assert spread.lm_head.gather_over is None and spread.fc.gather_over == "tensor"
-    with pytest.raises(
-        ValueError, match="the head of 32000 tokens is quantised, and its blocks of 64 cannot be spread over 8 devices"
-    ):
+    with pytest.raises(ValueError, match="the head of 32000 tokens is quantised, and its blocks of 64 cannot be spread over 8 devices"):
         sharding.shard_tree(dataclasses.replace(eagle, d2t=None), sharding.mesh(tensor=8))
     dspark = released.abstract_drafter("dspark", "12b", released.target_config("12b"), jnp.bfloat16, "int8")
     spread = sharding.spread(sharding.shard_tree(dspark, mesh), mesh)
