@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-# By what share the kernels of a step may differ from the step's time. They differ a little because a step is timed as a CUDA graph and
-# traced without one. A larger difference means that kernels are missing in the trace or that the count of steps is wrong.
+# By what share the kernels of a step may differ from the step's time. They differ a little because a step is timed as a CUDA graph, some of
+# whose kernels overlap, and traced one kernel after the other. A larger difference means that many overlap, that kernels are missing in
+# the trace or that the count of steps is wrong.
 TOLERANCE = 0.15
 
 
@@ -56,7 +57,7 @@ def kernel_lines(kernels: list[KernelTime], whole_ms: float, whole: str = "step"
         reasons = (
             f"a {whole} waits between kernels, or kernels are missing in the trace"
             if ratio < 1
-            else "kernels ran at once, as those do that are launched early, or were slower in the trace"
+            else f"those of a {whole} overlap more than the trace's, or were slower in the trace"
         )
         yield f"the kernels do not add up to the {whole}, within {TOLERANCE:.0%}: {reasons}"
     yield f"{'ms':>9} {'share':>6} {'count':>7} {'us each':>9}  kernel: operation"

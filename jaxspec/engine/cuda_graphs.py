@@ -21,8 +21,9 @@ WHOLE_LOOP = {
 # for the one before. Not for several devices: there each device must come to its sums with the others in the same order. Texts and times
 # were compared with this JAX and newer.
 CONCURRENT, CONCURRENT_SINCE = WHOLE_LOOP | {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}, (0, 12)
-# With these the host launches each kernel, so that a profiler sees all of them. Of a loop that is a graph it does not see every round.
-NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+# With these the host launches each kernel, so that a profiler sees all of them; of a loop that is a graph it does not see every round. And
+# no kernel is launched before the end of the one before, so that the time that it waits for that is not taken for its own.
+ONE_BY_ONE = {"xla_gpu_enable_command_buffer": "", "xla_gpu_enable_pdl": False}
 HOPPER = 9.0  # compute capability; on older GPUs WHOLE_LOOP was not measured
 
 # Bytes of a gap -> how many gaps: for slot ids and counts; small reports; requests to admit and reports of many sequences.
@@ -45,8 +46,9 @@ def used_on(devices: Iterable[Any]) -> bool:
 
 
 def without(lowered: Any, devices: Collection[Any]) -> Any:
-    """Compiles a lowered program without CUDA graphs, for a profiler. It runs the same kernels, and takes longer."""
-    return _compiled(lowered, NO_GRAPHS)
+    """Compiles a lowered program without CUDA graphs and launches ahead of time, for a profiler. It runs the same kernels, and takes
+    longer."""
+    return _compiled(lowered, ONE_BY_ONE)
 
 
 def _compiled(lowered: Any, options: dict[str, Any] | None) -> Any:

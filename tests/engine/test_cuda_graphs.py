@@ -47,7 +47,7 @@ def test_a_loop_on_new_gpus_of_one_process_is_recorded_whole(devices, options):
 
 def test_a_program_for_a_profiler_has_no_graphs():
     lowered = Lowered()
-    assert cuda_graphs.without(lowered, [gpu("8.9")]) == "program" and lowered.asked == [cuda_graphs.NO_GRAPHS]
+    assert cuda_graphs.without(lowered, [gpu("8.9")]) == "program" and lowered.asked == [cuda_graphs.ONE_BY_ONE]
     assert cuda_graphs.used_on([gpu("8.9")]) and not cuda_graphs.used_on(jax.devices())
 
 
@@ -60,7 +60,7 @@ def test_a_compiler_that_does_not_know_the_options_does_without():
 
 def test_options_are_known_to_this_jax():
     program = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 5, lambda x: x + 1, x)).lower(0)
-    for options in (cuda_graphs.WHOLE_LOOP, cuda_graphs.CONCURRENT, cuda_graphs.NO_GRAPHS):
+    for options in (cuda_graphs.WHOLE_LOOP, cuda_graphs.CONCURRENT, cuda_graphs.ONE_BY_ONE):
         assert program.compile(compiler_options=options)(0) == 5
 
 
