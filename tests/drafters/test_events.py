@@ -6,6 +6,7 @@ accepted, which nobody would notice.
 """
 
 import functools
+from unittest import mock
 
 import engines
 import pytest
@@ -14,6 +15,7 @@ from kinds import KINDS
 
 from jaxspec import SamplingParams
 from jaxspec.decode.accept import synthetic
+from jaxspec.drafters.ngram import NGram
 
 # Those that know most of a sequence: rows that depend on the tokens after them, and rows that are still to be computed.
 FEW = ("eagle3",)  # the texts of modules are looked at in test_every_kind.py
@@ -28,7 +30,9 @@ def small(unoptimised):
 
 @functools.cache
 def llm_of(kind):
-    llm = engines.llm_of(kind, accept=RULE)
+    # N-gram lookup in itself alone: its index tells it what others said.
+    with mock.patch.dict(KINDS, ngram=functools.partial(NGram, windows=0)):
+        llm = engines.llm_of(kind, accept=RULE)
     vars(llm).pop("_needs", None)  # what its requests need, and no more
     return llm
 
