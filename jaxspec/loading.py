@@ -24,6 +24,7 @@ from jaxspec.engine.memory import check_limits, memory_limit, memory_used
 from jaxspec.engine.params import MAX_SEED
 from jaxspec.engine.settings import Settings, adaptive_obstacle, check_pages
 from jaxspec.foreign_names import answers_foreign_names
+from jaxspec.interrupts import heeded
 from jaxspec.learning.settings import Learn, learn_of
 from jaxspec.model.draft_tree import DraftTree, tree_of
 from jaxspec.planning import KV_DTYPES, pair_of, plan, with_head_guides
@@ -38,6 +39,7 @@ MAX_SLOTS = 8  # where a device does not say how much memory it has
 
 
 @answers_foreign_names
+@heeded()
 def load(
     target: str | os.PathLike[str],
     drafter: str | os.PathLike[str] | Drafter | None = None,

@@ -7,6 +7,7 @@ import sys
 import time
 
 import huggingface_hub
+import ignored
 import jax
 import pytest
 
@@ -218,15 +219,8 @@ def test_unknown_options_are_status_2(capsys):
 
 
 def test_an_interrupt_where_python_ignores_it_is_heeded(monkeypatch, capsys):
-    """As in a function that JAX has called when garbage is collected."""
-
-    class Interrupted:
-        def __del__(self):
-            raise KeyboardInterrupt
-
     def load(args, **settings):
-        one = Interrupted()
-        del one
+        ignored.interrupt()
         time.sleep(60)
 
     before = sys.unraisablehook

@@ -41,6 +41,7 @@ from jaxspec.checks import integer
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.learn import Learning
 from jaxspec.engine.params import MAX_SEED, SamplingParams
+from jaxspec.interrupts import heeded
 from jaxspec.learning.settings import Learn, learn_of
 
 SYNC_SECONDS = 1.0  # a power cut loses the results of about so long
@@ -64,6 +65,7 @@ class BatchResult:
     """The file of bad lines; None for standard error."""
 
 
+@heeded()
 def run_batch(
     llm: Any,
     in_path: str | os.PathLike[str],

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from jaxspec import __version__
 from jaxspec.cli import batch, bench, chat, convert, environment, errors, generate, info, merge, options, train
+from jaxspec.interrupts import heeded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     environment.prepare()
     try:
-        with errors.heeding_interrupts():
+        with heeded():
             return args.command(args) or 0
     except errors.UserError as error:
         print(f"jaxspec: {error}", file=sys.stderr)

@@ -35,6 +35,7 @@ from jaxspec.engine.stats import Stats
 from jaxspec.engine.stream import Stream
 from jaxspec.engine.structures import Structures
 from jaxspec.engine.warmup import warm_up
+from jaxspec.interrupts import heeded
 from jaxspec.learning.settings import Learn
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Needs
@@ -181,6 +182,7 @@ class LLM:
     def _repr_html_(self) -> str:
         return llm_html(self, self.name)
 
+    @heeded()
     def warmup(self, *params: SamplingParams) -> None:
         """Compiles everything that a run with requests of these params can use, with a progress bar. Without params: what requests that say
         nothing use. Requests that need more (filters; penalties and the like; logprobs) compile it when they come.
@@ -280,6 +282,7 @@ class LLM:
 
         return map(asked, Requests(items, made))
 
+    @heeded()
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done = dict[tuple[int, int], Completion]()
         show = self.progress and len(requests) > 1 if use_tqdm is None else bool(use_tqdm)

@@ -23,6 +23,7 @@ from jaxspec.checks import integer
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, memory_used, most_slots, sizes_of
+from jaxspec.interrupts import heeded
 from jaxspec.learning.losses import Batch, distil_loss, target_loss
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
@@ -48,6 +49,7 @@ BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "gen
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
+@heeded()
 def distil(
     target: str | os.PathLike[str],
     drafter_kind: str,
@@ -133,6 +135,7 @@ def distil(
     return out
 
 
+@heeded()
 def finetune(
     target: str | os.PathLike[str],
     *,

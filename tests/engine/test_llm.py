@@ -9,6 +9,7 @@ import time
 import types
 from pathlib import Path
 
+import ignored
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -515,6 +516,17 @@ def test_an_interrupt_anywhere_leaves_the_llm_usable(llm, expected):
     assert caught > 20
     assert tokens(short([1, 2, 5, 7])) == [expected[row][:12] for row in (1, 2, 5, 7)]
     assert begun + sum((c.token_ids for c in stream), []) == expected[0]
+    assert tokens(generate(llm)) == expected
+
+
+def test_an_interrupt_that_python_ignores_ends_a_call(llm, expected, monkeypatch):
+    def read(self, calls):
+        ignored.interrupt()
+        time.sleep(60)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Runner, "read", read)
+        generate(llm, max_tokens=12)
     assert tokens(generate(llm)) == expected
 
 
