@@ -8,15 +8,13 @@ from typing import Any
 import jax
 
 from pallas_kernels.layer_end import mosaic, reference
-from pallas_kernels.packed import Packed
 
 
 def serves(x: Any, gate: Any, projection: Any, inputs: Any, implementation: str) -> bool:
     """Whether `layer_end` has a kernel for these arrays, of which the shapes are enough, and "auto" takes it. implementation: the one asked
     for. Without, several kernels serve (`add_norm`, `linear.gated_by`, `linear.partials`)."""
-    if implementation != "auto" or isinstance(gate, Packed) or isinstance(projection, Packed):
-        return False
-    return jax.__version_info__ >= mosaic.SINCE and mosaic.unsupported(x, gate, projection, inputs) is None
+    early = jax.__version_info__ >= mosaic.SINCE
+    return implementation == "auto" and early and mosaic.unsupported(x, gate, projection, inputs) is None
 
 
 def layer_end(
@@ -40,10 +38,10 @@ def layer_end(
     With s = x + norm(y, weight): (s + norm(p, norm)) * scalar, where p = (gelu_tanh(s gate^T) * inputs[..., index, :]) projection^T.
 
     x: [..., H]; y: the same, or parts [S, ..., H] of it, float32; gate: [P, H]; inputs: [..., L, P]; index: [] int32; projection: [H, P];
-    weight, norm, next_weight: [H]; scalar: [1]. Norms are RMS norms with `eps`; all is rounded as in `add_norm`, `linear.gated_by` and
-    `linear.linear`. launch_dependents: whether only kernels read the results: see `dialect.launching`. implementation: "auto", "xla" or
-    "mosaic", a kernel for Hopper, which "auto" takes where it `serves`. It may read weights and the index before the kernel ahead of it
-    has ended. Raises ValueError for another one, or if the kernel was asked for and cannot serve.
+    weight, norm, next_weight: [H]; scalar: [1]. gate and projection may be packed. Norms are RMS norms with `eps`; all is rounded as in
+    `add_norm`, `linear.gated_by` and `linear.linear`. launch_dependents: whether only kernels read the results: see `dialect.launching`.
+    implementation: "auto", "xla" or "mosaic", a kernel for Hopper, which "auto" takes where it `serves`. It may read weights and the index
+    before the kernel ahead of it has ended. Raises ValueError for another one, or if the kernel was asked for and cannot serve.
     """
     if implementation not in ("auto", "xla", "mosaic"):
         raise ValueError(f"implementation is {implementation!r}; expected 'auto', 'xla' or 'mosaic'")

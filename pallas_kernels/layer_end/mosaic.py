@@ -8,7 +8,6 @@ compute, is one.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -20,6 +19,7 @@ from pallas_kernels.activation import GELU
 from pallas_kernels.clusters import Mail
 from pallas_kernels.dialect import pl
 from pallas_kernels.layer_end.exchange import PROGRAMS, ROWS, Exchange
+from pallas_kernels.packed import Packed
 
 BLOCK = 64  # columns of a warpgroup
 INPUTS = 256  # per-layer inputs of a row
@@ -35,6 +35,8 @@ def unsupported(x: Any, gate: Any, projection: Any, inputs: Any) -> str | None:
     """Why the kernel cannot serve these arrays, or None."""
     if reason := dialect.mosaic_obstacle():
         return reason
+    if isinstance(gate, Packed) or isinstance(projection, Packed):
+        return "the gate or the projection is packed; the kernel needs both in bfloat16"
     dtypes = {a.dtype.name for a in (x, gate, projection, inputs)}
     if dtypes != {"bfloat16"}:
         return f"the arrays are {', '.join(sorted(dtypes))}; the kernel needs bfloat16"
@@ -49,7 +51,7 @@ def unsupported(x: Any, gate: Any, projection: Any, inputs: Any) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "launch_dependents"))
+@jax.jit(static_argnames=("eps", "launch_dependents"))
 def layer_end(x, y, weight, gate, inputs, index, projection, norm, scalar, next_weight, eps, *, launch_dependents=False):
     """See `pallas_kernels.layer_end.layer_end`. y: parts [S, N, H]."""
     mosaic, width = dialect.mosaic(), x.shape[1]

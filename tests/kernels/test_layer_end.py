@@ -13,7 +13,7 @@ from pallas_kernels import device
 from pallas_kernels.layer_end import layer_end, mosaic, serves
 from pallas_kernels.layer_end.bench import inputs
 from pallas_kernels.layer_end.shapes import SHAPES, Shape
-from pallas_kernels.packed import abstract
+from pallas_kernels.packed import abstract, pack, unpack
 
 H200, A100 = device.Described("NVIDIA H200", "9.0"), device.Described("NVIDIA A100-SXM4-40GB", "8.0")
 EPS = 1e-6
@@ -114,6 +114,16 @@ def test_an_implementation_that_cannot_serve_is_refused(settings, message):
 def test_shapes_that_the_kernel_cannot_serve_are_named(changes, message):
     args = dataclasses.replace(SHAPES["E2B 4"], **changes).arguments(jnp.bfloat16)
     with device.described_as(H200), pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda *args: layer_end(*args, eps=EPS, implementation="mosaic"), *args)
+
+
+def test_packed_matrices_are_served_without_the_kernel():
+    args = list(inputs(Shape(3, 128, 2, inputs=64), jnp.bfloat16))
+    codes = np.random.default_rng(0).integers(0, 256, (64, 128)).astype(np.uint8)
+    args[3] = pack(codes, jnp.full((64, 1), 2.0**-9, jnp.bfloat16), None, kind="int8", over=1, group=None)
+    found, wanted = (layer_end(*args[:3], gate, *args[4:], eps=EPS)[0] for gate in (args[3], unpack(args[3], jnp.bfloat16)))
+    np.testing.assert_array_equal(found, wanted)
+    with device.described_as(H200), pytest.raises(ValueError, match="the gate or the projection is packed; the kernel needs both in bf"):
         jax.eval_shape(lambda *args: layer_end(*args, eps=EPS, implementation="mosaic"), *args)
 
 
