@@ -1,8 +1,9 @@
-"""What a warpgroup of a Mosaic kernel does with a product [64, N] in its registers: it stores it transposed, hands it to another one, or
-sends parts of it to the programs of a cluster."""
+"""What a warpgroup of a Mosaic kernel does with a product [64, N] in its registers: it stores it transposed, hands it to another one, sends
+parts of it to the programs of a cluster, or finds the largest number or the sum of each column."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -96,8 +97,8 @@ def sending(mosaic: Any, mail: Mail) -> tuple[Any, Any, Any, Any]:
 
     The first sends a product's blocks [64, 8]: of n programs p gets blocks p, p + n and so on. The kth that it gets from `sender` lies at
     k n + sender of `held`, [.., 512], in shared memory. The second sends two numbers of each column to all; held: [n, 2, N]. Both take
-    held, the counter of `mail`, the sender's number and n, after what they send. The third and the fourth load a block, and eight numbers,
-    each of them for 64 rows.
+    held, the counter of `mail`, the sender's number and n, after what they send; first is the number of the first block, or column. The
+    third and the fourth load a block, and eight numbers, each of them for 64 rows.
     """
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
@@ -106,26 +107,26 @@ def sending(mosaic: Any, mail: Mail) -> tuple[Any, Any, Any, Any]:
     layout, given = mosaic.Layout.WGMMA, (mosaic.RefType(), mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,)))
     block = mosaic.ShapeDtypeStruct((BLOCK, 8), jnp.float32, layout=layout)
 
-    def send_blocks(value, held, number, sender, programs):
+    def send_blocks(value, held, number, sender, programs, first=0):
         def code(_, value, held, counters, sender):
             four = arith.muli(inlined.thread(), inlined.index(4))
-            for n, halves in enumerate(value.registers.reshape(-1, 2)):
+            for n, halves in enumerate(value.registers.reshape(-1, 2), first):
                 place = arith.addi(inlined.index(n // programs * programs), inlined.scalar(sender))
                 numbers = [number for register in halves for number in inlined.pair(register)]
                 send(numbers, address(held, place, four), counter(counters, number), inlined.index(n % programs))
 
         mosaic.inline_mgpu(arg_types=(layout, *given))(code)(value, held, mail.held, inlined.splat(mosaic, sender))
 
-    def send_numbers(values, held, number, sender, programs):
-        def code(_, first, second, held, counters, sender):
+    def send_numbers(values, held, number, sender, programs, first=0):
+        def code(_, one, other, held, counters, sender):
             # Of the threads that have the same numbers, one sends to each program.
             program = arith.divui(inlined.lane(), inlined.index(4))
             there = arith.cmpi(arith.CmpIPredicate.ult, program, inlined.index(programs))
-            for kind, value in enumerate((first, second)):
+            for kind, value in enumerate((one, other)):
                 mine = arith.andi(arith.cmpi(arith.CmpIPredicate.eq, inlined.warp(), inlined.index(kind)), there)
                 with mgpu.when(mine):
                     for n, register in enumerate(value.registers.flat):
-                        place = address(held, inlined.scalar(sender), inlined.index(kind), inlined.column(8 * n))
+                        place = address(held, inlined.scalar(sender), inlined.index(kind), inlined.column(first + 8 * n))
                         send(inlined.pair(register), place, counter(counters, number), program)
 
         types = (layout.reduce(0), layout.reduce(0), *given)
@@ -146,6 +147,40 @@ def sending(mosaic: Any, mail: Mail) -> tuple[Any, Any, Any, Any]:
         return mosaic.inline_mgpu(arg_types=(mosaic.RefType(),), return_type=block)(code)
 
     return send_blocks, send_numbers, of(take_block), of(take_numbers)
+
+
+def over_rows(mosaic: Any, held: Any, *, interpret: bool = False) -> tuple[Any, Any]:
+    """Functions that find the largest number, and the sum, of each column of a product [64, N] in float32.
+
+    held: float32 [4, N] in shared memory, through which the warps of a warpgroup tell each other theirs. Each warpgroup needs its own;
+    JAX's reductions have one for all. Between two calls the warpgroup's threads must have met once, as in `commit_smem`.
+    """
+    if interpret:
+        return lambda value: jnp.max(value, axis=0), lambda value: jnp.sum(value, axis=0)
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    def reduce(value, operation):
+        def code(_, value, held):
+            found = [operation(*halves) for halves in value.registers.reshape(-1, 2)]
+            for distance in (4, 8, 16):  # lanes that have the same columns
+                found = [operation(x, mgpu.utils.shfl_bfly(x, distance)) for x in found]
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, inlined.lane(), inlined.index(4))):
+                for n, x in enumerate(found):
+                    vector.store(x, held, [inlined.warp(), inlined.column(8 * n)])
+            mgpu.utils.warpgroup_barrier()
+            two = ir.VectorType.get((2,), ir.F32Type.get())
+            every = [[vector.load(two, held, [inlined.index(warp), inlined.column(8 * n)]) for warp in range(4)] for n in range(len(found))]
+            registers = np.empty(layout.to_mgpu().registers_shape((held.type.shape[1],)), dtype=object)
+            registers.flat = [functools.reduce(operation, warps) for warps in every]
+            return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+        layout = mosaic.Layout.WGMMA.reduce(0)
+        result = mosaic.ShapeDtypeStruct(value.shape[1:], jnp.float32, layout=layout)
+        return mosaic.inline_mgpu(arg_types=(mosaic.Layout.WGMMA, mosaic.RefType()), return_type=result)(code)(value, held)
+
+    return lambda value: reduce(value, arith.maximumf), lambda value: reduce(value, arith.addf)
 
 
 def _set(ref: Any, value: jax.Array) -> None:

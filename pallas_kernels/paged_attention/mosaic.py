@@ -23,6 +23,7 @@ MOST_SPLITS = 64
 # Items of the kernels for whole keys, for which they were the fastest: with fewer, what counts is how soon the first key comes. Since JAX
 # 0.12 the kernel for few rows is launched early, so fewer suffice.
 LEAST_ITEMS = 8 if jax.__version_info__ >= (0, 12) else 32
+LEAST_WIDE_ITEMS = 8  # the same of heads of 512
 LEAST_PROMPT_ITEMS = 32
 LEAST_ROTARY_ITEMS = 32  # of so few rows that `triton` needs one tile
 
@@ -34,9 +35,10 @@ def unsupported(q, cached, fresh, key_weight, scales, ancestors=None) -> str | N
     if cached is None:
         return "there are no pages, which it reads"
     k, v = cached
-    dim, stored = (mosaic_whole.DIM, mosaic_whole.DIM) if key_weight is None else (mosaic_rotary.DIM, mosaic_rotary.ROTARY)
-    if (q.shape[-1], k.shape[-1]) != (dim, stored):
-        return f"head_dim is {q.shape[-1]} with keys of {k.shape[-1]}, the kernel needs {dim} with keys of {stored}"
+    served = [(dim, dim) for dim in mosaic_whole.MOST_ROWS] if key_weight is None else [(mosaic_rotary.DIM, mosaic_rotary.ROTARY)]
+    if (q.shape[-1], k.shape[-1]) not in served:
+        wanted = " or ".join(f"{dim} with keys of {stored}" for dim, stored in served)
+        return f"head_dim is {q.shape[-1]} with keys of {k.shape[-1]}, the kernel needs {wanted}"
     if any(x.dtype != jnp.bfloat16 for x in (q, k, v, *(fresh or ()))) or scales is not None:
         return f"queries and keys are {q.dtype} and {k.dtype}{' with scales' if scales is not None else ''}, the kernel needs bfloat16"
     if q.shape[3] > 8 and q.shape[3] not in (16, 32, ROWS):
@@ -57,6 +59,8 @@ def is_faster(q, key_weight, window) -> bool:
     if mosaic_whole_prompt.unsupported(q) is None:
         return window is not None and mosaic_whole_prompt.Plan(q.shape, True, window, 1.0).items >= LEAST_PROMPT_ITEMS
     plan = mosaic_whole.arranged(mosaic_parts.Plan(q.shape, True, window, 1.0))
+    if q.shape[4] > mosaic_whole.PART:
+        return plan.tiles == 1 and plan.items >= LEAST_WIDE_ITEMS
     return window is not None and plan.tiles == 1 and plan.items >= LEAST_ITEMS
 
 

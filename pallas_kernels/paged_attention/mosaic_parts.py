@@ -231,11 +231,13 @@ def tiled(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
     return mosaic.SMEM(shape, dtype, transforms=(tiling, mosaic.SwizzleTransform(swizzle)))
 
 
-def load_queries(plan: Plan, refs, item: Item, held, columns) -> None:
-    """Copies these columns of an item's queries to rows of `held`, in shared memory. Each copy arrives at `refs["loaded"]`."""
-    for n, (query, heads) in enumerate(_copies(plan, item)):
+def load_queries(plan: Plan, refs, item: Item, held, columns, loaded=None, copies: slice = slice(None)) -> None:
+    """Copies these columns of an item's queries to rows of `held`, in shared memory. Each copy arrives at `loaded`, by default
+    `refs["loaded"]`. copies: which of them."""
+    for n, (query, heads) in list(enumerate(_copies(plan, item)))[copies]:
         source = refs["q"].at[item.b, query, item.head, heads, columns]
-        dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(n * plan.rows, plan.rows)], refs["loaded"])
+        to = refs["loaded"] if loaded is None else loaded
+        dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(n * plan.rows, plan.rows)], to)
 
 
 def store_transposed(ref, value) -> None:
@@ -244,9 +246,9 @@ def store_transposed(ref, value) -> None:
     dialect.mosaic_transposed(ref)[...] = mosaic.layout_cast(value, mosaic.Layout.WGMMA_TRANSPOSED)
 
 
-def store_results(plan: Plan, refs, item: Item, held, columns) -> None:
-    """Copies these columns of an item's results from shared memory. `wait_smem_to_gmem` waits until that is done."""
-    for n, (query, heads) in enumerate(_copies(plan, item, clipped=False)):
+def store_results(plan: Plan, refs, item: Item, held, columns, copies: slice = slice(None)) -> None:
+    """Copies these columns of an item's results from shared memory. `wait_smem_to_gmem` waits until that is done. copies: which of them."""
+    for n, (query, heads) in list(enumerate(_copies(plan, item, clipped=False)))[copies]:
 
         @pl.when(item.first + (0 if plan.by_head else n) < plan.shape[1])
         def _(n=n, query=query, heads=heads):

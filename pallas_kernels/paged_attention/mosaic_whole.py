@@ -1,7 +1,7 @@
 """Paged attention in the Mosaic GPU dialect for keys that are stored whole.
 
-A program has two warpgroups. One copies keys and values to shared memory, up to three blocks ahead; the other computes. A program serves
-one item after the other, and the next item's keys arrive while it still computes.
+One warpgroup of a program copies keys and values to shared memory, up to three blocks ahead; another computes, or two do, half of the rows
+each. A program serves one item after the other, and the next item's keys arrive while it still computes.
 
 Keys are the tensor core's left operand, which has 64 rows, and so are the columns of V. Queries are the right one, which may have as few
 as eight columns. So a verify block's few queries cost what they need: scores, weights and sums lie in few registers, and a block of keys
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +27,16 @@ from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention import mosaic_parts as parts
 from pallas_kernels.paged_attention.mosaic_parts import KEYS
 from pallas_kernels.paged_attention.reference import MASKED
-from pallas_kernels.registers import BLOCK, sending, store
+from pallas_kernels.registers import BLOCK, over_rows, sending, store
 
-DIM = 256
-MOST_ROWS = 40  # of an item: with more, registers would be spilled
+PART = 256  # columns of keys or of values that are copied and multiplied at once
+MOST_ROWS = {256: 40, 512: 32}  # of an item, by head_dim: with more, registers would be spilled
 MOST_SPLITS, GROUPS = 8, 8  # programs of a cluster; groups of multiprocessors
-# Microseconds for a block of keys and for each of an item's rows in it, for a program's start and end and for a merge; and blocks that all
-# multiprocessors together copy in a microsecond.
-BLOCK_US, ROW_US, START_US, MERGE_US, BLOCKS_A_US = 0.4, 0.04, 4, 2, 62
+# Microseconds for a block of keys and for each of an item's rows in it, for a program's start and end, and for each row of a merge; and
+# blocks that all multiprocessors together copy in a microsecond: of heads of 256. Wide heads have two of these for one.
+BLOCK_US, ROW_US, START_US, MERGE_US, BLOCKS_A_US = 0.4, 0.04, 3, 0.07, 62
 PIECE = 32  # keys that are copied at once; of a block of which a part is seen, pieces that are not seen are not copied
-REDUCTION_BYTES = 128  # for each row: so that the largest scores of all rows are found at once
-SHARED_MEMORY = 224_000  # of a program, without its barriers and what reductions need
+SHARED_MEMORY = 224_000  # of a program, without its barriers
 
 
 def clusters(size: int) -> int:
@@ -44,52 +45,62 @@ def clusters(size: int) -> int:
     return (dialect.MULTIPROCESSORS - GROUPS * (size - 2 + size % 2 if size > 1 else 0)) // size
 
 
+def workers_of(plan: parts.Plan) -> int:
+    """How many warpgroups of a program compute: two where the sums are too many for one's registers."""
+    return 2 if plan.shape[4] > PART and plan.height == MOST_ROWS[plan.shape[4]] and plan.copies % 2 == 0 else 1
+
+
 def splits_for(plan: parts.Plan, blocks: int) -> int:
     """The best number of parts for `blocks` blocks of keys, the larger one of two. plan: without parts."""
-    compute = BLOCK_US + plan.height * ROW_US
+    wide = plan.shape[4] // PART
+    compute, merge = wide * (BLOCK_US + plan.height // workers_of(plan) * ROW_US), wide * plan.height * MERGE_US
 
     def us(splits: int) -> float:  # fitted to measured times, for sequences that are as long as their tables
-        each = max(pl.cdiv(blocks, splits) * compute, plan.items * blocks / BLOCKS_A_US)
-        return pl.cdiv(plan.items, clusters(splits)) * (each + START_US) + (MERGE_US if splits > 1 else 0)
+        each = max(pl.cdiv(blocks, splits) * compute, plan.items * blocks * wide / BLOCKS_A_US)
+        return pl.cdiv(plan.items, clusters(splits)) * (each + START_US) + (merge if splits > 1 else 0)
 
     return min(range(1, min(blocks, MOST_SPLITS) + 1), key=lambda splits: (us(splits), -splits))
 
 
 def arranged(plan: parts.Plan) -> parts.Plan:
     """The plan with as few rows of an item as may be."""
-    by_query, by_head = (dataclasses.replace(plan, least=8, most=MOST_ROWS, by_head=by_head) for by_head in (False, True))
-    queries = plan.shape[1]
-    possible = (queries < 8 or queries % 8 == 0) and by_head.height <= MOST_ROWS  # else copies would not know where a head's queries end
+    most, queries = MOST_ROWS[plan.shape[4]], plan.shape[1]
+    by_query, by_head = (dataclasses.replace(plan, least=8, most=most, by_head=by_head) for by_head in (False, True))
+    possible = (queries < 8 or queries % 8 == 0) and by_head.height <= most  # else copies would not know where a head's queries end
     return by_head if possible and by_head.height < queries * by_query.rows else by_query
 
 
 def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
     """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name. launch_dependents: whether only kernels
     read them: see `dialect.launching`."""
-    mosaic, height = dialect.mosaic(), plan.height
+    mosaic, height, dim, workers = dialect.mosaic(), plan.height, plan.shape[4], workers_of(plan)
     programs = min(plan.items, dialect.MULTIPROCESSORS) if plan.splits == 1 else plan.items // plan.splits
-    scratch = {"queries": parts.tiled(height, DIM), "weights": parts.tiled(height, KEYS)}
-    taken = height * (DIM + KEYS) * 2
+    scratch = {"queries": parts.tiled(height, dim), "weights": parts.tiled(height, KEYS)}
+    scratch["reduced"] = mosaic.SMEM((workers, 4, height // workers), jnp.float32)
+    taken = height * ((dim + KEYS) * 2 + 4 * 4)
     if plan.splits > 1:
-        blocks = DIM // BLOCK * height // 8
-        places = pl.cdiv(blocks, plan.splits) * plan.splits
+        places = pl.cdiv(dim // BLOCK * height // 8, plan.splits) * plan.splits
         scratch |= {"sums": mosaic.SMEM((places, BLOCK * 8), jnp.float32), "numbers": mosaic.SMEM((plan.splits, 2, height), jnp.float32)}
-        scratch["mail"] = mosaic.SMEM((2,), jnp.int32)
-        taken += (places * BLOCK * 8 + plan.splits * 2 * height) * 4
-    slots = (SHARED_MEMORY - taken) // (KEYS * DIM * 2)  # blocks of keys or of values in shared memory
+        scratch["mail"] = mosaic.SMEM((4,), jnp.int32)
+        taken += (plan.splits * 2 * height + (places * BLOCK * 8 if dim == PART else 0)) * 4
+    slots = (SHARED_MEMORY - taken) // (KEYS * PART * 2)  # parts of blocks of keys or of values in shared memory
     scratch |= {
-        "pages": parts.tiled(slots, KEYS, DIM),
-        "loaded": mosaic.Barrier(num_arrivals=plan.copies),
+        "pages": parts.tiled(slots, KEYS, PART),
+        "loaded": mosaic.Barrier(num_arrivals=plan.copies // workers, num_barriers=workers),
         "full": mosaic.Barrier(num_arrivals=KEYS // PIECE, num_barriers=slots),
-        "empty": mosaic.Barrier(num_barriers=slots),
+        "empty": mosaic.Barrier(num_arrivals=workers, num_barriers=slots),
     }
+    if dim > PART and plan.splits > 1:  # sums come in the place of keys and values
+        scratch["union"] = mosaic.RefUnion(scratch.pop("pages"), scratch.pop("sums"))
     names = (*inputs, *outputs)
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True)) | scratch
+        if "union" in refs:
+            refs["pages"], refs["sums"] = refs["union"]
         if plan.splits > 1:
             count = _blocks_of(jax.lax.axis_index("part"), plan)
-            Mail(mosaic, refs["mail"]).begin(count * (plan.splits * BLOCK * 8 * 4) + plan.splits * 2 * height * 4)
+            Mail(mosaic, refs["mail"]).begin(plan.splits * 2 * height * 4, count * (plan.splits * BLOCK * 8 * 4))
         dialect.mosaic_wait(launch_dependents)
         warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
 
@@ -97,9 +108,10 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
             def step(n, before):
                 item = plan.item(refs, number(n))
 
-                def place(block, kind):
-                    """Counts the blocks of keys and of values before a block's; and its slot. kind: 0 for keys, 1 for values."""
-                    number = 2 * (before + block - item.start) + kind
+                def place(block, kind, part=0):
+                    """Counts the parts of blocks of keys and of values before a block's, and says which slot this has. kind: 0 for keys, 1
+                    for values. part: which of its columns."""
+                    number = (2 * (before + block - item.start) + kind) * (dim // PART) + part
                     return number, jax.lax.rem(number, slots)
 
                 role(plan, refs, item, place, slots)
@@ -116,8 +128,9 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
             pair, tile = jax.lax.div(program, plan.tiles), jax.lax.rem(program, plan.tiles)
             return (pair * plan.splits + jax.lax.axis_index("part")) * plan.tiles + tile
 
-        pl.when(warpgroup == 0)(lambda: serve(_compute))
-        pl.when(warpgroup == 1)(lambda: serve(_copy))
+        for worker in range(workers):
+            pl.when(warpgroup == worker)(functools.partial(serve, functools.partial(_compute, worker)))
+        pl.when(warpgroup == workers)(functools.partial(serve, _copy))
 
     together = {"cluster": (plan.splits,), "cluster_names": ("part",)} if plan.splits > 1 else {}
     return mosaic.kernel(
@@ -126,11 +139,11 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
         scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
-        num_threads=2,
+        num_threads=workers + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention",
         compiler_params=mosaic.CompilerParams(
-            approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane, reduction_scratch_bytes=height * REDUCTION_BYTES
+            approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
         **together,
     )(*inputs.values())
@@ -141,8 +154,8 @@ def _copy(plan, refs, item, place, slots):
 
     def copy(block, k_source, v_source, major, rows):
         low, high = parts.inside(item.span, block)
-        for kind, source in enumerate((k_source, v_source)):
-            number, slot = place(block, kind)
+        for (kind, source), part in itertools.product(enumerate((k_source, v_source)), range(plan.shape[4] // PART)):
+            number, slot = place(block, kind, part)
             pl.when(number >= slots)(lambda slot=slot: mosaic.barrier_wait(refs["empty"].at[slot]))
             for first in range(0, KEYS, PIECE):
                 count = min(PIECE, rows.size - first)
@@ -157,8 +170,8 @@ def _copy(plan, refs, item, place, slots):
                 seen = (low < first + PIECE) & (high > first)
 
                 @pl.when(seen)
-                def _(first=first, count=count, source=source, slot=slot):
-                    piece = source.at[major, pl.ds(rows.start + first, count), item.head]
+                def _(first=first, count=count, source=source, slot=slot, part=part):
+                    piece = source.at[major, pl.ds(rows.start + first, count), item.head, pl.ds(part * PART, PART)]
                     mosaic.copy_gmem_to_smem(piece, pages.at[slot, pl.ds(first, count)], refs["full"].at[slot])
 
                 pl.when(jnp.logical_not(seen))(skip)
@@ -166,63 +179,81 @@ def _copy(plan, refs, item, place, slots):
     parts.each_block(refs, item, copy)
 
 
-def _compute(plan, refs, item, place, slots):
-    mosaic, pages, columns = dialect.mosaic(), refs["pages"], pl.ds(0, DIM)
-    queries, held = refs["queries"], refs["weights"]
-    parts.load_queries(plan, refs, item, queries, columns)
-    softmax = Softmax(plan, item)
-    mosaic.barrier_wait(refs["loaded"])
+def _compute(worker, plan, refs, item, place, slots):
+    mosaic, pages, workers = dialect.mosaic(), refs["pages"], workers_of(plan)
+    each, columns = plan.height // workers, [pl.ds(part * PART, PART) for part in range(plan.shape[4] // PART)]
+    own = pl.ds(worker * each, each)
+    queries, held = (refs[name].at[own] for name in ("queries", "weights"))
+    copies = slice(worker * plan.copies // workers, (worker + 1) * plan.copies // workers)
+    parts.load_queries(plan, refs, item, refs["queries"], pl.ds(0, plan.shape[4]), refs["loaded"].at[worker], copies)
+    largest, sum_of = over_rows(mosaic, refs["reduced"].at[worker])
+    softmax = Softmax(plan, item, worker * each, each, largest)
+    mosaic.barrier_wait(refs["loaded"].at[worker])
 
     def step(block, state):
-        (_, k), (_, v) = place(block, 0), place(block, 1)
+        zero = parts.hidden_zero(item, block) if len(columns) > 1 else 0
+        keys, values = ([place(block, kind, part)[1] + zero for part in range(len(columns))] for kind in range(2))
 
         def product(scores):
-            mosaic.wgmma(scores, pages.at[k], dialect.mosaic_transposed(queries))
+            for k, at in zip(keys, columns, strict=True):
+                mosaic.barrier_wait(refs["full"].at[k])
+                mosaic.wgmma(scores, pages.at[k], dialect.mosaic_transposed(queries.at[:, at]))
             return scores[...]
 
-        mosaic.barrier_wait(refs["full"].at[k])
-        scores = pl.run_scoped(product, mosaic.ACC((KEYS, plan.height), jnp.float32))
-        mosaic.barrier_arrive(refs["empty"].at[k])
-        weights, (acc, *state) = softmax.step(scores, state, item.span.seen(block))
+        scores = pl.run_scoped(product, mosaic.ACC((KEYS, each), jnp.float32))
+        for k in keys:
+            mosaic.barrier_arrive(refs["empty"].at[k])
+        weights, (sums, *state) = softmax.step(scores, state, item.span.seen(block))
         parts.store_transposed(held, weights)
-        mosaic.barrier_wait(refs["full"].at[v])
-        parts.clear(pages.at[v], parts.inside(item.span, block))
-        mosaic.commit_smem()
-        values, right = dialect.mosaic_transposed(pages.at[v]), dialect.mosaic_transposed(held)
-        acc = pl.run_state(lambda acc: mosaic.wgmma(acc, values, right))(mosaic.ACC.init(acc))
-        mosaic.barrier_arrive(refs["empty"].at[v])
-        return acc, *state
+        added = []
+        for v, acc in zip(values, sums, strict=True):
+            mosaic.barrier_wait(refs["full"].at[v])
+            parts.clear(pages.at[v], parts.inside(item.span, block))
+            mosaic.commit_smem()
+            left, right = dialect.mosaic_transposed(pages.at[v]), dialect.mosaic_transposed(held)
+            added.append(pl.run_state(lambda acc, left=left, right=right: mosaic.wgmma(acc, left, right))(mosaic.ACC.init(acc)))
+            mosaic.barrier_arrive(refs["empty"].at[v])
+        return tuple(added), *state
 
-    acc, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start())
-    total = jnp.sum(total, axis=0)
+    sums, top, total = jax.lax.fori_loop(item.start, item.stop, step, softmax.start())
+    total = sum_of(total)
     if plan.splits > 1:
-        _merge(plan, refs, item, acc, top, total)
+        _merge(worker, plan, refs, item, sums, top, total)
         return
-    parts.store_transposed(queries, (acc * softmax.along(1.0 / jnp.maximum(total, 1e-30), DIM)).astype(queries.dtype))
+    for acc, at in zip(sums, columns, strict=True):
+        parts.store_transposed(queries.at[:, at], (acc * softmax.along(1.0 / jnp.maximum(total, 1e-30), PART)).astype(refs["q"].dtype))
     mosaic.commit_smem()
-    parts.store_results(plan, refs, item, queries, columns)
+    parts.store_results(plan, refs, item, refs["queries"], pl.ds(0, plan.shape[4]), copies)
     mosaic.wait_smem_to_gmem(0)
 
 
 def _blocks_of(part, plan):
     """How many blocks [64, 8] of an item's sums a program of the cluster adds up: every nth, from its own number on."""
-    return jax.lax.div(DIM // BLOCK * plan.height // 8 - part + plan.splits - 1, plan.splits)
+    return jax.lax.div(plan.shape[4] // BLOCK * plan.height // 8 - part + plan.splits - 1, plan.splits)
 
 
-def _merge(plan, refs, item, acc, top, total):
+def _merge(worker, plan, refs, item, accs, top, total):
     """Adds up the sums of all parts of the keys, which are those of a cluster's programs. Each program does it for some blocks of [64, 8],
-    and stores them."""
-    mosaic, (sums, numbers) = dialect.mosaic(), (refs["sums"], refs["numbers"])
+    each of its warpgroups for some of these, and stores them."""
+    mosaic, (sums, numbers), workers = dialect.mosaic(), (refs["sums"], refs["numbers"]), workers_of(plan)
     mail, own = Mail(mosaic, refs["mail"]), jax.lax.axis_index("part")
     send_blocks, send_numbers, take, take_numbers = sending(mosaic, mail)
-    send_numbers((top, total), numbers, 0, own, plan.splits)
-    send_blocks(acc, sums, 0, own, plan.splits)
+    across = plan.height // workers // 8  # blocks side by side, of 8 queries or heads each, of a warpgroup
+    of_part = PART // BLOCK * across  # its blocks of a part of the columns
+    each = len(accs) * of_part
+    send_numbers((top, total), numbers, 0, own, plan.splits, first=worker * across * 8)
+    if len(accs) > 1:  # when all have sent theirs, nobody needs keys and values any more, whose place the sums take
+        mail.wait(0)
+    for part, acc in enumerate(accs):
+        send_blocks(acc, sums, 1, own, plan.splits, first=worker * each + part * of_part)
     mail.wait(0)
-    across = plan.height // 8  # blocks side by side, of 8 queries or heads each
+    mail.wait(1)
 
-    def merge(n, _):
+    def merge(i, _):
+        n = worker + i * workers
         block = own + n * plan.splits
-        down, side = jax.lax.div(block, across), jax.lax.rem(block, across)
+        whose, rest = jax.lax.div(block, each), jax.lax.rem(block, each)
+        down, side = jax.lax.div(rest, across), whose * across + jax.lax.rem(rest, across)
         found, tops, totals = [], [], []
         for other in range(plan.splits):
             found.append(take(sums.at[n * plan.splits + other]))
@@ -238,34 +269,37 @@ def _merge(plan, refs, item, acc, top, total):
         out = refs["out"].at[item.b, query, item.head, copy if plan.by_head else rows]
         pl.when(True if plan.by_head else query < plan.shape[1])(lambda: store(mosaic, value.astype(refs["out"].dtype), out, down * BLOCK))
 
-    jax.lax.fori_loop(0, _blocks_of(own, plan), merge, None)
+    jax.lax.fori_loop(0, jax.lax.div(_blocks_of(own, plan) - worker + workers - 1, workers), merge, None)
 
 
 class Softmax:
-    """The softmax of an item's columns, each a query of a head, a block of keys after the other."""
+    """The softmax of some of an item's columns, each a query of a head, a block of keys after the other."""
 
-    def __init__(self, plan: parts.Plan, item: parts.Item):
-        self.plan, self.height, mosaic = plan, plan.height, dialect.mosaic()
-        shape, layout = (KEYS, self.height), mosaic.Layout.WGMMA
-        self.key, column = (mosaic.broadcasted_iota(jnp.int32, shape, d, layout=layout) for d in range(2))
+    def __init__(self, plan: parts.Plan, item: parts.Item, first: int, count: int, largest: Any):
+        """first, count: of the columns. largest: finds the largest number of each column of a product."""
+        self.plan, self.height, self.largest, mosaic = plan, count, largest, dialect.mosaic()
+        layout = mosaic.Layout.WGMMA
+        self.key = mosaic.broadcasted_iota(jnp.int32, (KEYS, count), 0, layout=layout)
+        column = mosaic.broadcasted_iota(jnp.int32, (count,), 0, layout=layout.reduce(0)) + first
         query = jax.lax.rem(column, jnp.full_like(column, plan.rows)) if plan.by_head else column
         step = 1 if plan.by_head else plan.rows
         # We compare positions in float32, which holds them exactly, because int32 vectors would be compared as uint32.
-        after = mosaic.layout_cast(jnp.full(shape, (item.position[0] + 1).astype(jnp.float32)), layout)
+        self.after = self._each_query((item.position[0] + 1).astype(jnp.float32))  # the position after each query's own
         for t in range(1, plan.at_once):
-            after = jnp.where(query >= t * step, (item.position[t] + 1).astype(jnp.float32), after)
-        self.after = jnp.max(after, axis=0)  # the position after each query's own
+            self.after = jnp.where(query >= t * step, (item.position[t] + 1).astype(jnp.float32), self.after)
         self.begin = item.span.begin
 
     def start(self):
-        """The state before the first block: sums of V, each query's largest score, and the sums of weights of each thread's keys."""
+        """The state before the first block: sums of each part of V, each query's largest score, and the sums of weights of each thread's
+        keys."""
         mosaic = dialect.mosaic()
-        acc, total = (mosaic.layout_cast(jnp.zeros((n, self.height), jnp.float32), mosaic.Layout.WGMMA) for n in (DIM, KEYS))
-        return acc, self._each_query(MASKED), total
+        sizes = (*[PART] * (self.plan.shape[4] // PART), KEYS)
+        *sums, total = (mosaic.layout_cast(jnp.zeros((n, self.height), jnp.float32), mosaic.Layout.WGMMA) for n in sizes)
+        return tuple(sums), self._each_query(MASKED), total
 
     def step(self, scores, state, seen):
         """The weights of a block's keys, and the state before V is added. scores: products of keys and queries. seen: of the block."""
-        acc, top, total = state
+        sums, top, total = state
         base, end = seen
         position = (self.key + base).astype(jnp.float32)
         limit = self._each_query(end.astype(jnp.float32))
@@ -276,11 +310,11 @@ class Softmax:
             least = jnp.maximum(least, self.after - float(self.plan.window))
         visible = (position >= self.along(least, KEYS)) & (position < self.along(limit, KEYS))
         scores = jnp.where(visible, scores * self.plan.scale, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=0))
+        new_top = jnp.maximum(top, self.largest(scores))
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - self.along(new_top, KEYS))
         total = total * self.along(shrink, KEYS) + weights
-        return weights.astype(jnp.bfloat16), (acc * self.along(shrink, DIM), new_top, total)
+        return weights.astype(jnp.bfloat16), (tuple(acc * self.along(shrink, PART) for acc in sums), new_top, total)
 
     def along(self, x, rows: int):
         """A number of each query, in `rows` rows."""

@@ -66,6 +66,8 @@ class Item(parts.Work):
 
 def unsupported(q) -> str | None:
     """Why the kernel cannot serve these queries, which `mosaic_whole` can, or None."""
+    if q.shape[4] != DIM:
+        return f"head_dim is {q.shape[4]}, the kernel needs {DIM}"
     if q.shape[1] < ROWS or q.shape[1] % 8 or q.shape[3] % WORKERS:
         return f"there are {q.shape[1]} rows and {q.shape[3]} heads, the kernel needs {ROWS} or more in multiples of 8, and an even number"
     return None

@@ -152,7 +152,7 @@ def test_paged_attention(name):
     assert_close(exact, reference(*single), "float32")
 
 
-@pytest.mark.parametrize("name", [name for name, shape in attention_shapes.SHAPES.items() if shape.rotary or shape.head_dim == 256])
+@pytest.mark.parametrize("name", [name for name, shape in attention_shapes.SHAPES.items() if shape.head_dim >= 256])
 def test_paged_attention_on_hopper(name):
     if reason := dialect.mosaic_obstacle():
         pytest.skip(reason)

@@ -569,7 +569,8 @@ def test_auto_takes_a_hopper_kernel_where_it_is_faster(name, monkeypatch):
             if not shape.rotary and items >= shape.kv_heads:
                 few = name in SLIDING and items >= (8 if jax.__version_info__ >= (0, 12) else 32)
                 many = shape.queries >= 64 and shape.window is not None
-                assert call(items // shape.kv_heads) == ("mosaic" if few or many else "triton")
+                wide = shape.head_dim == 512 and shape.queries * shape.group <= 32 and items >= 8
+                assert call(items // shape.kv_heads) == ("mosaic" if few or many or wide else "triton")
         assert call(implementation="triton") == "triton"
     with device.described_as(AMPERE):
         assert call() == "triton"
@@ -608,7 +609,7 @@ def test_programs_that_share_whole_keys_run_all_at_once():
     ("changes", "message"),
     [
         ({2: None}, "there are no pages, which it reads"),
-        ({7: None}, "head_dim is 512 with keys of 128, the kernel needs 256 with keys of 256"),
+        ({7: None}, "head_dim is 512 with keys of 128, the kernel needs 256 with keys of 256 or 512 with keys of 512"),
         ({0: (8, 5, 4, 8, 256)}, "head_dim is 256 with keys of 128, the kernel needs 512 with keys of 128"),
         ({0: (8, 5, 4, 12, 512)}, "a KV head has 12 query heads, the kernel needs at most 8, or 16, 32 or 64"),
         ({0: jnp.float32}, "queries and keys are float32 and bfloat16, the kernel needs bfloat16"),
@@ -720,11 +721,13 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(dialect, "mosaic_load", lambda ref, layout: ref[...])
     monkeypatch.setattr(dialect, "mosaic_wait", lambda launch_dependents=False: None)
     monkeypatch.setattr(mosaic_rotary_few, "exchange", functools.partial(mosaic_rotary_few.exchange, interpret=True))
+    monkeypatch.setattr(mosaic_whole, "over_rows", functools.partial(mosaic_whole.over_rows, interpret=True))
     monkeypatch.setattr(triton, "merged", lambda *args, merged=triton.merged, **settings: merged(*args, **settings | {"interpret": True}))
     monkeypatch.setattr(dialect, "MULTIPROCESSORS", 3)  # so that a program serves several items
 
 
 ROTARY = {"kv": 1, "group": 8, "dim": 512, "rotary": 128, "page": 64}
+WIDE = {"kv": 1, "group": 8, "dim": 512, "page": 64}
 PROMPT = {"queries": 72, "fresh": 72, "counts": [72, 40, 0]}
 HOPPER_CASES = {
     "rows of a step": ({**ROTARY, "queries": 5, "fresh": 5, "width": 6}, [330, 65, 0], 1),
@@ -734,6 +737,14 @@ HOPPER_CASES = {
     "more rows, two tiles": ({**ROTARY, "queries": 9, "fresh": 9, "width": 4, "causal": False}, [200, 65, 1], 2),
     "rows of a step, keys in three parts": ({**ROTARY, "queries": 5, "fresh": 5, "width": 6, "counts": [5, 3, 0]}, [330, 64, 1], 3),
     "rows that see both ways": ({**ROTARY, "queries": 3, "fresh": 3, "width": 2, "causal": False}, [128, 40], 2),
+    "wide keys stored whole": ({**WIDE, "queries": 4, "fresh": 4, "width": 4, "counts": [4, 3, 0]}, [200, 65, 63], 1),
+    "wide keys stored whole, by head": ({**WIDE, "kv": 2, "group": 4, "queries": 5, "fresh": 5, "width": 4}, [250, 64, 1], 1),
+    "a row over wide keys": ({**WIDE, "group": 4, "queries": 1, "fresh": 0, "width": 4}, [200, 65], 1),
+    "keys of windows": (
+        {"kv": 1, "group": 8, "dim": 256, "page": 64, "queries": 4, "fresh": 4, "width": 4, "window": 100},
+        [200, 65, 63],
+        1,
+    ),
     "a row that stores nothing": ({**ROTARY, "queries": 1, "fresh": 0, "width": 4}, [200, 65], 1),
     "a prompt": ({**ROTARY, **PROMPT, "group": 4, "width": 4}, [150, 64, 1], 1),
     "a prompt over windows": ({**PROMPT, "kv": 1, "group": 4, "dim": 256, "page": 64, "width": 4, "window": 100}, [300, 64, 1], None),
