@@ -171,9 +171,10 @@ def over_rows(mosaic: Any, held: Any, *, interpret: bool = False) -> tuple[Any, 
                     vector.store(x, held, [inlined.warp(), inlined.column(8 * n)])
             mgpu.utils.warpgroup_barrier()
             two = ir.VectorType.get((2,), ir.F32Type.get())
-            every = [[vector.load(two, held, [inlined.index(warp), inlined.column(8 * n)]) for warp in range(4)] for n in range(len(found))]
             registers = np.empty(layout.to_mgpu().registers_shape((held.type.shape[1],)), dtype=object)
-            registers.flat = [functools.reduce(operation, warps) for warps in every]
+            for n, place in enumerate(np.ndindex(registers.shape)):
+                every = [vector.load(two, held, [inlined.index(warp), inlined.column(8 * n)]) for warp in range(4)]
+                registers[place] = functools.reduce(operation, every)
             return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
 
         layout = mosaic.Layout.WGMMA.reduce(0)
