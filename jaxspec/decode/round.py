@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxspec.decode.accept import COUPLED, Rule
+from jaxspec.drafters.base import Drafter
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.sampling.choice import PLAIN, Needs
 
@@ -39,6 +40,12 @@ class Round:
     def drafts(self) -> int:
         """Tokens that the drafter guesses, on all paths."""
         return self.num_draft_tokens if self.tree is None else self.tree.nodes
+
+    def tells(self, drafter: Drafter) -> bool:
+        """Whether the state tells of each round how many drafts it verified and how many of them were guesses: where that is not always
+        K."""
+        abstains = self.tree is None and self.num_draft_tokens > 0 and getattr(drafter, "abstains", False)
+        return self.rows is not None or abstains
 
     def check(self, size: int) -> None:
         """Raises ValueError for rows that a call of so many sequences cannot use or that the acceptance rule forbids, and for what a round

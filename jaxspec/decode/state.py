@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxspec.drafters.base import Drafter
@@ -32,11 +33,12 @@ class DecodeState:
     stop_ids: [S, N] int32, padded with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits: how each slot chooses, see
     `Sampling` and `Edits`. automaton, automaton_start: [S] int32, the state of what a structured text must be and the one that it begins
     in, see `Constraint`; 0 for other texts. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted so far,
-    without those that were not verified. verified: [S, 64] int32, how many drafts round r verified, at r modulo 64, of rounds with
-    `Round.rows`. acceptance: [S, 2] float32, how many of the newest drafts were tried and how many accepted, see `verification.seen`.
-    logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool, the last
-    call needed more full-attention pages than were free and left every sequence as it was. drafter: the drafter's state. mail: of a state
-    on a mesh, what kernels that sum over its devices have to know, or None; see `sharding`."""
+    without those that were not verified. verified: [S, 64, 2] int32, how many drafts round r verified, and how many of them were guesses,
+    at r modulo 64, of rounds that tell: see `Round.tells`. acceptance: [S, 2] float32, how many of the newest drafts were tried and how
+    many accepted, see `verification.seen`. logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were
+    asked for them. starved: [] bool, the last call needed more full-attention pages than were free and left every sequence as it was.
+    drafter: the drafter's state. mail: of a state on a mesh, what kernels that sum over its devices have to know, or None; see
+    `sharding`."""
 
     cache: PagedKV
     drafter: Any
@@ -138,7 +140,7 @@ def init_state(
         automaton_start=per_slot(),
         rounds=per_slot(),
         drafted=per_slot(),
-        verified=per_slot(VERIFIED_ROUNDS),
+        verified=per_slot(VERIFIED_ROUNDS, 2),
         acceptance=per_slot(2, dtype=jnp.float32),
         logprobs=Logprobs(
             chosen=per_slot(rows, dtype=jnp.float32),
@@ -222,7 +224,7 @@ class Report:
     """What the host learns of B slots after a call, in one array since each has its cost. rows: [B, 7 + W] int32, of each slot the length,
     computed, status, rounds and drafted, see DecodeState; of all, how many full pages are unused and whether the call was starved; then the
     tokens at the positions that the host did not know, as many as the length grew, at most W, and ~token where it was a draft. With
-    `verified` 64 more columns are that field of the state. logprobs: of the same tokens, or None."""
+    `verified` 128 more columns are that field of the state. logprobs: of the same tokens, or None."""
 
     rows: jax.Array
     logprobs: Logprobs | None
@@ -236,11 +238,13 @@ class Report:
     def starved(self) -> bool:
         return bool(self.rows[0, 6])
 
-    def verified_by(self, row: int, first: int, last: int) -> list[int] | None:
-        """How many drafts each of a slot's rounds first .. last - 1 verified, at most the newest 64; None where that is not told. row: the
-        slot's."""
-        ring = self.rows[row, -VERIFIED_ROUNDS:] if self.verified else None
-        return None if ring is None else [int(ring[r % VERIFIED_ROUNDS]) for r in range(first, last)]
+    def verified_by(self, row: int, first: int, last: int) -> list[list[int]] | None:
+        """Of each of a slot's rounds first .. last - 1, at most the newest 64, how many drafts it verified and how many of them were
+        guesses; None where that is not told. row: the slot's."""
+        if not self.verified:
+            return None
+        ring = self.rows[row, -2 * VERIFIED_ROUNDS :].reshape(VERIFIED_ROUNDS, 2)
+        return ring[np.arange(first, last) % VERIFIED_ROUNDS].tolist()
 
 
 def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, logprobs: bool = False, verified: bool = False) -> Report:
@@ -256,7 +260,7 @@ def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, l
     pages = (jnp.broadcast_to(x, slots.shape) for x in (state.cache.free_count, state.starved.astype(jnp.int32)))
     numbers = jnp.stack([*map(of, (state.length, state.computed, state.status, state.rounds, state.drafted)), *pages], axis=1)
     tokens, from_draft = (x.at[slots[:, None], at].get(mode="clip") for x in (state.tokens, state.from_draft))
-    more = [of(state.verified)] if verified else []
+    more = [of(state.verified).reshape(len(slots), -1)] if verified else []
     return Report(
         jnp.concatenate([numbers, jnp.where(from_draft, ~tokens, tokens), *more], axis=1),
         verified=verified,

@@ -105,6 +105,8 @@ class Drafter(Protocol):
       [B, N], in the tree's order, and the new state. A node at depth d is chosen at position length + d, as `sampling.best` ranks its
       parent's candidates. Without it the drafter serves chains alone.
     - `watched`: False if hardly any accepted draft is no sign of a mistake; see `engine.acceptance_watch`.
+    - `abstains`: True if `draft` may guess fewer tokens than it is asked for, with ids that the vocabulary does not have, such as -1,
+      in place of the rest. Then stats count the guesses before the first of these, and otherwise all K.
 
     Loading and saving:
 

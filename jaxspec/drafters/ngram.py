@@ -60,6 +60,7 @@ class NGram:
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     watched: ClassVar[bool] = False  # text that does not repeat itself gives it nothing to go by
+    abstains: ClassVar[bool] = True  # where it finds nothing it guesses nothing
 
     def __post_init__(self) -> None:
         for name in ("longest", "shortest", "windows"):
@@ -107,7 +108,7 @@ class NGram:
             if sampling.weighed:
                 more = jnp.where(sampling.temperature[:, None] > 0, 0, more)
             guess, matched = jnp.where(more > matched, other, guess), jnp.maximum(more, matched)
-        return Drafts(jnp.where(matched >= self.shortest, guess, -1)), state  # -1 is what no target chooses
+        return Drafts(jnp.where(matched >= self.shortest, guess, -1)), state  # -1 is no guess
 
 
 def lookup(tokens: jax.Array, length: jax.Array, count: int, longest: int) -> tuple[jax.Array, jax.Array]:

@@ -53,7 +53,8 @@ class Request:
     computed: int = 0
     rounds: int = 0
     drafted: int = 0
-    guessed: list[int] = dataclasses.field(default_factory=list)  # how many tokens each round guessed and verified, one after the other
+    verified: list[int] = dataclasses.field(default_factory=list)  # how many drafts each round verified, one after the other
+    guessed: list[int] = dataclasses.field(default_factory=list)  # how many of them were guesses
     nodes: list[int] = dataclasses.field(default_factory=list)  # the same on all paths of a tree
     goals: list[int] = dataclasses.field(default_factory=list)  # rows at which its prompt is to be kept for others, ascending
     shared: int = 0  # rows of its prompt that had been computed for others
@@ -129,9 +130,11 @@ class Request:
     def advance(self, report: decode.Report, row: int, shape: RoundShape) -> None:
         """Takes in what a call reports about it. row: its row of the report. shape: of each of the call's rounds."""
         length, self.computed, self.status, rounds, self.drafted = report.rows[row, :5].tolist()
-        told, count = report.verified_by(row, self.rounds, rounds), rounds - self.rounds
-        self.guessed += [shape.num_draft_tokens] * count if told is None else told
-        self.nodes += [shape.drafts] * count if told is None else told
+        told, k = report.verified_by(row, self.rounds, rounds), shape.num_draft_tokens
+        each = [(k, k, shape.drafts)] * (rounds - self.rounds) if told is None else [(checked, real, real) for checked, real in told]
+        self.verified += [checked for checked, _, _ in each]
+        self.guessed += [guessed for _, guessed, _ in each]
+        self.nodes += [nodes for _, _, nodes in each]
         self.rounds, new = rounds, length - self.length
         tokens = report.rows[row, 7 : 7 + new]
         self.output += np.where(tokens < 0, ~tokens, tokens).tolist()

@@ -267,7 +267,7 @@ class Runner:
             for row, request in enumerate(call.requests):
                 if request is None:
                     continue
-                known, before = len(request.output), len(request.guessed)
+                known, before = len(request.output), len(request.verified)
                 request.advance(report, row, call.shape)
                 if wanted and 0 < known < len(request.output):
                     some = request.from_draft[known:]
@@ -276,7 +276,7 @@ class Runner:
                         some = some[: len(accepted) + int(accepted.sum())]
                     kept = sum(some)
                     flags += some
-                    verified += request.guessed[before : before + len(some) - kept]
+                    verified += request.verified[before : before + len(some) - kept]
                     if request.writer is self.held.writer:
                         rounds, drafts = rounds + len(some) - kept, drafts + kept
             if flags:

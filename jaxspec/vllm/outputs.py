@@ -39,7 +39,7 @@ class RequestMetrics:
     first_token_latency: float
     """Seconds from the call until the first token, waiting included and compiling not."""
     num_drafts: int
-    """Rounds of draft and verify."""
+    """Rounds that guessed anything."""
     num_draft_tokens: int
     num_accepted_tokens: int
 

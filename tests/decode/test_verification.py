@@ -89,11 +89,11 @@ def test_packed_rows_are_the_real_ones():
     assert np.array_equal(packed.packing.positions, np.where(real, block.positions, -1))
 
 
-def of_rounds(state, field="verified"):
-    """What the newest rounds of each row verified, 0 for rounds that it did not have: [6, 64]."""
+def of_rounds(state, guesses=False):
+    """What the newest rounds of each row verified, or how many of that were guesses, 0 for rounds that it did not have: [6, 64]."""
     rounds = numbers(state, "rounds")
     assert rounds.max() <= VERIFIED_ROUNDS
-    return np.where(np.arange(VERIFIED_ROUNDS) < rounds[:, None], numbers(state, field), 0)
+    return np.where(np.arange(VERIFIED_ROUNDS) < rounds[:, None], numbers(state, "verified")[..., int(guesses)], 0)
 
 
 @pytest.mark.parametrize("rows", [13, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (7, 40))])
@@ -103,7 +103,7 @@ def test_the_text_does_not_depend_on_what_is_verified(rows):
     loops.assert_same(numbers(state, "tokens"))
     assert (numbers(state, "length") == MAX_LEN).all() and not state.starved
     verified, flags = of_rounds(state), numbers(state, "from_draft")
-    assert np.array_equal(verified.sum(1), numbers(state, "drafted"))
+    assert np.array_equal(verified, of_rounds(state, guesses=True)) and np.array_equal(verified.sum(1), numbers(state, "drafted"))
     # All six have a round at the same time as long as none has ended.
     together = verified[:, : numbers(state, "rounds").min()]
     assert (together.sum(0) + len(ROWS) == min(rows, 8 * len(ROWS))).sum() >= together.shape[1] // 2
@@ -139,6 +139,59 @@ def test_filters_edits_and_log_probabilities_hold(scope):
         for name in ("chosen", "top", "rank", "ids"):
             both = (np.asarray(getattr(state.logprobs, name))[row, kept] for state in (alone, found))
             np.testing.assert_allclose(*both, atol=1e-4, err_msg=name)
+
+
+@struct.dataclass
+class Shy:
+    """A parrot that guesses so many tokens as the place says, and right ones after them, which are no guesses."""
+
+    inner: tiny.Parrot
+    abstains: bool = struct.field(pytree_node=False, default=True)
+    taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    def observe(self, state, rows):
+        return state
+
+    def draft(self, state, target, sampling, num_draft_tokens):
+        drafts, state = self.inner.draft(state, target, sampling, num_draft_tokens)
+        at = jnp.arange(num_draft_tokens)[None, :] == guesses_at(target.length[:, None], num_draft_tokens)
+        return Drafts(jnp.where(at, -1, drafts.tokens % loops.VOCAB)), state
+
+
+def guesses_at(length, k):
+    """How many guesses of a `Shy` drafter come before the first that is none, where so many rows are computed."""
+    return length % (k + 1)
+
+
+def test_guesses_alone_are_counted():
+    """Of a drafter that guesses 0 to K tokens, its guesses that were verified; of one that does not say that it may guess fewer, K."""
+    k, shy = 4, Shy(loops.parrot())
+    state = loops.run(shy, k)
+    loops.assert_same(numbers(state, "tokens"))
+    for row in ROWS:
+        length, told, flags = PROMPT[row] + 1, [], np.zeros(MAX_LEN, bool)
+        while length < MAX_LEN:
+            checked = min(k, MAX_LEN - length)
+            guesses = min(guesses_at(length - 1, k), checked)
+            kept = int(np.cumprod(loops.right(row)[length : length + guesses]).sum())
+            flags[length : length + kept] = True
+            told, length = [*told, (checked, guesses)], length + kept + 1
+        count = numbers(state, "rounds")[row]
+        assert count == len(told) <= VERIFIED_ROUNDS and np.array_equal(numbers(state, "from_draft")[row], flags)
+        assert numbers(state, "verified")[row, :count].tolist() == [list(both) for both in told]
+        assert numbers(state, "drafted")[row] == sum(guesses for _, guesses in told) < k * count
+    silent = loops.run(Shy(loops.parrot(), abstains=False), k)
+    loops.assert_same(numbers(silent, "tokens"))
+    assert np.array_equal(numbers(silent, "drafted"), k * numbers(silent, "rounds"))
+    assert not numbers(silent, "verified").any()
+
+
+def test_rows_that_are_left_go_to_what_is_no_guess_and_count_as_none():
+    state = loops.run_rounds(decode.Round(4, rows=20), Shy(loops.parrot()))
+    loops.assert_same(numbers(state, "tokens"))
+    verified, guesses, flags = of_rounds(state), of_rounds(state, guesses=True), numbers(state, "from_draft")
+    assert (guesses <= verified).all() and (guesses < verified).any() and (guesses == verified).any()
+    assert np.array_equal(guesses.sum(1), numbers(state, "drafted")) and (flags.sum(1) <= guesses.sum(1)).all()
 
 
 @struct.dataclass

@@ -17,8 +17,10 @@ from jaxspec.decode import Round
 from jaxspec.drafters import ngram
 from jaxspec.drafters.base import Observed, Target
 from jaxspec.drafters.ngram import NGram
+from jaxspec.engine.round_shape import Adaptive, RoundShape
 from jaxspec.sampling.choice import Sampling
 from jaxspec.text import load_tokenizer
+from jaxspec.vllm.metrics import counters
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
@@ -102,6 +104,91 @@ def test_a_repetitive_prompt_is_guessed(monkeypatch):
     assert llm.drafter == NGram()
     out = llm.generate(["| 1 | 2 |\n" * 5], jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))[0]
     assert out.stats.acceptance_length > 1.3
+
+
+def found_by_round(completion, k):
+    """How many tokens a search guesses in each round of a completion, by its tokens and by which of them were drafts."""
+    prompt, output, flags = completion.prompt_token_ids, completion.token_ids, completion.stats.from_draft
+    starts = [at for at in range(1, len(output)) if not flags[at - 1] or at == 1]
+    guesses = [searched([*prompt, *output[:at]], k, 5, 1) for at in starts]
+    return [0 if guess[0] < 0 else k for guess in guesses]
+
+
+def check_counts(completions, k):
+    """That what was drafted is what a search finds. Returns (rounds, rounds with a guess, guesses)."""
+    counts = [(out.stats, found_by_round(out, k)) for out in completions]
+    for stats, found in counts:
+        guessed = sum(map(bool, found))
+        assert (stats.steps, stats.drafted, stats.tried) == (len(found), sum(found), (guessed,) * k)
+        assert stats.accepted <= stats.drafted
+        assert not guessed or stats.acceptance_rates[0] == pytest.approx((stats.steps - stats.histogram[0]) / guessed)
+    return tuple(sum(values) for values in zip(*((len(found), sum(map(bool, found)), sum(found)) for _, found in counts), strict=True))
+
+
+@pytest.fixture(scope="module")
+def looking():
+    """An LLM with lookup in the sequence alone, and three slots with too few pages for three long texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
+        sizes = {"num_draft_tokens": 3, "max_slots": 3, "max_len": 128, "kv_pages": 5, "progress": False}
+        with jaxspec.load("pocket", drafter=NGram(windows=0), **sizes) as llm:
+            yield llm
+
+
+PROMPTS = ["def __repr__(self):\n    return", "| 1 | 2 |\n" * 4, "class Stack:\n    def __init__(self", "import", "    def test_"]
+
+
+def test_rounds_that_find_nothing_draft_nothing(looking):
+    """A batch of requests of all kinds in few slots: greedy and sampled, of different lengths, with stop strings and stop tokens that end
+    them within a block."""
+    before, ask = looking.stats, functools.partial(jaxspec.SamplingParams, max_tokens=48, ignore_eos=True)
+    whole = looking.generate(PROMPTS, [ask(temperature=0.7 * (i % 2), seed=i) for i in range(5)])
+    ends = [ask(temperature=0.7 * (i % 2), seed=i, max_tokens=48 - 7 * i) for i in range(5)]
+    drafts = [i for i, flag in enumerate(whole[1].stats.from_draft) if flag]
+    ends[1] = ask(temperature=0.7, seed=1, stop_token_ids=[whole[1].token_ids[drafts[-1]]])
+    ends[2] = ask(temperature=0.0, stop=[whole[2].text[40:43]])
+    cut = looking.generate(PROMPTS, ends)
+    assert [out.finish_reason for out in cut] == ["length", "stop", "stop", "length", "length"]
+    assert all(out.token_ids == long.token_ids[: len(out.token_ids)] for out, long in zip(cut, whole, strict=True))
+    rounds, guessed, guesses = check_counts([*whole, *cut], 3)
+    assert 0 < guessed < rounds
+    done = looking.stats - before
+    assert (done.steps, done.drafted, done.rounds_by_draft) == (rounds, guesses, (guessed,) * 3)
+    named = {metric.name: metric for metric in counters(done)}
+    assert named["vllm:spec_decode_num_drafts"].value == guessed and named["vllm:spec_decode_num_draft_tokens"].value == guesses
+
+
+def test_streams_count_what_was_found_too(looking):
+    asked = jaxspec.SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
+    before, (whole,) = looking.stats, looking.generate([PROMPTS[1]], asked)
+    last = list(looking.stream(PROMPTS[1], asked, steps=1))[-1].completion
+    assert (last.token_ids, last.stats.drafted) == (whole.token_ids, whole.stats.drafted)
+    check_counts([last], 3)
+    stream = looking.stream(PROMPTS[1], asked, steps=1)
+    some = [next(stream) for _ in range(9)]
+    stream.close()
+    rest = (looking.stats - before).drafted - 2 * whole.stats.drafted
+    known = len(sum((chunk.token_ids for chunk in some), []))
+    flags = whole.stats.from_draft[:known]
+    begun = dataclasses.replace(whole, token_ids=whole.token_ids[:known], stats=dataclasses.replace(whole.stats, from_draft=flags))
+    assert rest == sum(found_by_round(begun, 3)) < 3 * 8
+
+
+def test_sequences_that_are_preempted_keep_their_counts(looking):
+    asked = jaxspec.SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    before, outs = looking.stats, looking.generate(PROMPTS[::2], asked)
+    assert (looking.stats - before).preemptions > 0
+    check_counts(outs, 3)
+
+
+def test_shapes_are_chosen_by_rows_and_not_by_guesses(looking, monkeypatch):
+    """A round that finds nothing costs as much as another, so that it counts as one whose drafts were rejected."""
+    seen = []
+    monkeypatch.setattr(Adaptive, "see", lambda self, accepted, verified, *more: seen.extend(verified.tolist()))
+    monkeypatch.setattr(Adaptive, "choose", lambda self, size, *more: RoundShape(3))
+    monkeypatch.setattr(looking._runner, "adaptive", Adaptive({(3, RoundShape(3)): 1.0}))
+    outs = looking.generate(PROMPTS[:3], jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+    assert set(seen) == {3} and check_counts(outs, 3)[1] < len(seen)
 
 
 @functools.partial(jax.jit, static_argnums=0)
