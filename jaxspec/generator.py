@@ -17,6 +17,7 @@ from jaxspec.batch.lines import LineReader, derived_seed
 from jaxspec.checks import integer
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.params import MAX_SEED, SamplingParams
+from jaxspec.interrupts import heeded
 from jaxspec.loading import load
 
 AHEAD = 2  # rows that `map` reads ahead, for each slot
@@ -129,6 +130,7 @@ class Generator:
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (type(self), self._arguments)
 
+    @heeded()
     def _submit(self, batch: Any) -> _Batch:
         """Checks the rows of a batch, and has those served that can be."""
         if self._closed:
@@ -216,6 +218,7 @@ class Generator:
         self._wait(batch)
         return _with_columns(batch.given, {f"{self._prefix}{name}": [row[name] for row in batch.rows] for name in COLUMNS})
 
+    @heeded()
     def _wait(self, batch: _Batch) -> None:
         try:
             batch.future.result()

@@ -3,7 +3,9 @@
 import concurrent.futures
 import json
 import pickle
+import time
 
+import ignored
 import jax
 import numpy as np
 import pytest
@@ -52,6 +54,27 @@ def test_texts_do_not_depend_on_batches_or_order(generator, texts):
     for some in (shuffled[:7], shuffled[7:8], shuffled[8:]):
         found = generator(table(some))
         assert dict(zip(found["id"], found["text"], strict=True)) == {f"r{i}": texts[f"r{i}"] for i in some}
+
+
+@pytest.mark.parametrize("where", ["reading", "waiting"])
+def test_an_interrupt_that_python_ignores_ends_a_call(generator, texts, monkeypatch, where):
+    """While rows are read, and while they are waited for."""
+
+    def interrupted(*args):
+        ignored.interrupt()
+        time.sleep(60)
+
+    class Waiting(concurrent.futures.Future):
+        result = interrupted
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if where == "reading":
+            patch.setattr(generator, "_request", interrupted)
+        else:
+            patch.setattr(concurrent.futures, "Future", Waiting)
+        generator(table())
+    found = generator(table())
+    assert dict(zip(found["id"], found["text"], strict=True)) == texts and not generator._batches
 
 
 def test_batches_that_are_mapped_come_in_order_and_share_the_slots(generator, texts, monkeypatch):

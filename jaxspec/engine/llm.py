@@ -228,6 +228,7 @@ class LLM:
             self._serving.learning = Learning(learner, origin, self._shards, self._accounts, placement, self._lock)
         return self._serving.learning
 
+    @heeded()
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -282,7 +283,6 @@ class LLM:
 
         return map(asked, Requests(items, made))
 
-    @heeded()
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done = dict[tuple[int, int], Completion]()
         show = self.progress and len(requests) > 1 if use_tqdm is None else bool(use_tqdm)
@@ -315,6 +315,7 @@ class LLM:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
         return Stream(self._serving.stream(self._requests([prompt], params, keep=keep)[0], integer("steps", steps, 1)))
 
+    @heeded()
     def chat(
         self,
         messages: Messages | Sequence[Messages],

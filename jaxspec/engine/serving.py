@@ -15,6 +15,7 @@ from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.turn import Turn
+from jaxspec.interrupts import heeded
 from jaxspec.sampling.choice import Needs
 from jaxspec.text import Tokenizer
 
@@ -54,7 +55,7 @@ class Serving:
         ended: list[Request] = []
         with self._turn(requests) as turn:
             while True:
-                with self._lock(), self._accounts.timed():
+                with heeded(), self._lock(), self._accounts.timed():  # not while the caller has a completion: the hook is the process's
                     completions = self._advance(turn, ended)
                 if not completions:
                     return
@@ -66,7 +67,7 @@ class Serving:
         try:
             with self._turn([request]) as turn:
                 while True:
-                    with self._lock(), self._accounts.timed():
+                    with heeded(), self._lock(), self._accounts.timed():
                         while len(request.output) == known and not request.ended:
                             self._step(turn, steps)
                         new, piece = look(request, self._tokenizer)

@@ -519,15 +519,39 @@ def test_an_interrupt_anywhere_leaves_the_llm_usable(llm, expected):
     assert tokens(generate(llm)) == expected
 
 
-def test_an_interrupt_that_python_ignores_ends_a_call(llm, expected, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(Runner, "read"), (jaxspec.LLM, "_requests")])
+def test_an_interrupt_that_python_ignores_ends_a_call(llm, expected, monkeypatch, owner, name):
+    """While the device computes, and while prompts are read."""
+
+    def interrupted(*args, **more):
+        ignored.interrupt()
+        time.sleep(60)
+
+    for call in (llm.generate, llm.chat):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, interrupted)
+            call([{"role": "user", "content": "x"}] if call == llm.chat else "x", params(0, max_tokens=12))
+    assert tokens(generate(llm)) == expected
+
+
+@pytest.mark.parametrize("asked", ["stream", "as_completed"])
+def test_an_interrupt_that_python_ignores_ends_an_iterator(llm, expected, monkeypatch, asked):
+    """And between two items, unraisable exceptions are the caller's."""
+
     def read(self, calls):
         ignored.interrupt()
         time.sleep(60)
 
+    rows = [(PROMPTS[row][0], params(row, max_tokens=5 + 9 * row)) for row in (0, 1, 2, 4, 5)]
+    iterator = llm.stream(*rows[-1]) if asked == "stream" else llm.as_completed(rows)
+    before = sys.unraisablehook
+    next(iterator)
+    assert sys.unraisablehook is before and llm.free_slots < 3
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Runner, "read", read)
-        generate(llm, max_tokens=12)
-    assert tokens(generate(llm)) == expected
+        next(iterator)
+    assert sys.unraisablehook is before and llm.free_slots == 3
+    assert next(iterator, None) is None and tokens(generate(llm)) == expected
 
 
 def test_a_call_that_fails_costs_neither_the_llm_nor_open_streams(llm, expected, monkeypatch):
