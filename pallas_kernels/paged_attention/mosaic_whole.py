@@ -1,7 +1,7 @@
 """Paged attention in the Mosaic GPU dialect for keys that are stored whole.
 
-One warpgroup of a program copies keys and values to shared memory, up to three blocks ahead; another computes, or two do, half of the rows
-each. A program serves one item after the other, and the next item's keys arrive while it still computes.
+One warpgroup of a program copies keys and values to shared memory, as far ahead as there is room; another computes, or two do, half of the
+rows each. A program serves one item after the other, and the next item's keys arrive while it still computes.
 
 Keys are the tensor core's left operand, which has 64 rows, and so are the columns of V. Queries are the right one, which may have as few
 as eight columns. So a verify block's few queries cost what they need: scores, weights and sums lie in few registers, and a block of keys
