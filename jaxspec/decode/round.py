@@ -44,8 +44,11 @@ class Round:
     def tells(self, drafter: Drafter) -> bool:
         """Whether the state tells of each round how many drafts it verified and how many of them were guesses: where that is not always
         K."""
-        abstains = self.tree is None and self.num_draft_tokens > 0 and getattr(drafter, "abstains", False)
-        return self.rows is not None or abstains
+        return self.rows is not None or self.abstains(drafter)
+
+    def abstains(self, drafter: Drafter) -> bool:
+        """Whether some of the drafts that it verifies may be no guesses."""
+        return self.tree is None and self.num_draft_tokens > 0 and getattr(drafter, "abstains", False)
 
     def check(self, size: int) -> None:
         """Raises ValueError for rows that a call of so many sequences cannot use or that the acceptance rule forbids, and for what a round

@@ -87,12 +87,12 @@ def spec_step(
     hidden = take_row(hidden, last)[:, 0]
     observed = Observed(target, slots, block.ids, block.positions, hidden, tuple(taps), kept, newest, round.draft_attention)
     checked = jnp.maximum(count - 1, 0)
-    guessed = jnp.full_like(checked, round.drafts)
+    guessed = jnp.full_like(checked, round.drafts) if round.rows is None else checked
     if k and tree is None:
         real = jnp.sum(jnp.cumprod((drafts.tokens >= 0) & (at < checked[:, None]), axis=1, dtype=jnp.int32), axis=1)
         after = jnp.where(live[:, None], seen(acceptance, real, accepted), acceptance)
         state = dataclasses.replace(state, acceptance=state.acceptance.at[slots].set(after, mode="drop"))
-        guessed = real if round.tells(drafter) else guessed
+        guessed = real if round.abstains(drafter) else guessed
     if round.tells(drafter):
         both = jnp.stack([checked, guessed], axis=1)
         state = dataclasses.replace(state, verified=state.verified.at[slots, rows.rounds % VERIFIED_ROUNDS].set(both, mode="drop"))

@@ -32,7 +32,9 @@ admit, release = compiled(decode.admit), compiled(decode.release)
 
 
 def random_weights(abstract, seed):
-    return jax.tree.map(jnp.asarray, tiny.random_weights(abstract, seed))
+    """Arrays, also where a function that is being traced is the first to ask for them."""
+    with jax.ensure_compile_time_eval():
+        return jax.tree.map(jnp.asarray, tiny.random_weights(abstract, seed))
 
 
 @functools.cache
