@@ -234,10 +234,10 @@ def tiled(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
 def load_queries(plan: Plan, refs, item: Item, held, columns, loaded=None, copies: slice = slice(None)) -> None:
     """Copies these columns of an item's queries to rows of `held`, in shared memory. Each copy arrives at `loaded`, by default
     `refs["loaded"]`. copies: which of them."""
+    loaded = refs["loaded"] if loaded is None else loaded
     for n, (query, heads) in list(enumerate(_copies(plan, item)))[copies]:
         source = refs["q"].at[item.b, query, item.head, heads, columns]
-        to = refs["loaded"] if loaded is None else loaded
-        dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(n * plan.rows, plan.rows)], to)
+        dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(n * plan.rows, plan.rows)], loaded)
 
 
 def store_transposed(ref, value) -> None:

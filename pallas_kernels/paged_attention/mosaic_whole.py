@@ -108,7 +108,7 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
             def step(n, before):
                 item = plan.item(refs, number(n))
 
-                def place(block, kind, part=0):
+                def place(block, kind, part):
                     """Counts the parts of blocks of keys and of values before a block's, and says which slot this has. kind: 0 for keys, 1
                     for values. part: which of its columns."""
                     number = (2 * (before + block - item.start) + kind) * (dim // PART) + part
