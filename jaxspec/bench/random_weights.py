@@ -54,7 +54,7 @@ def _packed(leaf: Packed, seed: np.uint32, index: np.uint32, std: float) -> Pack
         scales = pack(jnp.zeros(leaf.shape, jnp.uint8), ones, kind=leaf.kind, over=leaf.over, group=group).scale
     scales = jax.device_put(scales, leaf.scale.sharding)
     zeros = None if leaf.zero is None else jnp.full(leaf.zero.shape, offset, leaf.zero.dtype, device=leaf.zero.sharding)
-    return Packed(words, scales, zeros, leaf.kind, leaf.over, leaf.cut)
+    return Packed(words, scales, zeros, leaf.kind, leaf.over, leaf.cut, leaf.inputs)
 
 
 @partial(jax.jit, static_argnames=("shape", "sharding", "mask"))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import float8_rows
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.packed import Packed, unpack
 from pallas_kernels.packed.matrix import rounded
@@ -24,11 +25,13 @@ def linear(x: jax.Array, w: jax.Array | Packed, dtype: Any = None) -> jax.Array:
 def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = None) -> jax.Array:
     """x w^T for any axes. x: [..., *in], w: [*out, *in] -> [..., *out] in x's dtype or in `dtype`. over: how many axes `in` are.
 
-    A packed w is unpacked piece by piece, so its float copy never exists whole.
+    A packed w is unpacked piece by piece, so its float copy never exists whole. x's rows are rounded first if w says so (`Packed.inputs`).
     """
     contract = (tuple(range(x.ndim - over, x.ndim)), tuple(range(w.ndim - over, w.ndim)))
     if not isinstance(w, Packed):
         return jax.lax.dot_general(x, w, (contract, ((), ())), preferred_element_type=dtype)
+    if w.inputs is not None:
+        x = float8_rows.rounded(x.reshape(*x.shape[: x.ndim - over], -1), implementation="xla").reshape(x.shape)
     if any(w.cut) and w.ndim > 2:  # small, since the widths of large matrices of layers are multiples of a block
         return jax.lax.dot_general(x, unpack(w, x.dtype), (contract, ((), ())), preferred_element_type=dtype)
     leading, out = x.shape[: x.ndim - over], w.shape[: w.ndim - over]

@@ -29,7 +29,7 @@ KINDS = {"int4": Kind(4, 8), "int8": Kind(8), "fp8": Kind(8), "fp4": Kind(4)}
 FP8_BITS = ((0x00800080, 8), (0x007F007F, 4), (0x80008000, -4), (0x70007000, 0), (0x0F000F00, -8))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("words", "scale", "zero"), meta_fields=("kind", "over", "cut"))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("words", "scale", "zero"), meta_fields=("kind", "over", "cut", "inputs"))
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """A matrix [*out, *in] of few bits a weight. Its fields may be arrays, ShapeDtypeStructs or shardings.
@@ -48,6 +48,8 @@ class Packed:
     over: int
     # How many outputs and inputs of the last blocks are filling.
     cut: tuple[int, int]
+    # What the rows of a product with this matrix are rounded to first: "fp8" (see `float8_rows`), or None for rows as they are.
+    inputs: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +83,7 @@ class Packed:
             out, rest = math.prod(x.shape[: self.ndim - self.over]), x.shape[self.ndim :]
             return x.reshape(out, math.prod(x.shape[self.ndim - self.over : self.ndim]), *rest)
 
-        return Packed(joined(self.words), joined(self.scale), None if self.zero is None else joined(self.zero), self.kind, 1, (0, 0))
+        return Packed(joined(self.words), joined(self.scale), None if self.zero is None else joined(self.zero), self.kind, 1, (0, 0), self.inputs)
 
 
 def abstract(shape: tuple[int, ...], kind: str, *, over: int = 1, group: int | None, zeros: bool = False, scale_dtype: Any) -> Packed:
