@@ -138,7 +138,7 @@ def named_cases() -> Iterator[Case]:
             if rows == 40 and mosaic_products.is_fastest(rows, arguments[1], 2 if shape.kind == "gated" else 1):
                 triton = functools.partial(function, implementation="triton")
                 yield Case("linear", f"{name} x {rows}, Triton", triton, arguments, further=not name.startswith("31B"))
-        for packing, rows in itertools.product(linear_shapes.PACKINGS, (5, 40, 160)):
+        for packing, rows in itertools.product((*linear_shapes.PACKINGS, linear_shapes.ROUNDED), (5, 40, 160)):
             arguments = shape.arguments(rows, dtype, packing)
             yield Case("linear", f"{name} x {rows}, {packing}", function, arguments, further=not _first(name, packing, rows))
     for name, shape in lm_head_shapes.SHAPES.items():
@@ -188,7 +188,8 @@ def named_cases() -> Iterator[Case]:
 
 def _first(name: str, packing: str, rows: int) -> bool:
     """Whether a packed product is compiled without --all too: every form once, and the most common at all numbers of rows."""
-    return name in ("31B gate_up", "31B down", "26B down", "E2B per-layer gate") and (packing == "int4" or rows == 40)
+    every = packing in ("int4", linear_shapes.ROUNDED)
+    return name in ("31B gate_up", "31B down", "26B down", "E2B per-layer gate") and (every or rows == 40)
 
 
 def _add_norm(add_norm: Any, x: Any, y: Any, weight: Any, scalar: Any, next_weights: Any) -> Any:

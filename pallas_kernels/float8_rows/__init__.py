@@ -1,7 +1,8 @@
 """Rows rounded to 8 bits a number, as products take them whose inputs are quantised (`Packed.inputs`).
 
 A row x becomes scale * code: codes are float8_e4m3fn, and the scale is the least power of two for which none of them exceeds 448, the
-largest e4m3. So scale * code is a bfloat16 exactly (above 2**-117), and a product may take it as one, or multiply the codes and then the scale.
+largest e4m3. So scale * code is a bfloat16 exactly (if not below 2**-117), and a product may take it as one, or multiply codes and scale
+the sums.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ def rounded(x: jax.Array, *, launch_dependents: bool = False, implementation: st
     return found.reshape(x.shape)
 
 
-def codes(x: jax.Array, *, launch_dependents: bool = False, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of the rows of x. x: [N, I], I a multiple of 16 -> [N, I] float8_e4m3fn and [N] float32.
+def codes(
+    x: jax.Array, rows: int | None = None, *, launch_dependents: bool = False, implementation: str = "auto"
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of the rows of x. x: [N, I], I a multiple of 16 -> [rows, I] float8_e4m3fn and [rows] float32.
+
+    rows: N or more, of which those after the Nth are copies of the last one; None for N.
 
     Codes of 16 inputs lie in the order 4 c + 2 b + e of the input 8 e + 2 c + b: the order in which the kernel for Hopper has the codes of
     a packed matrix (see `packed`). `codes_in_order` brings them back. Settings and errors: as for `rounded`; kernels need compute
     capability 8.9."""
     chosen = dialect.select(implementation)
     if chosen == "xla":
-        return reference.codes(x)
-    return triton.codes(x, launch_dependents=launch_dependents, interpret=chosen == "triton-interpret")
+        return reference.codes(x, rows or len(x))
+    return triton.codes(x, rows or len(x), launch_dependents=launch_dependents, interpret=chosen == "triton-interpret")
 
 
 __all__ = ["codes", "codes_in_order", "rounded"]

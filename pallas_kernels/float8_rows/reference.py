@@ -24,8 +24,9 @@ def rounded(x: jax.Array) -> jax.Array:
     return (numbers * scale).astype(x.dtype)
 
 
-def codes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def codes(x: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """See `float8_rows.codes`."""
+    x = jnp.pad(x, ((0, rows - len(x)), (0, 0)), mode="edge")
     numbers, scale = _divided(x)
     fine = numbers.astype(jnp.float8_e4m3fn).reshape(len(x), -1, 2, 4, 2)
     return fine.transpose(0, 1, 3, 4, 2).reshape(x.shape), scale[:, 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -22,18 +21,18 @@ def rounded(x, *, launch_dependents=False, interpret=False):
     return _call(_numbers, "float8_numbers", x, out, launch_dependents, interpret)
 
 
-def codes(x, *, launch_dependents=False, interpret=False):
+def codes(x, rows, *, launch_dependents=False, interpret=False):
     """See `pallas_kernels.float8_rows.codes`."""
-    out = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
+    out = jax.ShapeDtypeStruct((rows, x.shape[1]), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((rows,), jnp.float32)
     return _call(_codes, "float8_codes", x, out, launch_dependents, interpret)
 
 
 def _call(kernel: Any, name: str, x: jax.Array, out: Any, launch_dependents: bool, interpret: bool) -> Any:
-    rows, width = x.shape
+    width = x.shape[1]
     return dialect.call(
-        functools.partial(kernel),
+        kernel,
         name=name,
-        grid=(rows,),
+        grid=(jax.tree.leaves(out)[0].shape[0],),
         out_shape=out,
         num_warps=max(1, min(MOST_WARPS, pl.next_power_of_2(width) // WARP)),
         num_stages=1,
@@ -44,11 +43,11 @@ def _call(kernel: Any, name: str, x: jax.Array, out: Any, launch_dependents: boo
 
 def _row(x_ref):
     """The program's row, its columns and which of them it has, its numbers divided by its scale and rounded, and the scale."""
-    row, width = pl.program_id(0), x_ref.shape[1]
+    row, (rows, width) = pl.program_id(0), x_ref.shape
     column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     inside = None if len(column) == width else column < width
     other = None if inside is None else jnp.zeros((), x_ref.dtype)
-    x = plgpu.load(x_ref.at[row, column], mask=inside, other=other).astype(jnp.float32)
+    x = plgpu.load(x_ref.at[jnp.minimum(row, rows - 1), column], mask=inside, other=other).astype(jnp.float32)
     scale, inverse = power_for(jnp.max(jnp.abs(x)))
     y = x * inverse
     # A number of the size of 2**20 times y's power of two pushes all but three bits of the mantissa out of a float32, and goes again.

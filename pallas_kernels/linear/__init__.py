@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, float8_rows
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear import mosaic, packed_mosaic, packed_triton, reference, triton
@@ -126,8 +126,16 @@ def by_kernel(x: Any, w: Any, *others: Any, splits: int | None = None, implement
     """Whether a kernel reads x, and no operation of XLA does. x: [N, H]; others: further arrays that the product takes. Of all arrays the
     shapes are enough. splits and implementation: as for `partials`; splits is 1 for a product with a gate."""
     chosen, rows = _select(implementation, splits, x, w, *others), x.shape[0]
-    padded = chosen == "mosaic" and (packed_mosaic if isinstance(w, Packed) else mosaic).pads(rows)
-    return chosen != "xla" and not padded and not _divided(x, w)
+    return chosen != "xla" and not _padded(chosen, rows, w) and not _divided(x, w)
+
+
+def _padded(chosen: str, rows: int, w: Any) -> bool:
+    """Whether XLA pads so many rows before the chosen kernel takes them."""
+    if chosen != "mosaic":
+        return False
+    if isinstance(w, Packed):
+        return packed_mosaic.pads(rows) and not packed_mosaic.takes_codes(rows, w)
+    return mosaic.pads(rows)
 
 
 def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
@@ -157,8 +165,23 @@ def _kernel(name: str, chosen: str, w: jax.Array | Packed, launch_dependents: bo
     if name != "linear" and (chosen == "mosaic" or not packed):
         settings = {"launch_dependents": launch_dependents}
     if chosen == "mosaic":
-        return functools.partial(getattr(packed_mosaic if packed else mosaic, name), **settings)
-    return functools.partial(getattr(packed_triton if packed else triton, name), interpret=chosen == "triton-interpret", **settings)
+        kernel = functools.partial(getattr(packed_mosaic if packed else mosaic, name), **settings)
+    else:
+        kernel = functools.partial(getattr(packed_triton if packed else triton, name), interpret=chosen == "triton-interpret", **settings)
+    return _of_rounded_rows(kernel, chosen) if packed and w.inputs is not None else kernel
+
+
+def _of_rounded_rows(kernel: Callable[..., jax.Array], chosen: str) -> Callable[..., jax.Array]:
+    """The kernel for a packed matrix that wants its rows rounded."""
+
+    def rounding(x: jax.Array, w: Packed, *others: Any) -> jax.Array:
+        if not (chosen == "mosaic" and packed_mosaic.takes_codes(x.shape[0], w)):  # else the kernel rounds them itself
+            implementation = "triton" if chosen == "mosaic" else chosen
+            settings = {"launch_dependents": not _padded(chosen, x.shape[0], w), "implementation": implementation}
+            x = float8_rows.rounded(x, **settings)
+        return kernel(x, w, *others)
+
+    return rounding
 
 
 def _divided(x: Any, w: Any) -> bool:

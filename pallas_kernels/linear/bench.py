@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels import bench
 from pallas_kernels import linear as products
 from pallas_kernels.linear import packed_triton, reference, triton
-from pallas_kernels.linear.shapes import PACKINGS, SHAPES, Shape
+from pallas_kernels.linear.shapes import PACKINGS, ROUNDED, SHAPES, Shape
 from pallas_kernels.linear.triton import Tiles
 from pallas_kernels.packed import Packed
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time other tiles too")
     parser.add_argument("--shapes", default="", help="only the shapes whose name holds this")
     parser.add_argument("--rows", default="4,40", help="numbers of rows, with commas between them")
-    parser.add_argument("--kind", choices=PACKINGS, help="how the weights are packed (default: not at all)")
+    parser.add_argument("--kind", choices=(*PACKINGS, ROUNDED), help="how the weights are packed (default: not at all)")
     options = parser.parse_args()
     cases = [(name, shape, int(rows)) for name, shape in SHAPES.items() if options.shapes in name for rows in options.rows.split(",")]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, float8_rows
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear.reference import summed
@@ -24,7 +24,8 @@ MOST_ROWS = 256
 # A product with its activation keeps the sums of gate and up in the registers of a warpgroup: so many rows at most, and fewer in a large
 # matrix, whose product alone keeps the tensor cores busier.
 MOST_GATED, MOST_GATED_LARGE, LARGE = 96, 64, 1 << 26
-OPERAND, OTHERS = 16, 30  # registers of a thread for a product's left operand, and for all but operands and sums
+OPERAND, OTHERS = 16, 30  # registers of a thread for a product's left operand of 16 bits, and for all but operands and sums
+LEAST_CODES = 17  # rows that are rounded to fp8 are multiplied as codes from so many on
 LEAST_TILES = dialect.MULTIPROCESSORS // 2  # with fewer, programs share the sums of a product alone, which one with its activation cannot
 LEAST_WEIGHTS = 1 << 20  # smaller matrices are multiplied faster by `packed_triton`
 FEW_OUTPUTS = 4096
@@ -56,19 +57,27 @@ def pads(rows: int) -> bool:
     return rows > 8 and rows % 8 != 0
 
 
-def choose_tiles(rows: int, outputs: int, inputs: int, bits: int, *, matrices: int = 1, splits: int | None = 1) -> Tiles:
-    """The tiles for a product of `rows` rows with [matrices, outputs, inputs] codes of so many bits. splits: as for `linear`."""
+def takes_codes(rows: int, w: Packed) -> bool:
+    """Whether so many rows are rounded to codes for a product with this matrix, which multiplies codes."""
+    return w.inputs == "fp8" and w.kind == "fp8" and w.groups is None and rows >= LEAST_CODES
+
+
+def choose_tiles(
+    rows: int, outputs: int, inputs: int, bits: int, *, matrices: int = 1, splits: int | None = 1, codes: bool = False
+) -> Tiles:
+    """The tiles for a product of `rows` rows with [matrices, outputs, inputs] codes of so many bits. splits: as for `linear`. codes:
+    whether rows are codes of 8 bits too."""
     padded, blocks = -(-rows // 8) * 8, inputs // BLOCK
 
     def fitting(wide: int, deep: int, step: int) -> list[Tiles]:
-        size, sums = Tiles(1, wide, deep, step, 1).room(matrices, bits, padded)
+        size, sums = Tiles(1, wide, deep, step, 1).room(matrices, bits, padded, 1 if codes else 2)
         stages = min(4 if step > 2 else 6, (SHARED_MEMORY - sums) // size)
         if blocks % step or stages < min(3, blocks // step):
             return []
         counts = range(1, min(splits or MOST_SPLITS, blocks // step) + 1)
         # Whether two products can run at once. Where a thread lacks registers for that, ptxas has every instruction of a product wait for
         # the one before (its note C7512). It does not count those that the copying warpgroup gives up: see `registers`.
-        enough = matrices * padded // 2 + 2 * OPERAND + OTHERS <= mosaic.registers(wide * deep)
+        enough = matrices * padded // 2 + (OPERAND if codes else 2 * OPERAND) + OTHERS <= mosaic.registers(wide * deep)
         flying = 0 if not enough else 1 if padded > 64 else 4
         found = [Tiles(1, wide, deep, step, stages, count, flying) for count in counts]
         if JOINED_ROWS[0] <= padded <= JOINED_ROWS[1] and joins(pl.cdiv(outputs // BLOCK, wide), blocks // step):
@@ -138,16 +147,19 @@ def _alone(x: jax.Array, w: Packed, splits: int | None, launch_dependents: bool 
 
 def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
     *_, outputs, inputs = w.shape
-    return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, matrices=matrices, splits=splits)
+    settings = {"matrices": matrices, "splits": splits, "codes": takes_codes(x.shape[0], w)}
+    return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, **settings)
 
 
 # A program has many products alike, and to trace and lower one takes a few tenths of a second.
 @jax.jit(static_argnames=("matrices", "tiles", "dtype", "launch_dependents"))
 def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, launch_dependents: bool = False) -> jax.Array:
-    rows = x.shape[0]
-    padded = -(-rows // 8) * 8
-    if pads(rows):  # rows are copied in tiles of eight, so there must be fewer than eight, or a multiple
-        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
+    rows, arrays = x.shape[0], {"x": x}
+    padded = -(-rows // 8) * 8  # rows are copied in tiles of eight, so there must be fewer than eight, or a multiple
+    if takes_codes(rows, w):
+        arrays = dict(zip(("x", "x_scales"), float8_rows.codes(x, padded, launch_dependents=True), strict=True))
+    elif pads(rows):
+        arrays["x"] = jnp.pad(x, ((0, padded - rows), (0, 0)))
     outputs, steps = w.shape[-2], w.shape[-1] // BLOCK // tiles.step
     groups = pl.cdiv(outputs // BLOCK, tiles.at_once)
     # Programs have equal parts of all steps, in order; or they take tiles, or splits of tiles, in turn.
@@ -176,7 +188,7 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, laun
         mosaic.store(value, refs["out"].at[0 if tiles.joined else jax.lax.div(piece.first, share)], block)
 
     return mosaic.call(
-        {"x": x},
+        arrays,
         w,
         {"out": jax.ShapeDtypeStruct((splits, rows, outputs), dtype)},
         tiles,

@@ -24,12 +24,14 @@ PACKINGS = {
     "fp4": ("fp4", 16, False, None),
     "fp4 float32": ("fp4", 16, False, "float32"),  # NVFP4
 }
+ROUNDED = "fp8, rows too"  # as "fp8", and rows of x are rounded to fp8 before a product
 
 
 def packed(shape: tuple[int, ...], packing: str, dtype: Any) -> Packed:
-    """The shapes of packed weights [*out, in]. packing: a key of PACKINGS. dtype: x's."""
-    kind, group, zeros, scale_dtype = PACKINGS[packing]
-    return abstract(shape, kind, group=group, zeros=zeros, scale_dtype=scale_dtype or dtype)
+    """The shapes of packed weights [*out, in]. packing: a key of PACKINGS, or ROUNDED. dtype: x's."""
+    kind, group, zeros, scale_dtype = PACKINGS["fp8" if packing == ROUNDED else packing]
+    found = abstract(shape, kind, group=group, zeros=zeros, scale_dtype=scale_dtype or dtype)
+    return dataclasses.replace(found, inputs="fp8") if packing == ROUNDED else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Shape:
     width: int  # of the input
 
     def arguments(self, rows: int, dtype: Any, packing: str | None = None) -> tuple[Any, ...]:
-        """The shapes of the arguments of the function `kind`. packing: of the weights, a key of PACKINGS; None for weights of `dtype`."""
+        """The shapes of the arguments of the function `kind`. packing: of the weights, as for `packed`; None for weights of `dtype`."""
         weights: Any = jax.ShapeDtypeStruct((2,) * (self.kind == "gated") + (self.columns, self.width), dtype)
         if packing is not None:
             weights = packed(weights.shape, packing, dtype)

@@ -83,7 +83,9 @@ class Packed:
             out, rest = math.prod(x.shape[: self.ndim - self.over]), x.shape[self.ndim :]
             return x.reshape(out, math.prod(x.shape[self.ndim - self.over : self.ndim]), *rest)
 
-        return Packed(joined(self.words), joined(self.scale), None if self.zero is None else joined(self.zero), self.kind, 1, (0, 0), self.inputs)
+        return Packed(
+            joined(self.words), joined(self.scale), None if self.zero is None else joined(self.zero), self.kind, 1, (0, 0), self.inputs
+        )
 
 
 def abstract(shape: tuple[int, ...], kind: str, *, over: int = 1, group: int | None, zeros: bool = False, scale_dtype: Any) -> Packed:

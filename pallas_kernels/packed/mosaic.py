@@ -5,6 +5,9 @@ copies words, scales, zeros and rows to shared memory, several steps ahead, over
 thread reads 16 bytes of a block, which are its part of the tensor core's left operand (see `packed`), unpacks two codes at a time, and
 multiplies from registers. Outputs are the operand's rows, so any multiple of 8 rows of x makes a product. Warpgroups have outputs of their
 own, or share outputs and divide the sums.
+
+Rows may be codes themselves, float8_e4m3fn (see `float8_rows`). Then codes of the matrix, "fp8" with one scale an output, are put in order
+as they are, the tensor core multiplies codes, at twice the rate, and sums are scaled once at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, inlined
 from pallas_kernels.dialect import pl
 from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed
 from pallas_kernels.registers import exchange
@@ -32,6 +35,13 @@ MASKS = {
     "fp8": (0x87F087F0, 0x80F080F0, 0x07000700),
     "fp4": (0x80008000, 0x01C001C0),
 }
+# How two words of codes of "fp8", of the inputs e = 0 and e = 1, become a register of four codes of outputs h, whose bytes are 2 b + e: the
+# bits of each word, moved so far to the right, that are in a mask.
+CODES = (
+    (((4, 0x007F007F), (8, 0x00800080)), ((-4, 0x7F007F00), (0, 0x80008000))),
+    (((4, 0x00800080), (8, 0x00700070), (0, 0x000F000F)), ((-4, 0x80008000), (0, 0x70007000), (-8, 0x0F000F00))),
+)
+CODE_MASKS = tuple(sorted({mask for half in CODES for word in half for _, mask in word}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +62,12 @@ class Tiles:
         """Blocks of outputs of a program, of each matrix."""
         return self.blocks * self.wide
 
-    def room(self, matrices: int, bits: int, padded: int) -> tuple[int, int]:
-        """Bytes of shared memory of a step, and of sums. matrices: how many at once, with codes of so many bits. padded: rows."""
+    def room(self, matrices: int, bits: int, padded: int, itemsize: int = 2) -> tuple[int, int]:
+        """Bytes of shared memory of a step, and of sums. matrices: how many at once, with codes of so many bits. padded: rows. itemsize: of
+        their numbers."""
         block = matrices * self.at_once * (512 * bits + 64 * 8)  # codes, and 4 scales, or 2 scales and 2 zeros, of an output
         sums = (self.deep - 1) * self.wide * self.blocks * matrices * BLOCK * padded * 4
-        return self.step * (block + padded * BLOCK * 2), sums
+        return self.step * (block + padded * BLOCK * itemsize), sums
 
 
 def registers(workers: int) -> int:
@@ -118,12 +129,12 @@ def call(
 ) -> dict[str, jax.Array]:
     """What a kernel of so many programs writes, by name.
 
-    arrays: "x" [N, I], of which N is below 8 or a multiple of it, and others. w: [*index, matrices, O, I]. out, scratch: the results, and
-    what `finish` needs of shared memory. rows: of a piece, a multiple of 8. Functions get all references by name: works(refs, program) is
-    how many pieces a program has, locate(refs, program, i) what they are; finish(refs, piece, block, totals) stores the products
-    [64, rows] float32 of a block of 64 outputs with each matrix; begin(refs) and end(refs) are called by each warpgroup that multiplies,
-    before its first piece and after its last. If tiles are joined, a program's last piece may lack steps, which are then the first piece
-    of the next program; that one's products are added.
+    arrays: "x" [N, I], of which N is below 8 or a multiple of it, and others: for rows of codes "x_scales" [N] float32, too.
+    w: [*index, matrices, O, I]. out, scratch: the results, and what `finish` needs of shared memory. rows: of a piece, a multiple of 8.
+    Functions get all references by name: works(refs, program) is how many pieces a program has, locate(refs, program, i) what they are;
+    finish(refs, piece, block, totals) stores the products [64, rows] float32 of a block of 64 outputs with each matrix; begin(refs) and
+    end(refs) are called by each warpgroup that multiplies, before its first piece and after its last. If tiles are joined, a program's
+    last piece may lack steps, which are then the first piece of the next program; that one's products are added.
     ahead: whether the first weights may be read before the kernels before this one have ended: if these write neither weights nor what
     `works` and `locate` read. launch_dependents: see `dialect.mosaic_wait`.
     """
@@ -136,26 +147,26 @@ def call(
     weights = {"w": w.words.reshape(*lead, out_blocks, deep_blocks * lanes, 256)}
     weights |= {name: x.reshape(*lead, out_blocks, -1, 64 * groups) for name, x in (("s", w.scale), ("z", w.zero)) if x is not None}
     per_output = weights["s"].shape[-2] == 1 and deep_blocks > 1
+    of_codes, width = "x_scales" in arrays, arrays["x"].dtype.itemsize * BLOCK
     numbers = mosaic.SMEM((tiles.stages, matrices, tiles.at_once, 1 if per_output else tiles.step, 64 * groups), w.scale.dtype)
     workers = tiles.wide * tiles.deep
     scratch = (scratch or {}) | {
         "words": mosaic.SMEM((tiles.stages, matrices, tiles.at_once, tiles.step * lanes, 256), jnp.uint32),
-        "scales": numbers,
         "rows": mosaic.SMEM(
             (tiles.stages, rows, tiles.step * BLOCK),
             arrays["x"].dtype,
-            transforms=(mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128)),
+            transforms=(mosaic.TilingTransform((8, BLOCK)), mosaic.SwizzleTransform(width)),
         ),
-        "full": mosaic.Barrier(num_arrivals=1 + len(weights), num_barriers=tiles.stages),
+        "full": mosaic.Barrier(num_arrivals=2 if of_codes else 1 + len(weights), num_barriers=tiles.stages),
         "empty": mosaic.Barrier(num_arrivals=workers, num_barriers=tiles.stages),
     }
-    if w.zero is not None:
-        scratch["zeros"] = numbers
+    if not of_codes:
+        scratch |= {name: numbers for name, x in (("scales", w.scale), ("zeros", w.zero)) if x is not None}
     if tiles.deep > 1:
         scratch["sums"] = mosaic.SMEM((tiles.deep - 1, tiles.wide, matrices * tiles.blocks, rows // 4, 256), jnp.float32)
         scratch["given"] = mosaic.Barrier(num_arrivals=workers - tiles.wide)
         scratch["taken"] = mosaic.Barrier(num_arrivals=tiles.wide)
-    masks = jnp.asarray(np.array(MASKS[w.kind], np.uint32))
+    masks = jnp.asarray(np.array(CODE_MASKS if of_codes else MASKS[w.kind], np.uint32))
     inputs = arrays | weights | {"masks": masks}
     outputs = dict(out)
     if tiles.joined:
@@ -203,11 +214,12 @@ def shared(tiles: int, steps: int, share: int, program: Any, i: Any) -> tuple[An
 
 
 def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finish, end, wait, ahead):
-    words, scales, rows, full, empty = (refs[name] for name in ("words", "scales", "rows", "full", "empty"))
-    numbers = {"s": scales, "z": refs["zeros"]} if "zeros" in refs else {"s": scales}
+    words, rows, full, empty = (refs[name] for name in ("words", "rows", "full", "empty"))
+    of_codes = "x_scales" in refs  # whose scales are not needed before the end
+    numbers = {name: refs[held] for name, held in (("s", "scales"), ("z", "zeros")) if held in refs}
     warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
     stages, matrices, at_once, lanes, _ = words.shape
-    lanes, padded, groups = lanes // tiles.step, rows.shape[1], scales.shape[-1] // 64
+    lanes, padded, groups = lanes // tiles.step, rows.shape[1], refs["s"].shape[-1] // 64
     workers = tiles.wide * tiles.deep
     if tiles.joined:
         program = jax.lax.axis_size("program") - 1 - program  # so that a program waits only for one that started before it
@@ -267,7 +279,7 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finis
         mosaic.set_max_registers(min(232, started + (started - 40) // workers // 8 * 8), action="increase")
         place, part = jax.lax.div(warpgroup, tiles.deep), jax.lax.rem(warpgroup, tiles.deep)
         mine = tiles.step // tiles.deep
-        operand = _unpacker(mosaic, kind, groups, "z" in numbers)
+        operand = _codes_in_registers(mosaic) if of_codes else _unpacker(mosaic, kind, groups, "z" in numbers)
         give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
         # Masks come from memory: ptxas would load a constant again before each use.
         layout = mosaic.Layout.WG_SPLAT((1,))
@@ -315,7 +327,12 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finis
 
                 def store_all(found):
                     for b in range(tiles.blocks):
-                        finish(refs, piece, piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks])
+                        block, totals = piece.tile * at_once + place * tiles.blocks + b, found[b :: tiles.blocks]
+                        if of_codes:
+                            last = refs["s"].shape[-3] - 1
+                            of_outputs = [refs["s"].at[*piece.matrices, m, jnp.minimum(block, last), 0] for m in range(matrices)]
+                            totals = [_scaled(mosaic, x, s, refs["x_scales"], piece.row) for x, s in zip(totals, of_outputs, strict=True)]
+                        finish(refs, piece, block, totals)
 
                 if not tiles.joined:
                     store_all(found)
@@ -489,3 +506,61 @@ def _unpacker(mosaic, kind, groups, zeros):
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return unpack
+
+
+def _codes_in_registers(mosaic):
+    """A function of a block's words of "fp8" in shared memory, and of `CODE_MASKS`, that returns the block's codes [64, 64] as the left
+    operand in registers. Of 16 inputs, input 8 e + 2 c + b becomes number 4 c + 2 b + e, as in the rows (`float8_rows.codes`)."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    settings = mosaic.ShapeDtypeStruct((BLOCK, BLOCK), jnp.float8_e4m3fn, layout=mosaic.Layout.WGMMA_8BIT)
+    splat = mosaic.Layout.WG_SPLAT((1,))
+
+    @mosaic.inline_mgpu(arg_types=(mosaic.RefType(), *[splat] * len(CODE_MASKS)), return_type=settings)
+    def order(_, words, *masks):
+        i32 = ir.IntegerType.get_signless(32)
+        of_masks = dict(zip(CODE_MASKS, (mask.registers.flat[0] for mask in masks), strict=True))
+        flat = mgpu.memref_fold(words, 0, 2)
+        first = arith.muli(inlined.thread(), inlined.index(4))
+        # Two slabs of words (s, e), of 16 s + 8 e and so on.
+        loaded = [vector.load(ir.VectorType.get((4,), i32), flat, [arith.addi(first, inlined.index(512 * slab))]) for slab in range(2)]
+        registers = np.empty(mgpu.WGMMA_LAYOUT_8BIT.registers_shape((BLOCK, BLOCK)), dtype=object)
+        for s in range(4):
+            pair = [vector.extract(loaded[s // 2], [], [2 * (s % 2) + e]) for e in range(2)]
+            moved = {(e, n): shifted(word, n) for e, word in enumerate(pair) for n in {n for half in CODES for n, _ in half[e]}}
+            for h in range(2):
+                parts = [arith.andi(moved[e, n], of_masks[mask]) for e in range(2) for n, mask in CODES[h][e]]
+                four = vector.broadcast(ir.VectorType.get((1,), i32), functools.reduce(arith.ori, parts))
+                registers[0, s, 0, 0, h, 0, 0, 0, 0] = vector.bitcast(ir.VectorType.get((4,), ir.Float8E4M3FNType.get()), four)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT_8BIT, _is_signed=None)
+
+    def shifted(word, right):
+        return word if right == 0 else arith.shrui(word, inlined.i32(right)) if right > 0 else arith.shli(word, inlined.i32(-right))
+
+    return order
+
+
+def _scaled(mosaic, value, of_outputs, of_rows, first):
+    """A product of codes [64, N] times the scales of its outputs, [64] in the order of a block, and of the rows from `first` on."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    result = mosaic.ShapeDtypeStruct(value.shape, jnp.float32, layout=mosaic.Layout.WGMMA)
+    types = mosaic.Layout.WGMMA, mosaic.RefType(), mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,))
+
+    @mosaic.inline_mgpu(arg_types=types, return_type=result)
+    def scale(_, value, of_outputs, of_rows, first):
+        f32, two = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
+        row = arith.muli(arith.divui(inlined.thread(), inlined.index(4)), inlined.index(2))
+        halves = vector.load(ir.VectorType.get((2,), ir.BF16Type.get()), of_outputs, [row])
+        halves = [vector.broadcast(two, arith.extf(f32, number)) for number in inlined.pair(halves)]
+        registers = np.empty_like(value.registers)
+        for place, register in np.ndenumerate(value.registers):
+            at = arith.addi(inlined.column(8 * place[1]), inlined.scalar(first))
+            registers[place] = arith.mulf(arith.mulf(register, vector.load(two, of_rows, [at])), halves[place[4]])
+        return mgpu.FragmentedArray(_registers=registers, _layout=value.layout, _is_signed=None)
+
+    return scale(value, of_outputs, of_rows, inlined.splat(mosaic, first))
