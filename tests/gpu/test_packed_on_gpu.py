@@ -10,7 +10,7 @@ import pytest
 from packed_matrices import FORMS, packed
 
 import jaxspec
-from pallas_kernels import dialect, linear, lm_head, moe
+from pallas_kernels import device, dialect, float8_rows, linear, lm_head, moe
 from pallas_kernels.activation import GELU
 from pallas_kernels.linear import packed_mosaic, packed_triton
 from pallas_kernels.moe import packed_mosaic as experts_mosaic
@@ -22,7 +22,7 @@ OTHER_SCALES = ("int4 zeros float16", "int8 zeros float16", "fp8 float32", "fp4 
 
 
 @pytest.fixture(autouse=True)
-def device():
+def kernels():
     if reason := dialect.obstacle():
         pytest.skip(reason)
 
@@ -100,6 +100,34 @@ def test_programs_that_share_a_tile_add_their_sums(form, rows):
         first, _, last = run(x, w)
         assert largest_gap(first, wanted) <= 3e-3, shape
         np.testing.assert_array_equal(first, last)
+
+
+@pytest.mark.parametrize("width", [576, 1536, 5376, 21504])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_are_rounded_to_float8_as_by_xla(dtype, width):
+    x = normal(9, width) * jnp.exp2(jnp.arange(9, dtype=jnp.float32) * 3 - 12)[:, None]
+    x = x.at[3].set(0).astype(dtype)
+    np.testing.assert_array_equal(jax.jit(float8_rows.rounded)(x), float8_rows.reference.rounded(x))
+    if (device.capability() or 0) >= 8.9:
+        codes, scales = jax.jit(functools.partial(float8_rows.codes, rows=16))(x)
+        numbers = float8_rows.codes_in_order(codes).astype(jnp.float32) * scales[:, None]
+        np.testing.assert_array_equal(numbers[:9].astype(dtype), float8_rows.reference.rounded(x))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 20, 40, 64, 70, 96, 130, 160, 250, 256])
+def test_products_round_their_rows_to_float8(rows):
+    """Scales are powers of two, so that a weight is the same number in 8 bits and in 16. Sums of codes have 13 bits or so."""
+    x = normal(rows, 2304)
+    for shape in ((2816, 2304), (5376, 2304), (160 * 128, 2304), (2, 832, 2304), (2, 160 * 128, 2304)):
+        w = packed("fp8", shape, rows)
+        w = dataclasses.replace(w, scale=jnp.exp2(jnp.round(jnp.log2(w.scale))), inputs="fp8")
+        wide = float8_rows.reference.rounded(x).astype(jnp.float32)
+        wanted = jnp.einsum("nh,...h->n...", wide, unpack(w, x.dtype).astype(jnp.float32), precision="highest")
+        if len(shape) == 3:
+            found, wanted = jax.jit(linear.gated)(x, w), GELU(*(wanted[:, i].astype(jnp.bfloat16) for i in range(2)))
+        else:
+            found = jax.jit(linear.partials)(x, w).sum(0)
+        assert largest_gap(found, wanted) <= 4e-3, shape
 
 
 def largest_gap(found, wanted):
