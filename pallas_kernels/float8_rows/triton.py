@@ -42,27 +42,33 @@ def _call(kernel: Any, name: str, x: jax.Array, out: Any, launch_dependents: boo
 
 
 def _row(x_ref):
-    """The program's row, its columns and which of them it has, its numbers divided by its scale and rounded, and the scale."""
-    row, (rows, width) = pl.program_id(0), x_ref.shape
-    column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
-    inside = None if len(column) == width else column < width
-    other = None if inside is None else jnp.zeros((), x_ref.dtype)
-    x = plgpu.load(x_ref.at[jnp.minimum(row, rows - 1), column], mask=inside, other=other).astype(jnp.float32)
-    scale, inverse = power_for(jnp.max(jnp.abs(x)))
-    y = x * inverse
+    """The program's row: its numbers divided by its scale and rounded, as two arrays [W, 8] of the first and the second eight of sixteen;
+    where they stand; and the scale. Numbers of a thread then need no exchange with those of another to be put in order."""
+    row, width = jnp.minimum(pl.program_id(0), x_ref.shape[0] - 1), x_ref.shape[1]
+    sixteen, one = jnp.arange(pl.next_power_of_2(pl.cdiv(width, 16)), dtype=jnp.int32)[:, None], jnp.arange(8, dtype=jnp.int32)[None, :]
+    columns = [16 * sixteen + 8 * half + one for half in range(2)]
+    x = [plgpu.load(x_ref.at[row, at], mask=at < width, other=jnp.zeros((), x_ref.dtype)).astype(jnp.float32) for at in columns]
+    scale, inverse = power_for(jnp.max(jnp.maximum(*map(jnp.abs, x))))
+    return columns, [_rounded(half * inverse) for half in x], scale
+
+
+def _rounded(y):
     # A number of the size of 2**20 times y's power of two pushes all but three bits of the mantissa out of a float32, and goes again.
     power = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(y, jnp.int32) & 0x7F800000, jnp.float32)
     large = jnp.maximum(power, LEAST_NORMAL) * (1.5 * 2**20)
-    return row, column, inside, (y + large) - large, scale
+    return (y + large) - large
 
 
 def _numbers(x_ref, out_ref):
-    row, column, inside, y, scale = _row(x_ref)
-    plgpu.store(out_ref.at[row, column], (y * scale).astype(out_ref.dtype), mask=inside)
+    columns, numbers, scale = _row(x_ref)
+    for at, half in zip(columns, numbers, strict=True):
+        plgpu.store(out_ref.at[pl.program_id(0), at], (half * scale).astype(out_ref.dtype), mask=at < x_ref.shape[1])
 
 
 def _codes(x_ref, out_ref, scale_ref):
-    row, column, inside, y, scale = _row(x_ref)
-    found = y.astype(jnp.float8_e4m3fn).reshape(-1, 2, 4, 2).transpose(0, 2, 3, 1).reshape(-1)
-    plgpu.store(out_ref.at[row, column], found, mask=inside)
-    scale_ref[row] = scale
+    _, numbers, scale = _row(x_ref)
+    found = jnp.stack([half.astype(jnp.float8_e4m3fn) for half in numbers], axis=-1)
+    at = jnp.arange(found.size, dtype=jnp.int32).reshape(-1, 16)
+    found = found.reshape(at.shape)
+    plgpu.store(out_ref.at[pl.program_id(0), at], found, mask=at < x_ref.shape[1])
+    scale_ref[pl.program_id(0)] = scale

@@ -78,6 +78,8 @@ def choose_tiles(
         # Whether two products can run at once. Where a thread lacks registers for that, ptxas has every instruction of a product wait for
         # the one before (its note C7512). It does not count those that the copying warpgroup gives up: see `registers`.
         enough = matrices * padded // 2 + (OPERAND if codes else 2 * OPERAND) + OTHERS <= mosaic.registers(wide * deep)
+        if codes and not enough:
+            return []
         flying = 0 if not enough else 1 if padded > 64 else 4
         found = [Tiles(1, wide, deep, step, stages, count, flying) for count in counts]
         if JOINED_ROWS[0] <= padded <= JOINED_ROWS[1] and joins(pl.cdiv(outputs // BLOCK, wide), blocks // step):
@@ -98,7 +100,7 @@ def choose_tiles(
     if padded > 64:
         shapes = ((3, 1, 2), (2, 1, 2), (1, 2, 2))
         tried = [tiles for shape in shapes for tiles in fitting(*shape)]
-        return min(tried or fitting(2, 1, 1), key=time)
+        return min(tried or fitting(2, 1, 1) or fitting(1, 1, 2), key=time)
     if matrices == 1:
         widest = [(4, 1, 2)] if bits == 8 and padded >= WIDEST_ROWS and outputs >= WIDEST_OUTPUTS else []
         shapes = (*widest, (1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))

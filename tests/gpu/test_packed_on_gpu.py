@@ -105,7 +105,7 @@ def test_programs_that_share_a_tile_add_their_sums(form, rows):
 @pytest.mark.parametrize("width", [576, 1536, 5376, 21504])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_are_rounded_to_float8_as_by_xla(dtype, width):
-    x = normal(9, width) * jnp.exp2(jnp.arange(9, dtype=jnp.float32) * 3 - 12)[:, None]
+    x = normal(9, width).astype(jnp.float32) * jnp.exp2(jnp.arange(9, dtype=jnp.float32) * 3 - 12)[:, None]
     x = x.at[3].set(0).astype(dtype)
     np.testing.assert_array_equal(jax.jit(float8_rows.rounded)(x), float8_rows.reference.rounded(x))
     if (device.capability() or 0) >= 8.9:
@@ -116,7 +116,8 @@ def test_rows_are_rounded_to_float8_as_by_xla(dtype, width):
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 20, 40, 64, 70, 96, 130, 160, 250, 256])
 def test_products_round_their_rows_to_float8(rows):
-    """Scales are powers of two, so that a weight is the same number in 8 bits and in 16. Sums of codes have 13 bits or so."""
+    """Scales are powers of two, so that a weight is the same number in 8 bits and in 16. Sums of codes have 13 bits or so, and where a gate
+    is next to 0 an activation has fewer that are right."""
     x = normal(rows, 2304)
     for shape in ((2816, 2304), (5376, 2304), (160 * 128, 2304), (2, 832, 2304), (2, 160 * 128, 2304)):
         w = packed("fp8", shape, rows)
@@ -124,10 +125,10 @@ def test_products_round_their_rows_to_float8(rows):
         wide = float8_rows.reference.rounded(x).astype(jnp.float32)
         wanted = jnp.einsum("nh,...h->n...", wide, unpack(w, x.dtype).astype(jnp.float32), precision="highest")
         if len(shape) == 3:
-            found, wanted = jax.jit(linear.gated)(x, w), GELU(*(wanted[:, i].astype(jnp.bfloat16) for i in range(2)))
+            found, wanted, limit = jax.jit(linear.gated)(x, w), GELU(*(wanted[:, i].astype(jnp.bfloat16) for i in range(2))), 1e-2
         else:
-            found = jax.jit(linear.partials)(x, w).sum(0)
-        assert largest_gap(found, wanted) <= 4e-3, shape
+            found, limit = jax.jit(linear.partials)(x, w).sum(0), 4e-3
+        assert largest_gap(found, wanted) <= limit, shape
 
 
 def largest_gap(found, wanted):
