@@ -19,9 +19,11 @@ from pallas_kernels.float8_rows.reference import codes_in_order
 def rounded(x: jax.Array, *, launch_dependents: bool = False, implementation: str = "auto") -> jax.Array:
     """scale * code for each row of x. x: [..., I] bfloat16 or float32 -> [..., I] in x's dtype.
 
-    launch_dependents: whether only kernels read the result: see `dialect.launching`. implementation: see `dialect.select`. Raises
-    ValueError for an unknown one."""
-    chosen = dialect.select(implementation)
+    launch_dependents: whether only kernels read the result: see `dialect.launching`. implementation: see `dialect.select`; the kernel takes
+    multiples of 16 numbers. Raises ValueError for an unknown one, and for a kernel that cannot serve."""
+    width, multiple = x.shape[-1], triton.SIXTEEN
+    obstacle = f"rows have {width} numbers; the kernel takes multiples of {multiple}" if width % multiple else None
+    chosen = dialect.select(implementation, obstacle)
     if chosen == "xla":
         return reference.rounded(x)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from pallas_kernels.float8_rows.reference import LEAST_NORMAL, power_for
 
 WARP = 1024  # numbers of a row that a warp holds
 MOST_WARPS = 16
+SIXTEEN = 16  # numbers that codes are put in order among
 
 
 def rounded(x, *, launch_dependents=False, interpret=False):
@@ -41,34 +44,44 @@ def _call(kernel: Any, name: str, x: jax.Array, out: Any, launch_dependents: boo
     )(x)
 
 
-def _row(x_ref):
-    """The program's row: its numbers divided by its scale and rounded, as two arrays [W, 8] of the first and the second eight of sixteen;
-    where they stand; and the scale. Numbers of a thread then need no exchange with those of another to be put in order."""
+def _halves(x_ref):
+    """The program's row in pieces of W sixteens, W a power of two, none of which is partly empty. Of each piece the columns and numbers of
+    the first and the second eight of the sixteens, [W, 8]: so no thread has to exchange numbers with another to put codes in order."""
     row, width = jnp.minimum(pl.program_id(0), x_ref.shape[0] - 1), x_ref.shape[1]
-    sixteen, one = jnp.arange(pl.next_power_of_2(pl.cdiv(width, 16)), dtype=jnp.int32)[:, None], jnp.arange(8, dtype=jnp.int32)[None, :]
-    columns = [16 * sixteen + 8 * half + one for half in range(2)]
-    x = [plgpu.load(x_ref.at[row, at], mask=at < width, other=jnp.zeros((), x_ref.dtype)).astype(jnp.float32) for at in columns]
-    scale, inverse = power_for(jnp.max(jnp.maximum(*map(jnp.abs, x))))
-    return columns, [_rounded(half * inverse) for half in x], scale
+    pieces, first = [], 0
+    while first < width:
+        size = 1 << ((width - first) // SIXTEEN).bit_length() - 1
+        at = jnp.arange(size, dtype=jnp.int32)[:, None] * SIXTEEN + jnp.arange(8, dtype=jnp.int32)[None, :]
+        columns = first + at, first + 8 + at
+        pieces.append([(at, plgpu.load(x_ref.at[row, at]).astype(jnp.float32)) for at in columns])
+        first += size * SIXTEEN
+    return pieces
 
 
-def _rounded(y):
-    # A number of the size of 2**20 times y's power of two pushes all but three bits of the mantissa out of a float32, and goes again.
-    power = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(y, jnp.int32) & 0x7F800000, jnp.float32)
-    large = jnp.maximum(power, LEAST_NORMAL) * (1.5 * 2**20)
-    return (y + large) - large
+def _power(pieces):
+    """The row's scale and its inverse."""
+    largest = [jnp.max(jnp.maximum(*(jnp.abs(x) for _, x in halves))) for halves in pieces]
+    return power_for(functools.reduce(jnp.maximum, largest))
 
 
 def _numbers(x_ref, out_ref):
-    columns, numbers, scale = _row(x_ref)
-    for at, half in zip(columns, numbers, strict=True):
-        plgpu.store(out_ref.at[pl.program_id(0), at], (half * scale).astype(out_ref.dtype), mask=at < x_ref.shape[1])
+    pieces = _halves(x_ref)
+    scale, inverse = _power(pieces)
+    for at, x in itertools.chain(*pieces):
+        y = x * inverse
+        # A number of the size of 2**20 times y's power of two pushes all but three bits of the mantissa out of a float32, and goes again.
+        power = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(y, jnp.int32) & 0x7F800000, jnp.float32)
+        large = jnp.maximum(power, LEAST_NORMAL) * (1.5 * 2**20)
+        plgpu.store(out_ref.at[pl.program_id(0), at], (((y + large) - large) * scale).astype(out_ref.dtype))
 
 
 def _codes(x_ref, out_ref, scale_ref):
-    _, numbers, scale = _row(x_ref)
-    found = jnp.stack([half.astype(jnp.float8_e4m3fn) for half in numbers], axis=-1)
-    at = jnp.arange(found.size, dtype=jnp.int32).reshape(-1, 16)
-    found = found.reshape(at.shape)
-    plgpu.store(out_ref.at[pl.program_id(0), at], found, mask=at < x_ref.shape[1])
+    pieces = _halves(x_ref)
+    scale, inverse = _power(pieces)
+    first = 0
+    for halves in pieces:
+        found = jnp.stack([(x * inverse).astype(jnp.float8_e4m3fn) for _, x in halves], axis=-1)
+        at = first + jnp.arange(found.size, dtype=jnp.int32).reshape(-1, SIXTEEN)
+        plgpu.store(out_ref.at[pl.program_id(0), at], found.reshape(at.shape))
+        first += found.size
     scale_ref[pl.program_id(0)] = scale

@@ -98,9 +98,8 @@ def choose_tiles(
         return waves * (steps + START) * step + parts
 
     if padded > 64:
-        shapes = ((3, 1, 2), (2, 1, 2), (1, 2, 2))
-        tried = [tiles for shape in shapes for tiles in fitting(*shape)]
-        return min(tried or fitting(2, 1, 1) or fitting(1, 1, 2), key=time)
+        tried = [tiles for shape in ((3, 1, 2), (2, 1, 2), (1, 2, 2)) for tiles in fitting(*shape)]
+        return min(tried or next(filter(None, (fitting(*shape) for shape in ((2, 1, 1), (1, 1, 2), (1, 1, 1))))), key=time)
     if matrices == 1:
         widest = [(4, 1, 2)] if bits == 8 and padded >= WIDEST_ROWS and outputs >= WIDEST_OUTPUTS else []
         shapes = (*widest, (1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))
@@ -109,7 +108,8 @@ def choose_tiles(
         # warpgroups as fast as they are read, and two have the registers for more rows.
         if joined := [tiles for tiles in fitting(2, 1 if bits == 8 and padded > 24 else 2, 2) if tiles.joined]:
             return joined[0]
-        shapes = ((1, 4, 4), (1, 3, 3), (1, 2, 2), (1, 1, 1)) if padded <= 40 else ((1, 2, 2), (1, 1, 1))
+        # Four that share sums lack the registers to put codes in order.
+        shapes = ((1, 4, 4), (1, 3, 3), (1, 2, 2), (1, 1, 1))[codes:] if padded <= 40 else ((1, 2, 2), (1, 1, 1))
     return min(next(filter(None, (fitting(*shape) for shape in shapes))), key=time)
 
 
@@ -159,7 +159,7 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, laun
     rows, arrays = x.shape[0], {"x": x}
     padded = -(-rows // 8) * 8  # rows are copied in tiles of eight, so there must be fewer than eight, or a multiple
     if takes_codes(rows, w):
-        arrays = dict(zip(("x", "x_scales"), float8_rows.codes(x, padded, launch_dependents=True), strict=True))
+        arrays["x"], arrays["x_scales"] = float8_rows.codes(x, padded, launch_dependents=True)
     elif pads(rows):
         arrays["x"] = jnp.pad(x, ((0, padded - rows), (0, 0)))
     outputs, steps = w.shape[-2], w.shape[-1] // BLOCK // tiles.step

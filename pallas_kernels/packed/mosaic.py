@@ -548,10 +548,6 @@ def _scaled(mosaic, value, of_outputs, of_rows, first):
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, vector
 
-    result = mosaic.ShapeDtypeStruct(value.shape, jnp.float32, layout=mosaic.Layout.WGMMA)
-    types = mosaic.Layout.WGMMA, mosaic.RefType(), mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,))
-
-    @mosaic.inline_mgpu(arg_types=types, return_type=result)
     def scale(_, value, of_outputs, of_rows, first):
         f32, two = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
         row = arith.muli(arith.divui(inlined.thread(), inlined.index(4)), inlined.index(2))
@@ -563,4 +559,7 @@ def _scaled(mosaic, value, of_outputs, of_rows, first):
             registers[place] = arith.mulf(arith.mulf(register, vector.load(two, of_rows, [at])), halves[place[4]])
         return mgpu.FragmentedArray(_registers=registers, _layout=value.layout, _is_signed=None)
 
-    return scale(value, of_outputs, of_rows, inlined.splat(mosaic, first))
+    result = mosaic.ShapeDtypeStruct(value.shape, jnp.float32, layout=mosaic.Layout.WGMMA)
+    types = mosaic.Layout.WGMMA, mosaic.RefType(), mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,))
+    scaling = mosaic.inline_mgpu(arg_types=types, return_type=result)(scale)
+    return scaling(value, of_outputs, of_rows, inlined.splat(mosaic, first))

@@ -1,0 +1,182 @@
+"""Rows rounded to float8, and products with packed matrices that want them so."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from lowering import for_cuda
+from packed_matrices import packed
+
+from pallas_kernels import device, float8_rows, linear
+from pallas_kernels.linear import packed_mosaic
+from pallas_kernels.linear.shapes import ROUNDED, SHAPES
+from pallas_kernels.packed import abstract, mosaic, pack, unpack
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
+H200, L4 = device.Described("NVIDIA H200", "9.0"), device.Described("NVIDIA L4", "8.9")
+IMPLEMENTATIONS = ["xla", "triton-interpret"]
+
+
+def rows(width, dtype, seed=0):
+    """Rows of many sizes: with subnormals of e4m3 among them, of zeros, of a largest number on either side of 448 scales, of large and of
+    small ones."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((9, width)) * np.exp2(rng.uniform(-12, 12, (9, width)))
+    x[3] = 0
+    x[4, 1:] *= 448 * 4 / (2 * np.abs(x[4]).max())
+    x[4, 0] = 448 * 4
+    x[5] *= 450 * 4 / np.abs(x[5]).max()
+    x[6] *= 1e-25
+    x[7] *= 1e25
+    return jnp.asarray(x, dtype)
+
+
+def by_ml_dtypes(x):
+    """The definition, in float64."""
+    wide = np.asarray(x, np.float64)
+    largest = np.abs(wide).max(axis=-1, keepdims=True)
+    scale = np.exp2(np.ceil(np.log2(np.where(largest == 0, 1, largest) / 448)))
+    return (wide / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [16, 160, 576])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_become_multiples_of_the_least_power_of_two(implementation, width, dtype):
+    x = rows(width, dtype)
+    found = float8_rows.rounded(x, implementation=implementation)
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(found, np.float64), by_ml_dtypes(x))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_codes_and_scales_are_the_same_numbers(implementation, dtype):
+    x = rows(160, dtype)
+    codes, scales = float8_rows.codes(x, 16, implementation=implementation)
+    assert codes.dtype == jnp.float8_e4m3fn and codes.shape == (16, 160) and scales.shape == (16,)
+    numbers = np.asarray(float8_rows.codes_in_order(codes), np.float64) * np.asarray(scales, np.float64)[:, None]
+    np.testing.assert_array_equal(numbers[:9], by_ml_dtypes(x))
+    np.testing.assert_array_equal(numbers[9:], np.repeat(numbers[8:9], 7, axis=0))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_no_number_stays_none(implementation):
+    x = jnp.ones((2, 32)).at[0, 5].set(jnp.nan).at[1, 7].set(jnp.inf)
+    found = float8_rows.rounded(x, implementation=implementation)
+    assert not np.isfinite(found[0, 5]) and not np.isfinite(found[1, 7])
+
+
+def test_a_row_that_the_kernel_cannot_serve():
+    x = jnp.ones((2, 24))
+    np.testing.assert_array_equal(float8_rows.rounded(x), x)
+    with pytest.raises(ValueError, match="'triton' cannot serve this: rows have 24 numbers; the kernel takes multiples of 16$"):
+        float8_rows.rounded(x, implementation="triton")
+
+
+def rounding(shape, seed=0):
+    return dataclasses.replace(packed("fp8", shape, seed), inputs="fp8")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_products_take_rounded_rows(implementation, count):
+    """Rows whose largest numbers differ, so that a scale of another row would show."""
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((count, 192)) * np.exp2(np.arange(count) % 7)[:, None], jnp.bfloat16)
+    near = jnp.asarray(by_ml_dtypes(x), jnp.float32)
+    assert np.abs(np.asarray(near - x.astype(jnp.float32))).max() > 0
+    w, pair = rounding((128, 192)), rounding((2, 64, 192))
+    full = [unpack(m, jnp.float32) for m in (w, pair)]
+    found = linear.linear(x, w, implementation=implementation)
+    np.testing.assert_allclose(found.astype(jnp.float32), near @ full[0].T, rtol=1e-2, atol=1e-2 * float(jnp.abs(near @ full[0].T).max()))
+    parts = linear.partials(x, w, splits=2, implementation=implementation)
+    np.testing.assert_allclose(parts.sum(0), near @ full[0].T, rtol=1e-5, atol=1e-5 * float(jnp.abs(parts).max()))
+    wanted = linear.reference.gated(near, full[1], linear.GELU)
+    found = linear.gated(x, pair, implementation=implementation)
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=2e-2, atol=1e-2 * float(jnp.abs(wanted).max()))
+
+
+def test_a_row_of_several_axes_has_one_scale():
+    """As heads have, which are the inputs of an output projection."""
+    x = rows(192, "float32")[:3].reshape(3, 2, 96)
+    codes = jnp.asarray(np.random.default_rng(5).integers(0, 127, (64, 2, 96)), jnp.uint8)
+    w = dataclasses.replace(pack(codes, jnp.ones((64, 1, 1)), kind="fp8", over=2), inputs="fp8")
+    near = jnp.asarray(by_ml_dtypes(x.reshape(3, 192)), jnp.float32).reshape(3, 2, 96)
+    found, wanted = linear.product(x, w, over=2), jnp.einsum("nkd,okd->no", near, unpack(w, jnp.float32))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * float(jnp.abs(wanted).max()))
+
+
+def inputs_by_place():
+    """Which of 16 inputs stands at each place of a row of codes."""
+    codes, scales = float8_rows.codes(1 + jnp.arange(16, dtype=jnp.float32)[None], implementation="xla")
+    return (np.asarray(codes.astype(jnp.float32))[0] * float(scales[0])).astype(int) - 1
+
+
+def test_codes_of_weights_meet_those_of_their_inputs():
+    """What `mosaic._codes_in_registers` makes of words, done here with numpy, against the tensor core's left operand of 8 bits: of rows r
+    and r + 8 of a warp's sixteen, thread 4 r + c has columns 4 c .. 4 c + 3 of each sixteen (PTX, the fragments of wgmma's .k32)."""
+    w = packed("fp8", (64, 64), 3)
+    wanted = np.asarray(unpack(dataclasses.replace(w, scale=jnp.ones_like(w.scale)), jnp.float32))
+    words = np.asarray(w.words).reshape(2, 128, 4)
+    for thread, s, h in itertools.product(range(128), range(4), range(2)):
+        warp, row, c = thread // 32, thread % 32 // 4, thread % 4
+        pair = [int(words[s // 2, thread, 2 * (s % 2) + e]) for e in range(2)]
+        register = 0
+        for e in range(2):
+            for right, mask in mosaic.CODES[h][e]:
+                register |= (pair[e] >> right if right >= 0 else pair[e] << -right) & mask
+        found = np.frombuffer(register.to_bytes(4, "little"), ml_dtypes.float8_e4m3fn).astype(np.float32)
+        np.testing.assert_array_equal(found, wanted[16 * warp + 8 * h + row, 16 * s + inputs_by_place()[4 * c : 4 * c + 4]])
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "group", "inputs", "rounding"),
+    [
+        (17, "fp8", None, "fp8", "float8_codes"),
+        (160, "fp8", None, "fp8", "float8_codes"),
+        (16, "fp8", None, "fp8", "float8_numbers"),
+        (40, "fp8", 128, "fp8", "float8_numbers"),
+        (40, "int8", None, "fp8", "float8_numbers"),
+        (40, "fp8", None, None, None),
+    ],
+)
+def test_hoppers_kernel_multiplies_codes_where_one_scale_serves_an_output(count, kind, group, inputs, rounding):
+    w = dataclasses.replace(abstract((1024, 1024), kind, group=group, scale_dtype=jnp.bfloat16), inputs=inputs)
+    assert packed_mosaic.takes_codes(count, w) is (rounding == "float8_codes")
+    with device.described_as(H200):
+        text = for_cuda(jax.jit(linear.partials), jax.ShapeDtypeStruct((count, 1024), jnp.bfloat16), w)
+    found = [name for name in ("float8_codes", "float8_numbers") if f'name = "{name}"' in text]
+    assert found == ([] if rounding is None else [rounding]) and "@mosaic_gpu" in text
+
+
+def test_rows_are_rounded_by_a_kernel_on_other_gpus_too():
+    x, w = SHAPES["E2B down"].arguments(40, jnp.bfloat16, ROUNDED)
+    with device.described_as(L4):
+        text = for_cuda(jax.jit(linear.partials), x, w)
+        assert linear.by_kernel(x, w)
+    assert 'name = "float8_numbers"' in text and 'name = "packed_linear"' in text
+
+
+def test_xla_pads_no_rows_that_become_codes():
+    """A kernel reads them, and so the kernel before may have others launched early."""
+    x, w = SHAPES["31B down"].arguments(39, jnp.bfloat16, ROUNDED)
+    with device.described_as(H200):
+        assert linear.by_kernel(x, w) and not linear.by_kernel(x, dataclasses.replace(w, inputs=None))
+        assert "stablehlo.pad" not in for_cuda(jax.jit(linear.partials), x, w)
+
+
+def test_tiles_of_codes_have_the_registers_and_the_memory():
+    for shape in SHAPES.values():
+        for count in (17, 40, 64, 80, 160, 256):
+            matrices = 2 if shape.kind == "gated" else 1
+            if matrices == 2 and count > packed_mosaic.MOST_GATED:
+                continue
+            tiles = packed_mosaic.choose_tiles(count, shape.columns, shape.width, 8, matrices=matrices, splits=1, codes=True)
+            step, sums = tiles.room(matrices, 8, -(-count // 8) * 8, 1)
+            assert tiles.stages * step + sums <= mosaic.SHARED_MEMORY
+            assert matrices * -(-count // 8) * 4 + packed_mosaic.OPERAND // 2 <= mosaic.registers(tiles.wide * tiles.deep)
