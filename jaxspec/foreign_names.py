@@ -24,7 +24,7 @@ HERE = {
     "speculative_num_draft_tokens": "num_draft_tokens",
     "enable_adaptive_verification": "adaptive_verification",
     "torch_dtype": "dtype",
-    "quantization": "quantize",
+    "quantization": "quantize, of weights alone, with quantize_activations beside it",
     "quantization_config": "quantize",
     "load_in_8bit": "quantize='int8'",
     "load_in_4bit": "quantize='int4'",

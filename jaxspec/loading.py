@@ -50,6 +50,7 @@ def load(
     dtype: Any = "auto",
     quantize: str | None = None,
     quantize_embedding: str | None = None,
+    quantize_activations: str | None = None,
     quantize_drafter: str | None = None,
     head_guide: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -95,11 +96,16 @@ def load(
     whose range activations exceed.
 
     quantize: "int8" or "fp8" (e4m3; a scale for each output) or "int4" (a scale for 32 inputs) quantises the target's float weights as
-    they are read: the matrices of its layers, not embeddings, head, norms and routers. Activations stay float, and products are those of
-    the dequantised weights. None takes the weights as the checkpoint has them, which may be quantised already.
+    they are read: the matrices of its layers, not embeddings, head, norms and routers. Products are those of the dequantised weights, and
+    activations stay float unless quantize_activations is given. None takes the weights as the checkpoint has them, which may be quantised already.
 
     quantize_embedding: "int8" quantises the target's float token embedding, which is its head too, with a scale for each token; alone or
     beside matrices that are quantised in any way. None takes it as the checkpoint has it.
+
+    quantize_activations: "fp8" rounds what the target's fp8 weights are multiplied with to fp8 too: each row to e4m3 times the least power
+    of two by which it fits. It needs such weights, by quantize="fp8" or in the checkpoint; routed experts, routers, embeddings and heads
+    take their inputs as they are. Texts are those of another model, a little less exact, and in bfloat16 they may depend a little on the
+    batch. None, the default, leaves activations float, also where the checkpoint's config quantises them.
 
     quantize_drafter: "int8", "int4" or "fp8" quantises the drafter's float weights in the same way, as they are read from its checkpoint;
     texts stay the same. Its heads have 8 bits ("int8") in all three, be it an assistant's or draft model's token embedding, a head of a
@@ -149,7 +155,8 @@ def load(
     drafter stays as it is.
 
     Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for
-    a checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, a drafter or an adapter
+    a checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, activations that are to be
+    and whose weights are not in fp8, a drafter or an adapter
     that does not fit, a setting out of range. An argument that vLLM or transformers has is answered with its name here.
     """
     path("target", target, "a hub id, a folder or a bundled name")
@@ -163,7 +170,7 @@ def load(
     grown = None if tree is None else tree_of(tree)
 
     hub = Hub(revision, token, cache_dir, local_files_only)
-    asked = {"quantize": quantize, "quantize_embedding": quantize_embedding}
+    asked = {"quantize": quantize, "quantize_embedding": quantize_embedding, "quantize_activations": quantize_activations}
     dtype_of = functools.partial(weights_dtype, dtype)
     pair = pair_of(target, drafter, hub, dtype=dtype_of, adapter=adapter, quantize_drafter=quantize_drafter, **asked)
     config, max_len = pair.config, max_len_of(pair.config, max_len)

@@ -73,6 +73,7 @@ def pair_of(
     adapter: str | os.PathLike[str] | None = None,
     quantize: str | None = None,
     quantize_embedding: str | None = None,
+    quantize_activations: str | None = None,
     quantize_drafter: str | None = None,
 ) -> Pair:
     """The target and the drafter of these names, of which only configs and the drafter's weights are downloaded.
@@ -97,7 +98,7 @@ def pair_of(
     else:
         drafter_folder, planned = None, _object(drafter, config)
         _check_no_quantising(quantize_drafter, planned)
-    quantisation = quantisation_of(folder, config, chosen, quantize, quantize_embedding)
+    quantisation = quantisation_of(folder, config, chosen, quantize, quantize_embedding, quantize_activations)
     changes = {} if adapter is None else adapter_changes(adapter, hub, folder, config, read_quantisation(folder))
     tree = abstract_target(config, chosen, quantisation)
     return Pair(folder, config, generation, defaults, chosen, tree, quantisation, changes, drafter_folder, planned)
@@ -110,6 +111,7 @@ def released_pair(
     *,
     quantize: str | None = None,
     quantize_embedding: str | None = None,
+    quantize_activations: str | None = None,
     quantize_drafter: str | None = None,
 ) -> Pair:
     """The released target of a name such as "e4b", of which there need be no checkpoint, and a drafter, of which neither.
@@ -126,7 +128,7 @@ def released_pair(
     elif drafter is not None:
         folder = checkpoint.resolve(drafter, hub.of_others)
         planned = drafters.abstract_drafter(folder, config, dtype, quantize_drafter)
-    quantisation = asked_quantisation(config, dtype, quantize, quantize_embedding)
+    quantisation = asked_quantisation(config, dtype, quantize, quantize_embedding, quantize_activations)
     return Pair(None, config, {}, Defaults(), dtype, abstract_target(config, dtype, quantisation), quantisation, {}, folder, planned)
 
 
@@ -208,7 +210,7 @@ def _what_helps(pair: Pair, room: int, placement: Placement, sizes: dict[str, An
 
     if pair.quantisation is None:
         for kind in ("int8", "int4"):
-            packed = abstract_target(pair.config, pair.dtype, asked_quantisation(pair.config, pair.dtype, kind, None))
+            packed = abstract_target(pair.config, pair.dtype, asked_quantisation(pair.config, pair.dtype, kind))
             if fits(packed, pair.drafter, placement):
                 yield f"quantize={kind!r} (--quantize {kind})"
                 break

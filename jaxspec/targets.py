@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.files import CONVERTED
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.checkpoint.peft import read_adapter
-from jaxspec.checkpoint.quantisation import Quantisation, with_packed
+from jaxspec.checkpoint.quantisation import Quantisation, with_packed, with_rounded_inputs
 from jaxspec.checks import integer
 from jaxspec.model.families import family_named, family_of
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -23,6 +24,7 @@ from pallas_kernels import device
 
 DEFAULT_MAX_LEN = 4096
 Target = TypeVar("Target", bound=TargetModel)
+ACTIVATIONS = ("fp8",)  # what `quantize_activations` may be
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}  # that weights may have
 
 
@@ -45,15 +47,20 @@ def read_quantisation(folder: Path) -> Quantisation | None:
 
 
 def quantisation_of(
-    folder: Path, config: TargetConfig, dtype: Any, quantize: str | None, quantize_embedding: str | None
+    folder: Path,
+    config: TargetConfig,
+    dtype: Any,
+    quantize: str | None = None,
+    quantize_embedding: str | None = None,
+    quantize_activations: str | None = None,
 ) -> Quantisation | None:
     """How a target's matrices are quantised in memory: as its checkpoint says, or as `load` is asked to quantise float weights.
 
-    dtype: of the weights that stay float. quantize, quantize_embedding: as for `load`. Raises ValueError for one of these that does not
-    exist, and for weights that are quantised already or were converted as float ones.
+    dtype: of the weights that stay float. quantize, quantize_embedding, quantize_activations: as for `load`. Raises ValueError for one of
+    these that does not exist, and for weights that are quantised already or were converted as float ones.
     """
     found = read_quantisation(folder)
-    asked = asked_quantisation(config, dtype, quantize, quantize_embedding, found)
+    asked = asked_quantisation(config, dtype, quantize, quantize_embedding, quantize_activations, found)
     if quantize is not None and found is not None:
         raise ValueError(f"quantize is {quantize!r}, but the weights in {folder} are quantised already ({found.name}); expected None")
     if quantize_embedding is not None and found is not None and found.embedding is not None:
@@ -66,17 +73,34 @@ def quantisation_of(
 
 
 def asked_quantisation(
-    config: TargetConfig, dtype: Any, quantize: str | None, quantize_embedding: str | None, found: Quantisation | None = None
+    config: TargetConfig,
+    dtype: Any,
+    quantize: str | None = None,
+    quantize_embedding: str | None = None,
+    quantize_activations: str | None = None,
+    found: Quantisation | None = None,
 ) -> Quantisation | None:
-    """What `load` is asked to make of a target's float weights, beside what is quantised already (`found`). Raises ValueError for a
-    `quantize` or `quantize_embedding` that does not exist."""
+    """What `load` is asked to make of a target's float weights and of its activations, beside what is quantised already (`found`). Raises
+    ValueError for a `quantize`, `quantize_embedding` or `quantize_activations` that does not exist."""
     scales = from_floats.scale_dtype(config.dtype, dtype)
     found = found if quantize is None else from_floats.quantisation(quantize, scales)
-    return found if quantize_embedding is None else from_floats.with_embedding(found, quantize_embedding, scales)
+    found = found if quantize_embedding is None else from_floats.with_embedding(found, quantize_embedding, scales)
+    return found if quantize_activations is None else _with_activations(found, quantize_activations)
+
+
+def _with_activations(found: Quantisation | None, name: str) -> Quantisation:
+    """The same with rounded activations, for which `abstract_target` looks for weights. Raises ValueError for a name not in ACTIVATIONS."""
+    if name not in ACTIVATIONS:
+        available = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"quantize_activations is {name!r}; available: {available}, or None for activations as they are")
+    found = found or Quantisation("float weights", lambda module: None)
+    return dataclasses.replace(found, name=f"{found.name}, {name} activations", inputs=name)
 
 
 def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation | None = None) -> TargetModel:
-    """A target as a tree of ShapeDtypeStructs of this dtype, with a `Packed` in place of every matrix that is quantised."""
+    """A target as a tree of ShapeDtypeStructs of this dtype, with a `Packed` in place of every matrix that is quantised.
+
+    Raises ValueError for a quantisation of embeddings or activations that this target cannot have."""
     family = family_of(config)
     tree = family.abstract(config, dtype)
     if quantisation is None:
@@ -84,6 +108,7 @@ def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation
     if quantisation.embedding is not None and tree.head[0] is not tree.embed_tokens.weight:
         raise ValueError("quantize_embedding quantises a token embedding that is the head too; this target's head is another matrix")
     packed = with_packed(tree, quantisation.scheme_of, family.prefixes[0], embedding=quantisation.embedding is not None)
+    packed = packed if quantisation.inputs is None else with_rounded_inputs(packed, quantisation.inputs)
     return packed.with_kv_scales(quantisation.kv_scales)
 
 

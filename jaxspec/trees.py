@@ -62,3 +62,8 @@ def told(self: Any) -> str:
 def packed_kinds(tree: Any) -> list[str]:
     """The kinds of its packed matrices, such as "int4", in alphabetical order."""
     return sorted({weight.kind for weight in weights_of(tree) if is_packed(weight)})
+
+
+def rounded_inputs(tree: Any) -> list[str]:
+    """What rows of products with its packed matrices are rounded to, such as "fp8": see `Packed.inputs`."""
+    return sorted({weight.inputs for weight in weights_of(tree) if is_packed(weight) and weight.inputs is not None})

@@ -90,6 +90,7 @@ class BenchReport:
     dtype: str
     quantize: str | None  # what the target's float weights were quantised to
     quantize_embedding: str | None  # and its token embedding
+    quantize_activations: str | None  # and what its matrices are multiplied with
     quantize_drafter: str | None  # what the drafter's were quantised to
     head_guides: bool  # whether a head has a guide
     settings: Workload
@@ -114,6 +115,7 @@ def report_lines(report: BenchReport) -> Iterator[str]:
     sampling = f"; where a temperature is, top_k {work.top_k} and top_p {work.top_p}" if any(report.temperatures) else ""
     quantised = f", target quantised to {report.quantize}" if report.quantize else ""
     quantised += f", embedding in {report.quantize_embedding}" if report.quantize_embedding else ""
+    quantised += f", activations in {report.quantize_activations}" if report.quantize_activations else ""
     quantised += f", drafter in {report.quantize_drafter}" if report.quantize_drafter else ""
     quantised += ", heads with guides" if report.head_guides else ""
     yield f"{report.config}, {report.dtype}{quantised}; {with_drafter}{sampling}; attention {work.attention}"

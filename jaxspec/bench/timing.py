@@ -76,6 +76,7 @@ def measure_plan(plan: BenchPlan, *, progress: bool = True) -> Iterator[BenchRep
             dtype=plan.dtype,
             quantize=plan.quantize,
             quantize_embedding=plan.quantize_embedding,
+            quantize_activations=plan.quantize_activations,
             quantize_drafter=plan.quantize_drafter,
             head_guides=has_guide((target, drafter)),
             settings=work,

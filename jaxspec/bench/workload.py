@@ -96,6 +96,7 @@ class BenchPlan:
     dtype: str
     quantize: str | None  # how the target's float weights are quantised
     quantize_embedding: str | None  # how its token embedding is
+    quantize_activations: str | None  # what rows of products with its matrices are rounded to
     quantize_drafter: str | None  # how the drafter's float weights are
     target_tree: Any  # of ShapeDtypeStructs
     drafter_tree: Any  # of ShapeDtypeStructs
@@ -151,6 +152,7 @@ def plan_bench(
     dtype: str = "bfloat16",
     quantize: str | None = None,
     quantize_embedding: str | None = None,
+    quantize_activations: str | None = None,
     quantize_drafter: str | None = None,
     head_guide: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -163,8 +165,8 @@ def plan_bench(
     sequences together, which go to the drafts that are most likely accepted; by default every draft has one. tree: of drafts, as for
     `jaxspec.load`, in place of num_draft_tokens; a step is timed. acceptance: rates, by default `RATES`, as for `accept.synthetic`, or the
     name of a rule, by default "coupled" for a tree; a rule accepts hardly any random draft, but takes the time that it takes. quantize,
-    quantize_embedding, quantize_drafter: as in `jaxspec.load`; without them a folder's weights are quantised as its config says.
-    head_guide: as there. mesh: from `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload:
+    quantize_embedding, quantize_activations, quantize_drafter: as in `jaxspec.load`; without them a folder's weights are quantised as its
+    config says. head_guide: as there. mesh: from `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload:
     other fields of `Workload`.
 
     Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
@@ -172,7 +174,8 @@ def plan_bench(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
     target_config = released.target_config(config)
-    quantisation = released.target_quantisation(config, target_config, DTYPES[dtype], quantize, quantize_embedding)
+    asked = {"quantize": quantize, "quantize_embedding": quantize_embedding, "quantize_activations": quantize_activations}
+    quantisation = released.target_quantisation(config, target_config, DTYPES[dtype], **asked)
     target: Any = abstract_target(target_config, DTYPES[dtype], quantisation)
     draft: Any = released.abstract_drafter(drafter, config, target_config, DTYPES[dtype], quantize_drafter)
     drafting = num_draft_tokens_of(draft) > 0
@@ -197,7 +200,7 @@ def plan_bench(
     work = Workload(count, accept, None if rows is None else rows // placement.shards, grown, **workload)
     _check(work, target_config, batches, temperatures, prefill)
     cells = tuple(batches), tuple(temperatures), tuple(prefill)
-    names = config, drafter, dtype, quantize, quantize_embedding, quantize_drafter
+    names = config, drafter, dtype, *asked.values(), quantize_drafter
     made = BenchPlan(*names, target, draft, *cells, work, placement)
     for batch in [*batches, *[1] * len(prefill)]:
         if batch % made.shards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ def packed_onto_devices(leaf: Packed, sources: Sequence[Source], update: Callabl
                 assert part is not None
                 _fill(numbers, source.part, np.repeat(part, again, axis=-1)[..., : math.prod(inner)] if again > 1 else part)
         update(sum(tensor.nbytes for tensor in source.tensors.values()))
-    made = _packed(codes, scale, zero, kind=scheme.kind, over=leaf.over, group=group)
+    made = dataclasses.replace(_packed(codes, scale, zero, kind=scheme.kind, over=leaf.over, group=group), inputs=leaf.inputs)
     return jax.tree.map(put_on_devices, made, leaf)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxspec.checkpoint.layout import Part, layouts_of
 from jaxspec.checkpoint.safetensors import Stored
-from jaxspec.trees import leaves_by_path
+from jaxspec.trees import is_packed, leaves_by_path
 from pallas_kernels import packed
 
 
@@ -28,6 +29,8 @@ class Scheme:
 
 
 EMBEDDING = "embed_tokens"  # the module of the token embedding
+# Matrices whose products take rows as they are whatever their own kind is: routed experts, routers, embeddings and heads.
+AS_THEY_ARE = re.compile(rf"\bexperts\.|\brouter\.|\bmoe\.gate\.|{EMBEDDING}|\blm_head\b")
 
 # From the name of a module of the checkpoint, as a key without ".weight", to its scheme, or None where it has float weights.
 SchemeOf = Callable[[str], Scheme | None]
@@ -74,6 +77,7 @@ class Quantisation:
     # By layer, what its keys and its values are divided by in a cache of float8; layers that the file says nothing of are not in it.
     kv_scales: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
     embedding: Format | None = None  # of the token embedding, which is the head too, or None where it is float
+    inputs: str | None = None  # what rows of products with matrices of this kind are rounded to: see `packed.Packed`
 
     def format_for(self, name: str) -> Format | None:
         """The format of a module, the token embedding among them, or None where it has float weights."""
@@ -116,6 +120,27 @@ def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: 
             raise ValueError(f"{prefix}{parts[0].key} cannot be packed: {error}") from error
 
     return jax.tree_util.tree_map_with_path(changed, tree)
+
+
+def with_rounded_inputs(tree: Any, kind: str) -> Any:
+    """A tree of `with_packed` in which the products of every matrix of a kind take rows that are rounded to it: see `Packed.inputs`. Those
+    of AS_THEY_ARE do not.
+
+    Raises ValueError if there is no such matrix, with the kinds that there are."""
+    found = set()
+
+    def changed(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if AS_THEY_ARE.search(name) or not is_packed(leaf):
+            return leaf
+        found.add(leaf.kind)
+        return dataclasses.replace(leaf, inputs=kind) if leaf.kind == kind else leaf
+
+    made = jax.tree_util.tree_map_with_path(changed, tree, is_leaf=is_packed)
+    if kind not in found:
+        held = f"in {' and '.join(sorted(found))}; expected {kind}" if found else f"float; expected {kind}, which quantize={kind!r} makes"
+        raise ValueError(f"quantize_activations is {kind!r}, but the weights of the target's layers, routed experts aside, are {held}")
+    return made
 
 
 def group_within(shape: tuple[int, ...], over: int, group: int | None) -> int | None:

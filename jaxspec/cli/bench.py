@@ -42,6 +42,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     option("dtype", "bfloat16 (the default) or float32")
     option("quantize", "quantise the target's matrices: int8, int4 or fp8 (default: none)", metavar="KIND")
     option("quantize-embedding", "quantise the target's token embedding, which is its head too: int8 (default: none)", metavar="KIND")
+    option("quantize-activations", "round what the target's fp8 matrices are multiplied with: fp8 (default: none)", metavar="KIND")
     option("quantize-drafter", "quantise the drafter's matrices: int8, int4 or fp8 (default: none)", metavar="KIND")
     text = "read an 8-bit copy of float heads to choose tokens (default: on Hopper GPUs with enough memory)"
     option("head-guide", text, action=argparse.BooleanOptionalAction)

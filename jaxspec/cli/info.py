@@ -7,6 +7,8 @@ from typing import Any
 
 from jaxspec.cli import environment, errors, options
 
+QUANTISED = ("quantize", "quantize_embedding", "quantize_activations", "quantize_drafter")
+
 
 def add_parser(commands: Any, hub: argparse.ArgumentParser) -> None:
     """Adds the command. hub: the options that say how models are fetched."""
@@ -18,6 +20,7 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> None:
     info.add_argument("--adapter", help="also say whether this LoRA adapter fits")
     info.add_argument("--quantize", metavar="KIND", help="as if the target's float weights were quantised: int8, int4 or fp8")
     info.add_argument("--quantize-embedding", metavar="KIND", help="as if its float token embedding were quantised: int8")
+    info.add_argument("--quantize-activations", metavar="KIND", help="as if the inputs of its fp8 weights were rounded: fp8")
     info.add_argument("--quantize-drafter", metavar="KIND", help="as if the drafter's float weights were quantised: int8, int4 or fp8")
     info.add_argument("--mesh", metavar="AXIS=N,...", help="print what each device of a mesh holds, such as tensor=4 or data=2,tensor=4")
     text = "print how load would use a device's memory; the options below imply it"
@@ -51,15 +54,14 @@ def _lines(args: argparse.Namespace, jax_fraction: float) -> list[str]:
     named = None if args.target is None else card_named(args.target)
     card, shares = _card(args, named, jax_fraction)
     if args.target is None or named is not None:
-        quantised = ("quantize", "quantize_embedding", "quantize_drafter")
-        about = ("drafter", "adapter", *quantised, "mesh", "kv_dtype", "max_len", "max_slots", "k", "learn")
+        about = ("drafter", "adapter", *QUANTISED, "mesh", "kv_dtype", "max_len", "max_slots", "k", "learn")
         given = [name for name in about if getattr(args, name) is not None]
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} is about a model, and none is named")
         if card is None:
             raise ValueError("neither a model is named nor --memory given, and this device does not say what memory it has")
         return list(describe.describe_card(card, **shares))
-    asked = {name: getattr(args, name) for name in ("adapter", "quantize", "quantize_embedding", "quantize_drafter")}
+    asked = {name: getattr(args, name) for name in ("adapter", *QUANTISED)}
     pair = describe.read(args.target, args.drafter, options.hub_of(args), **asked)
     shown = {} if args.memory is None else {"show": card.show}
     found = list(describe.describe(pair, args.target, args.drafter, **shown))

@@ -30,6 +30,8 @@ def model_options(hub: argparse.ArgumentParser) -> argparse.ArgumentParser:
     model.add_argument("--tree", type=int, metavar="N", help=text)
     model.add_argument("--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)")
     add_quantize(model)
+    text = "what the target's fp8 weights are multiplied with is rounded too: fp8 (default: activations stay float)"
+    model.add_argument("--quantize-activations", metavar="KIND", help=text)
     text = "read an 8-bit copy of the head to choose tokens; texts are the same (default: on Hopper GPUs with enough memory)"
     model.add_argument("--head-guide", action=argparse.BooleanOptionalAction, help=text)
     model.add_argument("--kv-dtype", default="auto", help="dtype of the target's cache: auto, float32, bfloat16 or fp8 (default: auto)")
@@ -101,6 +103,7 @@ def load_model(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
         dtype=args.dtype,
         quantize=args.quantize,
         quantize_embedding=args.quantize_embedding,
+        quantize_activations=args.quantize_activations,
         quantize_drafter=args.quantize_drafter,
         head_guide=args.head_guide,
         kv_dtype=args.kv_dtype,

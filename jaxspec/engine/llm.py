@@ -41,7 +41,7 @@ from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Needs
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
 from jaxspec.text import TemplateOptions, Tokenizer
-from jaxspec.trees import packed_kinds
+from jaxspec.trees import packed_kinds, rounded_inputs
 
 STREAM_STEPS = 4  # rounds between two chunks of a stream
 
@@ -157,6 +157,7 @@ class LLM:
         dtype, kv_dtype = self.target.dtype.name, self.settings.kv_dtype
         kv_name = dtype if kv_dtype is None else jnp.dtype(kv_dtype).name
         quantised = [*packed_kinds(self.target.layers), *(f"{kind} embedding" for kind in packed_kinds(self.target.embed_tokens))]
+        quantised += [f"{kind} activations" for kind in rounded_inputs(self.target)]
         names = {"model": self.name, "dtype": dtype, "quantised": " and ".join(quantised) or None}
         return names | {"max_len": self.max_len, "kv_dtype": kv_name, "accept": self.settings.accept.name}
 

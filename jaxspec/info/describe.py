@@ -44,8 +44,8 @@ OFFERED_LEN = 4096
 def read(target: str, drafter: str | None = None, hub: Hub = HUB, *, adapter: str | None = None, **asked: Any) -> Pair:
     """What the lines are about: a target under any name that `load` takes, or a released one such as "e4b", and a drafter for it.
 
-    asked: quantize, quantize_embedding and quantize_drafter. Raises as `load` does for what cannot be used and for a drafter that does
-    not fit.
+    asked: quantize, quantize_embedding, quantize_activations and quantize_drafter. Raises as `load` does for what cannot be used and for a
+    drafter that does not fit.
     """
     if target in released.TARGETS:
         if adapter is not None:

@@ -303,8 +303,8 @@ def print_acceptance(
 ) -> None:
     """Prints acceptance length by K and temperature, and the share of distinct 8-grams in the new text.
 
-    target, drafter, quantised (`quantize`, `quantize_embedding`, `quantize_drafter`): as for `load`; in float32. The prompts are the
-    beginning of each held-out module and its tokens from 400 on.
+    target, drafter, quantised (`quantize`, `quantize_embedding`, `quantize_activations`, `quantize_drafter`): as for `load`; in float32. The
+    prompts are the beginning of each held-out module and its tokens from 400 on.
     """
     from jaxspec import SamplingParams, load
     from jaxspec.train.pocket.corpus import BOS, held_out_texts
@@ -347,11 +347,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--drafter", default="pocket-mtp")
     command.add_argument("--quantize", help="int8, int4 or fp8: quantise the target's weights")
     command.add_argument("--quantize-embedding", help="int8: quantise its token embedding")
+    command.add_argument("--quantize-activations", help="fp8: round what fp8 weights are multiplied with")
     command.add_argument("--quantize-drafter", help="int8, int4 or fp8: quantise the drafter's weights")
     command.add_argument("--k", type=int, nargs="+", default=(1, 2, 4, 7), help="numbers of drafts (default: 1 2 4 7)")
     args = parser.parse_args(argv)
     if args.model == "measure":
-        quantised = {name: getattr(args, name) for name in ("quantize", "quantize_embedding", "quantize_drafter")}
+        quantised = {name: getattr(args, name) for name in ("quantize", "quantize_embedding", "quantize_activations", "quantize_drafter")}
         print_acceptance(args.target, args.drafter, ks=args.k, **quantised)
     elif args.model == "target":
         train_target(args)
