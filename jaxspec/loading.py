@@ -96,8 +96,9 @@ def load(
     whose range activations exceed.
 
     quantize: "int8" or "fp8" (e4m3; a scale for each output) or "int4" (a scale for 32 inputs) quantises the target's float weights as
-    they are read: the matrices of its layers, not embeddings, head, norms and routers. Products are those of the dequantised weights, and
-    activations stay float unless quantize_activations is given. None takes the weights as the checkpoint has them, which may be quantised already.
+    they are read: the matrices of its layers, not embeddings, head, norms and routers. Products are those of the dequantised weights; what
+    they are multiplied with stays float, unless quantize_activations says otherwise. None takes the weights as the checkpoint has them,
+    which may be quantised already.
 
     quantize_embedding: "int8" quantises the target's float token embedding, which is its head too, with a scale for each token; alone or
     beside matrices that are quantised in any way. None takes it as the checkpoint has it.

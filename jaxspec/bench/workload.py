@@ -166,8 +166,8 @@ def plan_bench(
     `jaxspec.load`, in place of num_draft_tokens; a step is timed. acceptance: rates, by default `RATES`, as for `accept.synthetic`, or the
     name of a rule, by default "coupled" for a tree; a rule accepts hardly any random draft, but takes the time that it takes. quantize,
     quantize_embedding, quantize_activations, quantize_drafter: as in `jaxspec.load`; without them a folder's weights are quantised as its
-    config says. head_guide: as there. mesh: from `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed. workload:
-    other fields of `Workload`.
+    config says. head_guide: as there. mesh: from `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed.
+    workload: other fields of `Workload`.
 
     Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
     """

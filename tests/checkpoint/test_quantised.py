@@ -44,9 +44,9 @@ def written(folder, member: str, settings: dict, write, **more) -> dict[str, np.
     return files.write_folder(folder, config_of(member, quantization_config=settings), original(member)[1], write, **more)
 
 
-def load(folder, dtype=jnp.float32) -> gemma4.Gemma4:
+def load(folder, dtype=jnp.float32, **asked) -> gemma4.Gemma4:
     config, _ = targets.read_target(folder)
-    quantisation = targets.read_quantisation(folder)
+    quantisation = targets.quantisation_of(folder, config, dtype, **asked)
     return targets.load_target(folder, targets.abstract_target(config, dtype, quantisation), quantisation, progress=False)
 
 
@@ -158,6 +158,38 @@ def test_logits_are_those_of_transformers_on_the_weights_that_it_means(name: str
     assert relative_error(found, wanted) <= 1e-4
     np.testing.assert_array_equal(found.argmax(-1), wanted.argmax(-1))
     assert relative_error(oracle.run(original(member)[0], ids)[0], wanted) > 1e-2  # the float weights have others
+
+
+def in_float8(x: torch.Tensor) -> torch.Tensor:
+    """Each row in e4m3 times the least power of two by which it fits."""
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest == 0, 1, torch.exp2(torch.ceil(torch.log2(largest.double() / 448)))).float()
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.parametrize(("member", "form"), [("E2B", FLOAT8), ("26B", FLOAT8), pytest.param("31B", BLOCKS, marks=pytest.mark.slow)])
+def test_rounded_activations_are_those_of_every_quantised_linear(member: str, form, tmp_path) -> None:
+    """The inputs of the modules whose weights are fp8, by hooks on them; not of experts, which are no such modules, and of routers. A few
+    numbers lie so near the middle of two of e4m3 that the last bit of a sum rounds them the other way: most sequences have none."""
+    settings, write = form
+    means = written(tmp_path, member, settings, write, names="index" if member == "26B" else "fused")
+    model = oracle.build(config_of(member))
+    model.load_state_dict({key: torch.from_numpy(value.astype(np.float32)) for key, value in means.items()}, strict=False)
+    ids = np.random.default_rng(1).integers(0, oracle.BASE["vocab_size"], (8, 5))
+    plain, _ = oracle.run(model, ids)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "router" not in name and name != "lm_head":
+            module.register_forward_pre_hook(lambda _, given: (in_float8(given[0]),))
+    wanted, _ = oracle.run(model, ids)
+    zero = jnp.zeros(8, jnp.int32)
+    rows = Rows(jnp.asarray(ids, jnp.int32), zero, zero + 5, jnp.arange(8, dtype=jnp.int32))
+    target = load(tmp_path, quantize_activations="fp8")
+    found = np.asarray(logits(target, rows))
+    errors = np.sort([relative_error(*pair) for pair in zip(found, wanted, strict=True)])
+    assert errors[4] <= 1e-5 and errors[-1] <= 1e-2
+    assert min(relative_error(*pair) for pair in zip(plain, wanted, strict=True)) > 1e-2
+    packed = {path: leaf.inputs for path, leaf in leaves_by_path(target, whole=(Packed,)).items() if isinstance(leaf, Packed)}
+    assert all((inputs is None) == ("experts" in path) for path, inputs in packed.items())
 
 
 @jax.jit

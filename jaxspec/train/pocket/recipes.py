@@ -303,8 +303,8 @@ def print_acceptance(
 ) -> None:
     """Prints acceptance length by K and temperature, and the share of distinct 8-grams in the new text.
 
-    target, drafter, quantised (`quantize`, `quantize_embedding`, `quantize_activations`, `quantize_drafter`): as for `load`; in float32. The
-    prompts are the beginning of each held-out module and its tokens from 400 on.
+    target, drafter, quantised (`quantize`, `quantize_embedding`, `quantize_activations`, `quantize_drafter`): as for `load`; in float32.
+    The prompts are the beginning of each held-out module and its tokens from 400 on.
     """
     from jaxspec import SamplingParams, load
     from jaxspec.train.pocket.corpus import BOS, held_out_texts
