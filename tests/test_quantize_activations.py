@@ -51,8 +51,18 @@ def llm(folders):
     return jaxspec.load(folders[0], **FP8, **SETTINGS)
 
 
-def texts(llm):
-    return [done.token_ids for done in llm.generate(PROMPTS, PARAMS)]
+def texts(llm, params=PARAMS):
+    return [done.token_ids for done in llm.generate(PROMPTS, params)]
+
+
+def assert_near(found, expected):
+    """The same tokens as completions with log-probabilities, or at the first difference two that were about as likely. The last bit of a
+    sum, which depends on the number of rows, may decide how an activation is rounded, and then those that follow from it differ too."""
+    for ids, wanted in zip(found, expected, strict=True):
+        at = next((i for i, pair in enumerate(zip(ids, wanted.token_ids, strict=True)) if len(set(pair)) == 2), None)
+        if at is not None:
+            likely = wanted.logprobs[at]
+            assert likely[wanted.token_ids[at]].logprob - likely[ids[at]].logprob < 0.3
 
 
 def inputs(tree):
@@ -67,7 +77,17 @@ def test_texts_are_others_and_the_same_with_drafts(folders, llm):
     floats = jaxspec.load(folders[0], quantize="fp8", **SETTINGS)
     assert floats.text_settings["quantised"] == "fp8" and texts(floats) != texts(llm)
     with_drafts = jaxspec.load(*folders, num_draft_tokens=4, **FP8, **SETTINGS)
-    assert texts(with_drafts) == texts(llm) and not any(inputs(with_drafts.drafter).values())
+    assert_near(texts(with_drafts), llm.generate(PROMPTS, PARAMS.replace(logprobs=5)))
+    assert not any(inputs(with_drafts.drafter).values())
+
+
+@pytest.mark.slow  # the same of a tiny model above
+def test_pocket_texts_are_nearly_the_same_with_drafts():
+    settings, params = {"dtype": "float32", **FP8, **SETTINGS, "max_len": 96}, PARAMS.replace(max_tokens=80)
+    expected = jaxspec.load("pocket", **settings).generate(PROMPTS, params.replace(logprobs=5))
+    found = jaxspec.load("pocket", "pocket-mtp", num_draft_tokens=4, **settings)
+    assert_near(texts(found, params), expected)
+    assert found.stats.accepted > found.stats.steps
 
 
 def test_a_converted_checkpoint_takes_it_when_it_is_loaded(folders, llm, tmp_path):
@@ -117,7 +137,7 @@ def test_parts_of_a_row_are_rounded_as_the_row_is():
 
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)])
 def test_a_mesh_is_near_one_device(wide, axes):
-    """Log-probabilities of prompts. Sums in another order round a number here and there the other way, and so a bound is on their mean."""
+    """Log-probabilities of prompts. Where the last bit of a sum rounds a number the other way they differ more, but that is rare."""
     prompts = np.random.default_rng(0).integers(100, 4000, (4, 24)).tolist()
 
     def scored(**settings):
@@ -135,7 +155,7 @@ def test_a_mesh_is_near_one_device(wide, axes):
     layer = target.layers[0]
     assert layer.mlp.down_proj.sum_over == layer.self_attn.o_proj.sum_over == "tensor" and set(inputs(target).values()) == {"fp8"}
     errors, effect = np.abs(found - expected), np.abs(floats - expected)
-    assert np.median(errors) < 1e-4 and errors.mean() < 0.1 * effect.mean()
+    assert np.median(errors) < 1e-4 and errors.mean() < 0.3 * effect.mean()
 
 
 def test_it_stays_wherever_weights_go():
@@ -166,16 +186,19 @@ def test_a_plan_is_that_of_fp8_weights():
 
 
 @pytest.mark.slow  # tests/engine/test_learn.py has a quantised target, and the texts above are those with drafts
-def test_a_drafter_learns_beside_it(folders, monkeypatch):
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}])
+def test_a_drafter_learns_beside_it(wide, tmp_path, monkeypatch, axes):
+    """Texts are nearly those without learning, whatever weights are tried and taken."""
+    assistant = tiny.tiny_assistant(tmp_path / "assistant", backbone_hidden_size=64, head_dim=64, global_head_dim=64)
     monkeypatch.setattr(trials, "LEAST", 1)
     monkeypatch.setattr(trials, "ALIKE", 1e9)
     learn = jaxspec.Learn(share=0.9, batch=4, length=32, anchors=8, rate=1e-2, every=1)
-    settings = {"num_draft_tokens": 2, **FP8, **SETTINGS}
-    with jaxspec.load(*folders, **settings) as llm:
-        expected = texts(llm)
-    with jaxspec.load(*folders, learn=learn, **settings) as llm:
+    settings = {"num_draft_tokens": 2, "quantize_activations": "fp8", "mesh": jaxspec.mesh(**axes) if axes else None, **SETTINGS}
+    with jaxspec.load(wide, assistant, **settings) as llm:
+        expected = llm.generate(PROMPTS, PARAMS.replace(logprobs=5))
+    with jaxspec.load(wide, assistant, learn=learn, **settings) as llm:
         while not llm.learning.stats.taken:
-            assert texts(llm) == expected
+            assert_near(texts(llm), expected)
 
 
 def test_commands_have_it(folders, tmp_path, capsys):
@@ -197,7 +220,10 @@ def test_commands_have_it(folders, tmp_path, capsys):
 
 
 def test_a_bench_times_it(wide):
-    plans = [plan_bench(config, quantize=kind, quantize_activations="fp8", context=4, tokens=4) for config, kind in (("e2b", "fp8"), (str(wide), None))]
+    plans = [
+        plan_bench(config, quantize=kind, quantize_activations="fp8", context=4, tokens=4)
+        for config, kind in (("e2b", "fp8"), (str(wide), None))
+    ]
     assert all(set(inputs(found.target_tree).values()) == {"fp8"} for found in plans)
     assert [found.quantize_activations for found in plans] == ["fp8", "fp8"]
 

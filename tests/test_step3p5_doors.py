@@ -141,11 +141,23 @@ def test_other_fp8_is_refused(tmp_path, changes, message):
 
 
 def test_quantised_here(folder):
-    """Matrices of the layers are packed, but not routers, gates of heads, the head and the embedding."""
+    """Matrices of the layers are packed, but not routers, gates of heads, the head and the embedding. Of these the inputs of experts alone
+    are never rounded."""
     config, _ = read_target(folder)
     leaves = leaves_by_path(abstract_target(config, jnp.bfloat16, asked_quantisation(config, jnp.bfloat16, "int8", None)), whole=(Packed,))
     kept = {path.rpartition(".layers.")[2].lstrip("0123456789.") for path, x in leaves.items() if len(x.shape) > 1 and not is_packed(x)}
     assert kept == {"model.embed_tokens.weight", "lm_head.weight", "self_attn.g_proj.weight", "moe.gate.weight"}
+    leaves = leaves_by_path(
+        abstract_target(config, jnp.bfloat16, asked_quantisation(config, jnp.bfloat16, "fp8", None, "fp8")), whole=(Packed,)
+    )
+    rounded = {path.rpartition(".layers.")[2].lstrip("0123456789.") for path, x in leaves.items() if is_packed(x) and x.inputs == "fp8"}
+    assert rounded == {
+        f"{name}.weight"
+        for name in (
+            *("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+            *("share_expert.gate_up_proj", "share_expert.down_proj"),
+        )
+    }
     with pytest.raises(ValueError, match="quantize_embedding quantises a token embedding that is the head too; this target's head is"):
         jaxspec.load(folder, quantize_embedding="int8", **SETTINGS)
 
