@@ -105,8 +105,9 @@ def load(
 
     quantize_activations: "fp8" rounds what the target's fp8 weights are multiplied with to fp8 too: each row to e4m3 times the least power
     of two by which it fits. It needs such weights, by quantize="fp8" or in the checkpoint; routed experts, routers, embeddings and heads
-    take their inputs as they are. Texts are those of another model, a little less exact, and in bfloat16 they may depend a little on the
-    batch. None, the default, leaves activations float, also where the checkpoint's config quantises them.
+    take their inputs as they are. It is a little less exact, and texts may depend a little on the drafter and the batch, since the last bit
+    of a sum may decide how a number is rounded. None, the default, leaves activations float, also where the checkpoint's config has them
+    rounded.
 
     quantize_drafter: "int8", "int4" or "fp8" quantises the drafter's float weights in the same way, as they are read from its checkpoint;
     texts stay the same. Its heads have 8 bits ("int8") in all three, be it an assistant's or draft model's token embedding, a head of a

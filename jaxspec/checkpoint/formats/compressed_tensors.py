@@ -1,6 +1,6 @@
 """The quantization_config of compressed-tensors, which llm-compressor writes: groups of modules, each with a way to quantise weights.
 
-Its inputs' quantisation is left out: weights alone are quantised here, and activations stay float. That is the more exact of the two.
+Its inputs' quantisation is left out: activations stay float, which is the more exact of the two, unless `load` is asked to round them.
 """
 
 from __future__ import annotations
