@@ -220,12 +220,18 @@ def target_config(name: str) -> TargetConfig:
     return read_target(folder)[0]
 
 
-def target_quantisation(name: str, config: TargetConfig, dtype: Any, **asked: str | None) -> Quantisation | None:
-    """How the matrices of a named target or of a folder's are quantised: see `targets.quantisation_of`, whose errors it raises. asked:
-    quantize, quantize_embedding and quantize_activations, as there."""
+def target_quantisation(
+    name: str,
+    config: TargetConfig,
+    dtype: Any,
+    quantize: str | None,
+    quantize_embedding: str | None,
+    quantize_activations: str | None,
+) -> Quantisation | None:
+    """How the matrices of a named target or of a folder's are quantised: see `targets.quantisation_of`, whose errors it raises."""
     if name not in TARGETS:
-        return quantisation_of(checkpoint.resolve(name), config, dtype, **asked)
-    return asked_quantisation(config, dtype, **asked)
+        return quantisation_of(checkpoint.resolve(name), config, dtype, quantize, quantize_embedding, quantize_activations)
+    return asked_quantisation(config, dtype, quantize, quantize_embedding, quantize_activations)
 
 
 def drafter_names() -> list[str]:

@@ -174,8 +174,8 @@ def plan_bench(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; available: {', '.join(map(repr, DTYPES))}")
     target_config = released.target_config(config)
-    asked = {"quantize": quantize, "quantize_embedding": quantize_embedding, "quantize_activations": quantize_activations}
-    quantisation = released.target_quantisation(config, target_config, DTYPES[dtype], **asked)
+    asked = quantize, quantize_embedding, quantize_activations
+    quantisation = released.target_quantisation(config, target_config, DTYPES[dtype], *asked)
     target: Any = abstract_target(target_config, DTYPES[dtype], quantisation)
     draft: Any = released.abstract_drafter(drafter, config, target_config, DTYPES[dtype], quantize_drafter)
     drafting = num_draft_tokens_of(draft) > 0
@@ -200,7 +200,7 @@ def plan_bench(
     work = Workload(count, accept, None if rows is None else rows // placement.shards, grown, **workload)
     _check(work, target_config, batches, temperatures, prefill)
     cells = tuple(batches), tuple(temperatures), tuple(prefill)
-    names = config, drafter, dtype, *asked.values(), quantize_drafter
+    names = config, drafter, dtype, quantize, quantize_embedding, quantize_activations, quantize_drafter
     made = BenchPlan(*names, target, draft, *cells, work, placement)
     for batch in [*batches, *[1] * len(prefill)]:
         if batch % made.shards:
