@@ -58,7 +58,7 @@ LONG = """
 step3p5_doors llm structured decode_loop mesh_tokens every_kind completions paged_attention losses round_shape lossless
 packed_products learning step3p5_modules quantised vllm cli readme dspark bench tuning lowering sharding structured_kinds gemma4_parity
 draft_model learning_kinds mtp_modules automata ngram learn step3p5_parity calls verification requests tree_requests generator info
-quantised_drafters in_place assistant quantize_embedding quantised_target
+quantised_drafters in_place assistant quantize_embedding quantize_activations quantised_target
 """.split()
 
 
