@@ -168,7 +168,7 @@ def _kernel(name: str, chosen: str, w: jax.Array | Packed, launch_dependents: bo
         kernel = functools.partial(getattr(packed_mosaic if packed else mosaic, name), **settings)
     else:
         kernel = functools.partial(getattr(packed_triton if packed else triton, name), interpret=chosen == "triton-interpret", **settings)
-    return _of_rounded_rows(kernel, chosen) if packed and w.inputs is not None else kernel
+    return _of_rounded_rows(kernel, chosen) if isinstance(w, Packed) and w.inputs is not None else kernel
 
 
 def _of_rounded_rows(kernel: Callable[..., jax.Array], chosen: str) -> Callable[..., jax.Array]:
