@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 LEAST_CAPABILITY = 8.0  # that the Triton dialect needs
+FLOAT8_CAPABILITY = 8.9  # from which on a GPU multiplies float8
 # Most bytes of shared memory for a program, by compute capability (CUDA's programming guide, table of technical specifications).
 SHARED_MEMORY = {"7.5": 65_536, "8.0": 166_912, "8.6": 101_376, "8.9": 101_376, "9.0": 232_448, "10.0": 232_448, "12.0": 101_376}
 

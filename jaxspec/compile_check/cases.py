@@ -138,7 +138,8 @@ def named_cases() -> Iterator[Case]:
             if rows == 40 and mosaic_products.is_fastest(rows, arguments[1], 2 if shape.kind == "gated" else 1):
                 triton = functools.partial(function, implementation="triton")
                 yield Case("linear", f"{name} x {rows}, Triton", triton, arguments, further=not name.startswith("31B"))
-        for packing, rows in itertools.product((*linear_shapes.PACKINGS, linear_shapes.ROUNDED), (5, 40, 160)):
+        rounded = itertools.product((linear_shapes.ROUNDED,), (5, 40, 160, 256))
+        for packing, rows in (*itertools.product(linear_shapes.PACKINGS, (5, 40, 160)), *rounded):
             arguments = shape.arguments(rows, dtype, packing)
             yield Case("linear", f"{name} x {rows}, {packing}", function, arguments, further=not _first(name, packing, rows))
     for name, shape in lm_head_shapes.SHAPES.items():

@@ -20,14 +20,14 @@ def power_for(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def rounded(x: jax.Array) -> jax.Array:
     """See `float8_rows.rounded`."""
-    numbers, scale = _divided(x)
+    numbers, scale = divided(x)
     return (numbers * scale).astype(x.dtype)
 
 
 def codes(x: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """See `float8_rows.codes`."""
     x = jnp.pad(x, ((0, rows - len(x)), (0, 0)), mode="edge")
-    numbers, scale = _divided(x)
+    numbers, scale = divided(x)
     fine = numbers.astype(jnp.float8_e4m3fn).reshape(len(x), -1, 2, 4, 2)
     return fine.transpose(0, 1, 3, 4, 2).reshape(x.shape), scale[:, 0]
 
@@ -37,7 +37,7 @@ def codes_in_order(found: jax.Array) -> jax.Array:
     return found.reshape(len(found), -1, 4, 2, 2).transpose(0, 1, 4, 2, 3).reshape(found.shape)
 
 
-def _divided(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def divided(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows divided by their scales and rounded to e4m3's numbers, and the scales [..., 1]. float32."""
     wide = x.astype(jnp.float32)
     scale, inverse = power_for(jnp.max(jnp.abs(wide), axis=-1, keepdims=True))

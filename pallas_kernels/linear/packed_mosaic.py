@@ -75,12 +75,15 @@ def choose_tiles(
         if blocks % step or stages < min(3, blocks // step):
             return []
         counts = range(1, min(splits or MOST_SPLITS, blocks // step) + 1)
-        # Whether two products can run at once. Where a thread lacks registers for that, ptxas has every instruction of a product wait for
-        # the one before (its note C7512). It does not count those that the copying warpgroup gives up: see `registers`.
-        enough = matrices * padded // 2 + (OPERAND if codes else 2 * OPERAND) + OTHERS <= mosaic.registers(wide * deep)
-        if codes and not enough:
+        # How many products can run at once. Where a thread lacks registers for two, ptxas has every instruction of a product wait for the
+        # one before (its note C7512). It does not count those that the copying warpgroup gives up: see `registers`.
+        left = mosaic.registers(wide * deep) - OTHERS - matrices * padded // 2
+        if codes:
+            left -= matrices * padded // 8 if deep > 1 else 0  # sums of another warpgroup on their way
+        operands = left // (OPERAND // 2 if codes else OPERAND)
+        if codes and operands < 1:
             return []
-        flying = 0 if not enough else 1 if padded > 64 else 4
+        flying = 0 if operands < 2 else 1 if padded > 64 else 4
         found = [Tiles(1, wide, deep, step, stages, count, flying) for count in counts]
         if JOINED_ROWS[0] <= padded <= JOINED_ROWS[1] and joins(pl.cdiv(outputs // BLOCK, wide), blocks // step):
             found.append(dataclasses.replace(found[0], joined=True))

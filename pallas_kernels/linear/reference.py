@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import float8_rows
+from pallas_kernels import device, float8_rows
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.packed import Packed, unpack
-from pallas_kernels.packed.matrix import rounded
+from pallas_kernels.packed.matrix import float8_of, rounded, scales_of
 
 UNPACKED_BYTES = 1 << 25  # most of a packed matrix that is unpacked at a time
 
@@ -30,7 +31,7 @@ def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = 
     contract = (tuple(range(x.ndim - over, x.ndim)), tuple(range(w.ndim - over, w.ndim)))
     if not isinstance(w, Packed):
         return jax.lax.dot_general(x, w, (contract, ((), ())), preferred_element_type=dtype)
-    if w.inputs is not None:
+    if w.inputs is not None and not _takes_codes(w):
         x = float8_rows.rounded(x.reshape(*x.shape[: x.ndim - over], -1), implementation="xla").reshape(x.shape)
     if any(w.cut) and w.ndim > 2:  # small, since the widths of large matrices of layers are multiples of a block
         return jax.lax.dot_general(x, unpack(w, x.dtype), (contract, ((), ())), preferred_element_type=dtype)
@@ -39,16 +40,35 @@ def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = 
     rows, w = x.reshape(math.prod(leading), -1), dataclasses.replace(w, cut=(0, w.cut[1])) if any(w.cut) else w.flat()
     blocks = w.words.shape[0]
     pieces = next(n for n in range(1, blocks + 1) if blocks % n == 0 and w.size * x.dtype.itemsize <= n * UNPACKED_BYTES or n == blocks)
-
-    def of_piece(piece: Packed) -> jax.Array:
-        return jax.lax.dot_general(rows, unpack(piece, x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-
+    of_piece = _of_codes(rows, dtype or x.dtype) if _takes_codes(w) else _of_numbers(rows, dtype)
     if pieces == 1:
         return of_piece(w)[:, : math.prod(out)].reshape(*leading, *out)
     cut = jax.tree.map(lambda part: part.reshape(pieces, -1, *part.shape[1:]), w)
     # `map` takes its pieces along the first axis, which a Packed does not count among its own.
     parts = jax.lax.map(lambda piece: of_piece(dataclasses.replace(w, **piece)), {"words": cut.words, "scale": cut.scale, "zero": cut.zero})
     return jnp.moveaxis(parts, 0, 1).reshape(len(rows), -1)[:, : math.prod(out)].reshape(*leading, *out)
+
+
+def _takes_codes(w: Packed) -> bool:
+    """Whether the current device multiplies codes of rounded rows with those of this matrix."""
+    return w.inputs == w.kind == "fp8" and w.groups is None and not any(w.cut) and (device.capability() or 0) >= device.FLOAT8_CAPABILITY
+
+
+def _of_numbers(rows: jax.Array, dtype: Any) -> Callable[[Packed], jax.Array]:
+    """The product of rows with a piece of a matrix, unpacked."""
+    return lambda w: jax.lax.dot_general(rows, unpack(w, rows.dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def _of_codes(rows: jax.Array, dtype: Any) -> Callable[[Packed], jax.Array]:
+    """The product of rows, rounded, with a piece of a matrix of "fp8": of codes with codes, and then of scales."""
+    codes, of_rows = float8_rows.reference.divided(rows)
+    codes = codes.astype(jnp.float8_e4m3fn)
+
+    def product(w: Packed) -> jax.Array:
+        found = jax.lax.dot_general(codes, float8_of(w), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+        return (found.astype(jnp.float32) * of_rows * scales_of(w).astype(jnp.float32)[None, :]).astype(dtype)
+
+    return product
 
 
 def partials(x: jax.Array, w: jax.Array | Packed, splits: int = 1) -> jax.Array:

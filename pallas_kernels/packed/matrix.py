@@ -212,6 +212,16 @@ def numbers_of(packed: Packed, numbers: jax.Array) -> jax.Array:
     return fine if packed.groups is None else jnp.repeat(fine, BLOCK // groups, axis=-1)
 
 
+def float8_of(packed: Packed) -> jax.Array:
+    """The codes of a matrix [O, I] of "fp8" with full blocks, as numbers float8_e4m3fn."""
+    return jax.lax.bitcast_convert_type(codes_of(packed), jnp.float8_e4m3fn)
+
+
+def scales_of(packed: Packed) -> jax.Array:
+    """The scales [O] of a matrix [O, I] with full blocks that has one for each output."""
+    return numbers_of(packed, packed.scale)[:, 0]
+
+
 def values_of(codes: jax.Array, kind: str) -> jax.Array:
     """What codes mean before zeros are subtracted and scales multiplied, float32, exact. codes: [...] uint8."""
     if kind == "int4":

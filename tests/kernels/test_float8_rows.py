@@ -1,6 +1,7 @@
 """Rows rounded to float8, and products with packed matrices that want them so."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -180,3 +181,22 @@ def test_tiles_of_codes_have_the_registers_and_the_memory():
             step, sums = tiles.room(matrices, 8, -(-count // 8) * 8, 1)
             assert tiles.stages * step + sums <= mosaic.SHARED_MEMORY
             assert matrices * -(-count // 8) * 4 + packed_mosaic.OPERAND // 2 <= mosaic.registers(tiles.wide * tiles.deep)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_xla_multiplies_codes_where_a_gpu_can(dtype):
+    """Rows in another order than that of Hopper's kernel, a matrix of several pieces, scales that are no powers of two."""
+    x, w = rows(192, dtype), rounding((2, 64, 192))
+    program = jax.jit(functools.partial(linear.product, dtype=jnp.float32))
+
+    def multiplies_codes():
+        jax.clear_caches()
+        return any("f8E4M3FN" in line for line in program.lower(x, w).as_text().splitlines() if "dot_general" in line)
+
+    with device.described_as(L4):
+        assert multiplies_codes()
+        found = linear.product(x, w, dtype=jnp.float32)
+    assert not multiplies_codes()
+    wanted = np.einsum("nh,koh->nko", by_ml_dtypes(x), np.asarray(unpack(w, jnp.float32), np.float64))
+    largest = np.maximum(np.abs(wanted).max(axis=(1, 2), keepdims=True), 1e-30)
+    np.testing.assert_allclose(found / largest, wanted / largest, rtol=0, atol=4e-3)
