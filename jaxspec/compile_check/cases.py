@@ -20,6 +20,7 @@ from pallas_kernels import (
     byte_walk,
     centroid_head,
     device,
+    float8_rows,
     layer_end,
     linear,
     lm_head,
@@ -33,6 +34,7 @@ from pallas_kernels.add_norm import bench as add_norm_bench
 from pallas_kernels.add_norm import shapes as add_norm_shapes
 from pallas_kernels.byte_walk import shapes as byte_walk_shapes
 from pallas_kernels.centroid_head import shapes as centroid_head_shapes
+from pallas_kernels.float8_rows import shapes as float8_rows_shapes
 from pallas_kernels.layer_end import shapes as layer_end_shapes
 from pallas_kernels.linear import mosaic as mosaic_products
 from pallas_kernels.linear import packed_mosaic
@@ -164,6 +166,11 @@ def named_cases() -> Iterator[Case]:
         if not packed_mosaic.unsupported(args[0], table):
             triton = functools.partial(function, implementation="triton")
             yield Case("lm_head", f"int8 {name}, Triton", triton, (args[0], table, *sampling), further=between)
+    for name, shape in float8_rows_shapes.SHAPES.items():
+        x, codes = array(*shape), (device.capability() or 0.0) >= device.FLOAT8_CAPABILITY
+        yield Case("float8_rows", f"{name}, numbers", functools.partial(float8_rows.rounded), (x,), further="x 5376" not in name)
+        if codes:
+            yield Case("float8_rows", f"{name}, codes", functools.partial(float8_rows.codes), (x,), further="x 5376" not in name)
     for name, shape in layer_end_shapes.SHAPES.items():
         yield Case("layer_end", name, functools.partial(layer_end.layer_end, eps=1e-6), shape.arguments(dtype))
     for name, shape in centroid_head_shapes.SHAPES.items():

@@ -11,7 +11,7 @@ import math
 
 import jax
 
-from pallas_kernels import dialect
+from pallas_kernels import device, dialect
 from pallas_kernels.float8_rows import reference, triton
 from pallas_kernels.float8_rows.reference import codes_in_order
 
@@ -39,9 +39,12 @@ def codes(
     rows: N or more, of which those after the Nth are copies of the last one; None for N.
 
     Codes of 16 inputs lie in the order 4 c + 2 b + e of the input 8 e + 2 c + b: the order in which the kernel for Hopper has the codes of
-    a packed matrix (see `packed`). `codes_in_order` brings them back. Settings and errors: as for `rounded`; kernels need compute
+    a packed matrix (see `packed`). `codes_in_order` brings them back. Settings and errors: as for `rounded`; the kernel needs compute
     capability 8.9."""
-    chosen = dialect.select(implementation)
+    found = device.capability()
+    lacks = found is not None and found < device.FLOAT8_CAPABILITY
+    obstacle = f"the device has compute capability {found}; the kernel needs {device.FLOAT8_CAPABILITY}" if lacks else None
+    chosen = dialect.select(implementation, obstacle)
     if chosen == "xla":
         return reference.codes(x, rows or len(x))
     return triton.codes(x, rows or len(x), launch_dependents=launch_dependents, interpret=chosen == "triton-interpret")

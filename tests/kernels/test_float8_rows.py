@@ -19,7 +19,7 @@ from pallas_kernels.packed import abstract, mosaic, pack, unpack
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
-H200, L4 = device.Described("NVIDIA H200", "9.0"), device.Described("NVIDIA L4", "8.9")
+A100, H200, L4 = (device.Described(*x) for x in (("NVIDIA A100-SXM4-40GB", "8.0"), ("NVIDIA H200", "9.0"), ("NVIDIA L4", "8.9")))
 IMPLEMENTATIONS = ["xla", "triton-interpret"]
 
 
@@ -78,6 +78,8 @@ def test_a_row_that_the_kernel_cannot_serve():
     np.testing.assert_array_equal(float8_rows.rounded(x), x)
     with pytest.raises(ValueError, match="'triton' cannot serve this: rows have 24 numbers; the kernel takes multiples of 16$"):
         float8_rows.rounded(x, implementation="triton")
+    with device.described_as(A100), pytest.raises(ValueError, match="the device has compute capability 8.0; the kernel needs 8.9$"):
+        float8_rows.codes(jnp.ones((2, 32)), implementation="triton")
 
 
 def rounding(shape, seed=0):
