@@ -21,12 +21,14 @@ from pallas_kernels.layer_end import mosaic as layer_end
 from pallas_kernels.linear import linear
 from pallas_kernels.lm_head import abstract_guide, likely_logits, lm_head
 from pallas_kernels.packed import abstract
+from pallas_kernels.qkv import mosaic as qkv
 from pallas_kernels.top_candidates import top_candidates
 
 # What kernels read before they wait, of their arguments: the words, scales and zeros of a packed matrix, whose last argument is a constant.
 READ_AHEAD = dict.fromkeys(("linear", "gated", "lm_head"), slice(1, 2)) | dict.fromkeys(("packed_linear", "packed_gated"), slice(1, -1))
 READ_AHEAD |= dict.fromkeys(("packed_lm_head", "layer_end"), slice(3, -1))  # after two more arrays
-VIEWS = {"reshape", "squeeze", "expand_dims", "optimization_barrier"}
+READ_AHEAD |= {"qkv_product": slice(1, 4), "q_product": slice(1, 3)}
+VIEWS = {"reshape", "squeeze", "expand_dims", "optimization_barrier", "new_ref", "get"}
 
 
 @pytest.fixture
@@ -119,6 +121,14 @@ def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper,
 
 def test_the_end_of_a_layer_reads_nothing_but_weights_ahead(hopper, monkeypatch):
     monkeypatch.setattr(layer_end, "SINCE", (0, 0))
+    found, layers = step("E2B", 1)
+    assert found.pop("launch_dependents") > 10 * layers
+    assert found.pop("wait") >= layers
+    assert not found
+
+
+def test_heads_of_one_kernel_read_nothing_but_weights_ahead(hopper, monkeypatch):
+    monkeypatch.setattr(qkv, "SINCE", (0, 0))
     found, layers = step("E2B", 1)
     assert found.pop("launch_dependents") > 10 * layers
     assert found.pop("wait") >= layers

@@ -13,7 +13,6 @@ from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Keys, Rows
-from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.paged_attention import by_kernel, paged_attention
 from pallas_kernels.qkv import Pages
 
@@ -29,34 +28,32 @@ class AttentionWeights(Protocol):
     def spec(self) -> LayerSpec: ...
 
     def heads(
-        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any, read_by_kernel: bool
+        self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool
     ) -> Heads:
-        """Normed and rotated queries [B, T, KV, G, D] of a projection or its parts, and the keys and values, or the pools that hold
-        them, in `dtype`: see `pallas_kernels.qkv`. read_by_kernel: whether a kernel reads them, and no operation of XLA does."""
+        """Normed and rotated queries [B, T, KV, G, D] of rows [B, T, H], and the keys and values, or the pools that hold them, in the rows'
+        dtype: see `pallas_kernels.qkv`. read_by_kernel: whether a kernel reads them, and no operation of XLA does."""
         ...
 
 
 def attend(
     weights: AttentionWeights,
-    projected: jax.Array | Unsummed,
+    normed: jax.Array,
     positions: jax.Array,
     keys: Keys,
-    dtype: Any,
     attention: str,
     scale: float = 1.0,
     read_by_kernel: bool = False,
 ) -> tuple[jax.Array, Keys]:
-    """Attention of a layer's rows. projected: what `weights.heads` takes; positions: [B, T]; dtype: of the rows; scale: of the scores;
-    attention: the implementation; read_by_kernel: whether a kernel reads the heads, and no operation of XLA does. Returns the heads
-    [B, T, KV, G, D] and the keys that they attended to: those given, with the rows' own if the layer owns any."""
-    assert not isinstance(projected, Unsummed)
+    """Attention of a layer's rows. normed: [B, T, H], what `weights.heads` takes; positions: [B, T]; scale: of the scores; attention: the
+    implementation; read_by_kernel: whether a kernel reads the heads, and no operation of XLA does. Returns the heads [B, T, KV, G, D] and
+    the keys that they attended to: those given, with the rows' own if the layer owns any."""
     spec, pages, pools = weights.spec, None, keys.pools
-    if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == dtype and pools.scales is None:
+    if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == normed.dtype and pools.scales is None:
         assert keys.table is not None
         pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
     page = None if keys.pools is None else keys.pools.k.shape[1]
     kept = keys.packing is None and (pages is not None or not spec.owns_kv)  # no operation of XLA moves or stores what is computed here
-    q, k, v = weights.heads(projected, positions, pages, attention, dtype, kept and by_kernel(spec.head_dim, page, attention))
+    q, k, v = weights.heads(normed, positions, pages, attention, kept and by_kernel(spec.head_dim, page, attention))
     if pages is not None:
         assert k is not None and v is not None
         keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)

@@ -38,7 +38,8 @@ from pallas_kernels.layer_end import layer_end, serves
 from pallas_kernels.linear import by_kernel, gated_by
 from pallas_kernels.lm_head import Guide
 from pallas_kernels.packed import Packed
-from pallas_kernels.qkv import Pages, qkv
+from pallas_kernels.qkv import Pages, projected, qkv
+from pallas_kernels.qkv import serves as serves_heads
 
 CHECKPOINT_PREFIXES = ("model.language_model.", "model.")  # conditional generation; text only
 # The image and audio parts of a target's checkpoint, which the text path does without.
@@ -71,15 +72,21 @@ class Attention:
         return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
     def heads(
-        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any, read_by_kernel: bool
+        self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool
     ) -> Heads:
         """See `AttentionWeights.heads`."""
-        spec = self.spec
+        spec, k_weight = self.spec, None if self.k_norm is None else self.k_norm.weight
         cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)
-        k_weight = None if self.k_norm is None else self.k_norm.weight
-        settings: dict[str, Any] = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": dtype}
+        others = cos, sin, self.q_norm.weight, k_weight, pages
+        settings: dict[str, Any] = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": normed.dtype}
         settings |= {"launch_dependents": read_by_kernel, "implementation": implementation}
-        return qkv(projected, cos, sin, self.q_norm.weight, k_weight, pages, **settings)
+        proj = self.qkv_proj
+        alone = proj.sum_over is None and proj.gather_over is None
+        if alone and serves_heads(normed, proj.weight, k_weight, pages, key_dims=spec.key_dims, implementation=implementation):
+            return projected(normed, proj.weight, *others, **settings)
+        parts = proj.parts(normed, implementation)
+        assert not isinstance(parts, Unsummed)
+        return qkv(parts, *others, **settings)
 
     @property
     def key_weight(self) -> jax.Array | None:
@@ -346,8 +353,7 @@ def decoder_layer(
     attn = layer.self_attn
     with jax.named_scope(attn.spec.kind):
         first = attn.o_proj.by_kernel(math.prod(x.shape[:-1]), x.dtype, attention, over=3)
-        projected = attn.qkv_proj.parts(normed, attention)
-        heads, keys = attend(attn, projected, positions, keys, x.dtype, attention, read_by_kernel=first)
+        heads, keys = attend(attn, normed, positions, keys, attention, read_by_kernel=first)
         attended = attn.o_proj.parts(heads, attention, over=3)
     with jax.named_scope("feed_forward"):
         return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention, read_by_kernel), keys

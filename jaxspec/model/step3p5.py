@@ -77,18 +77,19 @@ class Attention:
         return KVHeads("qkv_proj", 0, spec, spec.group), KVHeads("g_proj", 0, spec, spec.group), KVHeads("o_proj", 1, spec, spec.group)
 
     def heads(
-        self, projected: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, dtype: Any, read_by_kernel: bool
+        self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool
     ) -> Heads:
         """See `AttentionWeights.heads`."""
-        spec = self.spec
+        spec, parts = self.spec, self.qkv_proj.parts(normed, implementation)
+        assert not isinstance(parts, Unsummed)
         weights = *turned(positions, spec.frequencies), self.q_norm.weight, self.k_norm.weight
-        settings = {"group": spec.group, "key_dims": spec.head_dim, "eps": spec.eps, "value_norm": False, "dtype": dtype}
-        return qkv(projected, *weights, pages, **settings, launch_dependents=read_by_kernel, implementation=implementation)
+        settings = {"group": spec.group, "key_dims": spec.head_dim, "eps": spec.eps, "value_norm": False, "dtype": normed.dtype}
+        return qkv(parts, *weights, pages, **settings, launch_dependents=read_by_kernel, implementation=implementation)
 
     def __call__(self, normed: jax.Array, positions: jax.Array, keys: Keys, attention: str) -> tuple[jax.Array | Unsummed, Keys]:
         """The output, or parts of it, and the keys that the rows attended to."""
         scale = self.spec.head_dim**-0.5
-        heads, keys = attend(self, self.qkv_proj.parts(normed, attention), positions, keys, normed.dtype, attention, scale)
+        heads, keys = attend(self, normed, positions, keys, attention, scale)
         gate = jax.nn.sigmoid(self.g_proj(normed, dtype=jnp.float32))
         heads = (heads.astype(jnp.float32) * gate[..., None]).astype(heads.dtype)
         return self.o_proj.parts(heads, attention, over=3), keys

@@ -1,13 +1,16 @@
-"""Norms and rotates the heads of a layer's fused projection, and stores new keys and values in their pages, at once or later."""
+"""Norms and rotates the heads of a layer's fused projection, and stores new keys and values in their pages, at once or later. On Hopper one
+kernel does all that and the projection."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels import dialect
-from pallas_kernels.qkv import reference, triton
+from pallas_kernels import dialect, linear
+from pallas_kernels.packed import Packed
+from pallas_kernels.qkv import mosaic, reference, triton
 
 
 class Pages(NamedTuple):
@@ -59,6 +62,60 @@ def qkv(
     return triton.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings)
 
 
+def serves(
+    x: Any, w: Any, k_weight: Any, pages: Any, *, key_dims: int = 0, dtype: Any = None, implementation: str = "auto"
+) -> bool:  # fmt: skip
+    """Whether `projected` has a kernel for these arrays, of which the shapes are enough, and "auto" takes it. Without, a product and `qkv`
+    serve. Arguments: those of `projected`."""
+    early = jax.__version_info__ >= mosaic.SINCE
+    return implementation == "auto" and early and _unsupported(x, w, k_weight, pages, key_dims, dtype) is None
+
+
+def projected(
+    x: jax.Array,
+    w: jax.Array | Packed,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_weight: jax.Array,
+    k_weight: jax.Array | None = None,
+    pages: Pages | None = None,
+    *,
+    group: int,
+    key_dims: int = 0,
+    eps: float,
+    value_norm: bool = True,
+    dtype: Any = None,
+    launch_dependents: bool = False,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """`qkv` of the product of rows x, [B, T, H], with w, [KV, P, D, H], which is summed in float32.
+
+    dtype: by default x's. implementation: as for `qkv`, or "mosaic", one kernel for Hopper, which "auto" takes where it `serves`. It may
+    read weights before the kernel ahead of it has ended. Other arguments and results: those of `qkv`. Raises ValueError for an unknown
+    implementation, or if the kernel was asked for and cannot serve.
+    """
+    rows, settings = x.reshape(-1, x.shape[-1]), {"group": group, "eps": eps, "value_norm": value_norm}
+    settings["launch_dependents"] = launch_dependents
+    if implementation == "mosaic" and (reason := _unsupported(x, w, k_weight, pages, key_dims, dtype)):
+        raise ValueError(f"implementation 'mosaic' cannot serve this: {reason}")
+    if implementation == "mosaic" or serves(x, w, k_weight, pages, key_dims=key_dims, dtype=dtype, implementation=implementation):
+        turns = [angles.reshape(-1, angles.shape[-1]) for angles in (cos, sin)]
+        q, k, v = mosaic.projected(rows, w, *turns, q_weight, k_weight, pages, batch=x.shape[0], **settings)
+        q = q.reshape(*x.shape[:2], -1, group, q.shape[-1])
+        if pages is None and k is not None:
+            k, v = (a.reshape(*x.shape[:2], *a.shape[1:]) for a in (k, v))
+        return q, k, v
+    matrix = w.flat() if isinstance(w, Packed) else w.reshape(-1, w.shape[-1])
+    parts = linear.partials(rows, matrix, implementation=implementation).reshape(-1, *x.shape[:2], *w.shape[:-1])
+    settings |= {"key_dims": key_dims, "dtype": dtype or x.dtype, "implementation": implementation}
+    return qkv(parts, cos, sin, q_weight, k_weight, pages, **settings)
+
+
+def _unsupported(x: Any, w: Any, k_weight: Any, pages: Any, key_dims: int, dtype: Any) -> str | None:
+    rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+    return mosaic.unsupported(rows, w, pages, key_dims, k_weight is not None, dtype or x.dtype)
+
+
 def write(
     pages: Pages, k: jax.Array, v: jax.Array, path: jax.Array | None = None, *, implementation: str = "auto"
 ) -> tuple[jax.Array, jax.Array]:
@@ -75,4 +132,4 @@ def write(
     return triton.write(pages, k, v, path, interpret=chosen == "triton-interpret")
 
 
-__all__ = ["Pages", "qkv", "write"]
+__all__ = ["Pages", "projected", "qkv", "serves", "write"]

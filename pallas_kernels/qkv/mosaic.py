@@ -121,12 +121,13 @@ def projected(
         "squares": mosaic.SMEM((tiles, 4), jnp.float32),
         "mail": mosaic.SMEM((2,), jnp.int32),
         "there": mosaic.Barrier(num_arrivals=2, num_barriers=cut.warpgroups * cut.stages),
+        "read": mosaic.Barrier(num_barriers=cut.warpgroups),
         "multiplied": mosaic.Barrier(num_arrivals=cut.warpgroups),
     }
     if interpret:  # the interpreter does not know how programs send each other numbers
         written["sums"] = jax.ShapeDtypeStruct((kv_heads * members, padded, PROGRAMS * BLOCK), jnp.float32)
         scratch["exchanged"] = mosaic.ClusterBarrier(collective_axes=("member",), num_arrivals=min(tiles, cut.warpgroups))
-    names = (*read, *pools, *written)
+    names, name = (*read, *pools, *written), "q_product" if k_weight is None else "qkv_product"
     settings = {"cut": cut, "rows": rows, "batch": batch, "members": members, "group": group, "eps": eps, "value_norm": value_norm}
     wait = None if interpret else functools.partial(dialect.mosaic_wait, launch_dependents)
 
@@ -144,15 +145,17 @@ def projected(
         cluster_names=("member",),
         num_threads=cut.warpgroups,
         thread_name="warpgroup",
-        kernel_name="qkv_product",
+        kernel_name=name,
     )
+    # Around copies and stores JAX has barriers, of which this kernel needs none but its own.
     parameters = {"approx_math": True, "lowering_semantics": mosaic.LoweringSemantics.Lane, "reduction_scratch_bytes": 0}
+    parameters |= {"unsafe_no_auto_barriers": True}
     found = pl.kernel(
         body,
         out_type=list(written.values()),
         mesh=mesh,
         compiler_params=mosaic.CompilerParams(**parameters),
-        name="qkv_product",
+        name=name,
         interpret=interpret,
     )(*read.values(), *pools.values())
     found = dict(zip(written, found, strict=True)) | {name: pool[...] for name, pool in pools.items()}
@@ -242,7 +245,9 @@ def _serve(mosaic, refs, *, cut, rows, batch, members, group, eps, value_norm, w
                 left, right = (refs[name].at[warpgroup, step % cut.stages, :, pl.ds(k, BLOCK)] for name in ("weights", "rows"))
                 mosaic.wgmma(accumulator, left, dialect.mosaic_transposed(right))
             if step + cut.stages < cut.steps:
-                mosaic.wgmma_wait(0)  # a copy begins with a barrier of the warpgroup
+                mosaic.wgmma_wait(0)
+                mosaic.barrier_arrive(refs["read"].at[warpgroup])  # by all threads, of which one copies
+                mosaic.barrier_wait(refs["read"].at[warpgroup])
                 copy_weights(step + cut.stages)
                 copy_rows(step + cut.stages)
         return accumulator[...]
