@@ -46,6 +46,7 @@ from pallas_kernels.moe import shapes as moe_shapes
 from pallas_kernels.paged_attention import bench as attention_bench
 from pallas_kernels.paged_attention import mosaic
 from pallas_kernels.paged_attention import shapes as attention_shapes
+from pallas_kernels.qkv import shapes as qkv_shapes
 from pallas_kernels.top_candidates import shapes as top_candidates_shapes
 
 STEP = "step"  # stands in the place of the kernel's name where the program is a model's step
@@ -118,6 +119,11 @@ def named_cases() -> Iterator[Case]:
             (*rows, qkv.Pages(*pages)),
             further=kv_heads > 1,
         )
+    for (name, shape), rows in itertools.product(qkv_shapes.SHAPES.items(), (4, 8, 32, 40)):
+        *others, k, v, table, start, count = shape.arguments(1, rows, dtype)
+        function = functools.partial(qkv.projected, group=shape.group, key_dims=shape.dim, eps=1e-6)
+        pages = None if table is None else qkv.Pages(k, v, table, start, count)
+        yield Case("qkv", f"{name} x {rows}, projected", function, (*others, pages), further=rows in (8, 40))
     for name, shape in add_norm_shapes.SHAPES.items():
         x, y, weight, scalar, after = jax.eval_shape(functools.partial(add_norm_bench.inputs, shape, dtype))
         function = functools.partial(_add_norm, add_norm.add_norm)

@@ -27,9 +27,7 @@ class AttentionWeights(Protocol):
     @property
     def spec(self) -> LayerSpec: ...
 
-    def heads(
-        self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool
-    ) -> Heads:
+    def heads(self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool) -> Heads:
         """Normed and rotated queries [B, T, KV, G, D] of rows [B, T, H], and the keys and values, or the pools that hold them, in the rows'
         dtype: see `pallas_kernels.qkv`. read_by_kernel: whether a kernel reads them, and no operation of XLA does."""
         ...

@@ -71,9 +71,7 @@ class Attention:
     def kv_heads(self) -> tuple[KVHeads, ...]:
         return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
-    def heads(
-        self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool
-    ) -> Heads:
+    def heads(self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool) -> Heads:
         """See `AttentionWeights.heads`."""
         spec, k_weight = self.spec, None if self.k_norm is None else self.k_norm.weight
         cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)

@@ -76,9 +76,7 @@ class Attention:
         spec = self.spec
         return KVHeads("qkv_proj", 0, spec, spec.group), KVHeads("g_proj", 0, spec, spec.group), KVHeads("o_proj", 1, spec, spec.group)
 
-    def heads(
-        self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool
-    ) -> Heads:
+    def heads(self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool) -> Heads:
         """See `AttentionWeights.heads`."""
         spec, parts = self.spec, self.qkv_proj.parts(normed, implementation)
         assert not isinstance(parts, Unsummed)

@@ -72,8 +72,8 @@ def send_rows(mosaic: Any, held: Any, there: Any, mail: Mail, tile: Any, place: 
 
 
 def total(mosaic: Any, values: jax.Array, held: Any, tile: Any, *, interpret: bool = False) -> jax.Array:
-    """The sum of a warpgroup's numbers [n], as an array like that. held: float32 [tiles, 4] in shared memory, of which each call needs a row
-    of its own. interpret: whether the kernel is interpreted."""
+    """The sum of a warpgroup's numbers [n], as an array like that. held: float32 [tiles, 4] in shared memory, of which each call needs its
+    own row. interpret: whether the kernel is interpreted."""
     if interpret:
         return jnp.full(values.shape, jnp.sum(values))
     from jax.experimental.mosaic import gpu as mgpu

@@ -39,7 +39,10 @@ from pallas_kernels.lm_head import reference as lm_head_reference
 from pallas_kernels.lm_head import shapes as lm_head_shapes
 from pallas_kernels.moe import shapes as moe_shapes
 from pallas_kernels.paged_attention import shapes as attention_shapes
+from pallas_kernels.qkv import bench as qkv_bench
+from pallas_kernels.qkv import mosaic as qkv_mosaic
 from pallas_kernels.qkv import reference as qkv_reference
+from pallas_kernels.qkv import shapes as qkv_shapes
 from pallas_kernels.top_candidates import shapes as top_candidates_shapes
 
 pytestmark = pytest.mark.gpu
@@ -210,6 +213,45 @@ def test_qkv(heads):
         for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(reference(*wide(arguments))), strict=True):
             assert a.dtype == dtype and bool(jnp.all(jnp.isnan(a) == jnp.isnan(b)))
             assert_close(jnp.nan_to_num(a), jnp.nan_to_num(b), dtype)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 4), (1, 8), (4, 8), (8, 5)])
+@pytest.mark.parametrize("name", qkv_shapes.SHAPES)
+def test_qkv_product_on_hopper(name, batch, rows):
+    """One kernel beside the two that serve otherwise, and the reference. Nothing else changes in the pools, and calls give the same bits."""
+    if reason := dialect.mosaic_obstacle():
+        pytest.skip(reason)
+    shape = qkv_shapes.SHAPES[name]
+    args, settings = qkv_bench.inputs(shape, batch, rows, jnp.bfloat16), {"group": shape.group, "key_dims": shape.dim, "eps": 1e-6}
+    kernel, reference = (functools.partial(qkv.projected, **settings, implementation=name) for name in ("mosaic", "xla"))
+    apart = functools.partial(qkv_bench.apart, **settings, launch_dependents=False)
+    fresh = (*args[:-1], None)
+    *found, two, alone = results(*[(kernel, args)] * 3, (apart, args), (kernel, fresh))
+    for given, outs in ((args, (*found, two)), (fresh, (alone,))):
+        wanted = jax.tree.leaves(jit(reference)(*wide(given)))
+        for out in outs:
+            for a, b in zip(jax.tree.leaves(out), wanted, strict=True):
+                assert a.dtype == jnp.bfloat16 and bool(jnp.all(jnp.isnan(a) == jnp.isnan(b)))
+                assert_close(jnp.nan_to_num(a), jnp.nan_to_num(b), "bfloat16")
+    for out in found[1:]:
+        for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(found[0]), strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("name", ["E2B sliding", "E2B full", "E4B full", "E2B assistant sliding"])
+def test_qkv_products_launched_early_on_hopper(name):
+    """A chain of them and of norms, each of which may begin before the one that it reads has ended."""
+    if reason := dialect.mosaic_obstacle():
+        pytest.skip(reason)
+    shape = qkv_shapes.SHAPES[name]
+    x, w, *others, pages = qkv_bench.inputs(shape, 1, 8, jnp.bfloat16)
+    heads = functools.partial(qkv.projected, group=shape.group, key_dims=shape.dim, eps=1e-6, implementation="mosaic")
+    arguments = x, jnp.flip(x), jnp.ones(shape.width, x.dtype), [(w * (1 + i), *others) for i in range(12)], pages
+    run = jax.jit(functools.partial(qkv_bench.chain, heads), static_argnames="launch")
+    apart = run(*arguments, launch=False)
+    for _ in range(5):
+        for found, wanted in zip(jax.tree.leaves(run(*arguments, launch=True)), jax.tree.leaves(apart), strict=True):
+            np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
 
 
 @pytest.mark.parametrize("rows", [5, 300], ids=["a few rows", "more rows than the ring holds"])
@@ -591,4 +633,6 @@ def test_kernels_serve_unless_told_otherwise(name):
     wanted = KERNELS[name]
     if name == "E2B" and not dialect.mosaic_obstacle() and jax.__version_info__ >= layer_end_mosaic.SINCE:
         wanted = wanted - {"gated_by"} | {"layer_end"}
+    if name == "E2B" and not dialect.mosaic_obstacle() and jax.__version_info__ >= qkv_mosaic.SINCE:
+        wanted = wanted - {"qkv"} | {"qkv_product", "q_product"}
     assert wanted <= kernels_of_any_dialect(name, "auto")
