@@ -1,8 +1,7 @@
 """Checks the kernel that makes a layer's heads of its rows on a GPU, and times it beside the two that serve otherwise: `python -m
 pallas_kernels.qkv.bench`. Arguments: shapes of `shapes.py` by the start of their names (by default all), and --rows 1,4,8,32.
 
-What is timed is a chain of layers with weights of their own, in each of which a residual sum and its norm go before; a line is for one of
-them, with the norm.
+What is timed is a chain of layers with weights of their own, which store in the same pools; a line is for one of them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.add_norm import add_norm
 from pallas_kernels.bench import begin, show, time_us
 from pallas_kernels.linear import partials
 from pallas_kernels.qkv import Pages, projected, qkv
@@ -38,9 +36,10 @@ def inputs(shape: Shape, batch: int, queries: int, dtype: Any, seed: int = 0) ->
     pages = None
     if table is not None:
         pools = [jnp.full((batch * PLACES, PAGE, shape.kv_heads, shape.dim), jnp.nan, dtype) for _ in range(2)]
-        order = jnp.asarray(rng.permutation(batch * PLACES).reshape(batch, PLACES), jnp.int32)
-        start = jnp.asarray(62 + PAGE * rng.integers(0, 40, batch), jnp.int32)
-        pages = Pages(*pools, order, start, jnp.asarray(queries - np.arange(batch) % (queries + 1), jnp.int32))
+        order = rng.permutation(batch * PLACES).reshape(batch, PLACES)
+        start, count = 62 + PAGE * rng.integers(0, 40, batch), queries - np.arange(batch) % (queries + 1)
+        order, start, count = (jnp.asarray(numbers, jnp.int32) for numbers in (order, start, count))
+        pages = Pages(pools[0], pools[1], order, start, count)
     turns = jnp.cos(angles), jnp.sin(angles)
     return draw(x.shape), draw(w.shape, shape.width**-0.5), *turns, weights[0], weights[1] if shape.owned else None, pages
 
@@ -52,13 +51,12 @@ def apart(x: jax.Array, w: jax.Array, *others: Any, group: int, key_dims: int, e
     return qkv(parts.reshape(-1, *x.shape[:2], *w.shape[:-1]), *others, **settings)
 
 
-def chain(heads: Any, x: jax.Array, y: jax.Array, norm: jax.Array, layers: list[tuple[Any, ...]], pages: Pages | None, launch: bool) -> Any:
-    """The heads of several layers, each of which reads the norm of a residual sum. layers: for each the arguments of `projected` between x
-    and pages, which all of them use. launch: whether kernels launch the next ones early."""
+def chain(heads: Any, x: jax.Array, layers: list[tuple[Any, ...]], pages: Pages | None, launch_dependents: bool) -> Any:
+    """The queries of several layers of the same rows, and the pools in the end. layers: for each the arguments of `projected` between x and
+    pages, which all of them use."""
     found = []
     for layer in layers:
-        x, normed = add_norm(x, y, norm, next_weights=(norm,), eps=EPS, launch_dependents=launch)
-        q, k, v = heads(normed, *layer, pages, launch_dependents=launch)
+        q, k, v = heads(x, *layer, pages, launch_dependents=launch_dependents)
         found.append(q)
         if pages is not None:
             pages = pages._replace(k=k, v=v)
@@ -82,9 +80,8 @@ def main() -> None:
             for found, wanted in zip(*both, strict=True):
                 np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=0.05, atol=0.05)
             x, _, *rest, pages = args
-            y, norm = jnp.flip(x), jnp.ones(shape.width, x.dtype)
             layers = [(inputs(shape, 1, rows, jnp.bfloat16, seed)[1], *rest) for seed in range(LAYERS)]
-            times = [time_us(partial(chain, f, launch=True), x, y, norm, layers, pages) / LAYERS for f in (kernel, others)]
+            times = [time_us(partial(chain, f, launch_dependents=True), x, layers, pages) / LAYERS for f in (kernel, others)]
             show(f"{name} x {rows}", times[0], shape.size, bandwidth, times[1])
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,15 +151,15 @@ def projected(
     # Around copies and stores JAX has barriers, of which this kernel needs none but its own.
     parameters = {"approx_math": True, "lowering_semantics": mosaic.LoweringSemantics.Lane, "reduction_scratch_bytes": 0}
     parameters |= {"unsafe_no_auto_barriers": True}
-    found = pl.kernel(
+    kernel: Any = pl.kernel(
         body,
         out_type=list(written.values()),
         mesh=mesh,
         compiler_params=mosaic.CompilerParams(**parameters),
         name=name,
         interpret=interpret,
-    )(*read.values(), *pools.values())
-    found = dict(zip(written, found, strict=True)) | {name: pool[...] for name, pool in pools.items()}
+    )
+    found = dict(zip(written, kernel(*read.values(), *pools.values()), strict=True)) | {name: pool[...] for name, pool in pools.items()}
     return found["q"], found.get("k"), found.get("v")
 
 
@@ -212,8 +213,8 @@ def _serve(mosaic, refs, *, cut, rows, batch, members, group, eps, value_norm, w
 
         def finish():
             sums = (refs["sums"], head, row) if interpret else (refs["head"], tile)
-            parts = [halves(*sums, n * dim) for n in range(splits)]
-            values = [sum(part[1:], part[0]).astype(dtype).astype(jnp.float32) for part in zip(*parts, strict=True)]
+            parts = zip(*(halves(*sums, n * dim) for n in range(splits)), strict=True)
+            values = [functools.reduce(operator.add, part).astype(dtype).astype(jnp.float32) for part in parts]
             squares = values[0] * values[0] + values[1] * values[1]
             scale = jax.lax.rsqrt(total(mosaic, squares, refs["squares"], tile, interpret=interpret) / dim + eps)
             normed = [part * scale for part in values]

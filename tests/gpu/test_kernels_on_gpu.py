@@ -218,7 +218,7 @@ def test_qkv(heads):
 @pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 4), (1, 8), (4, 8), (8, 5)])
 @pytest.mark.parametrize("name", qkv_shapes.SHAPES)
 def test_qkv_product_on_hopper(name, batch, rows):
-    """One kernel beside the two that serve otherwise, and the reference. Nothing else changes in the pools, and calls give the same bits."""
+    """One kernel beside the two that serve otherwise and the reference. Nothing else changes in pools, and calls give the same bits."""
     if reason := dialect.mosaic_obstacle():
         pytest.skip(reason)
     shape = qkv_shapes.SHAPES[name]
@@ -245,12 +245,21 @@ def test_qkv_products_launched_early_on_hopper(name):
         pytest.skip(reason)
     shape = qkv_shapes.SHAPES[name]
     x, w, *others, pages = qkv_bench.inputs(shape, 1, 8, jnp.bfloat16)
-    heads = functools.partial(qkv.projected, group=shape.group, key_dims=shape.dim, eps=1e-6, implementation="mosaic")
-    arguments = x, jnp.flip(x), jnp.ones(shape.width, x.dtype), [(w * (1 + i), *others) for i in range(12)], pages
-    run = jax.jit(functools.partial(qkv_bench.chain, heads), static_argnames="launch")
-    apart = run(*arguments, launch=False)
+    kernel = functools.partial(qkv.projected, group=shape.group, key_dims=shape.dim, eps=1e-6, implementation="mosaic")
+    layers, y, norm = [(w * (1 + i), *others) for i in range(12)], jnp.flip(x), jnp.ones(shape.width, x.dtype)
+
+    def chain(x, pages, launch):
+        def heads(_, *args, **settings):
+            nonlocal x
+            x, normed = add_norm.add_norm(x, y, norm, next_weights=(norm,), eps=1e-6, launch_dependents=launch)
+            return kernel(normed, *args, **settings)
+
+        return qkv_bench.chain(heads, x, layers, pages, launch)
+
+    run = jax.jit(chain, static_argnums=2)
+    apart = run(x, pages, False)
     for _ in range(5):
-        for found, wanted in zip(jax.tree.leaves(run(*arguments, launch=True)), jax.tree.leaves(apart), strict=True):
+        for found, wanted in zip(jax.tree.leaves(run(x, pages, True)), jax.tree.leaves(apart), strict=True):
             np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
 
 
