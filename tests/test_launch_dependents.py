@@ -103,7 +103,7 @@ def step(name, batch, quantize=None):
 @pytest.mark.parametrize(
     ("name", "batch", "quantize", "least", "waiting"),
     [
-        ("E2B", 1, None, 12, 0),
+        ("E2B", 1, None, 11, 0),
         ("E2B", 8, "int4", 6, 2),
         pytest.param("E2B", 8, None, 5, 0, marks=pytest.mark.slow),
         pytest.param("31B", 1, "int4", 8, 4, marks=pytest.mark.slow),
