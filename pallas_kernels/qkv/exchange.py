@@ -1,8 +1,8 @@
 """What threads of `mosaic.py` do with numbers in their registers and in shared memory: add up the products of a program's warpgroups, send
 each program of the cluster the rows that it finishes, and add up squares over a head.
 
-Products of a program lie in shared memory as [warpgroups, rows, 64]. Eight threads of a warp write numbers of one row, of every second one
-of eight; so within a row, numbers stand in another order, in which no two threads of a warp write to the same bank.
+Products of a program lie in shared memory as [warpgroups, rows, 64]. A warp stores eight numbers of each of four rows at a time. Number n
+of row r lies at n xor 8 (r / 2 mod 4), so that these are in 32 banks.
 """
 
 from __future__ import annotations
