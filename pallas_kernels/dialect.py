@@ -132,7 +132,7 @@ def launching(kernel: Callable[..., None]) -> Callable[..., None]:
     """
 
     def begun(*refs: Any) -> None:
-        out, zero = refs[-1], jnp.zeros((1,), jnp.int32)
+        out, zero = jax.tree.leaves(refs)[-1], jnp.zeros((1,), jnp.int32)
         (found,) = plgpu.elementwise_inline_asm(
             "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
             args=[zero],

@@ -1,6 +1,7 @@
 """Kernels that let the next ones be launched while they run: no operation of XLA may read their results (`dialect.launching`). Kernels that
 wait themselves (`dialect.mosaic_wait`): before that they may read the program's own weights alone."""
 
+import collections
 import functools
 import re
 
@@ -26,6 +27,7 @@ from pallas_kernels.top_candidates import top_candidates
 
 # What kernels read before they wait, of their arguments: the words, scales and zeros of a packed matrix, whose last argument is a constant.
 READ_AHEAD = dict.fromkeys(("linear", "gated", "lm_head"), slice(1, 2)) | dict.fromkeys(("packed_linear", "packed_gated"), slice(1, -1))
+READ_AHEAD |= dict.fromkeys(("packed_codes_linear", "packed_codes_gated"), slice(2, -1))  # after the scales of rows
 READ_AHEAD |= dict.fromkeys(("packed_lm_head", "layer_end"), slice(3, -1))  # after two more arrays
 READ_AHEAD |= {"qkv_product": slice(1, 4), "q_product": slice(1, 3)}
 VIEWS = {"reshape", "squeeze", "expand_dims", "optimization_barrier", "new_ref", "get"}
@@ -44,12 +46,12 @@ def instructions(equation):
     return set(re.findall(r"griddepcontrol[._](\w+)", str({name: equation.params.get(name) for name in ("jaxpr", "jaxprs")})))
 
 
-def follow(jaxpr, origins, found):
+def follow(jaxpr, origins, found, calls=None):
     """Adds to `found` how many kernels launch dependents and how many wait, under "launch_dependents" and "wait"; the names of operations
     of XLA that read the results of the former; and the names of kernels that wait and have read something else than weights.
 
     origins: of each input "weights" if it is one of those, "early" if it is the result of a kernel that launches dependents, or None.
-    Returns the same of the outputs."""
+    calls: where kernels are counted by name, or None. Returns the same of the outputs."""
     known = dict(zip(jaxpr.invars, origins, strict=True))
 
     def of(variables):
@@ -62,8 +64,10 @@ def follow(jaxpr, origins, found):
         name, inputs = equation.primitive.name, of(equation.invars)
         out = [None] * len(equation.outvars)
         if name in ("jit", "pjit", "custom_vmap_call"):
-            out = follow(equation.params["call" if name == "custom_vmap_call" else "jaxpr"].jaxpr, inputs, found)
+            out = follow(equation.params["call" if name == "custom_vmap_call" else "jaxpr"].jaxpr, inputs, found, calls)
         elif name in ("pallas_call", "mpmd_map"):
+            if calls is not None:
+                calls[equation.params["name"]] += 1
             does = instructions(equation)
             for instruction in does:
                 count(instruction)
@@ -75,18 +79,18 @@ def follow(jaxpr, origins, found):
         elif name == "while":
             conditions, bodies = equation.params["cond_nconsts"], equation.params["body_nconsts"]
             carried = [None] * (len(inputs) - conditions - bodies)
-            follow(equation.params["cond_jaxpr"].jaxpr, [*inputs[:conditions], *carried], found)
-            follow(equation.params["body_jaxpr"].jaxpr, [*inputs[conditions : conditions + bodies], *carried], found)
+            follow(equation.params["cond_jaxpr"].jaxpr, [*inputs[:conditions], *carried], found, calls)
+            follow(equation.params["body_jaxpr"].jaxpr, [*inputs[conditions : conditions + bodies], *carried], found, calls)
         elif "early" in inputs:
             count(name)
         known |= dict(zip(equation.outvars, out, strict=True))
     return of(jaxpr.outvars)
 
 
-def step(name, batch, quantize=None):
+def step(name, batch, quantize=None, activations=None, calls=None):
     """What `follow` finds in a loop of steps of a real model with its assistant, whose heads have guides."""
     config = Gemma4Config.from_hf(TARGETS[name])
-    quantisation = None if quantize is None else asked_quantisation(config, jnp.bfloat16, quantize, None)
+    quantisation = None if quantize is None else asked_quantisation(config, jnp.bfloat16, quantize, None, activations)
     target = abstract_target(config, jnp.bfloat16, quantisation)
     drafter = gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANTS[name]), config))
     target, drafter = guided(target), guided(drafter)
@@ -95,7 +99,7 @@ def step(name, batch, quantize=None):
     loop = functools.partial(decode.decode_loop, round=decode.Round(4))
     jaxpr = jax.make_jaxpr(loop)(target, drafter, state, slots, steps).jaxpr
     weights, found = len(jax.tree.leaves((target, drafter))), {}
-    follow(jaxpr, ["weights"] * weights + [None] * (len(jaxpr.invars) - weights), found)
+    follow(jaxpr, ["weights"] * weights + [None] * (len(jaxpr.invars) - weights), found, calls)
     return found, len(config.layers)
 
 
@@ -117,6 +121,30 @@ def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper,
     assert found.pop("launch_dependents") > least * layers
     assert found.pop("wait", 0) >= waiting * layers
     assert not found
+
+
+# Kernels that do nothing but round, of each layer. Norms round the rows of two of the E2B's six products, and of the 31B's four. With many
+# rows an activation rounds too.
+@pytest.mark.parametrize(
+    ("name", "batch", "alone", "activated"),
+    [
+        ("E2B", 1, {"float8_numbers": 4}, 0),
+        ("E2B", 8, {"float8_codes": 2, "float8_numbers": 2}, 0),
+        pytest.param("31B", 1, {"float8_numbers": 2}, 0, marks=pytest.mark.slow),
+        pytest.param("31B", 8, {"float8_codes": 2}, 0, marks=pytest.mark.slow),
+        ("31B", 32, {"float8_codes": 1}, 1),
+    ],
+)
+def test_kernels_before_a_product_round_its_rows(hopper, name, batch, alone, activated):
+    calls = collections.Counter()
+    found, layers = step(name, batch, "fp8", "fp8", calls)
+    found.pop("wait", 0)
+    assert found.pop("launch_dependents") > 4 * layers
+    assert not found
+    for kernel in ("float8_codes", "float8_numbers"):
+        count = calls[kernel] - alone.get(kernel, 0) * layers
+        assert 0 <= count <= 3, (kernel, calls)  # before the first layer, or of its inputs for all layers
+    assert calls["activated_codes"] == activated * layers
 
 
 def test_the_end_of_a_layer_reads_nothing_but_weights_ahead(hopper, monkeypatch):

@@ -81,6 +81,18 @@ def test_texts_are_others_and_the_same_with_drafts(folders, llm):
     assert not any(inputs(with_drafts.drafter).values())
 
 
+def test_kernels_round_the_same_rows(wide):
+    """Two of them a layer together with what comes before: see tests/test_launch_dependents.py."""
+    scored = PARAMS.replace(max_tokens=1, prompt_logprobs=0)
+    scores = []
+    for attention in ("xla", "triton-interpret"):
+        llm = jaxspec.load(wide, quantize_activations="fp8", attention=attention, **SETTINGS)
+        rounded, *_ = llm.generate(["def f(x): return x"], scored)
+        scores.append([next(iter(entry.values())).logprob for entry in rounded.prompt_logprobs[1:]])
+    gap = np.abs(np.subtract(*scores))
+    assert np.median(gap) < 1e-5 and gap.mean() < 5e-3, gap
+
+
 @pytest.mark.slow  # the same of a tiny model above
 def test_pocket_texts_are_nearly_the_same_with_drafts():
     settings, params = {"dtype": "float32", **FP8, **SETTINGS, "max_len": 96}, PARAMS.replace(max_tokens=80)

@@ -84,7 +84,7 @@ def kernel_cases() -> list[Case]:
 
 def named_cases() -> Iterator[Case]:
     """The cases of `kernel_cases`, with a shared program under each of its names."""
-    dtype = jnp.bfloat16
+    dtype, float8 = jnp.bfloat16, (device.capability() or 0.0) >= device.FLOAT8_CAPABILITY
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -128,6 +128,10 @@ def named_cases() -> Iterator[Case]:
         x, y, weight, scalar, after = jax.eval_shape(functools.partial(add_norm_bench.inputs, shape, dtype))
         function = functools.partial(_add_norm, add_norm.add_norm)
         yield Case("add_norm", name, function, (x, y, weight, scalar, after))
+        if name.startswith("31B") and len(after) == 1:
+            for form in {"numbers": False, "codes": True} if float8 else {"numbers": False}:
+                rounded = (add_norm.Float8(after[0], form == "codes"),)
+                yield Case("add_norm", f"{name}, {form}", function, (x, y, weight, scalar, rounded), further=shape.rows > 160)
     for devices, rows in ((2, 5), (2, 40), (4, 5), (4, 40)):
         name, width, x = f"31B x {rows} over {devices}", array(5376), array(rows, 5376)
         mail: Any = array(devices + 1, 2, dtype=jnp.int32)
@@ -148,8 +152,11 @@ def named_cases() -> Iterator[Case]:
                 yield Case("linear", f"{name} x {rows}, Triton", triton, arguments, further=not name.startswith("31B"))
         rounded = itertools.product((linear_shapes.ROUNDED,), (5, 40, 160, 256))
         for packing, rows in (*itertools.product(linear_shapes.PACKINGS, (5, 40, 160)), *rounded):
-            arguments = shape.arguments(rows, dtype, packing)
-            yield Case("linear", f"{name} x {rows}, {packing}", function, arguments, further=not _first(name, packing, rows))
+            arguments, further = shape.arguments(rows, dtype, packing), not _first(name, packing, rows)
+            yield Case("linear", f"{name} x {rows}, {packing}", function, arguments, further=further)
+            if packing == linear_shapes.ROUNDED and shape.kind == "gated":
+                codes = functools.partial(linear.gated, codes=True)
+                yield Case("linear", f"{name} x {rows}, {packing}, codes", codes, arguments, further=further)
     for name, shape in lm_head_shapes.SHAPES.items():
         sampling = array(shape.rows, 2, dtype=jnp.uint32), array(shape.rows, dtype=jnp.float32)
         function = functools.partial(lm_head.lm_head, softcap=shape.softcap)
@@ -173,9 +180,9 @@ def named_cases() -> Iterator[Case]:
             triton = functools.partial(function, implementation="triton")
             yield Case("lm_head", f"int8 {name}, Triton", triton, (args[0], table, *sampling), further=between)
     for name, shape in float8_rows_shapes.SHAPES.items():
-        x, codes = array(*shape), (device.capability() or 0.0) >= device.FLOAT8_CAPABILITY
+        x = array(*shape)
         yield Case("float8_rows", f"{name}, numbers", functools.partial(float8_rows.rounded), (x,), further="x 5376" not in name)
-        if codes:
+        if float8:
             yield Case("float8_rows", f"{name}, codes", functools.partial(float8_rows.codes), (x,), further="x 5376" not in name)
     for name, shape in layer_end_shapes.SHAPES.items():
         yield Case("layer_end", name, functools.partial(layer_end.layer_end, eps=1e-6), shape.arguments(dtype))

@@ -13,9 +13,11 @@ from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Keys, Rows
+from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.paged_attention import by_kernel, paged_attention
 from pallas_kernels.qkv import Pages
 
+Normed = jax.Array | Rounded  # rows after a norm, which may have rounded them for the product that reads them
 Heads = tuple[jax.Array, jax.Array | None, jax.Array | None]
 # Of a layer's keys and of its values, what those of float8 are divided by: (layer, scale of keys, scale of values).
 KVScales = tuple[tuple[int, float, float], ...]
@@ -27,7 +29,7 @@ class AttentionWeights(Protocol):
     @property
     def spec(self) -> LayerSpec: ...
 
-    def heads(self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool) -> Heads:
+    def heads(self, normed: Normed, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool) -> Heads:
         """Normed and rotated queries [B, T, KV, G, D] of rows [B, T, H], and the keys and values, or the pools that hold them, in the rows'
         dtype: see `pallas_kernels.qkv`. read_by_kernel: whether a kernel reads them, and no operation of XLA does."""
         ...
@@ -35,7 +37,7 @@ class AttentionWeights(Protocol):
 
 def attend(
     weights: AttentionWeights,
-    normed: jax.Array,
+    normed: Normed,
     positions: jax.Array,
     keys: Keys,
     attention: str,

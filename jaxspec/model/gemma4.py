@@ -21,7 +21,18 @@ from jax.sharding import PartitionSpec
 from jaxspec.checkpoint import layout
 from jaxspec.collectives import Shard
 from jaxspec.model import gemma4_modules, traffic
-from jaxspec.model.attention import Heads, KVScales, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored
+from jaxspec.model.attention import (
+    Heads,
+    KVScales,
+    Normed,
+    attend,
+    check_taps,
+    empty_cache,
+    keys_for,
+    keys_of,
+    scales_by_layer,
+    stored,
+)
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
 from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
 from jaxspec.model.head_guides import head_bytes
@@ -32,7 +43,7 @@ from jaxspec.model.rows import Hidden, Keys, Rows, take_row
 from jaxspec.model.split import PARTITIONS, KVHeads
 from jaxspec.model.target import Family, ModulesFamily, Shapes
 from jaxspec.trees import nbytes, told, weight_count, weights_of
-from pallas_kernels.add_norm import add_norm
+from pallas_kernels.add_norm import Float8, add_norm
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.layer_end import layer_end, serves
 from pallas_kernels.linear import by_kernel, gated_by
@@ -71,7 +82,7 @@ class Attention:
     def kv_heads(self) -> tuple[KVHeads, ...]:
         return KVHeads("qkv_proj", 0, self.spec, self.spec.group), KVHeads("o_proj", 1, self.spec, self.spec.group)
 
-    def heads(self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool) -> Heads:
+    def heads(self, normed: Normed, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool) -> Heads:
         """See `AttentionWeights.heads`."""
         spec, k_weight = self.spec, None if self.k_norm is None else self.k_norm.weight
         cos, sin = rope_angles(positions, spec.head_dim, spec.rope_theta, spec.rotary_angles)
@@ -79,8 +90,12 @@ class Attention:
         settings: dict[str, Any] = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": normed.dtype}
         settings |= {"launch_dependents": read_by_kernel, "implementation": implementation}
         proj = self.qkv_proj
-        alone = proj.sum_over is None and proj.gather_over is None
-        if alone and serves_heads(normed, proj.weight, k_weight, pages, key_dims=spec.key_dims, implementation=implementation):
+        alone = isinstance(normed, jax.Array) and proj.sum_over is None and proj.gather_over is None
+        if (
+            alone
+            and isinstance(normed, jax.Array)
+            and serves_heads(normed, proj.weight, k_weight, pages, key_dims=spec.key_dims, implementation=implementation)
+        ):
             return projected(normed, proj.weight, *others, **settings)
         parts = proj.parts(normed, implementation)
         assert not isinstance(parts, Unsummed)
@@ -133,22 +148,23 @@ class DecoderLayer:
         x: jax.Array,
         attended: jax.Array | Unsummed,
         per_layer_input: PerLayerInput | None,
-        next_weight: jax.Array | None,
+        next_weight: jax.Array | Float8 | None,
         implementation: str,
         read_by_kernel: bool,
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, Normed | None]:
         """The layer after attention, whose output it adds first. x: [B, T, H]; attended: the same, or parts of it. read_by_kernel: whether
         kernels read the results, and no operation of XLA does. Returns the stream and its norm with next_weight (None without),
         [B, T, H] each."""
         add = functools.partial(add_norm, eps=self.post_attention_layernorm.eps, implementation=implementation)
+        norm = self.mlp.norm(self.pre_feedforward_layernorm.weight, x, implementation)
         if self.router is None:
-            entering, first = (self.pre_feedforward_layernorm.weight,), self.mlp.by_kernel(x, implementation)
+            entering, first = (norm,), self.mlp.by_kernel(x, implementation)
             x, normed = add(x, attended, self.post_attention_layernorm.weight, next_weights=entering, launch_dependents=first)
             out = self.mlp.parts(normed, implementation)
         else:
             assert self.experts and self.post_feedforward_layernorm_1
             assert self.pre_feedforward_layernorm_2 and self.post_feedforward_layernorm_2
-            entering = (self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, self.router.norm)
+            entering = (norm, self.pre_feedforward_layernorm_2.weight, self.router.norm)
             chosen = self.experts.by_kernel(x, self.router.top_k, implementation)
             first = chosen and self.router.by_kernel(x, implementation) and self.mlp.by_kernel(x, implementation)
             x, normed, tokens, scored = add(
@@ -163,7 +179,8 @@ class DecoderLayer:
             assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm
             gate, projection, inputs = self.per_layer_input_gate.weight, self.per_layer_projection, per_layer_input.all
             own = self.post_per_layer_input_norm.weight
-            if isinstance(out, jax.Array) and serves(x, gate, projection.weight, inputs, implementation):
+            as_one = serves(x, gate, projection.weight, inputs, implementation)
+            if as_one and isinstance(out, jax.Array) and not isinstance(next_weight, Float8):
                 arrays = (gate, inputs, per_layer_input.layer, projection.weight, own, self.layer_scalar, next_weight)
                 return layer_end(x, out, weight, *arrays, eps=self.post_attention_layernorm.eps, launch_dependents=read_by_kernel)
             inputs = inputs.reshape(-1, *inputs.shape[-2:])
@@ -304,6 +321,8 @@ class Gemma4:
                 keys = keys_for(cache, source, spec, rows, self.layers[source].self_attn.key_weight)
             goes_on = i + 1 < len(self.layers) and i + 1 not in (cut, *taps)  # into the next layer alone
             read_by_kernel = goes_on and self.layers[i + 1].enters_kernel(x, attention)
+            if goes_on:
+                next_weight = self.layers[i + 1].self_attn.qkv_proj.norm(next_weight, x, attention)
             x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention, read_by_kernel)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
@@ -336,18 +355,19 @@ def next_weights(layers: tuple[DecoderLayer, ...], norm: RMSNorm) -> tuple[Weigh
 def decoder_layer(
     layer: DecoderLayer,
     x: jax.Array,
-    normed: jax.Array,
+    normed: Normed,
     positions: jax.Array,
     keys: Keys,
     per_layer_input: PerLayerInput | None,
-    next_weight: jax.Array | None,
+    next_weight: jax.Array | Float8 | None,
     attention: str,
     read_by_kernel: bool,
-) -> tuple[jax.Array, jax.Array | None, Keys]:
+) -> tuple[jax.Array, Normed | None, Keys]:
     """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; next_weight: [H], of the norm
-    that reads the output, or None. attention: implementation of attention and of the kernels around it. read_by_kernel: whether kernels
-    read the first two results, and no operation of XLA does: see `pallas_kernels.dialect.launching`. Returns x, that norm of it (or
-    None), and the keys that the layer attended to: those given, with its own fresh K and V if it owns any."""
+    that reads the output, as `Linear.norm` has it, or None. attention: implementation of attention and of the kernels around it.
+    read_by_kernel: whether kernels read the first two results, and no operation of XLA does: see `pallas_kernels.dialect.launching`.
+    Returns x, that norm of it (or None), and the keys that the layer attended to: those given, with its own fresh K and V if it owns
+    any."""
     attn = layer.self_attn
     with jax.named_scope(attn.spec.kind):
         first = attn.o_proj.by_kernel(math.prod(x.shape[:-1]), x.dtype, attention, over=3)

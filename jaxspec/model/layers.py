@@ -20,8 +20,10 @@ from jaxspec.collectives import Shard, gathered, local_ids, summed
 from jaxspec.model.head_guides import guide_for
 from pallas_kernels import dialect
 from pallas_kernels.activation import GELU, Activation
+from pallas_kernels.add_norm import Float8
 from pallas_kernels.all_reduce import Unsummed, serves
-from pallas_kernels.linear import by_kernel, gated, linear, most_rows, partials, product, xla_parts
+from pallas_kernels.float8_rows import Rounded
+from pallas_kernels.linear import by_kernel, gated, linear, most_rows, partials, product, rounding, xla_parts
 from pallas_kernels.lm_head.guided import MOST_ROWS as MOST_GUIDED
 from pallas_kernels.lm_head.guided import Guide
 from pallas_kernels.lm_head.guided import unsupported as guide_obstacle
@@ -68,18 +70,28 @@ class Linear:
             weight = jax.ShapeDtypeStruct((math.prod(weight.shape[:cut]), width), weight.dtype)
         return by_kernel(x, weight, implementation=chosen)
 
-    def parts(self, x: jax.Array, implementation: str, over: int = 1, *, read_by_kernel: bool = True) -> jax.Array | Unsummed:
+    def norm(self, weight: jax.Array, x: jax.Array, implementation: str) -> jax.Array | Float8:
+        """The norm of this weight as `add_norm` takes it, whose result `parts` is given: of rows like x, [..., in]."""
+        form = self.rounding(x, implementation)
+        return weight if form is None else Float8(weight, form == "codes")
+
+    def rounding(self, x: Any, implementation: str) -> str | None:
+        """How a kernel before may round rows like x, [..., in], for `parts`: see `linear.rounding`."""
+        return None if self.gather_over is not None or self.sum_over is not None else rounding_for(self.weight, x, implementation)
+
+    def parts(self, x: jax.Array | Rounded, implementation: str, over: int = 1, *, read_by_kernel: bool = True) -> jax.Array | Unsummed:
         """The product for a kernel that takes it in parts (`add_norm`, `qkv`): float32 parts [S, ..., *out] whose sum it is, or whose sum
         over devices, where a kernel serves so few rows or XLA's product is better cut (`xla_parts`); else the product. x: [..., *in]; over:
         how many axes `in` are, 3 for heads. read_by_kernel: whether there is such a kernel, wherever there are kernels at all."""
-        leading, out = x.shape[: x.ndim - over], self.weight.shape[: self.weight.ndim - over]
-        rows = x.reshape(math.prod(leading), -1)
+        leading, out = x.shape[: len(x.shape) - over], self.weight.shape[: self.weight.ndim - over]
+        rows: Any = x.flat() if isinstance(x, Rounded) else x.reshape(math.prod(leading), -1)
         chosen = for_rows(implementation, rows, self.weight)
         spread = self.sum_over is not None
-        in_kernel = spread and implementation != "xla" and serves(len(rows), math.prod(out), x.dtype, self.mail)
+        in_kernel = spread and implementation != "xla" and serves(rows.shape[0], math.prod(out), x.dtype, self.mail)
         matrix = self.weight if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
-        whole = chosen == "xla" and not in_kernel and (spread or implementation == "xla" or xla_parts(len(rows), matrix) == 1)
+        whole = chosen == "xla" and not in_kernel and (spread or implementation == "xla" or xla_parts(rows.shape[0], matrix) == 1)
         if self.gather_over is not None or whole:
+            assert not isinstance(x, Rounded)
             return self(x) if over == 1 else self.of_heads(x)
         weight = matrix.flat() if isinstance(matrix, Packed) else matrix
         if spread and not in_kernel:
@@ -179,17 +191,26 @@ class GatedMLP:
         rows, weight = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype), self.gate_up_proj.weight
         return by_kernel(rows, weight, splits=1, implementation=for_rows(implementation, rows, weight, gated=True))
 
-    def parts(self, x: jax.Array, implementation: str, *, read_by_kernel: bool = True) -> jax.Array | Unsummed:
+    def norm(self, weight: jax.Array, x: jax.Array, implementation: str) -> jax.Array | Float8:
+        """See `Linear.norm`."""
+        form = rounding_for(self.gate_up_proj.weight, x, implementation, gated=True)
+        return weight if form is None else Float8(weight, form == "codes")
+
+    def parts(self, x: jax.Array | Rounded, implementation: str, *, read_by_kernel: bool = True) -> jax.Array | Unsummed:
         """The output as `Linear.parts` gives it."""
         down = self.down_proj
-        hidden = self._hidden(x, implementation, down.by_kernel(math.prod(x.shape[:-1]), x.dtype, implementation))
+        inner = jax.ShapeDtypeStruct((*x.shape[:-1], down.weight.shape[-1]), x.dtype)
+        read = down.by_kernel(math.prod(x.shape[:-1]), x.dtype, implementation)
+        hidden = self._hidden(x, implementation, read, down.rounding(inner, implementation) == "codes")
         return down.parts(hidden, implementation, read_by_kernel=read_by_kernel)
 
-    def _hidden(self, x: jax.Array, implementation: str, read_by_kernel: bool) -> jax.Array:
-        rows = x.reshape(-1, x.shape[-1])
+    def _hidden(self, x: jax.Array | Rounded, implementation: str, read_by_kernel: bool, codes: bool = False) -> Any:
+        rows: Any = x.flat() if isinstance(x, Rounded) else x.reshape(-1, x.shape[-1])
         weight = self.gate_up_proj.weight
-        settings = {"activation": self.activation, "launch_dependents": read_by_kernel}
+        settings = {"activation": self.activation, "codes": codes, "launch_dependents": read_by_kernel}
         hidden = gated(rows, weight, **settings, implementation=for_rows(implementation, rows, weight, gated=True))
+        if isinstance(hidden, Rounded):
+            return dataclasses.replace(hidden, leading=x.shape[:-1])
         return hidden.reshape(*x.shape[:-1], -1)
 
 
@@ -217,6 +238,17 @@ def head_logits(hidden: jax.Array, weight: Weight, implementation: str) -> jax.A
 def for_rows(implementation: str, rows: Any, weight: Weight, *, gated: bool = False) -> str:
     """The implementation asked for if it serves that many rows of products with this weight, or gated pair, else XLA. rows: [N, H]."""
     return implementation if rows.shape[0] <= most_rows(weight, implementation, gated=gated) else "xla"
+
+
+def rounding_for(matrix: Weight, x: Any, implementation: str, *, gated: bool = False) -> str | None:
+    """How rows like x, [..., H], may be rounded before a product with a matrix [..., H] or a gated pair: see `linear.rounding`."""
+    if not isinstance(matrix, Packed):
+        return None
+    rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+    chosen = for_rows(implementation, rows, matrix, gated=gated)
+    if chosen == "xla":
+        return None
+    return rounding(rows, matrix if gated else matrix.flat(), splits=1 if gated else None, implementation=chosen)
 
 
 def times(x: jax.Array, number: float) -> jax.Array:

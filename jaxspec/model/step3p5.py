@@ -26,7 +26,18 @@ from jaxspec.checkpoint import layout
 from jaxspec.checkpoint.layout import Part
 from jaxspec.collectives import TENSOR, Shard, summed
 from jaxspec.model import traffic
-from jaxspec.model.attention import Heads, KVScales, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored
+from jaxspec.model.attention import (
+    Heads,
+    KVScales,
+    Normed,
+    attend,
+    check_taps,
+    empty_cache,
+    keys_for,
+    keys_of,
+    scales_by_layer,
+    stored,
+)
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, head_logits, turned
 from jaxspec.model.moe import Experts
@@ -76,7 +87,7 @@ class Attention:
         spec = self.spec
         return KVHeads("qkv_proj", 0, spec, spec.group), KVHeads("g_proj", 0, spec, spec.group), KVHeads("o_proj", 1, spec, spec.group)
 
-    def heads(self, normed: jax.Array, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool) -> Heads:
+    def heads(self, normed: Normed, positions: jax.Array, pages: Pages | None, implementation: str, read_by_kernel: bool) -> Heads:
         """See `AttentionWeights.heads`."""
         spec, parts = self.spec, self.qkv_proj.parts(normed, implementation)
         assert not isinstance(parts, Unsummed)

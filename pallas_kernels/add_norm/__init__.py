@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels import dialect
 from pallas_kernels.add_norm import reference, triton
-from pallas_kernels.add_norm.reference import Stepwise
+from pallas_kernels.add_norm.reference import Float8, Stepwise
 from pallas_kernels.all_reduce import Unsummed
+from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.moe import Choices
 
 # What is added: one output, or several, each with its norm's weight or None, whose norms are summed first. An output may be in parts, and
@@ -22,12 +25,13 @@ def add_norm(
     weight: jax.Array | None,
     *,
     scalar: jax.Array | None = None,
-    next_weights: tuple[jax.Array | Stepwise, ...] = (),
+    next_weights: tuple[jax.Array | Stepwise | Float8, ...] = (),
     eps: float,
     launch_dependents: bool = False,
     implementation: str = "auto",
-) -> tuple[jax.Array, ...]:
-    """(x + norm(y, weight)) * scalar, followed by the norm of that with each of next_weights. All returned arrays are like x.
+) -> tuple[Any, ...]:
+    """(x + norm(y, weight)) * scalar, followed by the norm of that with each of next_weights. All returned arrays are like x, but the norm
+    of a `Float8` is a `Rounded`.
 
     x: [..., H], the residual stream. y: [..., H], or several pairs of such an array and a weight; then y is the sum of their norms. An
     array [S, ..., H], with one axis more than x, stands for the sum of its S parts (`linear.partials`). `Unsummed` stands for such a sum
@@ -48,4 +52,4 @@ def add_norm(
     return triton.add_norm(x, y, weight, scalar, next_weights, eps, **settings)
 
 
-__all__ = ["Addend", "Stepwise", "add_norm"]
+__all__ = ["Addend", "Float8", "Rounded", "Stepwise", "add_norm"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import float8_rows
+from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.moe import Choices
 from pallas_kernels.qkv.reference import rms_norm
 
@@ -26,6 +29,27 @@ class Stepwise:
     def __call__(self, x: jax.Array, eps: float) -> jax.Array:
         scaled = rms_norm(x, None, eps) * self.weight.reshape((1,) * (x.ndim - 1) + self.weight.shape)
         return (scaled.astype(jnp.float32) * self.factor).astype(x.dtype)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("weight",), meta_fields=("codes",))
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """A norm of weight [H] for a product that takes rows rounded to float8: its result is a `Rounded`, of codes or of numbers."""
+
+    weight: Any
+    codes: bool
+
+    def __call__(self, x: jax.Array, eps: float) -> Rounded:
+        normed = rms_norm(x, self.weight, eps)
+        rows = normed.reshape(math.prod(x.shape[:-1]), -1)
+        found = float8_rows.reference.codes(rows, padded(len(rows))) if self.codes else (float8_rows.reference.rounded(rows), None)
+        return Rounded(*found, x.shape[:-1], x.dtype)
+
+
+def padded(rows: int) -> int:
+    """How many rows of codes there are: a multiple of 8, as the kernel for Hopper reads them. What those after the last hold is not
+    defined."""
+    return -(-rows // 8) * 8
 
 
 def sum_parts(y: jax.Array | Choices, like: jax.Array) -> jax.Array:
@@ -46,4 +70,4 @@ def add_norm(x, y, weight, scalar, next_weights, eps):
     x = x + _normed(sum_parts(y, x), weight, eps)
     if scalar is not None:
         x = x * scalar.reshape((1,) * x.ndim)
-    return (x, *(w(x, eps) if isinstance(w, Stepwise) else rms_norm(x, w, eps) for w in next_weights))
+    return (x, *(w(x, eps) if isinstance(w, Stepwise | Float8) else rms_norm(x, w, eps) for w in next_weights))

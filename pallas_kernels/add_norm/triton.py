@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
-from pallas_kernels.add_norm.reference import Stepwise
+from pallas_kernels.add_norm.reference import Float8, padded
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.all_reduce.triton import read_mail, sum_over_devices, turn_ends
 from pallas_kernels.dialect import pl, plgpu
+from pallas_kernels.float8_rows import Rounded
+from pallas_kernels.float8_rows.reference import power_for
+from pallas_kernels.float8_rows.triton import on_grid
 from pallas_kernels.moe import Choices
 
 WARP = 512  # numbers of a row that a warp holds: for each array a thread has two loads of 16 bytes in flight
@@ -31,7 +34,9 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, launch_dependents=False
 
     parts = tuple((by_row(part), w) for part, w in addends)
     inputs, tree = jax.tree.flatten((rows, parts, weight, scalar, next_weights, mail))
-    outputs = [jax.ShapeDtypeStruct(rows.shape, x.dtype)] * (1 + len(next_weights))
+    like = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    of_codes = jax.ShapeDtypeStruct((padded(len(rows)), width), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((padded(len(rows)),), jnp.float32)
+    outputs = [like, *(of_codes if isinstance(w, Float8) and w.codes else like for w in next_weights)]
     out = dialect.call(
         functools.partial(_row, tree=tree, eps=eps),
         name="add_norm",
@@ -42,7 +47,14 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, launch_dependents=False
         interpret=interpret,
         launch_dependents=launch_dependents,
     )(*inputs)
-    return tuple(a.reshape(x.shape) for a in out)
+    return out[0].reshape(x.shape), *(_result(found, w, x) for found, w in zip(out[1:], next_weights, strict=True))
+
+
+def _result(found, weight, x):
+    if not isinstance(weight, Float8):
+        return found.reshape(x.shape)
+    rows, scales = found if weight.codes else (found, None)
+    return Rounded(rows, scales, x.shape[:-1], x.dtype)
 
 
 def _row(*refs, tree, eps):
@@ -78,7 +90,7 @@ def _row(*refs, tree, eps):
     parts = [(output(part), None if w is None else load(w)) for part, w in part_refs]
     x, weight = load(x_ref, row), None if weight_ref is None else load(weight_ref)
     scalar = None if scalar_ref is None else scalar_ref[0].astype(jnp.float32)
-    next_norms = [(load(ref.weight), ref.factor) if isinstance(ref, Stepwise) else (load(ref), None) for ref in next_refs]
+    next_norms = [(load(getattr(ref, "weight", ref)), getattr(ref, "factor", None)) for ref in next_refs]
 
     y = functools.reduce(lambda a, b: rounded(a + b), [rounded(part) if w is None else norm(rounded(part), w) for part, w in parts])
     if mail is not None:
@@ -89,5 +101,15 @@ def _row(*refs, tree, eps):
     if scalar is not None:
         x = rounded(x * scalar)
     plgpu.store(sum_ref.at[row, column], x.astype(dtype), mask=inside)
-    for ref, next_norm in zip(normed_refs, next_norms, strict=True):
-        plgpu.store(ref.at[row, column], norm(x, *next_norm).astype(dtype), mask=inside)
+    for ref, next_ref, next_norm in zip(normed_refs, next_refs, next_norms, strict=True):
+        normed = norm(x, *next_norm)
+        if isinstance(next_ref, Float8):
+            scale, inverse = power_for(jnp.max(jnp.abs(normed)))
+            if next_ref.codes:
+                ref, scale_ref = ref
+                scale_ref[row] = scale
+                codes = (normed * inverse).astype(jnp.float8_e4m3fn).reshape(-1, 2, 4, 2).transpose(0, 2, 3, 1).reshape(-1)
+                plgpu.store(ref.at[row, column], codes, mask=inside)
+                continue
+            normed = on_grid(normed * inverse) * scale
+        plgpu.store(ref.at[row, column], normed.astype(dtype), mask=inside)

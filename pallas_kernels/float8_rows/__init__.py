@@ -13,7 +13,7 @@ import jax
 
 from pallas_kernels import device, dialect
 from pallas_kernels.float8_rows import reference, triton
-from pallas_kernels.float8_rows.reference import codes_in_order
+from pallas_kernels.float8_rows.reference import Rounded, codes_in_order
 
 
 def rounded(x: jax.Array, *, launch_dependents: bool = False, implementation: str = "auto") -> jax.Array:
@@ -50,4 +50,4 @@ def codes(
     return triton.codes(x, rows or len(x), launch_dependents=launch_dependents, interpret=chosen == "triton-interpret")
 
 
-__all__ = ["codes", "codes_in_order", "rounded"]
+__all__ = ["Rounded", "codes", "codes_in_order", "rounded"]

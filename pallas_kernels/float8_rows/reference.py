@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 LARGEST_EXPONENT, LEAST_NORMAL = 8, 2.0**-6  # of e4m3: its largest number is 1.75 * 2**8
 # What brings the mantissa of a float32 above 1.75 to the next exponent, and no other.
 CARRY = 0x1FFFFF
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """Rows that are rounded already, for the product that reads them: as `float8_rows.rounded` or as `float8_rows.codes` gives them."""
+
+    rows: jax.Array  # [N, I] numbers, or [at least N, I] codes
+    scales: jax.Array | None  # of codes, [at least N]; None for numbers
+    leading: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # the axes of rows, of N in all
+    dtype: Any = dataclasses.field(metadata={"static": True})  # of what was rounded
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.leading, self.rows.shape[-1]
+
+    def flat(self) -> Rounded:
+        """The same with one axis of rows."""
+        return dataclasses.replace(self, leading=(math.prod(self.leading),))
 
 
 def power_for(largest: jax.Array) -> tuple[jax.Array, jax.Array]:

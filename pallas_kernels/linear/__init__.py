@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect, float8_rows
 from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.dialect import pl
+from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.linear import mosaic, packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
@@ -58,37 +59,49 @@ def linear(x: jax.Array, w: jax.Array | Packed, *, splits: int | None = 1, imple
 
 
 def partials(
-    x: jax.Array, w: jax.Array | Packed, *, splits: int | None = None, launch_dependents: bool = False, implementation: str = "auto"
+    x: jax.Array | Rounded,
+    w: jax.Array | Packed,
+    *,
+    splits: int | None = None,
+    launch_dependents: bool = False,
+    implementation: str = "auto",
 ) -> jax.Array:
     """Parts of x w^T, to be summed over the first axis. x: [N, H], w: [O, H] -> [S, N, O] float32.
 
     splits: the most that S may be; None for as many as fill the GPU, of XLA's product for `xla_parts`. launch_dependents: whether only
-    kernels read the results: see `dialect.launching`. implementation and errors: as for `linear`.
+    kernels read the results: see `dialect.launching`. implementation and errors: as for `linear`. x may be `Rounded` as `rounding` says.
     """
     chosen = _select(implementation, splits, x, w)
     if chosen == "xla":
         count = xla_parts(x.shape[0], w)
+        assert not isinstance(x, Rounded)  # `rounding` asks for it where a kernel serves
         return reference.partials(x, w, count if splits is None else min(splits, count))
     return _by_rows(_kernel("partials", chosen, w, launch_dependents and not _divided(x, w)), 1, w, splits)(x)
 
 
 def gated(
-    x: jax.Array,
+    x: jax.Array | Rounded,
     gate_up: jax.Array | Packed,
     *,
     activation: Activation = GELU,
+    codes: bool = False,
     launch_dependents: bool = False,
     implementation: str = "auto",
-) -> jax.Array:
+) -> jax.Array | Rounded:
     """act(x gate^T) * (x up^T), with `activation`'s act and limit. x: [N, H], gate_up: [2, I, H] -> [N, I] in x's dtype.
 
-    Both products are summed in float32 and rounded to x's dtype; all else is computed in float32 and rounded once. launch_dependents: as
-    for `partials`. implementation and errors: as for `linear`.
+    Both products are summed in float32 and rounded to x's dtype; all else is computed in float32 and rounded once. codes: whether the
+    result may be a `Rounded` of codes, where a kernel can make them; for a product for which `rounding` says so. launch_dependents and a
+    `Rounded` x: as for `partials`. implementation and errors: as for `linear`.
     """
     chosen = _select(implementation, 1, x, gate_up)
     if chosen == "xla":
+        assert not isinstance(x, Rounded)
         return reference.gated(x, gate_up, activation)
-    return _by_rows(_kernel("gated", chosen, gate_up, launch_dependents and not _divided(x, gate_up)), 0, gate_up, activation)(x)
+    kernel = _kernel("gated", chosen, gate_up, launch_dependents and not _divided(x, gate_up))
+    if codes and chosen == "mosaic" and isinstance(gate_up, Packed) and not _divided(x, gate_up):
+        kernel = functools.partial(kernel, codes=True)
+    return _by_rows(kernel, 0, gate_up, activation)(x)
 
 
 def gated_by(
@@ -129,6 +142,16 @@ def by_kernel(x: Any, w: Any, *others: Any, splits: int | None = None, implement
     return chosen != "xla" and not _padded(chosen, rows, w) and not _divided(x, w)
 
 
+def rounding(x: Any, w: Any, *, splits: int | None = None, implementation: str = "auto") -> str | None:
+    """How a kernel before may round the rows of x for their product with w: to "codes" or "numbers" of a `Rounded`, which then takes the
+    place of x; None where the product takes rows as they are, or rounds them itself. x: [N, I]; of arrays the shapes are enough. splits
+    and implementation: as for `by_kernel`."""
+    if not isinstance(w, Packed) or w.inputs is None or not by_kernel(x, w, splits=splits, implementation=implementation):
+        return None
+    codes = _select(implementation, splits, x, w) == "mosaic" and packed_mosaic.takes_codes(x.shape[0], w)
+    return "codes" if codes else "numbers"
+
+
 def _padded(chosen: str, rows: int, w: Any) -> bool:
     """Whether XLA pads so many rows before the chosen kernel takes them."""
     if chosen != "mosaic":
@@ -138,7 +161,7 @@ def _padded(chosen: str, rows: int, w: Any) -> bool:
     return mosaic.pads(rows)
 
 
-def _select(implementation: str, splits: int | None, x: jax.Array, w: jax.Array | Packed, *others: jax.Array) -> str:
+def _select(implementation: str, splits: int | None, x: Any, w: jax.Array | Packed, *others: jax.Array) -> str:
     if splits is not None and splits < 1:
         raise ValueError(f"splits is {splits}; expected at least 1")
     packed = isinstance(w, Packed)
@@ -174,14 +197,16 @@ def _kernel(name: str, chosen: str, w: jax.Array | Packed, launch_dependents: bo
 def _of_rounded_rows(kernel: Callable[..., jax.Array], chosen: str) -> Callable[..., jax.Array]:
     """The kernel for a packed matrix that wants its rows rounded."""
 
-    def rounding(x: jax.Array, w: Packed, *others: Any) -> jax.Array:
-        if not (chosen == "mosaic" and packed_mosaic.takes_codes(x.shape[0], w)):  # else the kernel rounds them itself
+    def rounded(x: jax.Array | Rounded, w: Packed, *others: Any, **settings: Any) -> Any:
+        if isinstance(x, Rounded):
+            x = x.rows if x.scales is None else x
+        elif not (chosen == "mosaic" and packed_mosaic.takes_codes(x.shape[0], w)):  # else the kernel rounds them itself
             implementation = "triton" if chosen == "mosaic" else chosen
-            settings = {"launch_dependents": not _padded(chosen, x.shape[0], w), "implementation": implementation}
-            x = float8_rows.rounded(x, **settings)
-        return kernel(x, w, *others)
+            early = not _padded(chosen, x.shape[0], w)
+            x = float8_rows.rounded(x, launch_dependents=early, implementation=implementation)
+        return kernel(x, w, *others, **settings)
 
-    return rounding
+    return rounded
 
 
 def _divided(x: Any, w: Any) -> bool:
@@ -193,7 +218,7 @@ def _by_rows(kernel: Callable[..., jax.Array], axis: int, w: jax.Array | Packed,
     """kernel(x, w, *settings) for any rows of x: for a packed matrix in equal parts that it serves. axis: of the rows in the result. The
     returned function takes x and other arrays by row."""
 
-    def run(x: jax.Array, *others: jax.Array) -> jax.Array:
+    def run(x: Any, *others: jax.Array) -> jax.Array:
         rows = x.shape[0]
         count = -(-rows // packed_triton.MOST_ROWS) if isinstance(w, Packed) else 1
         if count == 1:
@@ -207,4 +232,4 @@ def _by_rows(kernel: Callable[..., jax.Array], axis: int, w: jax.Array | Packed,
     return run
 
 
-__all__ = ["MOST_ROWS", "by_kernel", "gated", "gated_by", "linear", "most_rows", "partials", "product"]
+__all__ = ["MOST_ROWS", "by_kernel", "gated", "gated_by", "linear", "most_rows", "partials", "product", "rounding"]

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from pallas_kernels import dialect, float8_rows
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
+from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.linear.reference import summed
-from pallas_kernels.linear.triton import activated, multiprocessors
+from pallas_kernels.linear.triton import activated, activated_codes, multiprocessors
 from pallas_kernels.packed import BLOCK, KINDS, Packed, mosaic
 from pallas_kernels.packed.mosaic import SHARED_MEMORY, Tiles
 
@@ -135,22 +136,22 @@ def partials(x, w, splits: int | None = None, *, launch_dependents: bool = False
     return _call(x, w, 1, _tiles(x, w, splits), jnp.float32, launch_dependents)
 
 
-def gated(x, gate_up, activation=GELU, *, launch_dependents: bool = False):
+def gated(x, gate_up, activation=GELU, *, codes: bool = False, launch_dependents: bool = False):
     """See `pallas_kernels.linear.gated`. An activation other than GELU's takes a second kernel."""
     few = gate_up.shape[-2] // BLOCK < LEAST_TILES
     if few or activation != GELU or x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
         parts = _alone(x, gate_up.flat(), None if few else 1, launch_dependents=True)
-        return activated(parts, activation, x.dtype, launch_dependents=launch_dependents)
+        return (activated_codes if codes else activated)(parts, activation, x.dtype, launch_dependents=launch_dependents)
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype, launch_dependents)[0]
 
 
-def _alone(x: jax.Array, w: Packed, splits: int | None, launch_dependents: bool = False) -> jax.Array:
+def _alone(x: jax.Array | Rounded, w: Packed, splits: int | None, launch_dependents: bool = False) -> jax.Array:
     """The product in x's dtype [1, N, O], or its parts in float32."""
     tiles = _tiles(x, w, splits)
     return _call(x, w, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32, launch_dependents)
 
 
-def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
+def _tiles(x: jax.Array | Rounded, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
     *_, outputs, inputs = w.shape
     settings = {"matrices": matrices, "splits": splits, "codes": takes_codes(x.shape[0], w)}
     return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, **settings)
@@ -158,10 +159,12 @@ def _tiles(x: jax.Array, w: Packed, splits: int | None = 1, matrices: int = 1) -
 
 # A program has many products alike, and to trace and lower one takes a few tenths of a second.
 @jax.jit(static_argnames=("matrices", "tiles", "dtype", "launch_dependents"))
-def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, launch_dependents: bool = False) -> jax.Array:
-    rows, arrays = x.shape[0], {"x": x}
+def _call(x: jax.Array | Rounded, w: Packed, matrices: int, tiles: Tiles, dtype: Any, launch_dependents: bool = False) -> jax.Array:
+    rows, arrays = x.shape[0], dict[str, Any]({"x": x})
     padded = -(-rows // 8) * 8  # rows are copied in tiles of eight, so there must be fewer than eight, or a multiple
-    if takes_codes(rows, w):
+    if isinstance(x, Rounded):
+        arrays["x"], arrays["x_scales"] = x.rows, x.scales
+    elif takes_codes(rows, w):
         arrays["x"], arrays["x_scales"] = float8_rows.codes(x, padded, launch_dependents=True)
     elif pads(rows):
         arrays["x"] = jnp.pad(x, ((0, padded - rows), (0, 0)))
@@ -197,7 +200,7 @@ def _call(x: jax.Array, w: Packed, matrices: int, tiles: Tiles, dtype: Any, laun
         w,
         {"out": jax.ShapeDtypeStruct((splits, rows, outputs), dtype)},
         tiles,
-        name=f"packed_{'gated' if matrices == 2 else 'linear'}",
+        name=f"packed_{'codes_' if 'x_scales' in arrays else ''}{'gated' if matrices == 2 else 'linear'}",
         rows=padded,
         matrices=matrices,
         programs=programs,

@@ -19,9 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, float8_rows
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import MULTIPROCESSORS, pl, plgpu
+from pallas_kernels.float8_rows import Rounded
+from pallas_kernels.float8_rows.triton import pieces_of, store_codes
 from pallas_kernels.linear.reference import summed
 
 MOST_ROWS = 64
@@ -177,6 +179,23 @@ def activated(parts, activation, dtype, *, launch_dependents=False, interpret=Fa
     )(parts)
 
 
+def activated_codes(parts, activation, dtype, *, launch_dependents=False, interpret=False):
+    """As `activated`, with the rows rounded to codes. A program has a whole row."""
+    _, rows, columns = parts.shape
+    width, all_rows = columns // 2, pl.cdiv(rows, 8) * 8  # the kernel for Hopper reads a multiple of 8
+    codes, scales = dialect.call(
+        functools.partial(_activated_codes, activation=activation, dtype=dtype),
+        name="activated_codes",
+        grid=(rows,),
+        out_shape=(jax.ShapeDtypeStruct((all_rows, width), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((all_rows,), jnp.float32)),
+        num_warps=float8_rows.triton.warps(width),
+        num_stages=1,
+        launch_dependents=launch_dependents,
+        interpret=interpret,
+    )(parts)
+    return Rounded(codes, scales, (rows,), dtype)
+
+
 def _tiles(x: jax.Array, w: jax.Array, splits: int | None = 1) -> Tiles:
     *matrices, columns, width = w.shape
     return choose_tiles(x.shape[0], columns, width, x.dtype.itemsize, matrices=math.prod(matrices), splits=splits)
@@ -265,18 +284,27 @@ def _gated(x_ref, w_ref, out_ref, *, activation, tiles, share):
 
 
 def _activated(parts_ref, out_ref, *, activation):
-    splits, _, columns = parts_ref.shape
-    row, width = pl.program_id(0), columns // 2
+    width = parts_ref.shape[-1] // 2
     column = pl.program_id(1) * ACTIVATED + jnp.arange(ACTIVATED, dtype=jnp.int32)
+    inside = column < width
+    plgpu.store(out_ref.at[pl.program_id(0), column], _act(parts_ref, column, inside, activation, out_ref.dtype), mask=inside)
+
+
+def _activated_codes(parts_ref, out_ref, scale_ref, *, activation, dtype):
+    pieces = pieces_of(out_ref.shape[1], lambda at: _act(parts_ref, at, None, activation, dtype).astype(jnp.float32))
+    store_codes(pieces, out_ref, scale_ref)
+
+
+def _act(parts_ref, column, mask, activation, dtype):
+    """What the activation makes of the program's row in these columns."""
+    splits, _, columns = parts_ref.shape
+    other = None if mask is None else jnp.zeros((), parts_ref.dtype)
 
     def product(first):
-        parts = [
-            plgpu.load(parts_ref.at[i, row, first + column], mask=column < width, other=jnp.zeros((), parts_ref.dtype))
-            for i in range(splits)
-        ]
-        return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]).astype(out_ref.dtype)
+        parts = [plgpu.load(parts_ref.at[i, pl.program_id(0), first + column], mask=mask, other=other) for i in range(splits)]
+        return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]).astype(dtype)
 
-    plgpu.store(out_ref.at[row, column], activation(product(0), product(width)).astype(out_ref.dtype), mask=column < width)
+    return activation(product(0), product(columns // 2)).astype(dtype)
 
 
 def _gated_by(x_ref, w_ref, u_ref, index_ref, out_ref, *, tiles, share):

@@ -12,6 +12,7 @@ from packed_matrices import FORMS, packed
 import jaxspec
 from pallas_kernels import device, dialect, float8_rows, linear, lm_head, moe
 from pallas_kernels.activation import GELU
+from pallas_kernels.add_norm import Float8, add_norm
 from pallas_kernels.linear import packed_mosaic, packed_triton
 from pallas_kernels.moe import packed_mosaic as experts_mosaic
 from pallas_kernels.packed import KINDS, unpack
@@ -129,6 +130,38 @@ def test_products_round_their_rows_to_float8(rows):
         else:
             found, limit = jax.jit(linear.partials)(x, w).sum(0), 4e-3
         assert largest_gap(found, wanted) <= limit, shape
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 40, 100, 160])
+def test_kernels_before_a_product_round_as_its_own_does(rows):
+    """Norms and activations, to the last bit, and what products make of their results."""
+    width = 5376
+    x, y, weight = normal(rows, width), normal(rows, width, seed=2), normal(width, seed=3)
+    w, pair = (dataclasses.replace(packed("fp8", shape, rows), inputs="fp8") for shape in ((2816, width), (2, 21504, width)))
+    form = linear.rounding(x, w)
+    assert form is not None
+
+    @jax.jit
+    def run(x, y, weight, w, pair):
+        settings = {"eps": 1e-6, "launch_dependents": True}
+        _, rounded, normed = add_norm(x, y, weight, next_weights=(Float8(weight, form == "codes"), weight), **settings)
+        both = [linear.partials(a, w) for a in (rounded, normed)]
+        gated = [linear.gated(a, pair, codes=codes) for a, codes in ((rounded, form == "codes"), (normed, False))]
+        return rounded, normed, both, gated
+
+    rounded, normed, both, gated = run(x, y, weight, w, pair)
+    np.testing.assert_array_equal(numbers_of(rounded), float8_rows.reference.rounded(normed).astype(jnp.float32))
+    np.testing.assert_array_equal(*both)
+    np.testing.assert_array_equal(numbers_of(gated[0]), float8_rows.reference.rounded(gated[1]).astype(jnp.float32))
+
+
+def numbers_of(rows):
+    """Rows, rounded ones among them or codes, in float32; those that are not rounded are."""
+    if not isinstance(rows, float8_rows.Rounded):
+        return float8_rows.reference.rounded(rows).astype(jnp.float32)
+    if rows.scales is None:
+        return rows.rows.astype(jnp.float32)
+    return (float8_rows.codes_in_order(rows.rows).astype(jnp.float32) * rows.scales[:, None])[: rows.shape[0]]
 
 
 def largest_gap(found, wanted):

@@ -13,7 +13,8 @@ from lowering import for_cuda
 from packed_matrices import packed
 
 from pallas_kernels import device, float8_rows, linear
-from pallas_kernels.linear import packed_mosaic
+from pallas_kernels.add_norm import Float8, add_norm
+from pallas_kernels.linear import packed_mosaic, triton
 from pallas_kernels.linear.shapes import ROUNDED, SHAPES
 from pallas_kernels.packed import abstract, mosaic, pack, unpack
 
@@ -112,6 +113,78 @@ def test_a_row_of_several_axes_has_one_scale():
     near = jnp.asarray(by_ml_dtypes(x.reshape(3, 192)), jnp.float32).reshape(3, 2, 96)
     found, wanted = linear.product(x, w, over=2), jnp.einsum("nkd,okd->no", near, unpack(w, jnp.float32))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * float(jnp.abs(wanted).max()))
+
+
+def sums_and_norms(rows_of, next_weights, implementation):
+    """`add_norm` of a product in two parts."""
+    rng = np.random.default_rng(2)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((*rows_of, 160), (160,)))
+    parts = jnp.asarray(rng.standard_normal((2, *rows_of, 160)), jnp.float32)
+    call = functools.partial(add_norm, eps=1e-3, implementation=implementation)
+    # XLA may leave out a rounding between operations that it fuses, unless told not to.
+    run = jax.jit(call, compiler_options={"xla_allow_excess_precision": False})
+    return run(x, parts, weight, next_weights=tuple(form(weight) for form in next_weights))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rows_of", [(2, 5), (8,)])
+def test_norms_round_their_rows(rows_of, implementation):
+    """As codes and as numbers, beside norms that do not, in any order."""
+    forms = functools.partial(Float8, codes=True), lambda w: w, functools.partial(Float8, codes=False)
+    stream, as_codes, plain, as_numbers = sums_and_norms(rows_of, forms, implementation)
+    other, normed = sums_and_norms(rows_of, (lambda w: w,), implementation)
+    np.testing.assert_array_equal(stream, other)
+    np.testing.assert_array_equal(plain, normed)
+    wanted = by_ml_dtypes(normed).reshape(-1, 160)
+    count = len(wanted)
+    for rounded in (as_codes, as_numbers):
+        assert rounded.shape == normed.shape and rounded.dtype == normed.dtype and rounded.flat().shape == (count, 160)
+    assert as_numbers.scales is None and len(as_codes.rows) == len(as_codes.scales) == -(-count // 8) * 8
+    np.testing.assert_array_equal(np.asarray(as_numbers.rows, np.float64), wanted)
+    np.testing.assert_array_equal(numbers_of(as_codes)[:count], wanted)
+
+
+def numbers_of(rounded):
+    return np.asarray(float8_rows.codes_in_order(rounded.rows), np.float64) * np.asarray(rounded.scales, np.float64)[:, None]
+
+
+@pytest.mark.parametrize("width", [64, 192])
+def test_an_activation_rounds_its_rows(width):
+    """Of gate and up side by side, in two parts."""
+    parts = jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 2 * width)) * 3, jnp.float32)
+    plain = triton.activated(parts, linear.GELU, jnp.bfloat16, interpret=True)
+    found = triton.activated_codes(parts, linear.GELU, jnp.bfloat16, interpret=True)
+    assert found.shape == (5, width) and found.rows.shape == (8, width) and found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(numbers_of(found)[:5], by_ml_dtypes(plain))
+
+
+def test_products_of_rounded_rows_are_those_of_the_rows():
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 192)), jnp.bfloat16)
+    w, pair, settings = rounding((128, 192)), rounding((2, 64, 192)), {"implementation": "triton-interpret"}
+    near = float8_rows.Rounded(float8_rows.rounded(x), None, (5,), x.dtype)
+    assert linear.rounding(x, w, **settings) == linear.rounding(x, pair, splits=1, **settings) == "numbers"
+    np.testing.assert_array_equal(linear.partials(near, w, **settings), linear.partials(x, w, **settings))
+    np.testing.assert_array_equal(linear.gated(near, pair, codes=True, **settings), linear.gated(x, pair, **settings))
+
+
+@pytest.mark.parametrize(
+    ("count", "change", "gpu", "form"),
+    [
+        (40, {}, H200, "codes"),
+        (39, {}, H200, "codes"),
+        (16, {}, H200, "numbers"),
+        (12, {}, H200, None),  # XLA pads such rows
+        (257, {}, H200, None),  # served in passes
+        (40, {}, L4, "numbers"),
+        (40, {"inputs": None}, H200, None),
+    ],
+)
+def test_how_a_kernel_before_may_round_rows(count, change, gpu, form):
+    w = dataclasses.replace(abstract((1024, 1024), "fp8", group=None, scale_dtype=jnp.bfloat16), inputs="fp8")
+    x = jax.ShapeDtypeStruct((count, 1024), jnp.bfloat16)
+    with device.described_as(gpu):
+        assert linear.rounding(x, dataclasses.replace(w, **change)) == form
+    assert linear.rounding(x, w) is linear.rounding(x, w, implementation="xla") is None
 
 
 def inputs_by_place():
