@@ -42,14 +42,10 @@ class Float8:
     def __call__(self, x: jax.Array, eps: float) -> Rounded:
         normed = rms_norm(x, self.weight, eps)
         rows = normed.reshape(math.prod(x.shape[:-1]), -1)
-        found = float8_rows.reference.codes(rows, padded(len(rows))) if self.codes else (float8_rows.reference.rounded(rows), None)
+        found = (
+            float8_rows.reference.codes(rows, float8_rows.padded(len(rows))) if self.codes else (float8_rows.reference.rounded(rows), None)
+        )
         return Rounded(*found, x.shape[:-1], x.dtype)
-
-
-def padded(rows: int) -> int:
-    """How many rows of codes there are: a multiple of 8, as the kernel for Hopper reads them. What those after the last hold is not
-    defined."""
-    return -(-rows // 8) * 8
 
 
 def sum_parts(y: jax.Array | Choices, like: jax.Array) -> jax.Array:

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
-from pallas_kernels.add_norm.reference import Float8, padded
+from pallas_kernels.add_norm.reference import Float8
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.all_reduce.triton import read_mail, sum_over_devices, turn_ends
 from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.float8_rows.reference import power_for
-from pallas_kernels.float8_rows.triton import on_grid
+from pallas_kernels.float8_rows.triton import abstract_codes, on_grid
 from pallas_kernels.moe import Choices
 
 WARP = 512  # numbers of a row that a warp holds: for each array a thread has two loads of 16 bytes in flight
@@ -35,8 +35,7 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, launch_dependents=False
     parts = tuple((by_row(part), w) for part, w in addends)
     inputs, tree = jax.tree.flatten((rows, parts, weight, scalar, next_weights, mail))
     like = jax.ShapeDtypeStruct(rows.shape, x.dtype)
-    of_codes = jax.ShapeDtypeStruct((padded(len(rows)), width), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((padded(len(rows)),), jnp.float32)
-    outputs = [like, *(of_codes if isinstance(w, Float8) and w.codes else like for w in next_weights)]
+    outputs = [like, *(abstract_codes(*rows.shape) if isinstance(w, Float8) and w.codes else like for w in next_weights)]
     out = dialect.call(
         functools.partial(_row, tree=tree, eps=eps),
         name="add_norm",

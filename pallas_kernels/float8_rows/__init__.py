@@ -13,7 +13,7 @@ import jax
 
 from pallas_kernels import device, dialect
 from pallas_kernels.float8_rows import reference, triton
-from pallas_kernels.float8_rows.reference import Rounded, codes_in_order
+from pallas_kernels.float8_rows.reference import Rounded, codes_in_order, padded
 
 
 def rounded(x: jax.Array, *, launch_dependents: bool = False, implementation: str = "auto") -> jax.Array:
@@ -31,12 +31,9 @@ def rounded(x: jax.Array, *, launch_dependents: bool = False, implementation: st
     return found.reshape(x.shape)
 
 
-def codes(
-    x: jax.Array, rows: int | None = None, *, launch_dependents: bool = False, implementation: str = "auto"
-) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of the rows of x. x: [N, I], I a multiple of 16 -> [rows, I] float8_e4m3fn and [rows] float32.
-
-    rows: N or more, of which those after the Nth are copies of the last one; None for N.
+def codes(x: jax.Array, *, launch_dependents: bool = False, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of the rows of x. x: [N, I], I a multiple of 16 -> [padded N, I] float8_e4m3fn and [padded N] float32. Rows after the
+    Nth are copies of the last one.
 
     Codes of 16 inputs lie in the order 4 c + 2 b + e of the input 8 e + 2 c + b: the order in which the kernel for Hopper has the codes of
     a packed matrix (see `packed`). `codes_in_order` brings them back. Settings and errors: as for `rounded`; the kernel needs compute
@@ -46,8 +43,8 @@ def codes(
     obstacle = f"the device has compute capability {found}; the kernel needs {device.FLOAT8_CAPABILITY}" if lacks else None
     chosen = dialect.select(implementation, obstacle)
     if chosen == "xla":
-        return reference.codes(x, rows or len(x))
-    return triton.codes(x, rows or len(x), launch_dependents=launch_dependents, interpret=chosen == "triton-interpret")
+        return reference.codes(x)
+    return triton.codes(x, launch_dependents=launch_dependents, interpret=chosen == "triton-interpret")
 
 
-__all__ = ["Rounded", "codes", "codes_in_order", "rounded"]
+__all__ = ["Rounded", "codes", "codes_in_order", "padded", "rounded"]

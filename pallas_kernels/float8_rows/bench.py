@@ -21,7 +21,7 @@ def main() -> None:
         turns = [(turn,) for turn in turns]
         wanted = float8_rows.reference.rounded(x)
         codes, scales = jax.jit(float8_rows.codes)(x)
-        numbers = float8_rows.codes_in_order(codes).astype(jnp.float32) * scales[:, None]
+        numbers = (float8_rows.codes_in_order(codes).astype(jnp.float32) * scales[:, None])[:rows]
         for found in (jax.jit(float8_rows.rounded)(x), numbers.astype(jnp.bfloat16)):
             np.testing.assert_array_equal(found, wanted)
         beside = time_us(float8_rows.reference.rounded, x, variants=turns)

@@ -33,6 +33,11 @@ class Rounded:
         return dataclasses.replace(self, leading=(math.prod(self.leading),))
 
 
+def padded(rows: int) -> int:
+    """How many rows of codes the kernel for Hopper reads for so many: a multiple of 8. What those after the last hold does not matter."""
+    return -(-rows // 8) * 8
+
+
 def power_for(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The least power of two by which numbers of up to `largest` are divided, so that they do not exceed 448, and its inverse. float32."""
     exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) + CARRY) >> 23
@@ -47,9 +52,9 @@ def rounded(x: jax.Array) -> jax.Array:
     return (numbers * scale).astype(x.dtype)
 
 
-def codes(x: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+def codes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """See `float8_rows.codes`."""
-    x = jnp.pad(x, ((0, rows - len(x)), (0, 0)), mode="edge")
+    x = jnp.pad(x, ((0, padded(len(x)) - len(x)), (0, 0)), mode="edge")
     numbers, scale = divided(x)
     fine = numbers.astype(jnp.float8_e4m3fn).reshape(len(x), -1, 2, 4, 2)
     return fine.transpose(0, 1, 3, 4, 2).reshape(x.shape), scale[:, 0]

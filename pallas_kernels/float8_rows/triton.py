@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dialect
 from pallas_kernels.dialect import pl, plgpu
-from pallas_kernels.float8_rows.reference import LEAST_NORMAL, power_for
+from pallas_kernels.float8_rows.reference import LEAST_NORMAL, padded, power_for
 
 WARP = 1024  # numbers of a row that a warp holds
 MOST_WARPS = 16
@@ -24,10 +24,15 @@ def rounded(x, *, launch_dependents=False, interpret=False):
     return _call(_numbers, "float8_numbers", x, out, launch_dependents, interpret)
 
 
-def codes(x, rows, *, launch_dependents=False, interpret=False):
+def codes(x, *, launch_dependents=False, interpret=False):
     """See `pallas_kernels.float8_rows.codes`."""
-    out = jax.ShapeDtypeStruct((rows, x.shape[1]), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((rows,), jnp.float32)
-    return _call(_codes, "float8_codes", x, out, launch_dependents, interpret)
+    return _call(_codes, "float8_codes", x, abstract_codes(*x.shape), launch_dependents, interpret)
+
+
+def abstract_codes(rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Codes and scales of so many rows, padded."""
+    rows = padded(rows)
+    return jax.ShapeDtypeStruct((rows, width), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((rows,), jnp.float32)
 
 
 def _call(kernel: Any, name: str, x: jax.Array, out: Any, launch_dependents: bool, interpret: bool) -> Any:

@@ -165,7 +165,7 @@ def _call(x: jax.Array | Rounded, w: Packed, matrices: int, tiles: Tiles, dtype:
     if isinstance(x, Rounded):
         arrays["x"], arrays["x_scales"] = x.rows, x.scales
     elif takes_codes(rows, w):
-        arrays["x"], arrays["x_scales"] = float8_rows.codes(x, padded, launch_dependents=True)
+        arrays["x"], arrays["x_scales"] = float8_rows.codes(x, launch_dependents=True)
     elif pads(rows):
         arrays["x"] = jnp.pad(x, ((0, padded - rows), (0, 0)))
     outputs, steps = w.shape[-2], w.shape[-1] // BLOCK // tiles.step

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect, float8_rows
+from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import MULTIPROCESSORS, pl, plgpu
 from pallas_kernels.float8_rows import Rounded
-from pallas_kernels.float8_rows.triton import pieces_of, store_codes
+from pallas_kernels.float8_rows.triton import abstract_codes, pieces_of, store_codes, warps
 from pallas_kernels.linear.reference import summed
 
 MOST_ROWS = 64
@@ -182,13 +182,13 @@ def activated(parts, activation, dtype, *, launch_dependents=False, interpret=Fa
 def activated_codes(parts, activation, dtype, *, launch_dependents=False, interpret=False):
     """As `activated`, with the rows rounded to codes. A program has a whole row."""
     _, rows, columns = parts.shape
-    width, all_rows = columns // 2, pl.cdiv(rows, 8) * 8  # the kernel for Hopper reads a multiple of 8
+    width = columns // 2
     codes, scales = dialect.call(
         functools.partial(_activated_codes, activation=activation, dtype=dtype),
         name="activated_codes",
         grid=(rows,),
-        out_shape=(jax.ShapeDtypeStruct((all_rows, width), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((all_rows,), jnp.float32)),
-        num_warps=float8_rows.triton.warps(width),
+        out_shape=abstract_codes(rows, width),
+        num_warps=warps(width),
         num_stages=1,
         launch_dependents=launch_dependents,
         interpret=interpret,
