@@ -40,12 +40,9 @@ class Float8:
     codes: bool
 
     def __call__(self, x: jax.Array, eps: float) -> Rounded:
-        normed = rms_norm(x, self.weight, eps)
-        rows = normed.reshape(math.prod(x.shape[:-1]), -1)
-        found = (
-            float8_rows.reference.codes(rows, float8_rows.padded(len(rows))) if self.codes else (float8_rows.reference.rounded(rows), None)
-        )
-        return Rounded(*found, x.shape[:-1], x.dtype)
+        rows = rms_norm(x, self.weight, eps).reshape(math.prod(x.shape[:-1]), -1)
+        found, scales = float8_rows.reference.codes(rows) if self.codes else (float8_rows.reference.rounded(rows), None)
+        return Rounded(found, scales, x.shape[:-1], x.dtype)
 
 
 def sum_parts(y: jax.Array | Choices, like: jax.Array) -> jax.Array:

@@ -32,8 +32,8 @@ def rounded(x: jax.Array, *, launch_dependents: bool = False, implementation: st
 
 
 def codes(x: jax.Array, *, launch_dependents: bool = False, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of the rows of x. x: [N, I], I a multiple of 16 -> [padded N, I] float8_e4m3fn and [padded N] float32. Rows after the
-    Nth are copies of the last one.
+    """Codes and scales of the rows of x. x: [N, I], I a multiple of 16 -> [P, I] float8_e4m3fn and [P] float32, with P = padded(N) rows of
+    which those after the Nth are copies of the last one.
 
     Codes of 16 inputs lie in the order 4 c + 2 b + e of the input 8 e + 2 c + b: the order in which the kernel for Hopper has the codes of
     a packed matrix (see `packed`). `codes_in_order` brings them back. Settings and errors: as for `rounded`; the kernel needs compute
