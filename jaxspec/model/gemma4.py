@@ -21,18 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.checkpoint import layout
 from jaxspec.collectives import Shard
 from jaxspec.model import gemma4_modules, traffic
-from jaxspec.model.attention import (
-    Heads,
-    KVScales,
-    Normed,
-    attend,
-    check_taps,
-    empty_cache,
-    keys_for,
-    keys_of,
-    scales_by_layer,
-    stored,
-)
+from jaxspec.model.attention import Heads, KVScales, Normed, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
 from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
 from jaxspec.model.head_guides import head_bytes
@@ -89,13 +78,9 @@ class Attention:
         others = cos, sin, self.q_norm.weight, k_weight, pages
         settings: dict[str, Any] = {"group": spec.group, "key_dims": spec.key_dims, "eps": spec.eps, "dtype": normed.dtype}
         settings |= {"launch_dependents": read_by_kernel, "implementation": implementation}
-        proj = self.qkv_proj
-        alone = isinstance(normed, jax.Array) and proj.sum_over is None and proj.gather_over is None
-        if (
-            alone
-            and isinstance(normed, jax.Array)
-            and serves_heads(normed, proj.weight, k_weight, pages, key_dims=spec.key_dims, implementation=implementation)
-        ):
+        proj, shape = self.qkv_proj, {"key_dims": spec.key_dims, "implementation": implementation}
+        alone = proj.sum_over is None and proj.gather_over is None
+        if alone and isinstance(normed, jax.Array) and serves_heads(normed, proj.weight, k_weight, pages, **shape):
             return projected(normed, proj.weight, *others, **settings)
         parts = proj.parts(normed, implementation)
         assert not isinstance(parts, Unsummed)
