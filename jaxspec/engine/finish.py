@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxspec.decode import FAILED
 from jaxspec.engine.completion import Completion, Logprob
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import RoundStats
@@ -33,7 +32,7 @@ def final_logprobs(
     """(of its output, of its prompt): the log-probabilities of a request that has ended. None for what it did not ask for, or where it
     failed first. score: see `Turn.score`; called for those that the loop does not give."""
     params, of_output, of_prompt = request.params, request.logprobs if request.in_loop else None, None
-    if request.status == FAILED or not request.rescored:
+    if request.failed or not request.rescored:
         return of_output, of_prompt
     asked = None if request.in_loop else params.logprobs
     count, prompt_count = (vocab_size if n == -1 else n or 0 for n in (asked, params.prompt_logprobs))
@@ -66,7 +65,7 @@ def completion_of(
     prompt_logprobs: list[dict[int, Logprob] | None] | None,
 ) -> Completion:
     """The Completion of a request that has ended, and that `look` has seen since."""
-    failed, found, output = request.status == FAILED, request.text.found, request.output
+    failed, found, output = request.failed, request.text.found, request.output
     by_id = request.stopped and found is None
     return Completion(
         text=request.text.text,

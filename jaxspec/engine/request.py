@@ -101,6 +101,11 @@ class Request:
         return self.status == decode.STOPPED
 
     @property
+    def failed(self) -> bool:
+        """Whether it failed before its text ended. What a call computes past a stop string does not count."""
+        return self.status == decode.FAILED and self.text.found is None
+
+    @property
     def edited(self) -> bool:
         p = self.params
         penalised = self.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty

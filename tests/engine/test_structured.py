@@ -159,6 +159,18 @@ def test_what_leaves_no_token_ends_in_words(llm):
     assert found.finish_reason == "stop" and found.stop_reason == stop and set(found.text) == {"a"}
 
 
+def test_what_fails_past_a_stop_string_does_not_count(llm):
+    """A call of several rounds goes on behind the stop string until no token is left; the host reads both at once."""
+    asked = dataclasses.replace(params(0, choice=["é漢𝄞"]), ignore_eos=True, stop="漢", max_tokens=20)
+    for more in ({}, {"logprobs": 2}, {"prompt_logprobs": 2}, {"logprobs": 30}):
+        found = llm.generate([PROMPT], dataclasses.replace(asked, **more))[0]
+        assert (found.finish_reason, found.stop_reason, found.text, found.error) == ("stop", "漢", "é", None)
+        assert more.get("logprobs") is None or len(found.logprobs) == len(found.token_ids)
+        assert ("prompt_logprobs" in more) == (found.prompt_logprobs is not None)
+    stream = list(llm.stream(PROMPT, asked, steps=20))
+    assert stream[-1].finish_reason == "stop" and "".join(chunk.text for chunk in stream) == "é"
+
+
 def test_thoughts_are_free(llm):
     """A text that begins within a thought is free until that ends, and has no end before; one that may begin with a thought may not."""
     opening, closing, think = llm.tokenizer.thought_ids
