@@ -1,16 +1,18 @@
-"""Interrupts that Python would ignore come again."""
+"""Interrupts that Python would ignore come again, and work that none may cut short."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 SOON = 0.01  # seconds
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -35,3 +37,18 @@ def heeded() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = ignored
+
+
+def undisturbed(work: Callable[[], Result]) -> Result:
+    """Calls a function on a thread of its own, where no interrupt reaches it, and returns what it returns. An interrupt is raised here at
+    once; the function goes on to its end, for which Python waits before it exits.
+
+    Programs are compiled in this way: if their caller is interrupted, JAX's compiler goes on with a program that is no longer held, and the
+    process crashes."""
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    pool = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-undisturbed")
+    try:
+        return pool.submit(work).result()
+    finally:
+        pool.shutdown(wait=False)

@@ -1,7 +1,10 @@
-"""Interrupts that Python ignores come again, where it matters."""
+"""Interrupts that Python ignores come again, where it matters, and some work is not cut short."""
 
 import concurrent.futures
+import os
+import signal
 import sys
+import threading
 import time
 
 import ignored
@@ -38,3 +41,27 @@ def test_threads_leave_it_alone():
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         assert pool.submit(hook).result() is sys.unraisablehook
+
+
+def test_work_goes_on_behind_an_interrupt():
+    told, ended = threading.Event(), threading.Event()
+
+    def work():
+        os.kill(os.getpid(), signal.SIGINT)
+        told.wait(60)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.undisturbed(work)
+    assert not ended.is_set()
+    told.set()
+    assert ended.wait(60)
+
+
+def test_work_returns_and_raises_what_it_does_elsewhere():
+    assert interrupts.undisturbed(lambda: threading.current_thread() is threading.main_thread()) is False
+    with pytest.raises(ZeroDivisionError):
+        interrupts.undisturbed(lambda: 1 // 0)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # which no interrupt reaches anyway
+        own = pool.submit(lambda: (threading.get_ident(), interrupts.undisturbed(threading.get_ident))).result()
+    assert own[0] == own[1]

@@ -31,6 +31,7 @@ from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, Pro
 from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.engine import cuda_graphs
 from jaxspec.engine.programs import decode_rounds, flat
+from jaxspec.interrupts import undisturbed
 from jaxspec.model.head_guides import guided, has_guide
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, Needs, seed_words
@@ -362,7 +363,7 @@ def _compiled(function: Callable[..., Any], *args: Any, compiler: Any = cuda_gra
     begun = time.perf_counter()
     lowered = jax.jit(function, donate_argnums=2).lower(*args)
     traced = time.perf_counter()
-    program = compiler(lowered, jax.tree.leaves(args[0])[0].devices())
+    program = undisturbed(functools.partial(compiler, lowered, jax.tree.leaves(args[0])[0].devices()))
     memory = program.memory_analysis()
     temporary = 0 if memory is None else memory.temp_size_in_bytes
     return program, ProgramCost(traced - begun, time.perf_counter() - traced, temporary)

@@ -24,6 +24,7 @@ from jaxspec.engine.admission import arrays_of, init_state
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.kept_programs import by_address, kept_programs
 from jaxspec.engine.settings import Settings
+from jaxspec.interrupts import undisturbed
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.automata import BLOCK, FILLED, SAME, Automata, fill, place
@@ -439,7 +440,8 @@ class Programs:
     def _lowered(self, program: Program) -> Callable[[], Any]:
         """Lowers a program, and returns what compiles it."""
         lowered = program.lower(self)
-        return functools.partial(cuda_graphs.compiled, lowered, self._devices) if program.loops else lowered.compile
+        compile = functools.partial(cuda_graphs.compiled, lowered, self._devices) if program.loops else lowered.compile
+        return functools.partial(undisturbed, compile)
 
 
 def _form(tree: Any) -> tuple[Any, ...]:

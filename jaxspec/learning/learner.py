@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import DATA
 from jaxspec.drafters.training import Objective
+from jaxspec.interrupts import undisturbed
 from jaxspec.learning.losses import Batch, distil_loss
 from jaxspec.learning.reservoir import Reservoir
 from jaxspec.learning.settings import Learn, learnable, parts
@@ -101,7 +102,7 @@ class Learner:
         """Compiles the update, once, and times it, by updates that change nothing."""
         if self._compiled is None:
             begun, nothing = time.perf_counter(), self._arguments(self._empty(), 0.0)[2:]
-            compiled = self._update.lower(self.masters, self.moments, *nothing).compile()
+            compiled = undisturbed(self._update.lower(self.masters, self.moments, *nothing).compile)
             kept = jax.tree.map(jnp.copy, self.moments)
             try:
                 for _ in range(2):  # the first run takes longer

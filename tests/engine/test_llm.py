@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import os
+import signal
 import sys
 import threading
 import time
@@ -339,6 +341,25 @@ def test_an_interrupted_warmup_waits_for_the_programs_at_work_alone(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         making.throw(KeyboardInterrupt)
     assert len(begun) < 5
+
+
+def test_an_interrupt_leaves_the_compiler_to_end_its_work(load, expected, monkeypatch):
+    """Cut short, JAX's compiler would read a program that nobody holds any more, and crash the process."""
+    llm, real, told, ended = load(None, max_slots=1), jax.stages.Lowered.compile, threading.Event(), threading.Event()
+
+    def compile(lowered, *args, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        told.wait(60)
+        ended.set()
+        return real(lowered, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", compile)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, [0], max_tokens=3)
+        told.set()
+        assert ended.wait(10)
+    assert tokens(generate(llm, [0], max_tokens=3)) == [expected[0][:3]]
 
 
 def test_seeds_beyond_32_bits_are_different_seeds(speculative):
