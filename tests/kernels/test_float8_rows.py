@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("unoptimised")
 
 A100, H200, L4 = (device.Described(*x) for x in (("NVIDIA A100-SXM4-40GB", "8.0"), ("NVIDIA H200", "9.0"), ("NVIDIA L4", "8.9")))
 IMPLEMENTATIONS = ["xla", "triton-interpret"]
+ROUNDING = {"xla_allow_excess_precision": False}  # else XLA may leave out a rounding between operations that it fuses
 
 
 def rows(width, dtype, seed=0):
@@ -121,8 +122,7 @@ def sums_and_norms(rows_of, next_weights, implementation):
     x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((*rows_of, 160), (160,)))
     parts = jnp.asarray(rng.standard_normal((2, *rows_of, 160)), jnp.float32)
     call = functools.partial(add_norm, eps=1e-3, implementation=implementation)
-    # XLA may leave out a rounding between operations that it fuses, unless told not to.
-    run = jax.jit(call, compiler_options={"xla_allow_excess_precision": False})
+    run = jax.jit(call, compiler_options=ROUNDING)
     return run(x, parts, weight, next_weights=tuple(form(weight) for form in next_weights))
 
 
@@ -152,8 +152,9 @@ def numbers_of(rounded):
 def test_an_activation_rounds_its_rows(width):
     """Of gate and up side by side, in two parts."""
     parts = jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 2 * width)) * 3, jnp.float32)
-    plain = triton.activated(parts, linear.GELU, jnp.bfloat16, interpret=True)
-    found = triton.activated_codes(parts, linear.GELU, jnp.bfloat16, interpret=True)
+    settings = {"activation": linear.GELU, "dtype": jnp.bfloat16, "interpret": True}
+    kernels = [functools.partial(kernel, **settings) for kernel in (triton.activated, triton.activated_codes)]
+    plain, found = (jax.jit(kernel, compiler_options=ROUNDING)(parts) for kernel in kernels)
     assert found.shape == (5, width) and found.rows.shape == (8, width) and found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(numbers_of(found)[:5], by_ml_dtypes(plain))
 
