@@ -40,8 +40,8 @@ def heeded() -> Iterator[None]:
 
 
 def undisturbed(work: Callable[[], Result]) -> Result:
-    """Calls a function on a thread of its own, where no interrupt reaches it, and returns what it returns. An interrupt is raised here at
-    once; the function goes on to its end, for which Python waits before it exits.
+    """Calls a function on a thread of its own, where no interrupt reaches it, and returns or raises what it does. An interrupt is raised
+    here at once; the function goes on to its end, for which Python waits before it exits.
 
     Programs are compiled in this way: if their caller is interrupted, JAX's compiler goes on with a program that is no longer held, and the
     process crashes."""

@@ -158,8 +158,8 @@ def load(
 
     Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for
     a checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, activations that are to be
-    and whose weights are not in fp8, a drafter or an adapter
-    that does not fit, a setting out of range. An argument that vLLM or transformers has is answered with its name here.
+    and whose weights are not in fp8, a drafter or an adapter that does not fit, a setting out of range. An argument that vLLM or
+    transformers has is answered with its name here.
     """
     path("target", target, "a hub id, a folder or a bundled name")
     if adapter is not None:

@@ -147,16 +147,9 @@ def test_kernels_before_a_product_round_its_rows(hopper, name, batch, alone, act
     assert calls["activated_codes"] == activated * layers
 
 
-def test_the_end_of_a_layer_reads_nothing_but_weights_ahead(hopper, monkeypatch):
-    monkeypatch.setattr(layer_end, "SINCE", (0, 0))
-    found, layers = step("E2B", 1)
-    assert found.pop("launch_dependents") > 10 * layers
-    assert found.pop("wait") >= layers
-    assert not found
-
-
-def test_heads_of_one_kernel_read_nothing_but_weights_ahead(hopper, monkeypatch):
-    monkeypatch.setattr(qkv, "SINCE", (0, 0))
+@pytest.mark.parametrize("kernel", [layer_end, qkv])
+def test_kernels_of_small_models_read_nothing_but_weights_ahead(hopper, monkeypatch, kernel):
+    monkeypatch.setattr(kernel, "SINCE", (0, 0))
     found, layers = step("E2B", 1)
     assert found.pop("launch_dependents") > 10 * layers
     assert found.pop("wait") >= layers

@@ -72,8 +72,7 @@ class Linear:
 
     def norm(self, weight: jax.Array, x: jax.Array, implementation: str) -> jax.Array | Float8:
         """The norm of this weight as `add_norm` takes it, whose result `parts` is given: of rows like x, [..., in]."""
-        form = self.rounding(x, implementation)
-        return weight if form is None else Float8(weight, form == "codes")
+        return norm_of(weight, self.rounding(x, implementation))
 
     def rounding(self, x: Any, implementation: str) -> str | None:
         """How a kernel before may round rows like x, [..., in], for `parts`: see `linear.rounding`."""
@@ -193,8 +192,7 @@ class GatedMLP:
 
     def norm(self, weight: jax.Array, x: jax.Array, implementation: str) -> jax.Array | Float8:
         """See `Linear.norm`."""
-        form = rounding_for(self.gate_up_proj.weight, x, implementation, gated=True)
-        return weight if form is None else Float8(weight, form == "codes")
+        return norm_of(weight, rounding_for(self.gate_up_proj.weight, x, implementation, gated=True))
 
     def parts(self, x: jax.Array | Rounded, implementation: str, *, read_by_kernel: bool = True) -> jax.Array | Unsummed:
         """The output as `Linear.parts` gives it."""
@@ -249,6 +247,11 @@ def rounding_for(matrix: Weight, x: Any, implementation: str, *, gated: bool = F
     if chosen == "xla":
         return None
     return rounding(rows, matrix if gated else matrix.flat(), splits=1 if gated else None, implementation=chosen)
+
+
+def norm_of(weight: jax.Array, form: str | None) -> jax.Array | Float8:
+    """A norm as `add_norm` takes it, which rounds its rows in this form of `linear.rounding`."""
+    return weight if form is None else Float8(weight, form == "codes")
 
 
 def times(x: jax.Array, number: float) -> jax.Array:

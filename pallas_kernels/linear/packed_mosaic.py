@@ -60,7 +60,7 @@ def pads(rows: int) -> bool:
 
 def takes_codes(rows: int, w: Packed) -> bool:
     """Whether so many rows are rounded to codes for a product with this matrix, which multiplies codes."""
-    return w.inputs == "fp8" and w.kind == "fp8" and w.groups is None and rows >= LEAST_CODES
+    return w.takes_codes and rows >= LEAST_CODES
 
 
 def choose_tiles(

@@ -51,7 +51,7 @@ def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = 
 
 def _takes_codes(w: Packed) -> bool:
     """Whether the current device multiplies codes of rounded rows with those of this matrix."""
-    return w.inputs == w.kind == "fp8" and w.groups is None and not any(w.cut) and (device.capability() or 0) >= device.FLOAT8_CAPABILITY
+    return w.takes_codes and not any(w.cut) and (device.capability() or 0) >= device.FLOAT8_CAPABILITY
 
 
 def _of_numbers(rows: jax.Array, dtype: Any) -> Callable[[Packed], jax.Array]:
@@ -64,11 +64,11 @@ def _of_codes(rows: jax.Array, dtype: Any) -> Callable[[Packed], jax.Array]:
     codes, of_rows = float8_rows.reference.divided(rows)
     codes = codes.astype(jnp.float8_e4m3fn)
 
-    def product(w: Packed) -> jax.Array:
+    def multiply(w: Packed) -> jax.Array:
         found = jax.lax.dot_general(codes, float8_of(w), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
         return (found.astype(jnp.float32) * of_rows * scales_of(w).astype(jnp.float32)[None, :]).astype(dtype)
 
-    return product
+    return multiply
 
 
 def partials(x: jax.Array, w: jax.Array | Packed, splits: int = 1) -> jax.Array:

@@ -74,6 +74,11 @@ class Packed:
         *inner, _, columns = self.scale.shape[self.ndim - self.over :]
         return None if math.prod(inner) == 1 and columns == 2 else columns // 2
 
+    @property
+    def takes_codes(self) -> bool:
+        """Whether codes of rounded rows may be multiplied with the matrix's, and the sums by scales: by one of an output and no more."""
+        return self.inputs == self.kind == "fp8" and self.groups is None and self.zero is None
+
     def flat(self) -> Packed:
         """The same as a matrix [out, in] with one axis each. ValueError if blocks are filled up, and so cannot be joined."""
         if any(self.cut):

@@ -62,9 +62,7 @@ def qkv(
     return triton.qkv(projected, cos, sin, q_weight, k_weight, pages, **settings)
 
 
-def serves(
-    x: Any, w: Any, k_weight: Any, pages: Any, *, key_dims: int = 0, dtype: Any = None, implementation: str = "auto"
-) -> bool:  # fmt: skip
+def serves(x: Any, w: Any, k_weight: Any, pages: Any, *, key_dims: int = 0, dtype: Any = None, implementation: str = "auto") -> bool:
     """Whether `projected` has a kernel for these arrays, of which the shapes are enough, and "auto" takes it. Without, a product and `qkv`
     serve. Arguments: those of `projected`."""
     early = jax.__version_info__ >= mosaic.SINCE

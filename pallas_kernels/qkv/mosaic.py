@@ -92,9 +92,7 @@ def choose_cut(rows: int, dim: int, width: int) -> Cut:
 
 
 @jax.jit(static_argnames=("group", "batch", "eps", "value_norm", "launch_dependents", "interpret"))
-def projected(
-    x, w, cos, sin, q_weight, k_weight, pages, *, group, batch, eps, value_norm, launch_dependents=False, interpret: Any = False
-):  # fmt: skip
+def projected(x, w, cos, sin, q_weight, k_weight, pages, *, group, batch, eps, value_norm, launch_dependents=False, interpret: Any = False):
     """See `pallas_kernels.qkv.projected`. x: [N, H] of `batch` sequences, w: [KV, P, D, H], cos and sin: [N, D / 2]. Returns arrays of rows
     [N, heads, D], or pools."""
     mosaic, rows, (kv_heads, members, dim, width) = dialect.mosaic(), x.shape[0], w.shape
