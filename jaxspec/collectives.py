@@ -59,6 +59,10 @@ class Shard:
         first = jnp.argmax(values, axis=0)[None]
         return jnp.take_along_axis(ids, first, axis=0)[0], jnp.take_along_axis(values, first, axis=0)[0]
 
+    def any(self, x: jax.Array) -> jax.Array:
+        """Whether x is true on any device, like x. x: [...] bool."""
+        return jnp.any(all_gather(x.astype(jnp.int32), self.axis, self.mail) > 0, axis=0)
+
 
 def shard_of(logits: jax.Array, ids: jax.Array | None, shard: Shard | None) -> Shard | None:
     """`shard` if these logits cover only its tokens, else None. logits: [..., C]; ids: the candidates' token ids, or None."""

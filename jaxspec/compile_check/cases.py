@@ -132,7 +132,7 @@ def named_cases() -> Iterator[Case]:
             for form in {"numbers": False, "codes": True} if float8 else {"numbers": False}:
                 rounded = (add_norm.Float8(after[0], form == "codes"),)
                 yield Case("add_norm", f"{name}, {form}", function, (x, y, weight, scalar, rounded), further=shape.rows > 160)
-    for devices, rows in ((2, 5), (2, 40), (4, 5), (4, 40)):
+    for devices, rows in ((2, 5), (2, 40), (4, 5), (4, 40), (4, 160)):
         name, width, x = f"31B x {rows} over {devices}", array(5376), array(rows, 5376)
         mail: Any = array(devices + 1, 2, dtype=jnp.int32)
         parts: Any = array(2, *x.shape, dtype=jnp.float32)

@@ -211,7 +211,7 @@ def sound_choices(most: jax.Array, shard: Shard | None, hidden: jax.Array | None
     if hidden is not None:
         bad |= ~jnp.all(jnp.isfinite(hidden), axis=-1)
     if shard is not None:
-        bad, some = jax.lax.psum(jnp.stack([bad, some]).astype(jnp.int32), shard.axis) > 0
+        bad, some = shard.any(jnp.stack([bad, some]))
     return some & ~bad
 
 

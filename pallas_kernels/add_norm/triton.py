@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import dialect
 from pallas_kernels.add_norm.reference import Float8
 from pallas_kernels.all_reduce import Unsummed
-from pallas_kernels.all_reduce.triton import read_mail, sum_over_devices, turn_ends
+from pallas_kernels.all_reduce.triton import in_two_steps, read_mail, sum_over_devices, turn_ends
 from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.float8_rows.reference import power_for
@@ -36,12 +36,14 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, launch_dependents=False
     inputs, tree = jax.tree.flatten((rows, parts, weight, scalar, next_weights, mail))
     like = jax.ShapeDtypeStruct(rows.shape, x.dtype)
     outputs = [like, *(abstract_codes(*rows.shape) if isinstance(w, Float8) and w.codes else like for w in next_weights)]
+    two_steps = mail is not None and in_two_steps(rows.shape[0], mail.shape[0] - 1)
+    warp = 2 * WARP if two_steps else WARP  # see `all_reduce.triton.num_warps`
     out = dialect.call(
-        functools.partial(_row, tree=tree, eps=eps),
+        functools.partial(_row, tree=tree, eps=eps, late=two_steps),
         name="add_norm",
         grid=(rows.shape[0],),
         out_shape=outputs,
-        num_warps=num_warps or max(1, min(MOST_WARPS, pl.next_power_of_2(width) // WARP)),
+        num_warps=num_warps or max(1, min(MOST_WARPS, pl.next_power_of_2(width) // warp)),
         num_stages=1,
         interpret=interpret,
         launch_dependents=launch_dependents,
@@ -56,7 +58,7 @@ def _result(found, weight, x):
     return Rounded(rows, scales, x.shape[:-1], x.dtype)
 
 
-def _row(*refs, tree, eps):
+def _row(*refs, tree, eps, late):
     x_ref, part_refs, weight_ref, scalar_ref, next_refs, mail_ref = tree.unflatten(refs[: tree.num_leaves])
     sum_ref, *normed_refs = refs[tree.num_leaves :]
     row, (_, width), dtype = pl.program_id(0), x_ref.shape, x_ref.dtype
@@ -84,18 +86,25 @@ def _row(*refs, tree, eps):
         values *= jax.lax.rsqrt(jnp.sum(values * values) / width + eps)
         return rounded(values * weight) if factor is None else rounded(rounded(rounded(values) * weight) * factor)
 
-    # All loads are issued before the first sum waits for one.
+    # All loads are issued before the first sum waits for one. What comes after a sum in two steps is loaded after it (`late`), for want of
+    # registers.
     mail = None if mail_ref is None else read_mail(mail_ref)
     parts = [(output(part), None if w is None else load(w)) for part, w in part_refs]
-    x, weight = load(x_ref, row), None if weight_ref is None else load(weight_ref)
-    scalar = None if scalar_ref is None else scalar_ref[0].astype(jnp.float32)
-    next_norms = [(load(getattr(ref, "weight", ref)), getattr(ref, "factor", None)) for ref in next_refs]
 
+    def load_others():
+        x, weight = load(x_ref, row), None if weight_ref is None else load(weight_ref)
+        scalar = None if scalar_ref is None else scalar_ref[0].astype(jnp.float32)
+        return x, weight, scalar, [(load(getattr(ref, "weight", ref)), getattr(ref, "factor", None)) for ref in next_refs]
+
+    if not late:
+        x, weight, scalar, next_norms = load_others()
     y = functools.reduce(lambda a, b: rounded(a + b), [rounded(part) if w is None else norm(rounded(part), w) for part, w in parts])
     if mail is not None:
-        y, turn = sum_over_devices(y, column, inside, mail)
+        y, turn = sum_over_devices(y, column, inside, mail, x_ref.shape[0])
         y = rounded(y)
         inside &= turn_ends(turn, jnp.sum(y * y), mail)  # the sum that its norm takes
+    if late:
+        x, weight, scalar, next_norms = load_others()
     x = rounded(x + (y if weight is None else norm(y, weight)))
     if scalar is not None:
         x = rounded(x * scalar)

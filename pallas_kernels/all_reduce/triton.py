@@ -4,6 +4,8 @@ Each GPU has a mailbox (see `mailboxes`). A program stores its row in the other 
 8 bytes hold two bfloat16 numbers and the turn's number, so a reader sees by itself whether they have arrived, and no barrier is needed.
 NCCL calls this protocol LL (https://github.com/NVIDIA/nccl).
 
+More than two GPUs sum many rows in two steps, which send less: each GPU adds up its share of a row and sends the others the sums.
+
 Even and odd turns have places of their own. A GPU sends turn t + 2 only after it has received turn t + 1 from the others, which sent that
 after their kernel of turn t had ended. So whatever turn t + 2 overwrites has been read.
 
@@ -28,6 +30,8 @@ MOST_DEVICES = 4  # with eight, a thread holds more than its registers
 LEAST_WIDTH, MOST_WIDTH, ALIGNMENT = 256, 8192, 8
 THREADS, WARP = 32, 512  # threads of a warp, and the most numbers of a row that it holds
 MESSAGE = 4  # numbers in a message of 16 bytes
+LEAST_IN_TWO_STEPS = 32  # rows
+SHARE = 64  # numbers of a row that one device adds up, before those of the next device
 COUNTERS = 4 * MOST_ROWS  # bytes at the start of a mailbox, which count the turns of each program
 LINE = 4 * MOST_WIDTH  # bytes of a row's messages
 
@@ -48,9 +52,15 @@ def unsupported(rows: int, width: int, dtype: Any) -> str | None:
     return None
 
 
-def num_warps(width: int) -> int:
-    """Warps of a program whose row has `width` numbers."""
-    return max(1, pl.next_power_of_2(width) // WARP)
+def in_two_steps(rows: int, devices: int) -> bool:
+    """Whether so many rows are summed in two steps."""
+    return devices > 2 and rows >= LEAST_IN_TWO_STEPS
+
+
+def num_warps(width: int, two_steps: bool = False) -> int:
+    """Warps of a program whose row has `width` numbers. In two steps a thread has twice as many: then a multiprocessor runs two programs of
+    the widest rows at once, and none of 160 waits for others to end."""
+    return max(1, pl.next_power_of_2(width) // (2 * WARP if two_steps else WARP))
 
 
 def all_reduce(x, mail, *, interpret=False):
@@ -69,7 +79,7 @@ def _call(kernel, name, x, mail, shape, interpret):
         name=name,
         grid=(x.shape[0],),
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
-        num_warps=num_warps(x.shape[1]),
+        num_warps=num_warps(x.shape[1], kernel is _sum and in_two_steps(x.shape[0], mail.shape[0] - 1)),
         num_stages=1,
         interpret=interpret,
     )(x, mail)
@@ -78,7 +88,7 @@ def _call(kernel, name, x, mail, shape, interpret):
 def _sum(x_ref, mail_ref, out_ref):
     mail = read_mail(mail_ref)
     row, column, inside, x = _loaded(x_ref)
-    total, turn = sum_over_devices(x.astype(jnp.float32), column, inside, mail)
+    total, turn = sum_over_devices(x.astype(jnp.float32), column, inside, mail, x_ref.shape[0])
     inside &= turn_ends(turn, jnp.sum(total), mail)
     plgpu.store(out_ref.at[row, column], total.astype(out_ref.dtype), mask=inside)
 
@@ -86,7 +96,8 @@ def _sum(x_ref, mail_ref, out_ref):
 def _gather(x_ref, mail_ref, out_ref):
     mail = read_mail(mail_ref)
     row, column, inside, x = _loaded(x_ref)
-    every, turn = swap(x.astype(jnp.int32) << 16, column, inside, mail)
+    turn, place = _turn_begins(column, mail)
+    every = _swap(x.astype(jnp.int32) << 16, inside, mail, turn, place)
     inside &= turn_ends(turn, jnp.max(functools.reduce(operator.or_, every)), mail)
     for rank, of_one in enumerate(every):
         of_one = jax.lax.shift_right_logical(of_one, jnp.full_like(of_one, 16))
@@ -105,48 +116,66 @@ def read_mail(mail_ref):
     return [(mail_ref[i, 0], mail_ref[i, 1]) for i in range(mail_ref.shape[0])]
 
 
-def sum_over_devices(x, column, inside, mail):
-    """The sum of x over devices, [W] float32, and the turn's number. x: [W] float32, with values that bfloat16 holds exactly. Other
-    arguments are those of `swap`."""
-    every, turn = swap(jax.lax.bitcast_convert_type(x, jnp.int32), column, inside, mail)
-    return functools.reduce(operator.add, [jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in every]), turn
+def sum_over_devices(x, column, inside, mail, rows):
+    """The sum of x over devices, [W] float32 of which 16 bits count, and the turn's number. The program must end the turn with `turn_ends`.
 
-
-def swap(bits, column, inside, mail):
-    """The rows of all devices, in the order of devices, and the turn's number.
-
-    bits: [W] int32, this device's row, with zeros in the lower half of each number. column: [W] int32, 0, 1, ... inside: [W] bool, the
-    columns that exist. mail: see `read_mail`. The program must end the turn with `turn_ends`.
+    x: [W] float32, with values that bfloat16 holds exactly. column: [W] int32, 0, 1, ... inside: [W] bool, the columns that exist. mail:
+    see `read_mail`. rows: how many programs there are.
     """
-    *addresses, (own_rank, _) = mail
-    devices, row = len(addresses), pl.program_id(0)
-    turn = _inline(_turn, *_single(*addresses[0], 4 * row))
+    devices, (own_rank, _) = len(mail) - 1, mail[-1]
+    turn, place = _turn_begins(column, mail)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    if not in_two_steps(rows, devices):
+        return functools.reduce(operator.add, map(_value, _swap(bits, inside, mail, turn, place))), turn
+    share = _quotient(column, SHARE)
+    distance = share - devices * _quotient(share, devices) - own_rank
+    distance = jnp.where(distance < 0, distance + devices, distance)  # from this device to the one that adds the number up
+    own, others, distances = inside & (distance == 0), inside & (distance != 0), range(1, devices)
+    to = [functools.reduce(lambda found, d: jnp.where(distance == d, mail[d][i], found), distances, 0 * column) for i in range(2)]
+    sent = _inline(_send, bits, place(distance - 1, others), *to, *_splat(column, turn))
+    # One device alone adds, so that all have the same sum in whatever order.
+    total = x
+    for d in distances:
+        total += _value(_inline(_receive, place(d - 1, own), *_splat(column, *mail[0], turn), sent))
+    total = jax.lax.bitcast_convert_type(total.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
+    sent = [_inline(_send, total, place(d - 1, own), *_splat(column, *mail[d], turn)) for d in distances]
+    after = functools.reduce(operator.or_, sent)
+    got = _inline(_receive, place(devices - distance - 1, others), *_splat(column, *mail[0], turn), after)
+    return _value(jnp.where(own, total, got)), turn
+
+
+def _value(bits):
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _turn_begins(column, mail):
+    """The turn's number, [1] int32, and a function that gives the places of messages: (line, which) -> [W] int32, bytes from where the
+    mailbox begins, or -1 where `which` is false. Lines are those of the devices that send, the next one before this one first."""
+    row = pl.program_id(0)
+    turn = _inline(_turn, *_single(*mail[0], 4 * row))
     # A new mailbox holds 0, so no turn may have that number. We take 2 in its place, which is even too.
     turn = jnp.where(turn == -1, 2, turn + 1)
-    odd = jnp.bitwise_and(turn, 1)
     # A thread's two messages lie half a row apart, so that what threads store at the same time lies side by side.
     message, half = _quotient(column, MESSAGE), column.shape[0] // MESSAGE // 2
-    at = 16 * (_quotient(message, 2) + half * (message - 2 * _quotient(message, 2)))
+    at = COUNTERS + 16 * (_quotient(message, 2) + half * (message - 2 * _quotient(message, 2)))
+    first = jnp.bitwise_and(turn, 1) * (len(mail) - 2)
+    return turn, lambda line, which: jnp.where(which, at + ((first + line) * MOST_ROWS + row) * LINE, -1)
 
-    def places(distance):
-        line = (odd * (devices - 1) + distance - 1) * MOST_ROWS + row
-        return jnp.where(inside, at + COUNTERS + line * LINE, -1)
 
-    def splat(*scalars):
-        return [jnp.broadcast_to(scalar, column.shape) for scalar in scalars]
-
+def _swap(bits, inside, mail, turn, place):
+    """The rows of all devices, in the order of devices. bits: [W] int32, this device's row, with zeros in the lower half of each number."""
+    devices, (own_rank, _) = len(mail) - 1, mail[-1]
     distances = range(1, devices)
-    sent = [_inline(_send, bits, places(d), *splat(*addresses[d], turn)) for d in distances]
+    sent = [_inline(_send, bits, place(d - 1, inside), *_splat(bits, *mail[d], turn)) for d in distances]
     after = functools.reduce(operator.or_, sent)
-    got = [_inline(_receive, places(d), *splat(*addresses[0], turn), after) for d in distances]
-    at_distance = [bits, *got]
+    at_distance = [bits, *(_inline(_receive, place(d - 1, inside), *_splat(bits, *mail[0], turn), after) for d in distances)]
 
     def of(rank):
         distance = own_rank - rank
         distance = jnp.where(distance < 0, distance + devices, distance)
         return functools.reduce(lambda found, d: jnp.where(distance == d, at_distance[d], found), distances, bits)
 
-    return [of(rank) for rank in range(devices)], turn
+    return [of(rank) for rank in range(devices)]
 
 
 def turn_ends(turn, seen, mail):
@@ -162,6 +191,10 @@ def turn_ends(turn, seen, mail):
 def _single(*scalars):
     """Scalars as arrays of one number, since assembly takes no scalars."""
     return [jnp.broadcast_to(scalar, (1,)) for scalar in scalars]
+
+
+def _splat(like, *scalars):
+    return [jnp.broadcast_to(scalar, like.shape) for scalar in scalars]
 
 
 def _quotient(x, size):
@@ -201,11 +234,11 @@ def _address(low, high, offset):
 def _messages(places, low, high):
     """How many messages a thread has, and the lines that set their addresses, a0, a1, ..., and whether they exist, p0, p1, ..."""
     count = len(places) // MESSAGE
-    lines = [f".reg .b64 base, a<{count}>; .reg .b32 u<{count}>, v<{count}>, f<{count}>, g<{count}>; .reg .pred q, p<{count}>;"]
-    lines.append(f"mov.b64 base, {{{low[0]}, {high[0]}}};")
+    lines = [f".reg .b64 o, a<{count}>; .reg .b32 u<{count}>, v<{count}>, f<{count}>, g<{count}>; .reg .pred q, p<{count}>;"]
     for i in range(count):
-        place = places[MESSAGE * i]
-        lines.append(f"setp.ge.s32 p{i}, {place}, 0; cvt.u64.u32 a{i}, {place}; add.u64 a{i}, a{i}, base;")
+        first = MESSAGE * i
+        lines.append(f"setp.ge.s32 p{i}, {places[first]}, 0; cvt.u64.u32 o, {places[first]};")
+        lines.append(f"mov.b64 a{i}, {{{low[first]}, {high[first]}}}; add.u64 a{i}, a{i}, o;")
     return count, lines
 
 

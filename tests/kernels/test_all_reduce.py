@@ -39,16 +39,17 @@ class Mailboxes:
         if asm is triton._count:
             self.turns[address(*(x[0] for x in args[:3]))] = int(args[3][0])
             return np.zeros(1, np.int32)
-        places, low, high, turn = args[1:] if asm is triton._send else args[:4]
-        groups = places.reshape(-1, triton.MESSAGE)
+        sends = asm is triton._send
+        places, low, high, turn = args[1:] if sends else args[:4]
+        groups, lows, highs = (x.reshape(-1, triton.MESSAGE) for x in (places, low, high))
         assert (groups == groups[:, :1]).all()  # a message is one place
         out = np.zeros((len(groups), triton.MESSAGE), np.int32)
-        if asm is triton._receive and low[0] == self.slow:
+        if not sends and low[0] == self.slow:
             time.sleep(0.02)
         for i, place in enumerate(groups[:, 0]):
             if place >= 0:
-                at = address(low[0], high[0], place)
-                if asm is triton._send:
+                at = address(lows[i, 0], highs[i, 0], place)
+                if sends:
                     assert at not in self.unread
                     self.unread.add(at)
                     self.messages[at] = (int(turn[0]), args[0].reshape(out.shape)[i] & -65536)
@@ -59,7 +60,7 @@ class Mailboxes:
                         time.sleep(0.001)
                     out[i] = self.messages[at][1]
                     self.unread.discard(at)
-        return np.zeros_like(places) if asm is triton._send else out.reshape(-1)
+        return np.zeros_like(places) if sends else out.reshape(-1)
 
 
 def on(devices, function, *args, mail=True):
@@ -77,9 +78,13 @@ def on(devices, function, *args, mail=True):
     return run(tables, np.arange(devices, dtype=np.int32), *args)
 
 
-def test_the_protocol_adds_up_and_gathers_turn_after_turn(monkeypatch):
-    """Sums of several shapes follow one another, alone and with the norm that reads them, and gathers; some turns are past 2**32."""
-    boxes, devices, turns = Mailboxes(monkeypatch), 3, 4
+@pytest.mark.parametrize("devices, many", [(3, triton.LEAST_IN_TWO_STEPS), (2, 2), (3, 2), (4, 3)])
+def test_the_protocol_adds_up_and_gathers_turn_after_turn(monkeypatch, devices, many):
+    """Sums of several shapes follow one another, alone and with the norm that reads them, and gathers; some turns are past 2**32. So
+    `many` rows are summed in two steps."""
+    jax.clear_caches()  # kernels are traced once for all calls
+    monkeypatch.setattr(triton, "LEAST_IN_TWO_STEPS", many)
+    boxes, turns = Mailboxes(monkeypatch), 4
     boxes.turns = {base + 4 * row: -3 for base in BASES for row in range(3)}  # the next are -2, -1, 2, 3, ...
     rng = np.random.default_rng(0)
     shapes = {1000: (3, 1000), 600: (2, 600)}
