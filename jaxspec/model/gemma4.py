@@ -158,7 +158,8 @@ class DecoderLayer:
             choice = self.router(scored.reshape(-1, x.shape[-1]), implementation, read_by_kernel=chosen)
             routed = self.experts.parts(tokens, *choice, implementation)
             norms = (self.post_feedforward_layernorm_1.weight, self.post_feedforward_layernorm_2.weight)
-            out = ((self.mlp.parts(normed, implementation), norms[0]), (routed, norms[1]))
+            alone = self.mlp.down_proj.sum_over is None  # else XLA adds up the parts of one of several outputs
+            out = ((self.mlp.parts(normed, implementation, read_by_kernel=alone), norms[0]), (routed, norms[1]))
         weight = self.post_feedforward_layernorm.weight
         if per_layer_input is not None:
             assert self.per_layer_input_gate and self.per_layer_projection and self.post_per_layer_input_norm

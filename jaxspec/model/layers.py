@@ -56,7 +56,7 @@ class Linear:
 
     def by_kernel(self, rows: int, dtype: Any, implementation: str, over: int = 1) -> bool:
         """Whether in `parts` a kernel reads x, of so many rows and this dtype, and no operation of XLA does."""
-        if self.gather_over is not None or self.sum_over is not None:
+        if self.gather_over is not None or (self.sum_over is not None and not self._summed_by_kernel(rows, dtype, implementation, over)):
             return False
         weight, cut = self.weight, len(self.weight.shape) - over
         width = math.prod(weight.shape[cut:])
@@ -69,6 +69,11 @@ class Linear:
         else:
             weight = jax.ShapeDtypeStruct((math.prod(weight.shape[:cut]), width), weight.dtype)
         return by_kernel(x, weight, implementation=chosen)
+
+    def _summed_by_kernel(self, rows: int, dtype: Any, implementation: str, over: int) -> bool:
+        """Whether a kernel sums the product over devices."""
+        width = math.prod(self.weight.shape[: len(self.weight.shape) - over])
+        return self.sum_over is not None and implementation != "xla" and serves(rows, width, dtype, self.mail)
 
     def norm(self, weight: jax.Array, x: jax.Array, implementation: str) -> jax.Array | Float8:
         """The norm of this weight as `add_norm` takes it, whose result `parts` is given: of rows like x, [..., in]."""
@@ -86,7 +91,7 @@ class Linear:
         rows: Any = x.flat() if isinstance(x, Rounded) else x.reshape(math.prod(leading), -1)
         chosen = for_rows(implementation, rows, self.weight)
         spread = self.sum_over is not None
-        in_kernel = spread and implementation != "xla" and serves(rows.shape[0], math.prod(out), x.dtype, self.mail)
+        in_kernel = self._summed_by_kernel(rows.shape[0], x.dtype, implementation, over)
         matrix = self.weight if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
         whole = chosen == "xla" and not in_kernel and (spread or implementation == "xla" or xla_parts(rows.shape[0], matrix) == 1)
         if self.gather_over is not None or whole:
@@ -95,7 +100,7 @@ class Linear:
         weight = matrix.flat() if isinstance(matrix, Packed) else matrix
         if spread and not in_kernel:
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
-        parts = partials(rows, weight, launch_dependents=read_by_kernel and not spread, implementation=chosen)
+        parts = partials(rows, weight, launch_dependents=read_by_kernel, implementation=chosen)
         parts = parts.reshape(-1, *leading, *out)
         return Unsummed(parts, self.mail) if in_kernel and self.mail is not None else parts
 

@@ -98,7 +98,7 @@ def _gather(x_ref, mail_ref, out_ref):
     row, column, inside, x = _loaded(x_ref)
     turn, place = _turn_begins(column, mail)
     every = _swap(x.astype(jnp.int32) << 16, inside, mail, turn, place)
-    inside &= turn_ends(turn, jnp.max(functools.reduce(operator.or_, every)), mail)
+    inside &= turn_ends(turn, jnp.max(_either(every)), mail)
     for rank, of_one in enumerate(every):
         of_one = jax.lax.shift_right_logical(of_one, jnp.full_like(of_one, 16))
         plgpu.store(out_ref.at[rank, row, column], of_one.astype(out_ref.dtype), mask=inside)
@@ -124,24 +124,31 @@ def sum_over_devices(x, column, inside, mail, rows):
     """
     devices, (own_rank, _) = len(mail) - 1, mail[-1]
     turn, place = _turn_begins(column, mail)
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    bits, distances = jax.lax.bitcast_convert_type(x, jnp.int32), range(1, devices)
+
+    def sent(bits, which):
+        """Sends numbers to all devices. Returns zeros."""
+        return _either([_inline(_send, bits, place(d - 1, which), *_splat(column, *mail[d], turn)) for d in distances])
+
+    def added(which, after):
+        """The sum of this device's numbers and those that all others sent."""
+        return _inline(functools.partial(_add_up, devices), bits, place(0, which), *_splat(column, *mail[0], turn, own_rank), after)
+
     if not in_two_steps(rows, devices):
-        return functools.reduce(operator.add, map(_value, _swap(bits, inside, mail, turn, place))), turn
+        return _value(added(inside, sent(bits, inside))), turn
     share = _quotient(column, SHARE)
     distance = share - devices * _quotient(share, devices) - own_rank
     distance = jnp.where(distance < 0, distance + devices, distance)  # from this device to the one that adds the number up
-    own, others, distances = inside & (distance == 0), inside & (distance != 0), range(1, devices)
+    own, others = inside & (distance == 0), inside & (distance != 0)
     to = [functools.reduce(lambda found, d: jnp.where(distance == d, mail[d][i], found), distances, 0 * column) for i in range(2)]
-    sent = _inline(_send, bits, place(distance - 1, others), *to, *_splat(column, turn))
-    # One device alone adds, so that all have the same sum in whatever order.
-    total = x
-    for d in distances:
-        total += _value(_inline(_receive, place(d - 1, own), *_splat(column, *mail[0], turn), sent))
+    total = _value(added(own, _inline(_send, bits, place(distance - 1, others), *to, *_splat(column, turn))))
     total = jax.lax.bitcast_convert_type(total.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
-    sent = [_inline(_send, total, place(d - 1, own), *_splat(column, *mail[d], turn)) for d in distances]
-    after = functools.reduce(operator.or_, sent)
-    got = _inline(_receive, place(devices - distance - 1, others), *_splat(column, *mail[0], turn), after)
+    got = _inline(_receive, place(devices - distance - 1, others), *_splat(column, *mail[0], turn), sent(total, own))
     return _value(jnp.where(own, total, got)), turn
+
+
+def _either(arrays):
+    return functools.reduce(operator.or_, arrays)
 
 
 def _value(bits):
@@ -166,9 +173,8 @@ def _swap(bits, inside, mail, turn, place):
     """The rows of all devices, in the order of devices. bits: [W] int32, this device's row, with zeros in the lower half of each number."""
     devices, (own_rank, _) = len(mail) - 1, mail[-1]
     distances = range(1, devices)
-    sent = [_inline(_send, bits, place(d - 1, inside), *_splat(bits, *mail[d], turn)) for d in distances]
-    after = functools.reduce(operator.or_, sent)
-    at_distance = [bits, *(_inline(_receive, place(d - 1, inside), *_splat(bits, *mail[0], turn), after) for d in distances)]
+    sent = _either([_inline(_send, bits, place(d - 1, inside), *_splat(bits, *mail[d], turn)) for d in distances])
+    at_distance = [bits, *(_inline(_receive, place(d - 1, inside), *_splat(bits, *mail[0], turn), sent) for d in distances)]
 
     def of(rank):
         distance = own_rank - rank
@@ -234,7 +240,7 @@ def _address(low, high, offset):
 def _messages(places, low, high):
     """How many messages a thread has, and the lines that set their addresses, a0, a1, ..., and whether they exist, p0, p1, ..."""
     count = len(places) // MESSAGE
-    lines = [f".reg .b64 o, a<{count}>; .reg .b32 u<{count}>, v<{count}>, f<{count}>, g<{count}>; .reg .pred q, p<{count}>;"]
+    lines = [f".reg .b64 o, a<{count}>; .reg .pred q, p<{count}>;"]
     for i in range(count):
         first = MESSAGE * i
         lines.append(f"setp.ge.s32 p{i}, {places[first]}, 0; cvt.u64.u32 o, {places[first]};")
@@ -244,25 +250,47 @@ def _messages(places, low, high):
 
 def _send(result, bits, places, low, high, turn):
     count, lines = _messages(places, low, high)
+    lines.append(".reg .b32 u, v;")
     for i in range(count):
         a, b, c, d = bits[MESSAGE * i : MESSAGE * i + MESSAGE]
-        lines.append(f"prmt.b32 u{i}, {a}, {b}, 0x7632; prmt.b32 v{i}, {c}, {d}, 0x7632;")  # the upper halves, the first one below
+        lines.append(f"prmt.b32 u, {a}, {b}, 0x7632; prmt.b32 v, {c}, {d}, 0x7632;")  # the upper halves, the first one below
         # A message needs four numbers in a row. A thread holds them so; if it ever does not, we trap.
         lines.append(f"setp.ne.b32 q, {places[MESSAGE * i]}, {places[MESSAGE * i + MESSAGE - 1]}; @q trap;")
-        lines.append(f"@p{i} st.volatile.global.v4.b32 [a{i}], {{u{i}, {turn[0]}, v{i}, {turn[0]}}};")
+        lines.append(f"@p{i} st.volatile.global.v4.b32 [a{i}], {{u, {turn[0]}, v, {turn[0]}}};")
     return "\n".join([*lines, *(f"mov.b32 {r}, 0;" for r in result)])
 
 
 def _receive(result, places, low, high, turn, _):
+    lines, (got,) = _arrived(1, places, low, high, turn)
+    return "\n".join([*lines, *(f"mov.b32 {to}, {number};" for to, number in zip(result, got, strict=True))])
+
+
+def _add_up(devices, result, bits, places, low, high, turn, rank, _):
+    lines, got = _arrived(devices - 1, places, low, high, turn)
+    # In the order of devices, so that all have the same sum.
+    for own in range(devices):
+        lines.append(f"setp.ne.s32 q, {rank[0]}, {own}; @q bra NOT{own};")
+        first, *others = [bits if device == own else got[(own - device) % devices - 1] for device in range(devices)]
+        for j in range(len(result)):
+            lines += [f"add.f32 t{j}, {f't{j}' if n else first[j]}, {other[j]};" for n, other in enumerate(others)]
+        lines.append(f"NOT{own}:")
+    lines.insert(0, f".reg .b32 t<{len(result)}>;")
+    return "\n".join([*lines, *(f"mov.b32 {to}, t{j};" for j, to in enumerate(result))])
+
+
+def _arrived(senders, places, low, high, turn):
+    """The lines that wait for the messages of so many devices, whose places follow one another, and registers with the numbers of each."""
     count, lines = _messages(places, low, high)
-    for i in range(count):
-        lines.append(f"mov.b32 u{i}, 0; mov.b32 v{i}, 0; mov.b32 f{i}, {turn[0]}; mov.b32 g{i}, {turn[0]};")
+    every = [(sender * count + i, i, sender * MOST_ROWS * LINE) for sender in range(senders) for i in range(count)]
+    lines.append(f".reg .b32 u<{len(every)}>, v<{len(every)}>, f<{len(every)}>, g<{len(every)}>, e<{MESSAGE * len(every)}>;")
+    lines += [f"mov.b32 u{m}, 0; mov.b32 v{m}, 0; mov.b32 f{m}, {turn[0]}; mov.b32 g{m}, {turn[0]};" for m, _, _ in every]
     lines.append("WAIT:")
-    lines += [f"@p{i} ld.volatile.global.v4.b32 {{u{i}, f{i}, v{i}, g{i}}}, [a{i}];" for i in range(count)]
+    lines += [f"@p{i} ld.volatile.global.v4.b32 {{u{m}, f{m}, v{m}, g{m}}}, [a{i}+{line}];" for m, i, line in every]
     lines.append("setp.ne.b32 q, 0, 0;")
-    lines += [f"setp.ne.or.b32 q, {flag}{i}, {turn[0]}, q;" for i in range(count) for flag in "fg"]
+    lines += [f"setp.ne.or.b32 q, {flag}{m}, {turn[0]}, q;" for m, _, _ in every for flag in "fg"]
     lines.append("@q bra WAIT;")
-    for i in range(count):
-        a, b, c, d = result[MESSAGE * i : MESSAGE * i + MESSAGE]
-        lines.append(f"shl.b32 {a}, u{i}, 16; and.b32 {b}, u{i}, 0xffff0000; shl.b32 {c}, v{i}, 16; and.b32 {d}, v{i}, 0xffff0000;")
-    return "\n".join(lines)
+    numbers = [f"e{n}" for n in range(MESSAGE * len(every))]
+    for m, _, _ in every:
+        a, b, c, d = numbers[MESSAGE * m : MESSAGE * m + MESSAGE]
+        lines.append(f"shl.b32 {a}, u{m}, 16; and.b32 {b}, u{m}, 0xffff0000; shl.b32 {c}, v{m}, 16; and.b32 {d}, v{m}, 0xffff0000;")
+    return lines, [numbers[len(places) * sender : len(places) * (sender + 1)] for sender in range(senders)]
