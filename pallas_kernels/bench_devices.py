@@ -56,10 +56,11 @@ def errors(shape: tuple[int, int], mail: Any, rank: Any, seed: Any) -> jax.Array
         found = all_reduce.all_reduce(x, AXIS, mail)
         # What is added to is the same on all devices.
         stream, weight = rows_of(seed + i, jnp.int32(1000), shape), jnp.ones(shape[1:], x.dtype)
-        settings: Any = {"next_weights": (weight,), "eps": 1e-6, "implementation": "triton"}
-        parts = jnp.stack([x.astype(jnp.float32), jnp.zeros(shape, jnp.float32)])
-        sums = add_norm.add_norm(stream, all_reduce.Unsummed(parts, mail), weight, **settings)
-        plain = add_norm.add_norm(stream, expected, weight, **settings)
+        parts, others = jnp.stack([x.astype(jnp.float32), jnp.zeros(shape, jnp.float32)]), (weight, None, (weight,), 1e-6)
+        sums = add_norm.triton.add_norm(stream, all_reduce.Unsummed(parts, mail), *others)
+        # With as many threads, for the order in which they add up a row's squares.
+        two_steps = all_reduce.triton.in_two_steps(shape[0], jax.lax.axis_size(AXIS))
+        plain = add_norm.triton.add_norm(stream, expected, *others, num_warps=all_reduce.triton.num_warps(shape[1], two_steps))
         words = jax.lax.bitcast_convert_type(x.reshape(-1)[:20].reshape(2, 5, 2), jnp.int32)
         every = all_reduce.all_gather(words, AXIS, mail)
         counts = [

@@ -11,13 +11,15 @@ import pytest
 from jax.extend.core import Literal
 from real_configs import ASSISTANTS, TARGETS
 
-from jaxspec import decode
+from jaxspec import decode, sharding
 from jaxspec.drafters import assistant as gemma4_mtp
+from jaxspec.model import gemma4
 from jaxspec.model.config import AssistantConfig, Gemma4Config
 from jaxspec.model.head_guides import guided
 from jaxspec.targets import abstract_target, asked_quantisation
-from pallas_kernels import device
+from pallas_kernels import all_reduce, device
 from pallas_kernels.add_norm import add_norm
+from pallas_kernels.all_reduce import mailboxes
 from pallas_kernels.layer_end import mosaic as layer_end
 from pallas_kernels.linear import linear
 from pallas_kernels.lm_head import abstract_guide, likely_logits, lm_head
@@ -74,6 +76,8 @@ def follow(jaxpr, origins, found, calls=None):
             out = ["early" if "launch_dependents" in does else None] * len(out)
             if "wait" in does and set(inputs[READ_AHEAD.get(equation.params["name"], slice(0))]) - {"weights"}:
                 count(equation.params["name"])
+        elif name == "shard_map":
+            out = follow(equation.params["jaxpr"], inputs, found, calls)
         elif name in VIEWS:
             out = [next(filter(None, inputs), None)] * len(out)
         elif name == "while":
@@ -101,6 +105,34 @@ def step(name, batch, quantize=None, activations=None, calls=None):
     weights, found = len(jax.tree.leaves((target, drafter))), {}
     follow(jaxpr, ["weights"] * weights + [None] * (len(jaxpr.invars) - weights), found, calls)
     return found, len(config.layers)
+
+
+def step_on(devices, name, batch):
+    """The same of a model of two layers on so many devices that sum by kernels."""
+    short = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma4Config.from_hf({**TARGETS[name]["text_config"], **short})
+    mesh = sharding.mesh(tensor=devices)
+    trees = guided(gemma4.abstract(config)), guided(gemma4_mtp.abstract(gemma4_mtp.bind(AssistantConfig.from_hf(ASSISTANTS[name]), config)))
+    trees = tuple(sharding.spread(sharding.shard_tree(tree, mesh), mesh) for tree in trees)
+    init = functools.partial(decode.init_state, *trees, slots=batch, max_len=1024, num_draft_tokens=4)
+    layout = sharding.Layout.of(mesh, trees[1], init)
+    loop = layout.on(functools.partial(decode.decode_loop, round=decode.Round(4)))
+    slots, steps = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    jaxpr = jax.make_jaxpr(loop)(*trees, layout.shapes, slots, steps).jaxpr
+    weights, found = len(jax.tree.leaves(trees)), {}
+    follow(jaxpr, ["weights"] * weights + [None] * (len(jaxpr.invars) - weights), found)
+    return found
+
+
+# least: so many kernels at least launch dependents, in two layers and the assistant's passes.
+@pytest.mark.parametrize(("name", "batch", "least"), [("31B", 1, 140), ("31B", 32, 115), ("26B-A4B", 8, 135)])
+def test_only_kernels_read_such_results_on_several_devices(hopper, monkeypatch, name, batch, least):
+    table = mailboxes.mailbox_table([2**44 + 2**30 * n for n in range(4)])[None]
+    monkeypatch.setattr(all_reduce, "mailbox_tables", lambda groups: table)
+    found = step_on(4, name, batch)
+    assert found.pop("launch_dependents") >= least
+    found.pop("wait", 0)
+    assert not found
 
 
 # least: more kernels than that for each layer launch dependents, which is most of a layer's; waiting: so many for each layer wait.
