@@ -31,7 +31,7 @@ LEAST_WIDTH, MOST_WIDTH, ALIGNMENT = 256, 8192, 8
 THREADS, WARP = 32, 512  # threads of a warp, and the most numbers of a row that it holds
 MESSAGE = 4  # numbers in a message of 16 bytes
 LEAST_IN_TWO_STEPS = 32  # rows
-SHARE = 64  # numbers of a row that one device adds up, before those of the next device
+SHARE = 64  # numbers of a row that one device adds up, before those of the next device: each has some of the narrowest row
 COUNTERS = 4 * MOST_ROWS  # bytes at the start of a mailbox, which count the turns of each program
 LINE = 4 * MOST_WIDTH  # bytes of a row's messages
 
@@ -117,7 +117,8 @@ def read_mail(mail_ref):
 
 
 def sum_over_devices(x, column, inside, mail, rows):
-    """The sum of x over devices, [W] float32 of which 16 bits count, and the turn's number. The program must end the turn with `turn_ends`.
+    """The sum of x over devices, [W] float32, which is rounded to bfloat16 already if there are many rows, and the turn's number. The
+    program must end the turn with `turn_ends`.
 
     x: [W] float32, with values that bfloat16 holds exactly. column: [W] int32, 0, 1, ... inside: [W] bool, the columns that exist. mail:
     see `read_mail`. rows: how many programs there are.
@@ -140,7 +141,9 @@ def sum_over_devices(x, column, inside, mail, rows):
     distance = share - devices * _quotient(share, devices) - own_rank
     distance = jnp.where(distance < 0, distance + devices, distance)  # from this device to the one that adds the number up
     own, others = inside & (distance == 0), inside & (distance != 0)
-    to = [functools.reduce(lambda found, d: jnp.where(distance == d, mail[d][i], found), distances, 0 * column) for i in range(2)]
+    to = [
+        functools.reduce(lambda found, d: jnp.where(distance == d, mail[d][i], found), distances, jnp.zeros_like(column)) for i in range(2)
+    ]
     total = _value(added(own, _inline(_send, bits, place(distance - 1, others), *to, *_splat(column, turn))))
     total = jax.lax.bitcast_convert_type(total.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
     got = _inline(_receive, place(devices - distance - 1, others), *_splat(column, *mail[0], turn), sent(total, own))
