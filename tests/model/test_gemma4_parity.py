@@ -16,7 +16,7 @@ from definitions import relative_error
 from transformers.models.gemma4 import modeling_gemma4 as reference
 
 from jaxspec import checkpoint
-from jaxspec.model import gemma4, layers
+from jaxspec.model import gemma4, gemma4_layer, layers
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.model.moe import Router
@@ -157,7 +157,7 @@ def test_prefill_decode_and_verify_blocks_agree(member: str) -> None:
 def test_layers_that_end_with_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Hopper GPU, where one kernel adds the feed-forward and the per-layer input."""
     ended = []
-    monkeypatch.setattr(gemma4, "serves", lambda x, *_: ended.append(x.shape) or True)
+    monkeypatch.setattr(gemma4_layer, "serves", lambda x, *_: ended.append(x.shape) or True)
     jax.clear_caches()
     target, (ids, logits, _) = load("E2B"), expected("E2B")
     out, _ = jax.jit(functools.partial(gemma4.Gemma4.__call__, cache=None))(target, whole(ids))
