@@ -22,26 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dialect, inlined
+from pallas_kernels import dialect
 from pallas_kernels.dialect import pl
 from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed
+from pallas_kernels.packed.words import CODE_MASKS, MASKS, codes_in_registers, scaled, unpacker
 from pallas_kernels.registers import exchange
 
 SHARED_MEMORY = 230_000  # of a program, without its barriers
-# The bits of a pair of codes, or of the parts of their numbers; of "fp8" those of the pair h = 0, and the parts of h = 1.
-MASKS = {
-    "int4": (0x000F000F, 0),
-    "int8": (0x007F007F, 0x00800080),
-    "fp8": (0x87F087F0, 0x80F080F0, 0x07000700),
-    "fp4": (0x80008000, 0x01C001C0),
-}
-# How two words of codes of "fp8", of the inputs e = 0 and e = 1, become a register of four codes of outputs h, whose bytes are 2 b + e: the
-# bits of each word, moved so far to the right, that are in a mask.
-CODES = (
-    (((4, 0x007F007F), (8, 0x00800080)), ((-4, 0x7F007F00), (0, 0x80008000))),
-    (((4, 0x00800080), (8, 0x00700070), (0, 0x000F000F)), ((-4, 0x80008000), (0, 0x70007000), (-8, 0x0F000F00))),
-)
-CODE_MASKS = tuple(sorted({mask for half in CODES for word in half for _, mask in word}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +266,7 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finis
         mosaic.set_max_registers(min(232, started + (started - 40) // workers // 8 * 8), action="increase")
         place, part = jax.lax.div(warpgroup, tiles.deep), jax.lax.rem(warpgroup, tiles.deep)
         mine = tiles.step // tiles.deep
-        operand = _codes_in_registers(mosaic) if of_codes else _unpacker(mosaic, kind, groups, "z" in numbers)
+        operand = codes_in_registers(mosaic) if of_codes else unpacker(mosaic, kind, groups, "z" in numbers)
         give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
         # Masks come from memory: ptxas would load a constant again before each use.
         layout = mosaic.Layout.WG_SPLAT((1,))
@@ -331,7 +318,7 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finis
                         if of_codes:
                             last = refs["s"].shape[-3] - 1
                             of_outputs = [refs["s"].at[*piece.matrices, m, jnp.minimum(block, last), 0] for m in range(matrices)]
-                            totals = [_scaled(mosaic, x, s, refs["x_scales"], piece.row) for x, s in zip(totals, of_outputs, strict=True)]
+                            totals = [scaled(mosaic, x, s, refs["x_scales"], piece.row) for x, s in zip(totals, of_outputs, strict=True)]
                         finish(refs, piece, block, totals)
 
                 if not tiles.joined:
@@ -414,152 +401,3 @@ def _store(value, out, first, base, count, places):
     references = (mosaic.RefType(),) * (places is not None)
     types = (mosaic.Layout.WGMMA, mosaic.RefType(), splat, splat, splat, *references)
     mosaic.inline_mgpu(arg_types=types)(body)(value, out, *numbers, *(() if places is None else (places,)))
-
-
-def _unpacker(mosaic, kind, groups, zeros):
-    """A function of a block's words, scales and, if it has some, zeros in shared memory, and of the masks, that returns the block [64, 64]
-    as the left operand in registers."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
-    settings = mosaic.ShapeDtypeStruct((BLOCK, BLOCK), jnp.bfloat16, layout=mosaic.Layout.WGMMA)
-
-    splat = mosaic.Layout.WG_SPLAT((1,))
-
-    references = [mosaic.RefType()] * (2 + zeros)
-
-    @mosaic.inline_mgpu(arg_types=(*references, *[splat] * len(MASKS[kind])), return_type=settings)
-    def unpack(_, words, scales, *others):
-        masks = others[zeros:]
-        i32, bf16, index = ir.IntegerType.get_signless(32), ir.BF16Type.get(), ir.IndexType.get()
-        pair = ir.VectorType.get((2,), bf16)
-
-        def number(value):
-            return arith.constant(i32, ir.IntegerAttr.get(i32, value if value < 2**31 else value - 2**32))
-
-        def at(value):
-            return arith.constant(index, value)
-
-        of_masks = dict(zip(MASKS[kind], (mask.registers.flat[0] for mask in masks), strict=True))
-
-        def bits(mask, word):
-            return arith.andi(word, of_masks[mask])
-
-        def right(word, count):
-            return word if count == 0 else arith.shrui(word, number(count)) if count > 0 else arith.shli(word, number(-count))
-
-        def floats(word):
-            return vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), i32), word))
-
-        def both(value):  # a bfloat16 constant in both halves
-            word = int(np.asarray(value, jnp.bfloat16).view(np.uint16))
-            return floats(number(word << 16 | word))
-
-        thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), at(128))
-        flat = mgpu.memref_fold(words, 0, 2)
-        slabs = flat.type.shape[0] // 512
-        word_type, scale_type = ir.VectorType.get((4,), i32), ir.VectorType.get((2 * groups,), bf16)
-        first = arith.muli(thread, at(4))
-        loaded = [vector.load(word_type, flat, [arith.addi(first, at(512 * slab))]) for slab in range(slabs)]
-        row = arith.muli(arith.divui(thread, at(4)), at(2 * groups))
-
-        def pairs(numbers):  # each of a row's numbers, in both halves
-            numbers = vector.load(scale_type, numbers, [row])
-            return [vector.broadcast(pair, vector.extract(numbers, [], [n])) for n in range(2 * groups)]
-
-        spread = pairs(scales)
-        if factor := {"fp8": 2.0**120, "fp4": 2.0**126}.get(kind):
-            spread = [arith.mulf(scale, both(factor)) for scale in spread]
-        # What is subtracted from codes, to which 128 was added if they have 4 bits. All of it is exact: integers of up to 256.
-        offsets = [both(136.0)] * (2 * groups) if kind == "int4" else None
-        if zeros:
-            offsets = pairs(others[0])
-            if kind == "int4":
-                offsets = [arith.addf(zero, both(128.0)) for zero in offsets]
-
-        registers = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-        for s in range(4):
-            for e in range(2):
-                for h in range(2):
-                    group = 2 * (s * groups // 4) + h
-                    if KINDS[kind].bits == 4:
-                        word, shift = vector.extract(loaded[0], [], [s]), 4 * (h + 2 * e)
-                    else:
-                        word, shift = vector.extract(loaded[s // 2], [], [2 * (s % 2) + e]), 8 * h
-                    if kind == "int4":
-                        code = arith.ori(bits(0x000F000F, right(word, shift)), number(0x43004300))
-                        value = floats(code)
-                    elif kind == "int8":
-                        code = right(word, shift)
-                        low, high = (arith.ori(bits(mask, code), number(0x43004300)) for mask in (0x007F007F, 0x00800080))
-                        value = arith.subf(floats(low), floats(high))
-                    elif kind == "fp8" and h == 0:
-                        value = floats(bits(0x87F087F0, word))
-                    elif kind == "fp8":
-                        value = floats(arith.ori(bits(0x80F080F0, right(word, -4)), bits(0x07000700, right(word, 4))))
-                    else:
-                        value = floats(arith.ori(bits(0x80008000, right(word, shift - 12)), bits(0x01C001C0, right(word, shift - 6))))
-                    if offsets is not None:
-                        value = arith.subf(value, offsets[group])
-                    registers[0, 2 * s + e, 0, 0, h, 0, 0, 0, 0] = arith.mulf(value, spread[group])
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-    return unpack
-
-
-def _codes_in_registers(mosaic):
-    """A function of a block's words of "fp8" in shared memory, and of `CODE_MASKS`, that returns the block's codes [64, 64] as the left
-    operand in registers. Of 16 inputs, input 8 e + 2 c + b becomes number 4 c + 2 b + e, as in the rows (`float8_rows.codes`)."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
-    settings = mosaic.ShapeDtypeStruct((BLOCK, BLOCK), jnp.float8_e4m3fn, layout=mosaic.Layout.WGMMA_8BIT)
-    splat = mosaic.Layout.WG_SPLAT((1,))
-
-    @mosaic.inline_mgpu(arg_types=(mosaic.RefType(), *[splat] * len(CODE_MASKS)), return_type=settings)
-    def order(_, words, *masks):
-        i32 = ir.IntegerType.get_signless(32)
-        of_masks = dict(zip(CODE_MASKS, (mask.registers.flat[0] for mask in masks), strict=True))
-        flat = mgpu.memref_fold(words, 0, 2)
-        first = arith.muli(inlined.thread(), inlined.index(4))
-        # Two slabs of words (s, e), of 16 s + 8 e and so on.
-        loaded = [vector.load(ir.VectorType.get((4,), i32), flat, [arith.addi(first, inlined.index(512 * slab))]) for slab in range(2)]
-        registers = np.empty(mgpu.WGMMA_LAYOUT_8BIT.registers_shape((BLOCK, BLOCK)), dtype=object)
-        for s in range(4):
-            pair = [vector.extract(loaded[s // 2], [], [2 * (s % 2) + e]) for e in range(2)]
-            moved = {(e, n): shifted(word, n) for e, word in enumerate(pair) for n in {n for half in CODES for n, _ in half[e]}}
-            for h in range(2):
-                parts = [arith.andi(moved[e, n], of_masks[mask]) for e in range(2) for n, mask in CODES[h][e]]
-                four = vector.broadcast(ir.VectorType.get((1,), i32), functools.reduce(arith.ori, parts))
-                registers[0, s, 0, 0, h, 0, 0, 0, 0] = vector.bitcast(ir.VectorType.get((4,), ir.Float8E4M3FNType.get()), four)
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT_8BIT, _is_signed=None)
-
-    def shifted(word, right):
-        return word if right == 0 else arith.shrui(word, inlined.i32(right)) if right > 0 else arith.shli(word, inlined.i32(-right))
-
-    return order
-
-
-def _scaled(mosaic, value, of_outputs, of_rows, first):
-    """A product of codes [64, N] times the scales of its outputs, [64] in the order of a block, and of the rows from `first` on."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
-    def scale(_, value, of_outputs, of_rows, first):
-        f32, two = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
-        row = arith.muli(arith.divui(inlined.thread(), inlined.index(4)), inlined.index(2))
-        halves = vector.load(ir.VectorType.get((2,), ir.BF16Type.get()), of_outputs, [row])
-        halves = [vector.broadcast(two, arith.extf(f32, number)) for number in inlined.pair(halves)]
-        registers = np.empty_like(value.registers)
-        for place, register in np.ndenumerate(value.registers):
-            at = arith.addi(inlined.column(8 * place[1]), inlined.scalar(first))
-            registers[place] = arith.mulf(arith.mulf(register, vector.load(two, of_rows, [at])), halves[place[4]])
-        return mgpu.FragmentedArray(_registers=registers, _layout=value.layout, _is_signed=None)
-
-    result = mosaic.ShapeDtypeStruct(value.shape, jnp.float32, layout=mosaic.Layout.WGMMA)
-    types = mosaic.Layout.WGMMA, mosaic.RefType(), mosaic.RefType(), mosaic.Layout.WG_SPLAT((1,))
-    scaling = mosaic.inline_mgpu(arg_types=types, return_type=result)(scale)
-    return scaling(value, of_outputs, of_rows, inlined.splat(mosaic, first))

@@ -17,6 +17,7 @@ from pallas_kernels.add_norm import Float8, add_norm
 from pallas_kernels.linear import packed_mosaic, triton
 from pallas_kernels.linear.shapes import ROUNDED, SHAPES
 from pallas_kernels.packed import abstract, mosaic, pack, unpack
+from pallas_kernels.packed.words import CODES
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
@@ -198,7 +199,7 @@ def inputs_by_place():
 
 
 def test_codes_of_weights_meet_those_of_their_inputs():
-    """What `mosaic._codes_in_registers` makes of words, done here with numpy, against the tensor core's left operand of 8 bits: of rows r
+    """What `words.codes_in_registers` makes of words, done here with numpy, against the tensor core's left operand of 8 bits: of rows r
     and r + 8 of a warp's sixteen, thread 4 r + c has columns 4 c .. 4 c + 3 of each sixteen (PTX, the fragments of wgmma's .k32)."""
     w = packed("fp8", (64, 64), 3)
     wanted = np.asarray(unpack(dataclasses.replace(w, scale=jnp.ones_like(w.scale)), jnp.float32))
@@ -208,7 +209,7 @@ def test_codes_of_weights_meet_those_of_their_inputs():
         pair = [int(words[s // 2, thread, 2 * (s % 2) + e]) for e in range(2)]
         register = 0
         for e in range(2):
-            for right, mask in mosaic.CODES[h][e]:
+            for right, mask in CODES[h][e]:
                 register |= (pair[e] >> right if right >= 0 else pair[e] << -right) & mask
         found = np.frombuffer(register.to_bytes(4, "little"), ml_dtypes.float8_e4m3fn).astype(np.float32)
         np.testing.assert_array_equal(found, wanted[16 * warp + 8 * h + row, 16 * s + inputs_by_place()[4 * c : 4 * c + 4]])
