@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -14,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.all_reduce.triton import LEAST_WIDTH, MOST_DEVICES, all_gather, all_reduce, mailbox_bytes
+from pallas_kernels.all_reduce.triton import LEAST_IN_TWO_STEPS, LEAST_WIDTH, MOST_DEVICES, all_gather, all_reduce, mailbox_bytes
 from pallas_kernels.device import obstacle
 
 MAPPED_PAGE = 2**21  # bytes: GPU memory is mapped in multiples of this
-TRIALS = 100  # sums and gathers that test a group's kernels
+TRIALS, FEW = 100, 2  # sums, in one step and in two, and gathers that test a group's kernels; rows of the first and the last
 PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_
 
 
@@ -87,14 +88,15 @@ def _wrong(devices: tuple[Any, ...], mail: np.ndarray) -> int:
 
     def local(mail: jax.Array) -> jax.Array:
         def once(i: jax.Array, wrong: jax.Array) -> jax.Array:
-            place = jnp.arange(2 * LEAST_WIDTH, dtype=jnp.int32).reshape(2, -1)
+            place = jnp.arange(LEAST_IN_TWO_STEPS * LEAST_WIDTH, dtype=jnp.int32).reshape(LEAST_IN_TWO_STEPS, -1)
             ranks = jnp.arange(len(devices), dtype=jnp.int32)[:, None, None]
-            each = (((place + i) % 128)[None] + ranks).astype(jnp.bfloat16)  # exact, and so is their sum in float32
+            each = (((place + i) % 32)[None] + ranks).astype(jnp.bfloat16)  # exact, and so is their sum
             total = jnp.sum(each.astype(jnp.float32), axis=0).astype(each.dtype)
             every = jax.lax.bitcast_convert_type(each, jnp.uint16)
             own, halves = (jnp.take(numbers, jax.lax.axis_index(axis), axis=0) for numbers in (each, every))
-            failed = jnp.any(all_reduce(own, mail[0]) != total) | jnp.any(all_gather(halves, mail[0]) != every)
-            return wrong + failed.astype(jnp.int32)
+            pairs = [(all_reduce(own[:rows], mail[0]), total[:rows]) for rows in (FEW, LEAST_IN_TWO_STEPS)]
+            pairs.append((all_gather(halves[:FEW], mail[0]), every[:, :FEW]))
+            return wrong + functools.reduce(operator.or_, [jnp.any(found != wanted) for found, wanted in pairs]).astype(jnp.int32)
 
         return jax.lax.fori_loop(0, TRIALS, once, jnp.int32(0))[None]
 

@@ -167,7 +167,7 @@ def test_without_mailboxes_jax_adds_up_and_gathers():
 @pytest.mark.parametrize("wrong_turn", [None, 0, mailboxes.TRIALS - 1])
 def test_a_trial_finds_a_wrong_sum_or_gather(monkeypatch, wrong_turn):
     """On one device of three, in one turn."""
-    turns = {"sum": 0, "gather": 0}
+    turns = {"sum of 2": 0, f"sum of {triton.LEAST_IN_TWO_STEPS}": 0, "gather": 0}
 
     def spoiled(name, x):
         def count(rank, x):
@@ -179,7 +179,9 @@ def test_a_trial_finds_a_wrong_sum_or_gather(monkeypatch, wrong_turn):
         return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.axis_index("devices"), x)
 
     monkeypatch.setattr(
-        mailboxes, "all_reduce", lambda x, mail: spoiled("sum", jax.lax.psum(x.astype(jnp.float32), "devices").astype(x.dtype))
+        mailboxes,
+        "all_reduce",
+        lambda x, mail: spoiled(f"sum of {len(x)}", jax.lax.psum(x.astype(jnp.float32), "devices").astype(x.dtype)),
     )
     monkeypatch.setattr(mailboxes, "all_gather", lambda x, mail: spoiled("gather", jax.lax.all_gather(x, "devices")))
     found = mailboxes._wrong(tuple(jax.devices()[:3]), mailboxes.mailbox_table(BASES[:3]))
