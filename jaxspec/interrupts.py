@@ -43,8 +43,8 @@ def undisturbed(work: Callable[[], Result]) -> Result:
     """Calls a function on a thread of its own, where no interrupt reaches it, and returns or raises what it does. An interrupt is raised
     here at once; the function goes on to its end, for which Python waits before it exits.
 
-    Programs are compiled in this way: if their caller is interrupted, JAX's compiler goes on with a program that is no longer held, and the
-    process crashes."""
+    Programs are compiled in this way, but for those that take milliseconds: if their caller is interrupted, JAX's compiler goes on with a
+    program that is no longer held, and the process crashes."""
     if threading.current_thread() is not threading.main_thread():
         return work()
     pool = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-undisturbed")
@@ -52,3 +52,9 @@ def undisturbed(work: Callable[[], Result]) -> Result:
         return pool.submit(work).result()
     finally:
         pool.shutdown(wait=False)
+
+
+def compiled(jitted: Any, *args: Any, **static: Any) -> Any:
+    """The program of a jitted function for arguments like these. It is compiled `undisturbed`, and called without the static arguments.
+    JAX keeps it: asked again, with the same function and arguments of the same form, this takes milliseconds."""
+    return undisturbed(jitted.lower(*args, **static).compile)

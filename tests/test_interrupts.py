@@ -8,6 +8,8 @@ import threading
 import time
 
 import ignored
+import jax
+import numpy as np
 import pytest
 
 from jaxspec import interrupts
@@ -65,3 +67,24 @@ def test_work_returns_and_raises_what_it_does_elsewhere():
     with concurrent.futures.ThreadPoolExecutor() as pool:  # which no interrupt reaches anyway
         own = pool.submit(lambda: (threading.get_ident(), interrupts.undisturbed(threading.get_ident))).result()
     assert own[0] == own[1]
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_a_program_is_compiled_once_and_where_no_interrupt_reaches(donated):
+    threads = []
+
+    def listen(event, seconds, **more):
+        if event.endswith("backend_compile_duration") and "affine" in more.get("fun_name", ""):
+            threads.append(threading.current_thread())
+
+    def affine(x, by, *, plus):
+        return {"y": x["x"] * by + plus}
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    jitted = jax.jit(affine, static_argnames="plus", donate_argnums=donated)
+    for size, plus in ((3, 1.0), (3, 1.0), (4, 1.0), (3, 2.0)):
+        given = {"x": jax.numpy.arange(size, dtype=np.float32)}, np.float32(2)
+        found = interrupts.compiled(jitted, *given, plus=plus)(*given)
+        np.testing.assert_array_equal(found["y"], np.arange(size) * 2 + plus)
+        assert given[0]["x"].is_deleted() == bool(donated)
+    assert len(threads) == 3 and threading.main_thread() not in threads

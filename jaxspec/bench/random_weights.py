@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.interrupts import compiled
 from jaxspec.trees import is_packed
 from pallas_kernels.packed import KINDS, Packed, pack, values_of
 
@@ -32,7 +33,8 @@ def random_weights(abstract: Any, seed: int = 0, std: float = 0.02) -> Any:
             return jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding)
         drawn.append(name)
         settings = {"shape": leaf.shape, "dtype": leaf.dtype, "sharding": leaf.sharding}
-        return _normal(np.uint32(seed), np.uint32(len(drawn)), np.float32(std), **settings)
+        given = np.uint32(seed), np.uint32(len(drawn)), np.float32(std)
+        return compiled(_normal, *given, **settings)(*given)
 
     drawn: list[str] = []
     return jax.tree_util.tree_map_with_path(draw, abstract, is_leaf=is_packed)
@@ -44,7 +46,8 @@ def _packed(leaf: Packed, seed: np.uint32, index: np.uint32, std: float) -> Pack
     codes = np.arange(2 ** KINDS[leaf.kind].bits, dtype=np.uint8)
     kept = codes & ~np.uint8(leaf.kind == "fp8")  # the codes of NaN are odd
     scale = std / float(np.std(np.asarray(values_of(jnp.asarray(kept), leaf.kind))))
-    words = _words(seed, index, shape=leaf.words.shape, sharding=leaf.words.sharding, mask=0xFFEEFFEE if leaf.kind == "fp8" else 0xFFFFFFFF)
+    settings = {"shape": leaf.words.shape, "sharding": leaf.words.sharding, "mask": 0xFFEEFFEE if leaf.kind == "fp8" else 0xFFFFFFFF}
+    words = compiled(_words, seed, index, **settings)(seed, index)
     scales = jnp.full(leaf.scale.shape, scale, leaf.scale.dtype)
     if any(leaf.cut):  # the filling has scales of 0
         inner = leaf.shape[leaf.ndim - leaf.over :]

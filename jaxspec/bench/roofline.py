@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.drafters.base import bytes_read
+from jaxspec.interrupts import compiled
 from jaxspec.model import traffic
 from jaxspec.model.target import TargetModel
 
@@ -96,7 +97,7 @@ def matmul_rate(width: int, dtype: Any) -> float:
     """Floating-point operations a second of a product of two square random matrices."""
     # Deviation 1/sqrt(width) keeps the products as large as the factor: a device may run faster on zeros.
     factor = (jax.random.normal(jax.random.key(0), (width, width), jnp.float32) * width**-0.5).astype(dtype)
-    multiply = jax.jit(jnp.matmul)
+    multiply = compiled(jax.jit(jnp.matmul), factor, factor)  # on a GPU, XLA tries kernels out, which takes long
     return 2 * width**3 / _seconds(lambda x: multiply(x, factor), factor)
 
 

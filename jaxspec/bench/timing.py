@@ -31,7 +31,7 @@ from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, Pro
 from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.engine import cuda_graphs
 from jaxspec.engine.programs import decode_rounds, flat
-from jaxspec.interrupts import undisturbed
+from jaxspec.interrupts import compiled, undisturbed
 from jaxspec.model.head_guides import guided, has_guide
 from jaxspec.model.target import TargetConfig
 from jaxspec.sampling.choice import PLAIN, Needs, seed_words
@@ -127,7 +127,8 @@ class Sequences:
         """Takes up `batch` new prompts, in the first slots of every data shard, in place of all sequences."""
         plan = self.plan
         requests = _requests(work, self.target.config, batch, work.context, work.max_len)
-        self.state = self.admit(self.state, _each(plan, self.slots), requests)
+        given = self.state, _each(plan, self.slots), requests
+        self.state = compiled(self.admit, *given)(*given)
         for slot in range(batch // plan.shards):
             for _ in range(math.ceil(work.context / self.chunk)):
                 self.state = self.prefill(self.target, self.drafter, self.state, np.full(plan.shards, slot, np.int32))
@@ -306,7 +307,7 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
 
         def compute(program: Any, calls: int = calls, length: int = length, requests: decode.Requests = requests) -> float:
             nonlocal state
-            state = jax.block_until_ready(admit(state, slots, requests))
+            state = jax.block_until_ready(compiled(admit, state, slots, requests)(state, slots, requests))
             begun = time.perf_counter()
             for _ in range(calls):
                 state = program(target, drafter, state, slots)

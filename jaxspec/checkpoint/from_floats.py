@@ -16,6 +16,7 @@ import numpy as np
 from jaxspec.checkpoint.onto_devices import COPIED_BYTES
 from jaxspec.checkpoint.quantisation import EMBEDDING, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import FLOATS, Stored
+from jaxspec.interrupts import compiled
 from pallas_kernels.packed import KINDS
 
 # Symmetric, as compressed-tensors quantises: 8 bits with one scale for each output, 4 bits with one for 32 inputs.
@@ -103,7 +104,8 @@ def quantise(weights: Any, scheme: Scheme) -> tuple[jax.Array, jax.Array]:
     weights: [out, in]. Returns [out, in] uint8, and [out, ceil(in / group)], or [out, 1] without groups, in the scheme's scale_dtype.
     Codes are of the weights over the rounded scale, in float32, rounded to the nearest and half to even.
     """
-    return _quantised(jnp.asarray(weights), scheme)
+    weights = jnp.asarray(weights)
+    return compiled(_quantised, weights, scheme=scheme)(weights)
 
 
 @functools.partial(jax.jit, static_argnames="scheme")

@@ -16,6 +16,7 @@ from jaxspec.checkpoint.layout import Part
 from jaxspec.checkpoint.onto_devices import put_on_devices
 from jaxspec.checkpoint.quantisation import Format, group_within
 from jaxspec.checkpoint.safetensors import Stored
+from jaxspec.interrupts import compiled
 from pallas_kernels import packed
 from pallas_kernels.packed import Packed
 
@@ -62,7 +63,7 @@ def _packed(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, **set
     """packed.pack on the host. Returns NumPy arrays."""
     host = _host()
     arguments = [None if x is None else jax.device_put(x, host) for x in (codes, scale, zero)]
-    return jax.tree.map(np.asarray, _jitted(**settings)(*arguments))
+    return jax.tree.map(np.asarray, compiled(_jitted(**settings), *arguments)(*arguments))
 
 
 @functools.cache

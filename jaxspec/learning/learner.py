@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import DATA
 from jaxspec.drafters.training import Objective
-from jaxspec.interrupts import undisturbed
+from jaxspec.interrupts import compiled
 from jaxspec.learning.losses import Batch, distil_loss
 from jaxspec.learning.reservoir import Reservoir
 from jaxspec.learning.settings import Learn, learnable, parts
@@ -102,17 +102,17 @@ class Learner:
         """Compiles the update, once, and times it, by updates that change nothing."""
         if self._compiled is None:
             begun, nothing = time.perf_counter(), self._arguments(self._empty(), 0.0)[2:]
-            compiled = undisturbed(self._update.lower(self.masters, self.moments, *nothing).compile)
+            update = compiled(self._update, self.masters, self.moments, *nothing)
             kept = jax.tree.map(jnp.copy, self.moments)
             try:
                 for _ in range(2):  # the first run takes longer
                     started = time.perf_counter()
-                    self.masters, self.moments, _ = jax.block_until_ready(compiled(self.masters, self.moments, *nothing))
+                    self.masters, self.moments, _ = jax.block_until_ready(update(self.masters, self.moments, *nothing))
                     self.step_seconds = time.perf_counter() - started
             finally:
                 self.moments = kept
             jax.block_until_ready(self.candidate())
-            self._compiled = compiled
+            self._compiled = update
             self.compile_seconds += time.perf_counter() - begun
 
     def add(self, ids: np.ndarray, given: int) -> None:
@@ -137,7 +137,7 @@ class Learner:
 
     def candidate(self) -> Any:
         """The newest weights as the drafter has them, as `Placement.place` lays them out."""
-        return self._candidate(self.masters, self._kept)
+        return compiled(self._candidate, self.masters, self._kept)(self.masters, self._kept)
 
     def begin_at(self, drafter: Any) -> None:
         """Gives up the newest weights for a drafter's, and learns from there."""

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspec.interrupts import compiled
 from jaxspec.trees import nbytes
 from pallas_kernels.lm_head import Guide, abstract_guide, guide_of, unguided
 from pallas_kernels.lm_head.guided import MOST_ROWS
@@ -49,7 +50,8 @@ def guide_for(table: Any) -> Guide | None:
             return shapes
         lies = NamedSharding(sharding.mesh, PartitionSpec(axis))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies), shapes)
-    if axis is None:
-        return guide_of(table)
-    on_mesh = {"mesh": sharding.mesh, "in_specs": sharding.spec, "out_specs": PartitionSpec(axis)}
-    return jax.jit(jax.shard_map(guide_of, **on_mesh, check_vma=False))(table)
+    made: Any = guide_of
+    if axis is not None:
+        on_mesh = {"mesh": sharding.mesh, "in_specs": sharding.spec, "out_specs": PartitionSpec(axis)}
+        made = jax.shard_map(guide_of, **on_mesh, check_vma=False)
+    return compiled(jax.jit(made), table)(table)

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.decode.state import DecodeState
+from jaxspec.interrupts import compiled
 from jaxspec.sharding.meshes import DATA, TENSOR
 from jaxspec.sharding.specs import WHOLE, dotted, first_match, is_whole, weight_specs
 from pallas_kernels import all_reduce
@@ -59,7 +60,7 @@ class Layout:
 
     def empty(self) -> DecodeState:
         """The empty state of all data shards, on their devices."""
-        return jax.jit(self._joined(), out_shardings=self.shardings)()
+        return compiled(jax.jit(self._joined(), out_shardings=self.shardings))()
 
     @property
     def shapes(self) -> DecodeState:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.decode.state import DecodeState
+from jaxspec.interrupts import compiled
 from jaxspec.model.head_guides import guided
 from jaxspec.sharding import meshes
 from jaxspec.sharding.kv_heads import spread
@@ -28,7 +29,7 @@ class OneDeviceLayout:
 
     def empty(self) -> DecodeState:
         """The empty state."""
-        return self._made()
+        return compiled(self._made)()
 
     @property
     def shapes(self) -> DecodeState:

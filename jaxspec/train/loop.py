@@ -25,6 +25,7 @@ from jaxspec.checkpoint.files import refuse_to_replace
 from jaxspec.checks import integer, number
 from jaxspec.collectives import DATA
 from jaxspec.engine.params import MAX_SEED
+from jaxspec.interrupts import compiled
 from jaxspec.learning import checkpoints
 from jaxspec.learning.update import Loss, join, optimizer, split, updater
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
@@ -144,7 +145,10 @@ def fit(
     in_compute = jax.jit(rounded)
 
     def measured() -> dict[str, float]:
-        return {} if evaluate is None else {name: round(float(value), 4) for name, value in evaluate(in_compute(masters, kept)).items()}
+        if evaluate is None:
+            return {}
+        found = evaluate(compiled(in_compute, masters, kept)(masters, kept))
+        return {name: round(float(value), 4) for name, value in found.items()}
 
     if resume:
         start, masters, moments, good = _restore(out, masters, moments, wanted)
@@ -155,11 +159,14 @@ def fit(
     (out / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     spent = rows[-1]["seconds"] if rows else 0.0
     pending: list[dict[str, jax.Array]] = []
+    program = None
     began = time.perf_counter()
     with tqdm(total=steps, initial=start, desc="Training", unit="step", disable=not progress) as bar:
         for step in range(start, steps):
             batch = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), draw(step))
-            masters, moments, metrics = update(masters, moments, kept, fixed, jax.device_put(batch, parts), jnp.asarray(step), one)
+            given = kept, fixed, jax.device_put(batch, parts), jnp.asarray(step), one
+            program = program or compiled(update, masters, moments, *given)
+            masters, moments, metrics = program(masters, moments, *given)
             pending.append(metrics)
             bar.update()
             if (step + 1) % every and step + 1 != steps:

@@ -23,7 +23,7 @@ from jaxspec.checks import integer
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, memory_used, most_slots, sizes_of
-from jaxspec.interrupts import heeded
+from jaxspec.interrupts import compiled, heeded
 from jaxspec.learning.losses import Batch, distil_loss, target_loss
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
@@ -305,7 +305,8 @@ def scores(held: Batch, loss: Callable[..., Any], batch: int) -> Callable[[Any, 
     parts = [take_rows(held, slice(i * batch, (i + 1) * batch)) for i in range(count)]
 
     def mean(weights: Any, fixed: Any) -> dict[str, float]:
-        found = jax.device_get([score(weights, fixed, part) for part in parts])
+        program = compiled(score, weights, fixed, parts[0])
+        found = jax.device_get([program(weights, fixed, part) for part in parts])
         return {name: float(np.mean([f[name] for f in found])) for name in found[0]}
 
     return mean
@@ -325,6 +326,6 @@ def _evaluation(
         return acceptance_length(continued(model, drafter, jnp.asarray(some.ids), jnp.asarray(given), num_draft_tokens))
 
     def evaluate(drafter: Any) -> dict[str, float]:
-        return {**score(drafter, model), "measured_acceptance_length": float(accepted(model, drafter))}
+        return {**score(drafter, model), "measured_acceptance_length": float(compiled(accepted, model, drafter)(model, drafter))}
 
     return evaluate

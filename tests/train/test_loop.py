@@ -2,14 +2,18 @@
 
 import json
 import math
+import os
+import signal
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.learning.losses import Batch
 from jaxspec.sharding.placement import placement_of
-from jaxspec.train import curves, loop
+from jaxspec.train import curves, loop, tuning
 from jaxspec.train.loop import Run, fit, read_metrics
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -78,6 +82,49 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(unbroken, tmp_path, steps_b
     assert [p.name for p in sorted((tmp_path / loop.CHECKPOINTS).iterdir())] == ["4", "6"]  # the newest two
     again = fit(loss, weights(), FIXED, draw, RUN, out=tmp_path, resume=True, **measure)  # which has ended
     assert np.array_equal(again["a"], found["a"])
+
+
+def test_an_interrupt_leaves_the_compiler_to_end_its_work(unbroken, tmp_path, monkeypatch):
+    """Cut short, JAX's compiler would read a program that nobody holds any more, and crash the process."""
+    real, told, ended = jax.stages.Lowered.compile, threading.Event(), threading.Event()
+
+    def compile(lowered, *args, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        told.wait(60)
+        ended.set()
+        return real(lowered, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", compile)
+        with pytest.raises(KeyboardInterrupt):
+            fit(loss, weights(), FIXED, draw, RUN, out=tmp_path, progress=False)
+        assert not ended.is_set()
+        told.set()
+        assert ended.wait(60)
+    found = fit(loss, weights(), FIXED, draw, RUN, out=tmp_path, progress=False)
+    assert np.array_equal(found["a"], unbroken[0]["a"])
+
+
+def test_the_programs_of_a_run_are_compiled_once_and_where_no_interrupt_reaches(tmp_path):
+    made = []
+
+    def listen(event, seconds, **more):
+        if event.endswith("backend_compile_duration"):
+            made.append((more.get("fun_name"), threading.current_thread() is threading.main_thread()))
+
+    def of_ids(weights, fixed, batch, key):
+        return jnp.sum(weights["a"]) * jnp.mean(batch.ids.astype(jnp.float32)), {}
+
+    held = Batch(np.ones((4, 3), np.int32), np.zeros(4, np.int32), np.full(4, 3, np.int32))
+    score = tuning.scores(held, of_ids, 2)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    fit(loss, weights(), FIXED, draw, RUN, out=tmp_path, evaluate=lambda w: score(w, ()), progress=False)
+    assert sorted(m for m in made if m[0] in ("jit(rounded)", "jit(score)", "jit(update)")) == [
+        ("jit(rounded)", False),
+        ("jit(score)", False),
+        ("jit(update)", False),
+    ]
+    assert read_metrics(tmp_path)[0]["held_out_loss"] == 9.0  # 6 weights of 1.5
 
 
 def test_a_run_is_resumed_only_as_it_was(tmp_path):
