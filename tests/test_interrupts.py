@@ -73,7 +73,7 @@ def test_work_returns_and_raises_what_it_does_elsewhere():
 def test_a_program_is_compiled_once_and_where_no_interrupt_reaches(donated):
     threads = []
 
-    def listen(event, seconds, **more):
+    def listen(event, duration_secs, **more):
         if event.endswith("backend_compile_duration") and "affine" in more.get("fun_name", ""):
             threads.append(threading.current_thread())
 

@@ -108,7 +108,7 @@ def test_an_interrupt_leaves_the_compiler_to_end_its_work(unbroken, tmp_path, mo
 def test_the_programs_of_a_run_are_compiled_once_and_where_no_interrupt_reaches(tmp_path):
     made = []
 
-    def listen(event, seconds, **more):
+    def listen(event, duration_secs, **more):
         if event.endswith("backend_compile_duration"):
             made.append((more.get("fun_name"), threading.current_thread() is threading.main_thread()))
 
