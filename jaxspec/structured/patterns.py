@@ -9,7 +9,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
-# What a JSON string holds as it is. U+10FFFF, which is no character, marks the ends of a text: see `automaton`.
+# U+10FFFF, which is no character, marks the ends of a text: see `automaton`. A class that had it would make automata too large to build,
+# since a text might begin at each of its characters.
+UNMARKED = r"[^\x{10ffff}]"
+# What a JSON string holds as it is.
 PLAIN = r'[^"\\\x00-\x1f\x{10ffff}]'
 ESCAPES = {'"': r"\\\"", "\\": r"\\\\", "\n": r"\\n", "\r": r"\\r", "\t": r"\\t", "\f": r"\\f", "\b": r"\\b"}
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
@@ -27,7 +30,7 @@ def literal(text: str) -> str:
 
 def whole(pattern: str, refuse: Refuse) -> str:
     """The same expression without anchors at the ends of its alternatives. refuse: raises for a feature that no automaton has."""
-    return "|".join(body for body, _, _ in _alternatives(pattern, refuse, lambda piece: piece))
+    return "|".join(body for body, _, _ in _alternatives(pattern, refuse, _unmarked, nested=True))
 
 
 def in_string(pattern: str, refuse: Refuse) -> str:
@@ -41,10 +44,19 @@ def in_string(pattern: str, refuse: Refuse) -> str:
     return "|".join(parts)
 
 
-def _alternatives(pattern: str, refuse: Refuse, change: Callable[[str], str]) -> Iterator[tuple[str, bool, bool]]:
-    """(expression, whether it is anchored at its beginning, at its end) of each alternative. change: of every piece."""
+def _unmarked(piece: str) -> str:
+    """A piece that does not match the mark."""
+    if piece == ".":
+        return r"[^\n\x{10ffff}]"
+    several = piece[0] == "[" or (piece[0] == "\\" and piece[1] in "DSWpP")
+    return f"[{piece}&&{UNMARKED}]" if several else piece
+
+
+def _alternatives(pattern: str, refuse: Refuse, change: Callable[[str], str], *, nested: bool = False) -> Iterator[tuple[str, bool, bool]]:
+    """(expression, whether it is anchored at its beginning, at its end) of each alternative. change: of every piece. nested: as for
+    `_pieces`."""
     depth, pieces, found = 0, list[str](), list[list[str]]()
-    for piece in _pieces(pattern, refuse):
+    for piece in _pieces(pattern, refuse, nested):
         if piece == "|" and depth == 0:
             found.append(pieces)
             pieces = []
@@ -60,8 +72,9 @@ def _alternatives(pattern: str, refuse: Refuse, change: Callable[[str], str]) ->
         yield "".join(map(change, inner)), start, end
 
 
-def _pieces(pattern: str, refuse: Refuse) -> Iterator[str]:
-    """The tokens of an expression: characters, escapes, classes, openings of groups, quantifiers."""
+def _pieces(pattern: str, refuse: Refuse, nested: bool) -> Iterator[str]:
+    """The tokens of an expression: characters, escapes, classes, openings of groups, quantifiers. nested: whether there are classes in
+    classes, as in Rust; else [ is a member like others."""
     try:
         pattern.encode()
     except UnicodeEncodeError:
@@ -70,7 +83,7 @@ def _pieces(pattern: str, refuse: Refuse) -> Iterator[str]:
     while at < len(pattern):
         c = pattern[at]
         if c == "[":
-            end = _class_end(pattern, at, refuse)
+            end = _class_end(pattern, at, refuse, nested)
         elif c == "\\":
             end = _escape_end(pattern, at, refuse)
         elif c == "(":
@@ -110,7 +123,7 @@ def _escape_end(pattern: str, at: int, refuse: Refuse) -> int:
         refuse(f"a reference to a group, \\{c}")
     if c in tuple("AzZG"):
         refuse(f"an anchor, \\{c}; expected ^ and $, or none, since a text matches as a whole")
-    length = {"x": 4, "u": 6}.get(c, 2)
+    length = {"x": 4, "u": 6, "p": 3, "P": 3}.get(c, 2)
     if c in ("p", "P", "x", "u") and pattern[at + 2 : at + 3] == "{":
         length = pattern.find("}", at) + 1 - at
     if not c or len(pattern) < at + length or length < 2:
@@ -118,10 +131,13 @@ def _escape_end(pattern: str, at: int, refuse: Refuse) -> int:
     return at + length
 
 
-def _class_end(pattern: str, at: int, refuse: Refuse) -> int:
+def _class_end(pattern: str, at: int, refuse: Refuse, nested: bool) -> int:
     end = at + 1 + pattern.startswith("[^", at)
     end += pattern[end : end + 1] == "]"
     while end < len(pattern) and pattern[end] != "]":
+        if nested and pattern[end] == "[":
+            end = _class_end(pattern, end, refuse, nested)
+            continue
         end = (
             _escape_end(pattern, end, refuse)
             if pattern[end] == "\\" and pattern[end + 1 : end + 2] != "b"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samples import distances
 
 from jaxspec.structured import StructuredOutputsParams
-from jaxspec.structured.automaton import automaton_of
+from jaxspec.structured.automaton import MARK, automaton_of
 from jaxspec.structured.vocabulary import vocabulary_of
 from jaxspec.text import load_tokenizer
 
@@ -79,6 +79,26 @@ def test_texts_of_long_strings_are_short_to_build():
     automaton = of(json=schema)
     assert automaton.states > 10_000
     assert automaton.alike(48).max() < 6000  # states alike but for how many characters are left count once
+
+
+PIECES = [".", "[^a]", r"\D", r"[\s\S]", r"\PN", r"\P{N}", r"[b\x{0}-\x{10ffff}]", "[[^a]&&[^c]]", "[^]-]", "[[:^alpha:][:alpha:]]"]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_many_of_almost_any_character_are_short_to_build(piece):
+    """If the piece matched what marks the ends of a text, 16 would take 2**16 states on the way, and 40 all memory."""
+    assert not accepts(of(regex=piece), MARK), "builds of many would not end"
+    automaton = of(regex=f"{piece}{{40}}")
+    assert accepts(automaton, "é𝄞b" + "b" * 37) and not accepts(automaton, "b" * 39)
+
+
+@pytest.mark.parametrize(
+    "expression,texts",
+    [("[a-c&&[^b]]{2}", ["aa", "ac", "ca", "cc"]), (r"[[:alpha:]&&\pL]", ["a", "b", "c"]), ("[[:digit:]^|$a]", ["a"])],
+)
+def test_classes_in_classes(expression, texts):
+    automaton = of(regex=expression)
+    assert [text for text in TEXTS if accepts(automaton, text)] == texts
 
 
 @pytest.mark.parametrize(
