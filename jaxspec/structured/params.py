@@ -76,7 +76,9 @@ class StructuredOutputsParams:
     @functools.cached_property
     def expression(self) -> str:
         """The regular expression that says the same."""
-        space = "" if self.disable_any_whitespace else schema.WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern
+        space = "" if self.disable_any_whitespace else schema.WHITESPACE
+        if self.whitespace_pattern is not None and space:
+            space = patterns.whole(self.whitespace_pattern, functools.partial(_refused, "whitespace_pattern", self.whitespace_pattern))
         if self.json is not None:
             return _expression_of(self.json, space, self.disable_additional_properties)
         if self.json_object:
@@ -84,7 +86,7 @@ class StructuredOutputsParams:
         if self.choice is not None:
             return "|".join(map(patterns.literal, self.choice))
         assert self.regex is not None
-        return patterns.whole(self.regex, functools.partial(_refused, self.regex))
+        return patterns.whole(self.regex, functools.partial(_refused, "regex", self.regex))
 
     @property
     def label(self) -> str:
@@ -100,8 +102,8 @@ def _expression_of(text: str, space: str, closed: bool) -> str:
     return schema.regex_of(jsonlib.loads(text), space, closed)
 
 
-def _refused(expression: str, what: str) -> Any:
-    raise ValueError(f"regex {expression!r} has {what}")
+def _refused(name: str, expression: str, what: str) -> Any:
+    raise ValueError(f"{name} {expression!r} has {what}")
 
 
 def _schema_text(given: Any) -> str:

@@ -240,12 +240,18 @@ def test_spaces_are_as_asked_for():
     assert spaces() == {" "}
     assert spaces(disable_any_whitespace=True) == set()
     assert spaces(whitespace_pattern="[\n\t]{0,2}") == {"\n", "\t"}
+    assert spaces(whitespace_pattern=r"[^!-~]{0,25}") > {" "}  # a class of almost any character
 
 
 # By what is given: the arguments, the error, and what it says.
 WRONG = {
     "nothing": ({}, ValueError, "none of them; expected exactly one"),
     "two": ({"regex": "a", "choice": ["b"]}, ValueError, "'regex', 'choice'; expected exactly one"),
+    "spaces that look ahead": (
+        {"json_object": True, "whitespace_pattern": " (?=a)"},
+        ValueError,
+        "whitespace_pattern ' \\(\\?=a\\)' has a lookaround",
+    ),
     "a grammar": ({"grammar": "root ::= x"}, ValueError, "grammars \\(EBNF, Lark\\) have no automaton"),
     "a tag": ({"structural_tag": "{}"}, ValueError, "'structural_tag': structural tags"),
     "no text": ({"regex": 3}, TypeError, "regex is 3 of type int"),
