@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
-import signal
 import sys
 import threading
 import time
@@ -17,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from interrupting import interrupted_compilation
 from quick import few_programs
 
 import jaxspec
@@ -344,21 +343,9 @@ def test_an_interrupted_warmup_waits_for_the_programs_at_work_alone(monkeypatch)
 
 
 def test_an_interrupt_leaves_the_compiler_to_end_its_work(load, expected, monkeypatch):
-    """Cut short, JAX's compiler would read a program that nobody holds any more, and crash the process."""
-    llm, real, told, ended = load(None, max_slots=1), jax.stages.Lowered.compile, threading.Event(), threading.Event()
-
-    def compile(lowered, *args, **options):
-        os.kill(os.getpid(), signal.SIGINT)
-        told.wait(60)
-        ended.set()
-        return real(lowered, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", compile)
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm, [0], max_tokens=3)
-        told.set()
-        assert ended.wait(10)
+    llm = load(None, max_slots=1)
+    with interrupted_compilation(monkeypatch):
+        generate(llm, [0], max_tokens=3)
     assert tokens(generate(llm, [0], max_tokens=3)) == [expected[0][:3]]
 
 

@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
-import signal
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interrupting import interrupted_compilation
 
 from jaxspec.learning.losses import Batch
 from jaxspec.sharding.placement import placement_of
@@ -85,22 +84,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(unbroken, tmp_path, steps_b
 
 
 def test_an_interrupt_leaves_the_compiler_to_end_its_work(unbroken, tmp_path, monkeypatch):
-    """Cut short, JAX's compiler would read a program that nobody holds any more, and crash the process."""
-    real, told, ended = jax.stages.Lowered.compile, threading.Event(), threading.Event()
-
-    def compile(lowered, *args, **options):
-        os.kill(os.getpid(), signal.SIGINT)
-        told.wait(60)
-        ended.set()
-        return real(lowered, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", compile)
-        with pytest.raises(KeyboardInterrupt):
-            fit(loss, weights(), FIXED, draw, RUN, out=tmp_path, progress=False)
-        assert not ended.is_set()
-        told.set()
-        assert ended.wait(60)
+    with interrupted_compilation(monkeypatch):
+        fit(loss, weights(), FIXED, draw, RUN, out=tmp_path, progress=False)
     found = fit(loss, weights(), FIXED, draw, RUN, out=tmp_path, progress=False)
     assert np.array_equal(found["a"], unbroken[0]["a"])
 
