@@ -12,13 +12,13 @@ from pallas_kernels import dialect
 from pallas_kernels.add_norm.reference import Float8
 from pallas_kernels.all_reduce import Unsummed
 from pallas_kernels.all_reduce.triton import in_two_steps, read_mail, sum_over_devices, turn_ends
+from pallas_kernels.all_reduce.triton import num_warps as warps_of
 from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.float8_rows.reference import power_for
 from pallas_kernels.float8_rows.triton import abstract_codes, on_grid
 from pallas_kernels.moe import Choices
 
-WARP = 512  # numbers of a row that a warp holds: for each array a thread has two loads of 16 bytes in flight
 MOST_WARPS = 16
 
 
@@ -37,13 +37,12 @@ def add_norm(x, y, weight, scalar, next_weights, eps, *, launch_dependents=False
     like = jax.ShapeDtypeStruct(rows.shape, x.dtype)
     outputs = [like, *(abstract_codes(*rows.shape) if isinstance(w, Float8) and w.codes else like for w in next_weights)]
     two_steps = mail is not None and in_two_steps(rows.shape[0], mail.shape[0] - 1)
-    warp = 2 * WARP if two_steps else WARP  # see `all_reduce.triton.num_warps`
     out = dialect.call(
         functools.partial(_row, tree=tree, eps=eps, late=two_steps),
         name="add_norm",
         grid=(rows.shape[0],),
         out_shape=outputs,
-        num_warps=num_warps or max(1, min(MOST_WARPS, pl.next_power_of_2(width) // warp)),
+        num_warps=num_warps or min(MOST_WARPS, warps_of(width, two_steps)),
         num_stages=1,
         interpret=interpret,
         launch_dependents=launch_dependents,

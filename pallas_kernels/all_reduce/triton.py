@@ -28,7 +28,7 @@ from pallas_kernels.dialect import pl, plgpu
 MOST_ROWS = 256
 MOST_DEVICES = 4  # with eight, a thread holds more than its registers
 LEAST_WIDTH, MOST_WIDTH, ALIGNMENT = 256, 8192, 8
-THREADS, WARP = 32, 512  # threads of a warp, and the most numbers of a row that it holds
+THREADS, WARP = 32, 512  # threads of a warp, and numbers of a row that it takes at once: a thread has two loads of 16 bytes in flight
 MESSAGE = 4  # numbers in a message of 16 bytes
 LEAST_IN_TWO_STEPS = 32  # rows
 SHARE = 64  # numbers of a row that one device adds up, before those of the next device: each has some of the narrowest row
@@ -213,8 +213,8 @@ def _quotient(x, size):
 def _inline(asm, *args):
     """What assembly returns for int32 arrays of one shape.
 
-    asm: makes the text, from the registers of the result and of each argument. A thread runs it once for all the numbers that it holds,
-    so that it waits once.
+    asm: makes the text, from the registers of the result and of each argument. A thread runs it once for all the numbers that it holds, so
+    that it waits once; in two steps it holds twice as many, and runs it twice.
     """
     pack = max(1, min(WARP, args[0].size) // THREADS)
     registers = [[f"${pack * i + j}" for j in range(pack)] for i in range(1 + len(args))]
