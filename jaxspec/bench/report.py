@@ -48,6 +48,7 @@ class DecodeFigures:
     steps: int  # rounds that were timed, over all repeats
     step_ms: Spread  # a call of many rounds less a call of one, for each further round
     call_ms: float  # what a call takes beside its rounds
+    queued_ms: float  # the same of a call that is made before the one before it is read, as the engine does
     tokens_per_s: float  # of the whole batch
     acceptance_length: float  # tokens a step of each sequence
     bytes: StepBytes  # what a step has to read
@@ -127,14 +128,14 @@ def report_lines(report: BenchReport) -> Iterator[str]:
     )
     if report.decode:
         yield ""
-        columns = "step ms      min      max  tokens/s  accepted  GB/step  TFLOP  floor ms  ratio  call ms  compile s  peak GB"
+        columns = "step ms      min      max  tokens/s  accepted  GB/step  TFLOP  floor ms  ratio  call ms  queued ms  compile s  peak GB"
         yield f"batch  temp context  {columns}"
     for f in report.decode:
         peak = "       -" if f.peak_bytes is None else f"{f.peak_bytes / gb:8.2f}"
         yield (
             f"{f.batch:5d} {f.temperature:5.2f} {f.context:7.0f} {f.step_ms.median:8.3f} {f.step_ms.min:8.3f} {f.step_ms.max:8.3f} "
             f"{f.tokens_per_s:9.1f} {f.acceptance_length:9.2f} {f.bytes.total / gb:8.3f} {f.flops / 1e12:6.2f} {f.floor_ms:9.3f} "
-            f"{f.ratio:6.2f} {f.call_ms:8.2f} {f.loop.compile_s:10.1f} {peak}"
+            f"{f.ratio:6.2f} {f.call_ms:8.2f} {f.queued_ms:10.2f} {f.loop.compile_s:10.1f} {peak}"
         )
     if report.prefill:
         yield ""

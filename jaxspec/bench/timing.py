@@ -28,7 +28,7 @@ from jaxspec import decode
 from jaxspec.bench import automata, kernel_times, roofline
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, ProgramCost, Spread
-from jaxspec.bench.workload import WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
+from jaxspec.bench.workload import QUEUED, WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.engine import cuda_graphs
 from jaxspec.engine.programs import decode_rounds, flat
 from jaxspec.interrupts import compiled, undisturbed
@@ -150,10 +150,10 @@ class Rounds:
             made = automata.made(plan.target_tree.config.vocab_size, work.structured, work.seed)
             self.pool = jax.device_put(made, plan.placement.sharding(WHOLE))
 
-    def arguments(self, steps: int) -> tuple[Any, ...]:
-        """What the program takes to run so many rounds."""
+    def arguments(self, steps: int, leaves: Any = None) -> tuple[Any, ...]:
+        """What the program takes to run so many rounds. leaves: of a state; by default that of the sequences."""
         columns = np.stack(np.broadcast_arrays(_each(self.plan, self.batch), 0, steps, 0), axis=1).astype(np.int32)
-        return self.weights, self.pool, jax.tree.leaves(self.sequences.state), columns
+        return self.weights, self.pool, jax.tree.leaves(self.sequences.state) if leaves is None else leaves, columns
 
     def lower(self) -> Any:
         """The lowered program."""
@@ -170,6 +170,21 @@ class Rounds:
         begun = time.perf_counter()
         leaves, found = self.program(*arguments)
         jax.block_until_ready(found)
+        spent = time.perf_counter() - begun
+        self.sequences.state = self.form.unflatten(leaves)
+        return spent
+
+    def queued(self, calls: int) -> float:
+        """Makes so many calls of a round, each before what the one before it reports is read, as the engine does. Returns the seconds that
+        they took."""
+        leaves, before = jax.tree.leaves(self.sequences.state), None
+        begun = time.perf_counter()
+        for _ in range(calls):
+            leaves, found = self.program(*self.arguments(1, leaves))
+            for array in jax.tree.leaves(found):
+                array.copy_to_host_async()
+            before, _ = found, jax.block_until_ready(before)
+        jax.block_until_ready(before)
         spent = time.perf_counter() - begun
         self.sequences.state = self.form.unflatten(leaves)
         return spent
@@ -192,16 +207,17 @@ class Rounds:
         """Times calls."""
         work = self.plan.work
         first_length, first_rounds = self.counts()
-        times, overheads, contexts = [], [], []
+        times, overheads, queued, contexts = [], [], [], []
         for _ in range(work.repeats):
             short = 1e3 * self.call(1)
             before, _ = self.counts()
             times.append((1e3 * self.call(1 + work.steps) - short) / work.steps)
             overheads.append(short - times[-1])
+            queued.append((1e3 * self.queued(1 + QUEUED) - short) / QUEUED - times[-1])
             length, rounds = self.counts()
             contexts.append(float(np.mean(before + length)) / 2)
         accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
-        return Times(times, overheads, statistics.mean(contexts), accepted)
+        return Times(times, overheads, queued, statistics.mean(contexts), accepted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +226,7 @@ class Times:
 
     step_ms: list[float]  # of each call
     call_ms: list[float]  # of each call, beside its steps
+    queued_ms: list[float]  # the same of calls that follow others
     context: float  # positions of a sequence, in the mean
     accepted: float  # tokens of a step of a sequence, in the mean
 
@@ -274,6 +291,7 @@ def _decode(plan: BenchPlan, sequences: Sequences, batch: int, rates: tuple[floa
         steps=work.repeats * work.steps,
         step_ms=step,
         call_ms=statistics.median(times.call_ms),
+        queued_ms=statistics.median(times.queued_ms),
         tokens_per_s=1e3 * batch * times.accepted / step.median,
         acceptance_length=times.accepted,
         bytes=size,

@@ -35,9 +35,18 @@ def compiled(lowered: Any, devices: Collection[Any]) -> Any:
     """Compiles a lowered program with a loop. devices: those that it runs on; if all are Hopper GPUs or newer and of this process, the
     program gets WHOLE_LOOP, or with a newer JAX and one GPU CONCURRENT, provided that XLA knows these options. Raises what the compiler
     raises."""
-    ready = all(device.process_index == jax.process_index() and (capability(device) or 0.0) >= HOPPER for device in devices)
     options = CONCURRENT if len(devices) == 1 and jax.__version_info__ >= CONCURRENT_SINCE else WHOLE_LOOP
-    return _compiled(lowered, options if ready else None)
+    return _compiled(lowered, options if _whole(devices) else None)
+
+
+def _whole(devices: Iterable[Any]) -> bool:
+    return all(device.process_index == jax.process_index() and (capability(device) or 0.0) >= HOPPER for device in devices)
+
+
+def loops_return(devices: Collection[Any]) -> bool:
+    """Whether a call of a compiled loop on these devices returns before its rounds are over, provided that a loop on several GPUs has no
+    sums of XLA's own."""
+    return _whole(devices) or not used_on(devices)
 
 
 def used_on(devices: Iterable[Any]) -> bool:

@@ -242,6 +242,8 @@ class Programs:
         self.begin()
         self._devices = placement.devices if placement.size > 1 else tuple(self._leaves[0].devices())
         self._gaps = cuda_graphs.keep_apart(self._devices)
+        # Whether a call of a loop returns before its rounds are over.
+        self.loops_return = cuda_graphs.loops_return(self._devices) and (len(self._devices) == 1 or self.state.mail is not None)
         told = (
             dataclasses.replace(settings, seed=0, progress=False),
             slots,
@@ -304,10 +306,12 @@ class Programs:
         self._weights = []
         self.compiled = dict.fromkeys(self.compiled, refuse)
 
-    def steps_for(self, needs: Needs, steps: int) -> int:
-        """How many of these rounds a call may run, so that log-probabilities are read before they are overwritten."""
+    def steps_for(self, needs: Needs, steps: int, unread: int = 1) -> int:
+        """How many of these rounds a call may run, so that what it tells of is read before it is overwritten. unread: calls that may be
+        under way at a time; a prompt's first token comes beside those of their rounds, if there are several."""
         most = self.settings.most_accepted
-        return min(steps, STEPS if needs.logprobs is None else ring_rows(most) // (most + 1))
+        tokens = STEPS * (most + 1) if needs.logprobs is None else ring_rows(most)
+        return min(steps, (tokens - (unread > 1)) // (most + 1) // unread)
 
     def compile(self, programs: Iterable[Program]) -> Iterator[str]:
         """Compiles those that are missing, as many at a time as there are cores, and gives a line about each that is ready, starting

@@ -132,20 +132,22 @@ class Request:
         self.slot, self.computed = -1, 0
         self.goals.clear()
 
-    def advance(self, report: decode.Report, row: int, shape: RoundShape) -> None:
-        """Takes in what a call reports about it. row: its row of the report. shape: of each of the call's rounds."""
+    def advance(self, report: decode.Report, row: int, known: int, shape: RoundShape) -> None:
+        """Takes in what a call reports about it. row: its row of the report, which tells of the tokens after the first `known`. shape: of
+        each of the call's rounds."""
         length, self.computed, self.status, rounds, self.drafted = report.rows[row, :5].tolist()
         told, k = report.verified_by(row, self.rounds, rounds), shape.num_draft_tokens
         each = [(k, k, shape.drafts)] * (rounds - self.rounds) if told is None else [(checked, real, real) for checked, real in told]
         self.verified += [checked for checked, _, _ in each]
         self.guessed += [guessed for _, guessed, _ in each]
         self.nodes += [nodes for _, _, nodes in each]
-        self.rounds, new = rounds, length - self.length
-        tokens = report.rows[row, 7 : 7 + new]
+        self.rounds, new = rounds, slice(self.length - known, length - known)
+        tokens = report.rows[row, 7:][new]
         self.output += np.where(tokens < 0, ~tokens, tokens).tolist()
         self.from_draft += (tokens < 0).tolist()
-        if report.logprobs is not None and self.in_loop and new:
-            self.scored.append(jax.tree.map(lambda x: x[row, :new], report.logprobs))
+        assert self.length == length, f"a call tells of {len(tokens)} tokens; {length - self.length} more are needed"
+        if report.logprobs is not None and self.in_loop and len(tokens):
+            self.scored.append(jax.tree.map(lambda x: x[row, new], report.logprobs))
 
     def take(self) -> tuple[list[int], str]:
         """(tokens, text) since the last call of this. A stop string ends the sequence here, and what follows it is dropped. A stop token

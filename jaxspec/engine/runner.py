@@ -44,7 +44,14 @@ class Call(NamedTuple):
     size: int  # its bucket
     shape: RoundShape  # of its rounds; no drafts where it computes prompts
     report: decode.Report  # what it returns
+    known: Sequence[int] = ()  # of how many tokens of each request the host knew when the call was made: the report tells of those after
+    finished: Sequence[Request | None] = ()  # those whose prompts it computes to their ends, unless pages are lacking
     variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
+
+    def without(self, gone: Collection[Request]) -> Call | None:
+        """The call, of which these requests are not told; None if that leaves nobody."""
+        told, finished = ([None if r in gone else r for r in some] for some in (self.requests, self.finished))
+        return self._replace(requests=told, finished=finished) if any(told) else None
 
 
 class Runner:
@@ -90,6 +97,11 @@ class Runner:
     @property
     def free_slots(self) -> int:
         return self.settings.max_slots - len(self.held.running)
+
+    def queues(self, needs: Needs) -> bool:
+        """Whether rounds may be queued behind others before those are read. While a trial is open each call's drafter follows from what the
+        calls before have shown."""
+        return self.programs.loops_return and self.trial is None and self.programs.steps_for(needs, 1, unread=2) > 0
 
     @property
     def drafter_owns_kv(self) -> bool:
@@ -208,11 +220,12 @@ class Runner:
 
     def prefill(self, requests: Sequence[Request], needs: Needs) -> Call:
         """Starts one call that computes rows of some of the requests; the first ones come first."""
-        goals, _, size, chunk = self._next_rows(requests)
-        some = requests[:size]
+        goals, left, size, chunk = self._next_rows(requests)
+        some, known = requests[:size], [r.length for r in requests[:size]]
         self._written(some)
-        columns = self._columns(some, size, goals[:size], [r.length for r in some])
-        return Call(some, size, NO_DRAFTS, self.programs.run(Prefill(size, chunk, needs), columns))
+        columns = self._columns(some, size, goals[:size], known)
+        last = [r for r, goal, rows in zip(some, goals, left, strict=False) if goal == r.goal and rows <= chunk]
+        return Call(some, size, NO_DRAFTS, self.programs.run(Prefill(size, chunk, needs), columns), known, last)
 
     def used(self, requests: Sequence[Request]) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1."""
@@ -227,11 +240,18 @@ class Runner:
         return goals, left, *self.buckets.best_prefill(left)
 
     def decode(
-        self, requests: Sequence[Request], steps: int, until_any: bool = False, needs: Needs = PLAIN, shape: RoundShape | None = None
+        self,
+        requests: Sequence[Request],
+        steps: int,
+        until_any: bool = False,
+        needs: Needs = PLAIN,
+        shape: RoundShape | None = None,
+        unread: int = 1,
     ) -> Call:
         """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. shape: of each round, with at most the
         settings' number of drafts; by default a tree where the settings have one and there are few requests, else what `adaptive` chooses
-        among the compiled shapes, or the settings' number without it."""
+        among the compiled shapes, or the settings' number without it. unread: decode calls that may be under way at a time with results
+        that the host has not read, this one among them."""
         size, tree = smallest(self.buckets.decode, len(requests)), self._tree
         if shape is None and tree is not None and len(requests) <= TREE_SEQUENCES:
             size, chosen = smallest(self.buckets.trees, len(requests)), tree
@@ -239,9 +259,10 @@ class Runner:
             chosen = self._shape(size, len(requests), needs) if shape is None else shape
         variant = None if self.trial is None or shape is not None or not chosen.num_draft_tokens else self.trial.name
         self._written(requests)
-        steps = self.programs.steps_for(needs, steps)
-        columns = self._columns(requests, size, [r.length for r in requests], [steps] * size, [until_any] * size)
-        return Call(requests, size, chosen, self.programs.run(DecodeRounds(size, needs, *chosen), columns), variant)
+        steps, known = self.programs.steps_for(needs, steps, unread), [r.length for r in requests]
+        columns = self._columns(requests, size, known, [steps] * size, [until_any] * size)
+        report = self.programs.run(DecodeRounds(size, needs, *chosen), columns)
+        return Call(requests, size, chosen, report, known, variant=variant)
 
     def use(self, drafter: Drafter) -> None:
         """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings."""
@@ -268,7 +289,7 @@ class Runner:
                 if request is None:
                     continue
                 known, before = len(request.output), len(request.verified)
-                request.advance(report, row, call.shape)
+                request.advance(report, row, call.known[row], call.shape)
                 if wanted and 0 < known < len(request.output):
                     some = request.from_draft[known:]
                     if request.ended:  # the last round was cut short, and says nothing

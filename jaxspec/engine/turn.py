@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -21,8 +21,8 @@ AHEAD = 4  # requests that are read before there is a slot for them
 # While prompts are computed, a step runs one round for every SHARE decoding sequences per unfinished prompt, at least 1 and at most BESIDE.
 # A round takes about as long for few sequences as for many, so while few of them decode, the time is better spent on prompts.
 BESIDE, SHARE = 4, 8
-# The next call that computes prompts is queued behind a step's rounds before the host reads their results, so that the device does not
-# pause. But that call cannot include prompts that get a slot afterwards, so it is queued only if this share of its rows is of use.
+# The next call is queued behind a step's before the host reads their results, so that the device does not pause: rounds by `_followers`. A
+# call that computes prompts cannot include those that get a slot afterwards, so it is queued only if this share of its rows is of use.
 ENOUGH = 0.5
 POLL = 0.05  # seconds that a step waits at most where there is nothing to do but to build automata
 SOON = 8  # rounds of a step at most while a request waits for its automaton
@@ -50,11 +50,12 @@ class Turn:
         self.waiting = collections.deque[Request]()  # requests that were read and have no slot
         self.active = list[Request]()  # requests with a slot, oldest first
         self._expecting = False  # whether a waiting request's automaton is on its way
-        self._ahead: Call | None = None  # the call that computes prompts for the next step, if it is under way
+        self._prompts: Call | None = None  # the call that computes prompts for the next step, if it is under way
+        self._rounds: Call | None = None  # the same of its rounds
 
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Fills free slots, computes some rows of unfinished prompts, and runs up to `steps` rounds of the sequences that decode. The next
-        rows of prompts may be under way when it returns; the next step reads them.
+        rows of prompts or the next rounds may be under way when it returns; the next step reads them.
 
         meanwhile: work for the host, called while the device computes rows of prompts, if there are any. Returns False once nothing is
         left to do. Raises RuntimeError if other turns hold all slots."""
@@ -79,21 +80,29 @@ class Turn:
         if needs.structured:
             runner.pool.begin()
         computing, decoding = [r for r in self.active if not (r.ready or r.ended)], [r for r in self.active if r.ready]
-        call = self._ahead or (runner.prefill(computing, needs) if computing else None)
-        prompts, self._ahead = [] if call is None else [call], None
+        call = self._prompts or (runner.prefill(computing, needs) if computing else None)
+        prompts, self._prompts = [] if call is None else [call], None
         meanwhile()
-        rounds = []
-        if decoding:
+        followers = self._followers(decoding, [] if call is None else call.finished, needs)
+        unread = 2 if followers else 1
+        rounds, self._rounds = [] if self._rounds is None else [self._rounds], None
+        if decoding and not rounds:
+            fewer = steps
             if computing:
-                steps = min(steps, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
+                fewer = min(fewer, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
             if self._expecting:
-                steps = min(steps, SOON)
-            rounds = [runner.decode(decoding, steps, until_any=bool(computing or self.waiting), needs=needs)]
+                fewer = min(fewer, SOON)
+            rounds = [runner.decode(decoding, fewer, until_any=bool(computing or self.waiting), needs=needs, unread=unread)]
+        if followers:
+            self._rounds = runner.decode(followers, steps, needs=needs, unread=unread)
         starved, kept = runner.read(prompts), [r for r in computing if r.computed in r.goals]
         left = [r for r in computing if not (r.ready or r.ended)]
-        if left and not (starved or kept) and runner.used(left) >= ENOUGH:
-            self._ahead = runner.prefill(left, needs)
+        if left and not (starved or kept or followers) and runner.used(left) >= ENOUGH:
+            self._prompts = runner.prefill(left, needs)
         starved |= runner.read(rounds)
+        if starved and self._rounds is not None:  # which lacked the same pages
+            rounds, self._rounds = [self._rounds], None
+            runner.read(rounds)
         runner.times.turn()
         for request in kept:
             request.goals.remove(request.computed)
@@ -115,7 +124,7 @@ class Turn:
         self._runner.end(self.active)
         self.active.clear()
         self.waiting.clear()
-        self._ahead = None
+        self._prompts = self._rounds = None
 
     def score(self, request: Request, count: int) -> Logprobs:
         """See `Runner.score`."""
@@ -147,9 +156,19 @@ class Turn:
     def _leave(self, gone: list[Request]) -> None:
         """Takes out active requests. What a call that is under way reports about them is no longer true, so they are not told of it."""
         self.active = [r for r in self.active if r not in gone]
-        if self._ahead is not None:
-            told = [None if r in gone else r for r in self._ahead.requests]
-            self._ahead = self._ahead._replace(requests=told) if any(told) else None
+        self._prompts, self._rounds = (call and call.without(gone) for call in (self._prompts, self._rounds))
+
+    def _followers(self, decoding: list[Request], finished: Sequence[Request | None], needs: Needs) -> list[Request]:
+        """The sequences whose next rounds can be queued before the host reads what this step's calls report, since it will have nothing
+        else for the device to do. None, if others wait or will still be computed, or if the host looks for stop strings first.
+
+        decoding: those that decode. finished: those whose prompts this step computes to their ends. needs: of all requests."""
+        more = [r for r in finished if r is not None and r.length + 1 < r.limit]  # the others end with their first token
+        if self.waiting or self._expecting or not self._runner.queues(needs):
+            return []
+        if any(r.params.stop or not (r.ready or r.ended or r in finished) for r in self.active):
+            return []
+        return decoding + more
 
     def _admit(self) -> None:
         """Gives slots to waiting requests, in order, as long as there are pages for their tokens. A request waits longer if its prompt

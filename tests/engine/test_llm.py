@@ -24,7 +24,7 @@ from jaxspec.decode import accept
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import buckets
 from jaxspec.engine.params import Defaults
-from jaxspec.engine.programs import DecodeRounds, Programs
+from jaxspec.engine.programs import Admit, DecodeRounds, Prefill, Programs
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling.choice import PLAIN, seed_words
 
@@ -236,6 +236,30 @@ def test_a_stream_gives_what_generate_gives(speculative, expected, steps):
         # The first token comes at once, then no chunk holds more than its rounds can give.
         assert len(chunks[0].token_ids) == 1
         assert all(len(c.token_ids) <= steps * (K + 1) for c in chunks[1:])
+
+
+@pytest.mark.parametrize(("returns", "changes", "queued"), [(True, {}, True), (False, {}, False), (True, {"stop": "no such text"}, False)])
+def test_rounds_are_queued_where_a_call_returns_before_they_are_over(llm, expected, monkeypatch, returns, changes, queued):
+    events, run, fetch = [], Programs.run, Programs.fetch
+
+    def running(self, program, *args):
+        events.append(type(program))
+        return run(self, program, *args)
+
+    def fetching(self, found):
+        events.extend(["read"] * bool(found))
+        return fetch(self, found)
+
+    llm._runner.flush()
+    monkeypatch.setattr(llm._runner.programs, "loops_return", returns)
+    monkeypatch.setattr(Programs, "run", running)
+    monkeypatch.setattr(Programs, "fetch", fetching)
+    first, *chunks = llm.stream(PROMPTS[2][0], params(2, logprobs=2, **changes), steps=2)
+    assert first.token_ids + sum((c.token_ids for c in chunks), []) == expected[2]
+    assert [p for chunk in [first, *chunks] for p in chunk.logprobs] == chunks[-1].completion.logprobs
+    assert events[:2] == [Admit, Prefill]
+    each = [DecodeRounds, "read"]
+    assert events[2:] == (each * (1 + len(chunks)) if queued else ["read"] + each * len(chunks)) and len(chunks) > 3
 
 
 def test_a_stream_leaves_out_the_stop_tokens_text(speculative, parrot, expected):

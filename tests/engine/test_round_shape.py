@@ -239,7 +239,7 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
 
     turns, begun = itertools.cycle(map(RoundShape, [3, 0, 2])), llm.stats
     monkeypatch.setattr(Adaptive, "choose", lambda self, size, sequences, among: next(turns))
-    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps: min(steps, 3))
+    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps, unread=1: min(steps, 3 // unread))
     outs = llm.generate(prompts, each)
     assert [out.token_ids for out in outs] == [out.token_ids for out in fixed] and llm.stats.compilations == made
     part = llm.stats - begun
@@ -297,7 +297,7 @@ def test_rounds_of_few_rows_change_no_text(folders, monkeypatch):
         return chosen
 
     monkeypatch.setattr(Adaptive, "choose", choose)
-    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps: min(steps, 3))
+    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps, unread=1: min(steps, 3 // unread))
     llm._runner.adaptive = Adaptive({(3, shape): 1.0 for shape in shapes})
     outs = llm.generate(prompts, each)
     assert [out.token_ids for out in outs] == wanted and seen == set(shapes)

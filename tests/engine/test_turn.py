@@ -9,6 +9,7 @@ import pytest
 from jaxspec import decode
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.device_clock import Times
+from jaxspec.engine.params import SamplingParams
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Call
 from jaxspec.engine.settings import Settings
@@ -22,13 +23,14 @@ class Text:
 
 
 class Notes:
-    """A runner of two slots and pages of 4 tokens. ends: orders of the requests that the next decode call ends. pages: free ones."""
+    """A runner of two slots and pages of 4 tokens. ends: orders of the requests that the next decode call ends. pages: free ones. queueing:
+    whether rounds may be queued behind others."""
 
     settings = Settings(num_draft_tokens=0, max_slots=2, max_len=1000, page_size=4)
 
     def __init__(self):
         self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(3), [], 100, False, set()
-        self.count, self.times = 0, Times(lambda: 0.0)
+        self.count, self.times, self.queueing, self.unread, self.told = 0, Times(lambda: 0.0), False, [], []
 
     @property
     def free_slots(self):
@@ -36,6 +38,9 @@ class Notes:
 
     def ready(self):
         pass
+
+    def queues(self, needs):
+        return self.queueing
 
     def admit(self, requests):
         for request in requests:
@@ -48,14 +53,16 @@ class Notes:
     def prefill(self, requests, needs):
         self.calls.append(("prefill", [r.order for r in requests]))
         goal = next((goal for goal in requests[0].goals if goal > requests[0].computed), requests[0].goal)
-        return Call(requests[:1], "prefill", min(requests[0].computed + 8, goal), None)
+        until = min(requests[0].computed + 8, goal)
+        return Call(requests[:1], "prefill", until, None, finished=requests[: until == requests[0].goal])
 
     def used(self, requests):
         return min(requests[0].goal - requests[0].computed, 8) / 8
 
-    def decode(self, requests, steps, until_any=False, needs=PLAIN):
+    def decode(self, requests, steps, until_any=False, needs=PLAIN, unread=1):
         self.calls.append(("decode", [r.order for r in requests]))
         self.steps = steps
+        self.unread.append(unread)
         return Call(requests, "decode", 0, None)
 
     def read(self, calls):
@@ -68,7 +75,9 @@ class Notes:
                     request.computed = rows
                     if rows == request.goal and not request.output:
                         request.output.append(7)
-                elif request.order in self.ends:
+                    continue
+                self.told.append(request.order)
+                if request.order in self.ends:
                     request.status = decode.STOPPED
         return starved
 
@@ -96,6 +105,7 @@ class Notes:
 def request(*tokens):
     found = Request.__new__(Request)
     found.prompt, found.output, found.goals = np.asarray(tokens, np.int32), [], []
+    found.params, found.limit = SamplingParams(), 100
     found.slot, found.order, found.computed, found.status, found.keep, found.text = -1, -1, 0, decode.EMPTY, False, Text()
     return found
 
@@ -234,3 +244,73 @@ def test_who_begins_alike_waits_for_what_is_being_computed(turn):
     assert [int(r.prompt[-1]) for r in turn.active] == [1, 2] and not turn.waiting
     turn.close()
     assert not runner.held.running
+
+
+@pytest.fixture
+def queueing(turn):
+    def made(*requests):
+        runner, turn_ = turn(*requests)
+        runner.queueing = True
+        return runner, turn_
+
+    return made
+
+
+def test_rounds_are_queued_before_what_they_follow_is_read(queueing):
+    runner, turn = queueing(request(1, 2), request(3))
+    turn.step()
+    assert runner.calls == [("admit", [0, 1]), ("prefill", [0, 1])]  # the second prompt is still to be computed
+    turn.step()
+    assert runner.calls[2:] == [("prefill", [1]), ("decode", [0]), ("decode", [0, 1])] and runner.told == [0]
+    turn.step()
+    assert runner.calls[5:] == [("decode", [0, 1])] and runner.told == [0, 0, 1]
+    runner.ends = {0}
+    turn.step()
+    assert [r.order for r in turn.end()] == [0] and runner.told == [0, 0, 1, 0, 1]
+    runner.calls.clear()
+    turn.step()
+    assert runner.calls == [("decode", [1])] and runner.told == [0, 0, 1, 0, 1, 1] and set(runner.unread) == {2}
+    runner.ends = {1}
+    turn.step()
+    assert [r.order for r in turn.end()] == [1] and not turn.step()
+    turn.close()
+    assert not runner.held.running
+
+
+def test_no_rounds_are_queued_where_the_host_has_to_look_first(queueing):
+    runner, turn = queueing(*(request(i) for i in range(3)))
+    while ("decode", [0, 1]) not in runner.calls:
+        turn.step()
+    assert len(turn.waiting) == 1 and runner.calls[-2:] == [("decode", [0]), ("decode", [0, 1])] and runner.unread == [1, 1]
+    runner, turn = queueing(one := request(1))
+    one.params = SamplingParams(stop="x")
+    for _ in range(3):
+        turn.step()
+    assert [name for name, _ in runner.calls] == ["admit", "prefill", "decode", "decode"] and runner.unread == [1, 1]
+    runner, turn = queueing(one := request(1))
+    one.limit = 2  # it ends with its first token
+    turn.step()
+    assert [name for name, _ in runner.calls] == ["admit", "prefill"]
+
+
+def test_rounds_that_lacked_pages_with_those_before_them_make_room_once(queueing):
+    runner, turn = queueing(request(1), request(2))
+    for _ in range(3):
+        turn.step()
+    assert len(runner.told) == 3
+    runner.starved = True
+    turn.step()
+    assert len(runner.told) == 7  # the queued rounds are read too
+    assert [call for call in runner.calls if call[0] == "preempt"] == [("preempt", 1)]
+    assert [r.order for r in turn.active] == [0] and [r.order for r in turn.waiting] == [1]
+
+
+def test_who_loses_its_slot_is_told_nothing_of_rounds_that_were_queued(queueing):
+    runner, turn = queueing(request(1, 2))
+    turn.step()
+    (lost,) = turn.active
+    runner.preempt(lost)
+    lost.computed = 0
+    runner.calls.clear()
+    turn.step()
+    assert runner.calls[:2] == [("admit", [0]), ("prefill", [0])] and not runner.told

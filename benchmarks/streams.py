@@ -1,0 +1,91 @@
+"""Times streams and single answers: `python benchmarks/streams.py e2b mtp --k 3`, or `pocket pocket-mtp` on a CPU.
+
+Weights are random and of a released model's shape, or of a folder's; the prompt is random tokens, nothing ends a text before its last
+token, and drafts are accepted at given rates. Everything is compiled and has run before the clock starts. Each is timed as it is and with
+calls that wait until the host has read what the one before reports, in turn. Prints rows of a Markdown table, medians with the least and
+the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from jaxspec import SamplingParams, checkpoint, released, sharding
+from jaxspec.bench.random_weights import random_weights
+from jaxspec.bench.workload import RATES
+from jaxspec.decode.accept import synthetic
+from jaxspec.engine.llm import LLM, STREAM_STEPS
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.settings import Settings
+from jaxspec.model import gemma4
+from jaxspec.sharding.placement import placement_of
+from jaxspec.targets import DTYPES
+from jaxspec.text import load_tokenizer
+
+COLUMNS = ("calls", "first tokens of a stream, ms", "then, tokens/s", "an answer, ms", "a long answer, ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="e2b, e4b, 12b, 26b, 31b, a bundled target, or a folder with a config.json")
+    parser.add_argument("drafter", help="as for `jaxspec bench`")
+    parser.add_argument("--k", type=int, default=4, help="tokens drafted in each round (default: 4)")
+    parser.add_argument("--mesh", help="devices to spread over: tensor=N; one by default")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: 512)")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(32, 512), help="of an answer and of a long one, which streams have too")
+    parser.add_argument("--steps", type=int, default=STREAM_STEPS, help=f"rounds between two pieces of a stream (default: {STREAM_STEPS})")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
+    args = parser.parse_args()
+    config, dtype = released.target_config(args.config), DTYPES[args.dtype]
+    trees = gemma4.abstract(config, dtype), released.abstract_drafter(args.drafter, args.config, config, dtype)
+    placement = placement_of(None if args.mesh is None else sharding.mesh_of(args.mesh))
+    target, drafter = (placement.spread(tree) for tree in random_weights(tuple(placement.place(tree) for tree in trees), 0))
+    few, many = args.tokens
+    settings = Settings(
+        num_draft_tokens=args.k,
+        max_slots=1,
+        max_len=args.prompt + many,
+        accept=synthetic(RATES[: args.k]),
+        progress=False,
+    )
+    llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement)
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, args.prompt).tolist()
+
+    def streamed() -> tuple[float, float]:
+        begun = time.perf_counter()
+        stream = llm.stream(prompt, SamplingParams(max_tokens=many, temperature=0), steps=args.steps)
+        next(stream)
+        first = time.perf_counter()
+        tokens = sum(len(chunk.token_ids) for chunk in stream)
+        return 1e3 * (first - begun), tokens / (time.perf_counter() - first)
+
+    def answered(tokens: int) -> float:
+        begun = time.perf_counter()
+        llm.generate([prompt], SamplingParams(max_tokens=tokens, temperature=0), use_tqdm=False)
+        return 1e3 * (time.perf_counter() - begun)
+
+    ways = {"as it is": Runner.queues, "one after the other": lambda *_: False}
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
+    for repeat in range(-2, args.repeats):
+        for name, queues in ways.items():
+            Runner.queues = queues
+            times = (*streamed(), answered(few), answered(many))
+            if repeat >= 0:
+                found[name].append(times)
+    device, what = jax.devices()[0].device_kind, f"{args.config} with {args.drafter}, {args.dtype}, K = {args.k}"
+    print(f"{device}, {args.mesh or 'one device'}, jax {jax.__version__}: {what};")
+    print(f"a prompt of {args.prompt} tokens, answers of {few} and {many}\n")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for name, times in found.items():
+        cells = (f"{statistics.median(column):.1f} ({min(column):.1f} - {max(column):.1f})" for column in zip(*times, strict=True))
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
