@@ -7,6 +7,7 @@ bandwidth, and the operations that it has to compute over the rate of matrix pro
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import functools
@@ -175,19 +176,19 @@ class Rounds:
         return spent
 
     def queued(self, calls: int) -> float:
-        """Makes so many calls of a round, each before what the one before it reports is read, as the engine does. Returns the seconds that
-        they took."""
-        leaves, before = jax.tree.leaves(self.sequences.state), None
-        begun = time.perf_counter()
+        """Makes so many calls of a round, each before what the one before it reports is read, as the engine does. Returns the seconds of a
+        call after the first."""
+        leaves, done, unread = jax.tree.leaves(self.sequences.state), list[float](), collections.deque[Any]()
         for _ in range(calls):
             leaves, found = self.program(*self.arguments(1, leaves))
-            for array in jax.tree.leaves(found):
-                array.copy_to_host_async()
-            before, _ = found, jax.block_until_ready(before)
-        jax.block_until_ready(before)
-        spent = time.perf_counter() - begun
+            unread.append(found)
+            if len(unread) > 1:
+                jax.block_until_ready(unread.popleft())
+                done.append(time.perf_counter())
+        jax.block_until_ready(unread.popleft())
+        done.append(time.perf_counter())
         self.sequences.state = self.form.unflatten(leaves)
-        return spent
+        return (done[-1] - done[0]) / (calls - 1)
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Each sequence's length and rounds. Raises RuntimeError if one has ended."""
@@ -202,20 +203,21 @@ class Rounds:
         """Calls that come before those that are timed."""
         for _ in range(WARM_UPS):
             self.call(WARM_UP_STEPS)
+        self.queued(QUEUED)
 
     def time(self) -> Times:
         """Times calls."""
         work = self.plan.work
         first_length, first_rounds = self.counts()
-        times, overheads, queued, contexts = [], [], [], []
+        times, overheads, contexts = [], [], []
         for _ in range(work.repeats):
             short = 1e3 * self.call(1)
             before, _ = self.counts()
             times.append((1e3 * self.call(1 + work.steps) - short) / work.steps)
             overheads.append(short - times[-1])
-            queued.append((1e3 * self.queued(1 + QUEUED) - short) / QUEUED - times[-1])
             length, rounds = self.counts()
             contexts.append(float(np.mean(before + length)) / 2)
+        queued = 1e3 * self.queued(QUEUED) - statistics.median(times)
         accepted = float((length - first_length).sum() / (rounds - first_rounds).sum())
         return Times(times, overheads, queued, statistics.mean(contexts), accepted)
 
@@ -226,7 +228,7 @@ class Times:
 
     step_ms: list[float]  # of each call
     call_ms: list[float]  # of each call, beside its steps
-    queued_ms: list[float]  # the same of calls that follow others
+    queued_ms: float  # the same of a call of one step that is queued behind another
     context: float  # positions of a sequence, in the mean
     accepted: float  # tokens of a step of a sequence, in the mean
 
@@ -291,7 +293,7 @@ def _decode(plan: BenchPlan, sequences: Sequences, batch: int, rates: tuple[floa
         steps=work.repeats * work.steps,
         step_ms=step,
         call_ms=statistics.median(times.call_ms),
-        queued_ms=statistics.median(times.queued_ms),
+        queued_ms=times.queued_ms,
         tokens_per_s=1e3 * batch * times.accepted / step.median,
         acceptance_length=times.accepted,
         bytes=size,

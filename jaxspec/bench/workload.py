@@ -32,7 +32,7 @@ from pallas_kernels.dialect import IMPLEMENTATIONS
 from pallas_kernels.lm_head.guided import MOST_LIKELY_ROWS
 
 RATES = (0.92, 0.78, 0.67, 0.57)  # how often draft positions 1, 2, ... are accepted together with all before them
-QUEUED = 2  # timed calls of a round that are queued behind another
+QUEUED = 5  # timed calls of a round that are queued one behind the other
 WARM_UPS, WARM_UP_STEPS = 3, 3  # a CUDA graph is recorded in the second run of a program's loop body
 MEMORY_FRACTION = 0.95  # of what JAX may use; the rest is for temporary arrays
 
@@ -72,7 +72,7 @@ class Workload:
     @property
     def max_len(self) -> int:
         """Positions of a sequence: enough for every round to accept all drafts."""
-        rounds = WARM_UPS * WARM_UP_STEPS + self.repeats * (3 + self.steps + QUEUED) + (self.profile is not None) * (1 + self.steps)
+        rounds = WARM_UPS * WARM_UP_STEPS + self.repeats * (2 + self.steps) + 2 * QUEUED + (self.profile is not None) * (1 + self.steps)
         return self.context + 2 + rounds * (self.num_draft_tokens + 1)
 
     @property

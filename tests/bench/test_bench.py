@@ -311,7 +311,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
         ),
         (["--config", "pocket", "--repeats", "0"], "repeats is 0, expected at least 1"),
         (["--config", "pocket", "--batch", "8,0"], "batch is 0, expected at least 1"),
-        (["--config", "e2b", "--context", "131000"], "context 131000 and 3 timed calls of 128 steps may take 131410 positions; the config"),
+        (["--config", "e2b", "--context", "131000"], "context 131000 and 3 timed calls of 128 steps may take 131411 positions; the config"),
     ],
 )
 def test_what_the_user_got_wrong(capsys, options, message):
@@ -386,7 +386,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_anything_is_made(capsys, mo
     monkeypatch.setattr("jaxspec.bench.workload.MEMORY_FRACTION", 1e-6)
     assert cli.main(["bench", "--config", "31b", "--drafter", "mtp", "--batch", "1,8"]) == 2
     message = capsys.readouterr().err
-    assert "31b needs 65.13 GiB: target 57.18, drafter 0.87, 8 slots of 1129 positions 7.08" in message and "cpu has 0.00" in message
+    assert "31b needs 65.13 GiB: target 57.18, drafter 0.87, 8 slots of 1134 positions 7.08" in message and "cpu has 0.00" in message
 
 
 def test_kernels_are_added_up_by_what_they_compute(monkeypatch, tmp_path):
