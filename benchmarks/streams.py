@@ -1,6 +1,6 @@
 """Times streams and single answers: `python benchmarks/streams.py e2b mtp --k 3`, or `pocket pocket-mtp` on a CPU.
 
-Weights are random and of a released model's shape, or of a folder's; the prompt is random tokens, nothing ends a text before its last
+Weights are random and of a released model's shape, or of a folder's; prompts are random tokens, nothing ends a text before its last
 token, and drafts are accepted at given rates. Everything is compiled and has run before the clock starts. Each is timed as it is and with
 calls that wait until the host has read what the one before reports, in turn. Prints rows of a Markdown table, medians with the least and
 the most.
@@ -23,9 +23,11 @@ from jaxspec.engine.llm import LLM, STREAM_STEPS
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.model import gemma4
+from jaxspec.model.head_guides import guided
 from jaxspec.sharding.placement import placement_of
 from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
+from pallas_kernels.lm_head import guide_pays
 
 COLUMNS = ("calls", "first tokens of a stream, ms", "then, tokens/s", "an answer, ms", "a long answer, ms")
 
@@ -46,6 +48,8 @@ def main() -> None:
     trees = gemma4.abstract(config, dtype), released.abstract_drafter(args.drafter, args.config, config, dtype)
     placement = placement_of(None if args.mesh is None else sharding.mesh_of(args.mesh))
     target, drafter = (placement.spread(tree) for tree in random_weights(tuple(placement.place(tree) for tree in trees), 0))
+    if guide_pays():
+        target, drafter = guided(target), guided(drafter)
     few, many = args.tokens
     settings = Settings(
         num_draft_tokens=args.k,
@@ -55,11 +59,14 @@ def main() -> None:
         progress=False,
     )
     llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement)
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, args.prompt).tolist()
+    rng = np.random.default_rng(0)
+
+    def prompt() -> list[int]:
+        return rng.integers(0, config.vocab_size, args.prompt).tolist()
 
     def streamed() -> tuple[float, float]:
         begun = time.perf_counter()
-        stream = llm.stream(prompt, SamplingParams(max_tokens=many, temperature=0), steps=args.steps)
+        stream = llm.stream(prompt(), SamplingParams(max_tokens=many, temperature=0), steps=args.steps)
         next(stream)
         first = time.perf_counter()
         tokens = sum(len(chunk.token_ids) for chunk in stream)
@@ -67,7 +74,7 @@ def main() -> None:
 
     def answered(tokens: int) -> float:
         begun = time.perf_counter()
-        llm.generate([prompt], SamplingParams(max_tokens=tokens, temperature=0), use_tqdm=False)
+        llm.generate([prompt()], SamplingParams(max_tokens=tokens, temperature=0), use_tqdm=False)
         return 1e3 * (time.perf_counter() - begun)
 
     ways = {"as it is": Runner.queues, "one after the other": lambda *_: False}
@@ -80,7 +87,7 @@ def main() -> None:
                 found[name].append(times)
     device, what = jax.devices()[0].device_kind, f"{args.config} with {args.drafter}, {args.dtype}, K = {args.k}"
     print(f"{device}, {args.mesh or 'one device'}, jax {jax.__version__}: {what};")
-    print(f"a prompt of {args.prompt} tokens, answers of {few} and {many}\n")
+    print(f"prompts of {args.prompt} tokens, answers of {few} and {many}\n")
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for name, times in found.items():
         cells = (f"{statistics.median(column):.1f} ({min(column):.1f} - {max(column):.1f})" for column in zip(*times, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec import decode
@@ -66,3 +67,16 @@ def arrays_of(requests: Sequence[Request], size: int, max_len: int) -> decode.Re
             bad_words=words,
         ),
     )
+
+
+def packed(arrays: Any) -> np.ndarray:
+    """A tree of arrays of 32-bit numbers as one array of their bits, since handing over each array has its cost: [n] int32."""
+    return np.concatenate([np.ravel(array).view(np.int32) for array in jax.tree.leaves(arrays)])
+
+
+def unpacked(bits: jax.Array, like: Any) -> Any:
+    """The tree of arrays that `packed` was given. like: a tree of arrays of their shapes and dtypes."""
+    leaves, form = jax.tree.flatten(like)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    pieces = (bits[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True))
+    return form.unflatten([jax.lax.bitcast_convert_type(piece, leaf.dtype) for piece, leaf in zip(pieces, leaves, strict=True)])

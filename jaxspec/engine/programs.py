@@ -20,7 +20,7 @@ from jaxspec import decode
 from jaxspec.decode.state import VERIFIED_ROUNDS, DecodeState
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import cuda_graphs
-from jaxspec.engine.admission import arrays_of, init_state
+from jaxspec.engine.admission import arrays_of, init_state, packed, unpacked
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.kept_programs import by_address, kept_programs
 from jaxspec.engine.settings import Settings
@@ -44,7 +44,8 @@ def bare(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=()), drafter=None, logprobs=None)
 
 
-def admit(state: DecodeState, ended: jax.Array, slots: jax.Array, requests: Any) -> Any:
+def admit(state: DecodeState, bits: jax.Array, *, like: Any) -> Any:
+    ended, slots, requests = unpacked(bits, like)
     state = decode.admit(decode.release(state, ended), slots, requests)
     return state, state.cache.free_count + 0  # a new array: the next call takes the state's own
 
@@ -122,7 +123,8 @@ class Admit(Program):
 
     def lower(self, programs: Programs) -> Any:
         requests = arrays_of([], self.size, programs.settings.max_len)
-        return programs.lower_bare(admit, programs.no_slots(programs.slots, 1)[:, 0], programs.no_slots(self.size, 1)[:, 0], requests)
+        taken = programs.no_slots(programs.slots, 1)[:, 0], programs.no_slots(self.size, 1)[:, 0], requests
+        return programs.lower_bare(functools.partial(admit, like=taken), packed(taken))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine.admission import arrays_of, init_state
+from jaxspec.engine.admission import arrays_of, init_state, packed
 from jaxspec.engine.automata_pool import Pool
 from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, smallest, useful_rows
 from jaxspec.engine.device_clock import Times
@@ -404,7 +404,8 @@ class Runner:
         """Releases slots, then puts requests into theirs."""
         size = smallest(self.buckets.admit, len(requests))
         arrays = arrays_of(requests, size, self.settings.max_len)
-        free = self.programs.run(Admit(size), padded(ended, self.total_slots, self.total_slots), self._ids(requests, size), arrays)
+        taken = padded(ended, self.total_slots, self.total_slots), self._ids(requests, size), arrays
+        free = self.programs.run(Admit(size), packed(taken))
         self.held.released(ended)
         self._free = free
 
