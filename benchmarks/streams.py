@@ -20,10 +20,11 @@ from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.workload import RATES
 from jaxspec.decode.accept import synthetic
 from jaxspec.engine.llm import LLM, STREAM_STEPS
+from jaxspec.engine.memory import memory_limit
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.model import gemma4
-from jaxspec.model.head_guides import guided
+from jaxspec.planning import with_head_guides
 from jaxspec.sharding.placement import placement_of
 from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
@@ -47,9 +48,8 @@ def main() -> None:
     config, dtype = released.target_config(args.config), DTYPES[args.dtype]
     trees = gemma4.abstract(config, dtype), released.abstract_drafter(args.drafter, args.config, config, dtype)
     placement = placement_of(None if args.mesh is None else sharding.mesh_of(args.mesh))
+    placement = with_head_guides(placement, *trees, None, memory_limit(jax.devices()[0]), pays=guide_pays())
     target, drafter = (placement.spread(tree) for tree in random_weights(tuple(placement.place(tree) for tree in trees), 0))
-    if guide_pays():
-        target, drafter = guided(target), guided(drafter)
     few, many = args.tokens
     settings = Settings(
         num_draft_tokens=args.k,

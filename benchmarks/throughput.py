@@ -29,10 +29,12 @@ from jaxspec.engine.memory import fit, memory_limit, most_slots, sizes_of
 from jaxspec.engine.settings import Settings
 from jaxspec.loading import MAX_SLOTS
 from jaxspec.model import gemma4
+from jaxspec.planning import with_head_guides
 from jaxspec.sharding.placement import placement_of
 from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
 from pallas_kernels import dialect
+from pallas_kernels.lm_head import guide_pays
 
 COLUMNS = (
     "slots",
@@ -78,6 +80,7 @@ def main() -> None:
     room = None if limit is None else int(args.memory_fraction * limit)
     trees = gemma4.abstract(config, dtype), released.abstract_drafter(args.drafter, args.config, config, dtype)
     placement = placement_of(None if args.mesh is None else sharding.mesh_of(args.mesh))
+    placement = with_head_guides(placement, *trees, None, room, pays=guide_pays())
     shards = placement.shards
     max_len = args.lengths[1] + args.tokens
     sizes = sizes_of(*trees, max_len=max_len, num_draft_tokens=args.k, kernels=dialect.obstacle() is None, placement=placement)
