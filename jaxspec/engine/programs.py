@@ -310,10 +310,10 @@ class Programs:
 
     def steps_for(self, needs: Needs, steps: int, unread: int = 1) -> int:
         """How many of these rounds a call may run, so that what it tells of is read before it is overwritten. unread: calls that may be
-        under way at a time; a prompt's first token comes beside those of their rounds, if there are several."""
+        under way at a time; if there are several, a prompt's first token may come beside those of their rounds."""
         most = self.settings.most_accepted
-        tokens = STEPS * (most + 1) if needs.logprobs is None else ring_rows(most)
-        return min(steps, (tokens - (unread > 1)) // (most + 1) // unread)
+        told = STEPS if needs.logprobs is None else min(STEPS, ring_rows(most) // (most + 1))  # rounds that a call can tell of
+        return min(steps, told if unread == 1 else (told - 1) // unread)
 
     def compile(self, programs: Iterable[Program]) -> Iterator[str]:
         """Compiles those that are missing, as many at a time as there are cores, and gives a line about each that is ready, starting

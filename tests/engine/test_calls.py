@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import random
+import types
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.admission import init_state
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.llm import LLM
-from jaxspec.engine.programs import Programs
+from jaxspec.engine.programs import STEPS, Programs
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
@@ -34,6 +35,8 @@ from jaxspec.engine.shards import Shards
 from jaxspec.engine.slots import Slots
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
+from jaxspec.sampling.choice import PLAIN
+from jaxspec.sampling.logprobs import ring_rows
 from jaxspec.sharding.placement import ONE_DEVICE
 from jaxspec.trees import nbytes
 
@@ -172,6 +175,19 @@ def test_a_prompt_waits_for_a_slot_that_another_is_copied_from(order, place):
     for i in (place, others[0]):
         assert begun[i] + sum((chunk.token_ids for chunk in streams[i]), []) == text
     assert llm.free_slots == TOTAL
+
+
+@pytest.mark.parametrize("logprobs", [None, 5])
+@pytest.mark.parametrize("most", [0, 1, 4, 15, 24, 63, 300])
+def test_what_calls_tell_of_is_read_before_it_is_overwritten(most, logprobs):
+    told = types.SimpleNamespace(settings=types.SimpleNamespace(most_accepted=most))
+    needs = dataclasses.replace(PLAIN, logprobs=logprobs)
+    one, two = (Programs.steps_for(told, needs, STEPS, unread) for unread in (1, 2))
+    room = one * (most + 1)  # of a call's report
+    assert room <= STEPS * (most + 1) and 1 + 2 * two * (most + 1) <= room or two == 0
+    assert logprobs is None or room <= ring_rows(most)
+    assert 2 * two <= STEPS and (logprobs is not None or two == (STEPS - 1) // 2)
+    assert Programs.steps_for(told, needs, 3, 1) == min(3, one)
 
 
 def test_no_slot_is_no_place():
