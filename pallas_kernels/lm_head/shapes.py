@@ -21,4 +21,5 @@ class Shape:
 
 # One sequence without drafts, then 1, 8 and 32 sequences with four. An assistant has one row a sequence.
 SHAPES = {f"{name} x {rows}": Shape(rows, hidden, VOCAB, 30.0) for name, hidden in HIDDEN_SIZES.items() for rows in (1, 5, 40, 160)}
+SHAPES |= {f"{name} x 128": Shape(128, HIDDEN_SIZES[name], VOCAB, 30.0) for name in ("E2B", "E4B")}  # 32 sequences with three
 SHAPES |= {f"assistant x {rows}": Shape(rows, ASSISTANT, VOCAB, None) for rows in (1, 8, 32)}
