@@ -160,6 +160,11 @@ def test_the_gains_of_several_gpus_are_the_records():
         assert f"{gain} times" in README and record in README
 
 
+def test_the_speed_of_a_stream_is_the_record_s():
+    text = (RECORDS / "2026-11-26-h200-calls.md").read_text(encoding="utf-8")
+    assert "[1,816 tokens/s](benchmarks/results/2026-11-26-h200-calls.md)" in README and "| 1,816 (" in text
+
+
 def test_nothing_says_to_install_another_project_s_package():
     """The name on the public index is not ours."""
     for name, text in TEXTS.items():
