@@ -72,7 +72,7 @@ def outputs(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
     tiles = tiles or choose_tiles(pairs, count, KINDS[gate_up_proj.kind].bits)
     table, places, rows = arrange(x, counts, lists, tiles.rows, top_k)
 
-    def call(name, x, w, cut, columns, finish, launch_dependents):
+    def call(name, x, w, cut, columns, finish, ahead, launch_dependents):
         out_blocks = w.shape[-2] // BLOCK
         groups = pl.cdiv(out_blocks, cut.at_once)
         steps = pl.cdiv(w.shape[-1] // BLOCK, cut.step)
@@ -104,6 +104,7 @@ def outputs(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
             works=works,
             locate=locate,
             finish=finish,
+            ahead=ahead,
             launch_dependents=launch_dependents,
         )["out"]
 
@@ -114,9 +115,10 @@ def outputs(x, gate_up_proj, down_proj, weights, ids, groups=None, *, activation
         mosaic.store(totals[0].astype(x.dtype), refs["out"], block, piece.row, piece.pairs, refs["places"])
 
     act = jax.ShapeDtypeStruct((rows.shape[0], inner), x.dtype)
-    act = call("packed_moe_gate_up", rows, gate_up_proj, tiles.gate_up, act, finish_gate_up, True)
+    act = call("packed_moe_gate_up", rows, gate_up_proj, tiles.gate_up, act, finish_gate_up, False, True)
     out = jax.ShapeDtypeStruct((pairs, hidden), x.dtype)
-    out = call("packed_moe_down", act, down_proj, tiles.down, out, finish_down, launch_dependents)
+    # It may start before `gate_up` has ended, but not before `arrange` has: `gate_up` waits for that before it lets others start.
+    out = call("packed_moe_down", act, down_proj, tiles.down, out, finish_down, True, launch_dependents)
     return Choices(out, weights, ids, count)
 
 

@@ -237,11 +237,15 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finis
                 source = refs[name].at[*which, pl.ds(0, 1) if per_output else pl.ds(begin, tiles.step)]
                 mosaic.copy_gmem_to_smem(source, held.at[slot], full.at[slot])
 
+        def copy_first(_, __):
+            first = locate(refs, program, 0)
+            count = jnp.minimum(first.count, stages)
+            jax.lax.fori_loop(0, count, lambda i, _: copy_weights(first, i, i), None)
+            return count
+
         early = 0  # steps whose weights are copied before the kernel waits
         if ahead:
-            start = locate(refs, program, 0)
-            early = jnp.minimum(start.count, stages)
-            jax.lax.fori_loop(0, early, lambda i, _: copy_weights(start, i, i), None)
+            early = jax.lax.fori_loop(0, jnp.minimum(works(refs, program), 1), copy_first, jnp.int32(0))
             wait()
 
         def copy(_, piece, before):
