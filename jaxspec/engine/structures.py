@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxspec.sampling.automata import BLOCK
-from jaxspec.structured.automaton import Automaton, automaton_of
+from jaxspec.structured.automaton import Automaton, automaton_of, begin
 from jaxspec.structured.params import StructuredOutputsParams
 from jaxspec.structured.vocabulary import Vocabulary, vocabulary_of
 from jaxspec.text import Tokenizer
@@ -67,6 +67,7 @@ class Structures:
 
     def of(self, params: StructuredOutputsParams) -> Structure:
         """The structure that params ask for. Raises ValueError if it cannot be served and that is soon known."""
+        begin()  # or the first one would take longer than WAIT
         with self._lock:
             known = self._known.pop(params.expression, None)
             if known is None:

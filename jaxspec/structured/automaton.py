@@ -7,13 +7,14 @@ match begins where it must, ends where it must, and all matches count."""
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Iterable
-from typing import Any
+import importlib.util
 
 import numpy as np
 
+from jaxspec.structured.builder import Builder
+from jaxspec.structured.transitions import NUMBER, TooManyStates
+
+BUILDER = Builder()
 MARK = "\U0010ffff"  # no character, and in no text
 DEAD = 0  # the state that leads to no match
 MOST_STATES = 60_000  # of an automaton that is taken apart at all; a pool holds fewer
@@ -78,45 +79,46 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def begin() -> None:
+    """Starts what `automaton_of` needs, if that is installed, so that the first automaton takes no longer than others."""
+    if _installed():
+        BUILDER.begin()
+
+
 def automaton_of(expression: str) -> Automaton:
     """The automaton of the texts that an expression matches as a whole, in UTF-8. Raises ValueError for an expression that is none, that
-    matches nothing, or that is too large."""
-    try:
-        from outlines_core import Index
-    except ImportError as error:
-        raise ImportError("structured outputs need the package outlines-core: pip install outlines-core") from error
+    matches nothing, or that takes too many states, too much time or too much memory to build: see `builder.py`."""
+    if not _installed():
+        raise ImportError("structured outputs need the package outlines-core: pip install outlines-core")
     mark = f"\\x{{{ord(MARK):x}}}"
     try:
-        index = Index(f"{mark}(?:{expression}){mark}", _bytes())
+        first, *numbers = BUILDER.table_of(f"{mark}(?:{expression}){mark}", MOST_STATES)
+    except TooManyStates as error:
+        raise ValueError(
+            f"the automaton of the expression {_short(expression)!r} has {error} states; expected at most {MOST_STATES}"
+        ) from None
     except ValueError as error:
-        raise ValueError(f"the expression {_short(expression)!r} cannot be made an automaton: {_reason(str(error))}") from error
-    found, finals = index.get_transitions(), set(index.get_final_states())
-    if len(found) > MOST_STATES:
-        raise ValueError(f"the automaton of the expression {_short(expression)!r} has {len(found)} states; expected at most {MOST_STATES}")
-    states, sizes = np.fromiter(found, np.int64, len(found)), np.fromiter(map(len, found.values()), np.int64, len(found))
+        raise ValueError(f"the expression {_short(expression)!r} cannot be made an automaton: {_reason(str(error))}") from None
+    finals, states, sizes, codes, targets = (np.frombuffer(of, NUMBER).astype(np.int64) for of in numbers)
     order = np.argsort(states)
 
-    def numbers(of: Iterable[int], count: int = -1) -> np.ndarray:
+    def places(asked: np.ndarray) -> np.ndarray:
         """The place in the table of each state, from 1 on; 0 for one that nothing follows."""
-        asked = np.fromiter(of, np.int64, count)
         at = order[np.minimum(np.searchsorted(states[order], asked), len(states) - 1)]
         return np.where(states[at] == asked, at + 1, DEAD)
 
-    ended = np.zeros(len(found) + 1, bool)
-    ended[numbers(finals)] = True
+    ended = np.zeros(len(states) + 1, bool)
+    ended[places(finals)] = True
     ended[DEAD] = False
-    count = int(sizes.sum())
-    codes = np.fromiter(itertools.chain.from_iterable(found.values()), np.int64, count)
-    to = numbers(itertools.chain.from_iterable(map(dict.values, found.values())), count)
-    sources = np.repeat(np.arange(1, len(found) + 1), sizes)
-    table, kept = np.zeros((len(found) + 1, 256), np.int32), (codes < 256) & ~ended[sources]
+    to, sources = places(targets), np.repeat(np.arange(1, len(states) + 1), sizes)
+    table, kept = np.zeros((len(states) + 1, 256), np.int32), (codes < 256) & ~ended[sources]
     table[sources[kept], codes[kept]] = to[kept]
     at = np.arange(len(table))
     for byte in MARK.encode():
         at = table[at, byte]
     accepting = ended[at]
     table[ended[table]] = DEAD
-    start = int(numbers([index.get_initial_state()])[0])
+    start = int(places(np.asarray([first]))[0])
     for byte in MARK.encode():
         start = int(table[start, byte])
     return _trimmed(table, accepting, start, expression)
@@ -149,11 +151,8 @@ def _trimmed(table: np.ndarray, accepting: np.ndarray, start: int, expression: s
     return Automaton(number[table[kept]], accepting[kept] & alive[kept], int(number[start]))
 
 
-@functools.cache
-def _bytes() -> Any:
-    from outlines_core import Vocabulary
-
-    return Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+def _installed() -> bool:
+    return importlib.util.find_spec("outlines_core") is not None
 
 
 def _short(text: str) -> str:

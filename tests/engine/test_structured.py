@@ -19,7 +19,8 @@ import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine import automata_pool, structures
 from jaxspec.engine.programs import FillMasks, Programs
-from jaxspec.structured import StructuredOutputsParams
+from jaxspec.structured import StructuredOutputsParams, automaton
+from jaxspec.structured.builder import Builder
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -280,6 +281,16 @@ def test_automata_are_built_beside_the_device(llm, monkeypatch):
     assert rest[1].finish_reason == "error" and "a part of it matches no text" in rest[1].error
     with pytest.raises(ValueError, match="prompt 0: structured_outputs: .* a part of it matches no text"):
         llm.generate([PROMPT], params(1, regex="slow[^\\s\\S]"))
+
+
+def test_an_expression_without_a_small_automaton_fails_alone(llm, monkeypatch):
+    builder = Builder(nbytes=1 << 26)
+    monkeypatch.setattr(automaton, "BUILDER", builder)
+    wanted, asked = {"regex": "[ab]{20}"}, [params(0, regex="(a|b)*a(a|b){24}"), params(1, regex="[ab]{20}")]
+    found = {c.prompt_index: c for c in llm.as_completed([(PROMPT, each) for each in asked])}
+    assert valid(found[1], wanted)
+    assert found[0].finish_reason == "error" and "takes more than 0.0625 GiB to build" in found[0].error
+    builder.close()
 
 
 def test_a_large_automaton_holds_up_nobody(llm, monkeypatch):
