@@ -284,12 +284,13 @@ def test_automata_are_built_beside_the_device(llm, monkeypatch):
 
 
 def test_an_expression_without_a_small_automaton_fails_alone(llm, monkeypatch):
-    builder = Builder(nbytes=1 << 26)
+    builder = Builder(seconds=0.5)
     monkeypatch.setattr(automaton, "BUILDER", builder)
-    wanted, asked = {"regex": "[ab]{20}"}, [params(0, regex="(a|b)*a(a|b){24}"), params(1, regex="[ab]{20}")]
+    monkeypatch.setattr(structures, "WAIT", 0.01)  # so that it is not refused at once
+    wanted, asked = {"regex": "[ab]{20}"}, [params(0, regex="(a|b)*a(a|b){25}"), params(1, regex="[ab]{20}")]
     found = {c.prompt_index: c for c in llm.as_completed([(PROMPT, each) for each in asked])}
     assert valid(found[1], wanted)
-    assert found[0].finish_reason == "error" and "takes more than 0.0625 GiB to build" in found[0].error
+    assert found[0].finish_reason == "error" and "takes more than 0.5 seconds to build" in found[0].error
     builder.close()
 
 
