@@ -21,7 +21,7 @@ from jaxspec.bench.timing import Rounds, Sequences, weights_of
 from jaxspec.engine import cuda_graphs
 
 CALLS = 6  # of which the first is left out
-PAUSE = 300_000  # nanoseconds without a kernel, which only the host leaves, between two calls
+PAUSE = 300_000  # nanoseconds without a kernel, which only the host leaves
 
 Kernel = tuple[int, int, str]  # nanoseconds at which it begins and ends, and its name
 
@@ -37,16 +37,16 @@ def kernels_of(folder: Path) -> list[Kernel]:
     return sorted(found)
 
 
-def calls_of(kernels: list[Kernel]) -> Iterator[list[Kernel]]:
-    """The kernels of each call."""
-    call, ended = list[Kernel](), 0
+def calls_of(kernels: list[Kernel]) -> list[list[Kernel]]:
+    """The kernels of each call's graph. Pauses part calls, and each call from the few kernels that the host launches after its graph."""
+    groups, ended = [list[Kernel]()], 0
     for kernel in kernels:
-        if call and kernel[0] - ended > PAUSE:
-            yield call
-            call = []
-        call.append(kernel)
+        if groups[-1] and kernel[0] - ended > PAUSE:
+            groups.append([])
+        groups[-1].append(kernel)
         ended = max(ended, kernel[1])
-    yield call
+    most = max(map(len, groups))
+    return [group for group in groups if len(group) > most / 2]
 
 
 def lines_of(calls: list[list[Kernel]], most: int) -> Iterator[str]:
@@ -91,7 +91,7 @@ def main() -> None:
         with jax.profiler.trace(folder):
             for _ in range(CALLS):
                 rounds.call(1)
-        calls = list(calls_of(kernels_of(Path(folder))))[1:]
+        calls = calls_of(kernels_of(Path(folder)))[1:]
         del gaps
     spans = ", ".join(f"{(max(end for _, end, _ in call) - call[0][0]) / 1e3:.0f}" for call in calls)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {args.config} with {args.drafter}, K = {args.k}, batch {args.batch}")
