@@ -65,6 +65,8 @@ SHAPES = {
     "E2B down wide": Shape("partials", 1536, 12288),
     "E2B per-layer gate": Shape("gated_by", 256, 1536),
     "E2B per-layer projection": Shape("partials", 1536, 256),
+    "E4B gate_up": Shape("gated", 10240, 2560),
+    "E4B down": Shape("partials", 2560, 10240),
     "26B qkv": Shape("linear", 8192, 2816),
     "26B o": Shape("partials", 2816, 4096),
     "26B o full": Shape("partials", 2816, 8192),

@@ -90,6 +90,13 @@ def test_tiles_fit_every_matrix():
                 assert tiles.splits <= (splits or mosaic.MOST_SPLITS), (shape, rows, tiles)
 
 
+@pytest.mark.parametrize(("rows", "shared"), [(40, False), (128, True)])
+def test_programs_with_many_rows_share_them(rows, shared):
+    """They would read more of x than of the E4B's weights."""
+    tiles = choose_tiles(rows, 10240, 2560, matrices=2)
+    assert (tiles.stream and tiles.cluster == 2) == shared
+
+
 # What serves few rows depends on whether CUDA graphs launch the kernel for Hopper early.
 FEW_ROWS = "mosaic" if jax.__version_info__ >= mosaic.FEW_ROWS_SINCE else "triton"
 
