@@ -7,6 +7,7 @@ others, some of which need torch, are not even read.
 import gc
 import importlib.metadata
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}
 
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could choose its devices: find the pytest plugin that imports it")
+# Some tests interrupt themselves. Processes that a shell starts in the background ignore that, unless told otherwise.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 platform = os.environ.get("JAXSPEC_TEST_PLATFORM", "cpu")
 if platform not in PLATFORMS:
     raise ValueError(f"JAXSPEC_TEST_PLATFORM is {platform!r}, expected one of {sorted(PLATFORMS)}")
