@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 
 import numpy as np
+import scipy.sparse
 
 from jaxspec.structured.builder import Builder
 from jaxspec.structured.transitions import NUMBER, TooManyStates
@@ -126,22 +127,9 @@ def automaton_of(expression: str) -> Automaton:
 
 def _trimmed(table: np.ndarray, accepting: np.ndarray, start: int, expression: str) -> Automaton:
     """Without states that the start does not reach or that lead to no match."""
-    reached = np.zeros(len(table), bool)
-    new = np.asarray([start], np.int64)
-    while new.size:
-        reached[new] = True
-        after = np.unique(table[new])
-        new = after[~reached[after] & (after != DEAD)]
-    alive = accepting & reached
     sources, to = np.nonzero(table)[0], table[table != DEAD]
-    order = np.argsort(to, kind="stable")
-    sources, to = sources[order], to[order]
-    new = np.nonzero(alive)[0]
-    while new.size:
-        low, high = np.searchsorted(to, new), np.searchsorted(to, new, side="right")
-        before = np.unique(np.concatenate([sources[a:b] for a, b in zip(low, high, strict=True)]))
-        new = before[~alive[before] & reached[before]]
-        alive[new] = True
+    reached = _reached(sources, to, np.asarray([start]), len(table))
+    alive = reached & _reached(to, sources, np.nonzero(accepting)[0], len(table))
     alive[DEAD] = False
     if not alive[start]:
         raise ValueError(f"the expression {_short(expression)!r} matches no text")
@@ -149,6 +137,15 @@ def _trimmed(table: np.ndarray, accepting: np.ndarray, start: int, expression: s
     number = np.zeros(len(table), np.int32)
     number[kept] = np.arange(len(kept), dtype=np.int32)
     return Automaton(number[table[kept]], accepting[kept] & alive[kept], int(number[start]))
+
+
+def _reached(sources: np.ndarray, to: np.ndarray, starts: np.ndarray, count: int) -> np.ndarray:
+    """Which of `count` states are among the starts or can be reached from one: [count] bool. sources, to: the states that a step joins."""
+    edges = np.concatenate([sources, np.full(len(starts), count)]), np.concatenate([to, starts])  # one more state leads to all starts
+    graph = scipy.sparse.csr_array((np.ones(len(edges[0]), np.float32), edges), shape=(count + 1, count + 1))
+    found = np.zeros(count + 1, bool)
+    found[scipy.sparse.csgraph.breadth_first_order(graph, count, return_predecessors=False)] = True
+    return found[:count]
 
 
 def _installed() -> bool:
