@@ -44,7 +44,8 @@ class Watch:
         while self._rounds - self._last[0][0] >= ROUNDS:
             oldest = self._last.popleft()
             self._rounds, self._kept = self._rounds - oldest[0], self._kept - oldest[1]
-        if self._rounds >= ROUNDS and at_most(self._kept, self._rounds, CHANCE) < SURE:
+        few = self._kept < CHANCE * self._rounds  # else the probability is a half or more, and need not be computed for each request
+        if few and self._rounds >= ROUNDS and at_most(self._kept, self._rounds, CHANCE) < SURE:
             self._on = False
             warnings.warn(
                 f"the first draft was accepted in {self._kept} of the last {self._rounds} rounds: the drafter {self._drafter} is near "
