@@ -61,7 +61,8 @@ class Pool:
 
     def offers(self, structure: Structure, beside: Sequence[Any], busy: bool) -> bool | None:
         """Whether requests of a structure, which is built, can be admitted now. It is put into the pool if there is room: None says that
-        there is none until others end. beside: requests that are about to run. busy: whether there are others, which should not wait."""
+        there is none until others end. beside: requests that come first: their structures stay. busy: whether there are others, which should
+        not wait."""
         self.begin()
         self._clock += 1
         if structure not in self._held:
@@ -71,7 +72,8 @@ class Pool:
                 idle = [s for s in self._held if s not in needed]
                 if not idle:
                     return None
-                del self._held[min(idle, key=lambda s: self._held[s].used)]
+                # Requests of another thread would make room for it again in the same way. So this one is not left half done as well.
+                busy &= not self._held.pop(min(idle, key=lambda s: self._held[s].used)).left
             self._held[structure] = self._place(built)
         held = self._held[structure]
         held.used = self._clock

@@ -177,9 +177,10 @@ class Turn:
         settings = runner.settings
         promised = sum(self._to_come(r) for r in self.active if not r.ready)
         full = self._expecting = False
+        older = list[Request]()  # structured ones, whose automata are in the pool
         for request in list(self.waiting) if free else ():
             if request.structure is not None:
-                offered = self._offered(request, fresh, full)
+                offered = self._offered(request, older, full)
                 full |= offered is None
                 if not offered:
                     continue
@@ -202,9 +203,10 @@ class Turn:
             self._kinds |= {r.profile: r for r in fresh}
             self.active.sort(key=lambda r: r.order)
 
-    def _offered(self, request: Request, fresh: list[Request], full: bool) -> bool | None:
-        """Whether the automaton of a structured text is there; None if it waits for room. full: whether an older request waits for room,
-        and should not be overtaken. A request whose automaton cannot be built has failed."""
+    def _offered(self, request: Request, older: list[Request], full: bool) -> bool | None:
+        """Whether the automaton of a structured text is there; None if it waits for room. older: requests whose automata it may not drive out
+        of the pool, to which it is added. full: whether an older one waits for room, and should not be overtaken. A request whose
+        automaton cannot be built has failed."""
         assert request.structure is not None
         if not request.structure.future.done():
             self._expecting = True
@@ -216,7 +218,8 @@ class Turn:
             return False
         # Others are served meanwhile, or could be.
         busy = any(r.structure is not request.structure for r in [*self.active, *self.waiting])
-        offered = None if full else self._runner.pool.offers(request.structure, fresh, busy)
+        offered = None if full else self._runner.pool.offers(request.structure, older, busy)
+        older.append(request)
         self._expecting |= offered is False
         return offered
 

@@ -3,6 +3,7 @@
 The target and its assistant are tiny and random, so that hardly a token would be right without the automaton. Temperature is 1 throughout.
 """
 
+import concurrent.futures
 import dataclasses
 import json
 import random
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine import automata_pool, structures
-from jaxspec.engine.programs import FillMasks, Programs
+from jaxspec.engine.programs import FillMasks, PlaceStates, Programs
 from jaxspec.structured import StructuredOutputsParams, automaton
 from jaxspec.structured.builder import Builder
 
@@ -214,6 +215,30 @@ def test_a_full_pool_makes_requests_wait(small):
     blocks, rows = sum((h.blocks for h in held), []), sum((h.rows for h in held), [])
     assert len(set(blocks)) == len(blocks) and set(blocks) <= {1, 2, 3}
     assert len(set(rows)) == len(rows) and set(rows) <= set(range(1, 60))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_automata_that_have_no_room_beside_each_other_come_one_after_the_other(small, monkeypatch, threads):
+    """Each fills the pool, and takes two steps to be put there. None is driven out again and again by the others."""
+    programs = small._runner.programs
+    change, placed = programs.change_automata, []
+
+    def counted(program, *args):
+        placed.append(isinstance(program, PlaceStates))
+        assert sum(placed) < 200, "requests drive each other out"
+        change(program, *args)
+
+    monkeypatch.setattr(structures, "WAIT", 60)
+    monkeypatch.setattr(automata_pool, "BESIDE", 1)
+    monkeypatch.setattr(programs, "change_automata", counted)
+    asked = [[{"regex": f"[{a}{b}]{{45}}"} for a, b in pairs] for pairs in (("ab", "bc", "cd"), ("xy", "yz", "zx"))]
+
+    def found(several):
+        return small.generate([PROMPT] * 3, [params(i, **structure) for i, structure in enumerate(several)])
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        texts = list(pool.map(found, asked))
+    assert all(valid(c, structure) for some, of in zip(texts, asked, strict=True) for c, structure in zip(some, of, strict=True))
 
 
 def test_a_structure_larger_than_the_pool_is_refused(small, monkeypatch):
