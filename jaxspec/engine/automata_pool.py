@@ -61,8 +61,8 @@ class Pool:
 
     def offers(self, structure: Structure, beside: Sequence[Any], busy: bool) -> bool | None:
         """Whether requests of a structure, which is built, can be admitted now. It is put into the pool if there is room: None says that
-        there is none until others end. beside: requests that come first: their structures stay. busy: whether there are others, which should
-        not wait."""
+        there is none until others end. beside: requests that come first: their structures stay. busy: whether there are others, which
+        should not wait."""
         self.begin()
         self._clock += 1
         if structure not in self._held:

@@ -204,8 +204,8 @@ class Turn:
             self.active.sort(key=lambda r: r.order)
 
     def _offered(self, request: Request, older: list[Request], full: bool) -> bool | None:
-        """Whether the automaton of a structured text is there; None if it waits for room. older: requests whose automata it may not drive out
-        of the pool, to which it is added. full: whether an older one waits for room, and should not be overtaken. A request whose
+        """Whether the automaton of a structured text is there; None if it waits for room. older: requests whose automata it may not drive
+        out of the pool; it becomes one of them. full: whether one of them waits for room, and should not be overtaken. A request whose
         automaton cannot be built has failed."""
         assert request.structure is not None
         if not request.structure.future.done():
