@@ -59,14 +59,14 @@ class Pool:
     def clear(self) -> None:
         self._held.clear()
 
-    def offers(self, structure: Structure, beside: Sequence[Any], busy: bool) -> bool | None:
+    def offers(self, structure: Structure, older: Sequence[Any], busy: bool) -> bool | None:
         """Whether requests of a structure, which is built, can be admitted now. It is put into the pool if there is room: None says that
-        there is none until others end. beside: requests that come first: their structures stay. busy: whether there are others, which
+        there is none until others end. older: requests that come first: their structures stay. busy: whether there are others, which
         should not wait."""
         self.begin()
         self._clock += 1
         if structure not in self._held:
-            needed = {r.structure for r in [*self._running(), *beside]}
+            needed = {r.structure for r in [*self._running(), *older]}
             built = structure.future.result()
             while not self._fits(built):
                 idle = [s for s in self._held if s not in needed]
