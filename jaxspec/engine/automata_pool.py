@@ -72,7 +72,7 @@ class Pool:
                 idle = [s for s in self._held if s not in needed]
                 if not idle:
                     return None
-                # Requests of another thread would make room for it again in the same way. So this one is not left half done as well.
+                # One that is half filled may be another thread's, which would drive this one out in turn. So this one is filled at once.
                 busy &= not self._held.pop(min(idle, key=lambda s: self._held[s].used)).left
             self._held[structure] = self._place(built)
         held = self._held[structure]

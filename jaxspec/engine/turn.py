@@ -177,7 +177,7 @@ class Turn:
         settings = runner.settings
         promised = sum(self._to_come(r) for r in self.active if not r.ready)
         full = self._expecting = False
-        older = list[Request]()  # structured ones, whose automata are in the pool
+        older = list[Request]()  # structured ones that come first
         for request in list(self.waiting) if free else ():
             if request.structure is not None:
                 offered = self._offered(request, older, full)

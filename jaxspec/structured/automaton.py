@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 
 import numpy as np
-import scipy.sparse
+import scipy.sparse.csgraph
 
 from jaxspec.structured.builder import Builder
 from jaxspec.structured.transitions import NUMBER, TooManyStates

@@ -121,7 +121,7 @@ def choose_tiles(rows: int, outputs: int, width: int, *, matrices: int = 1, spli
 
     def time(tiles: Tiles) -> float:  # in units of the time for a row of weights of 64 inputs
         works, steps = pl.cdiv(outputs, WORKERS // matrices * tiles.outputs), pl.cdiv(width, BLOCK)
-        # Programs of gated pairs that share x read half as much of it.
+        # Programs of gated pairs that share x read half as much of it. Single products with many rows were not timed so.
         alone = matrices == 2 and tiles.cluster == 1 and rows > MANY_ROWS
         each = WORKERS * tiles.outputs + rows * rows * OF_ROWS * (2 if alone else 1)
         parts = tiles.splits * rows * outputs * OF_PARTS if splits is None else 0
