@@ -4,6 +4,7 @@ parts of it to the programs of a cluster, or finds the largest number or the sum
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -59,6 +60,29 @@ def store(mosaic: Any, value: jax.Array, ref: Any, first: Any, end: Any = None, 
 
     layouts = mosaic.Layout.WGMMA, mosaic.RefType(), *[mosaic.Layout.WG_SPLAT((1,))] * len(numbers)
     mosaic.inline_mgpu(arg_types=layouts)(write)(value, ref, *numbers)
+
+
+def store_rows(mosaic: Any, value: jax.Array, ref: Any, row: Any, column: Any, *, interpret: bool = False) -> None:
+    """Stores a product [64, N] in a matrix in global memory from this row and column on, but for what is past its last row or column. N and
+    the matrix's columns are multiples of 8. interpret: whether the kernel is interpreted; then its rows are too."""
+    rows, columns = ref.shape
+    if interpret:
+        for i, j in itertools.product(range(0, BLOCK, 8), range(0, value.shape[1], 8)):
+            place, part = ref.at[pl.ds(row + i, 8), pl.ds(column + j, 8)], value[i : i + 8, j : j + 8]
+            pl.when((row + i < rows) & (column + j < columns))(functools.partial(_set, place, part))
+        return
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir.dialects import arith, vector
+
+    def write(_, value, out, row, column):
+        for place, register in np.ndenumerate(value.registers):
+            at = arith.addi(inlined.row(place[4]), inlined.scalar(row)), arith.addi(inlined.column(8 * place[1]), inlined.scalar(column))
+            inside = [arith.cmpi(arith.CmpIPredicate.ult, i, inlined.index(end)) for i, end in zip(at, out.type.shape, strict=True)]
+            with mgpu.when(arith.andi(*inside)):
+                vector.store(register, out, at)
+
+    layouts = mosaic.Layout.WGMMA, mosaic.RefType(), *[mosaic.Layout.WG_SPLAT((1,))] * 2
+    mosaic.inline_mgpu(arg_types=layouts)(write)(value, ref, *[inlined.splat(mosaic, n) for n in (row, column)])
 
 
 def exchange(mosaic: Any, columns: int, dtype: Any, *, rows: int = BLOCK, interpret: bool = False) -> tuple[Any, Any]:

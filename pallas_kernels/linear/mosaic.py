@@ -6,6 +6,9 @@ others multiplies a block. Outputs are the tensor core's left operand, so rows o
 fewer: as many as give each multiprocessor the same number of programs. Where no number does, programs have equal runs of steps. Two
 programs whose runs meet within a tile share its sums: the first one to work on it leaves them in memory, and the other adds them to its
 own. Two programs side by side may share what they read of x, each of them copying half of it to both.
+
+With about 128 rows, these are the left operand, half of them for each warpgroup, and a program has as many outputs as give each
+multiprocessor one. So none of the tensor cores' 64 rows is wasted on a short block, and a pair's two products meet in one warpgroup.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from pallas_kernels import dialect
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear.reference import summed
-from pallas_kernels.registers import BLOCK, exchange, store
+from pallas_kernels.registers import BLOCK, exchange, store, store_rows
 
 MOST_ROWS = 256
 WORKERS = 2  # warpgroups that multiply
@@ -41,35 +44,48 @@ MOST_STAGES, FEW_STAGES = 12, 4
 MOST_LONG = {1: 96, 2: 64}  # rows up to which a step may have 128 inputs, by the number of matrices
 HEIGHTS = (64, 56, 48, 40)  # outputs of a block that are tried
 MOST_SPLITS = 8
+AHEAD = 4  # steps whose weights are copied before a kernel waits for its rows, which must not queue behind too many of them
 LEAST_SHARE = 512  # inputs of a program that shares sums
 MANY_ROWS = 80  # with more, programs of equal runs share what they read of x
 # The terms of a tile's time beside that of its weights, fitted to measured times: of a program, of a tile, of programs that wait for each
 # other, of a number of a part, which the next kernel reads, and of the rows, which takes the square of their number.
 START, TILE, STREAM, OF_PARTS, OF_ROWS = 300, 200, 2100, 5e-4, 1 / 900
+# How many rows may be the left operand, and the most columns of the right one. Then the terms of such a tile's time: of a program, and the
+# least of a step, which is that of its rows.
+LEFT_ROWS, MOST_RIGHT, START_LEFT, STEP_LEFT = (97, WORKERS * BLOCK), 256, 720, 58
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """How a product is cut."""
 
-    outputs: int  # of a block: a multiple of 8, at most 64
+    outputs: int  # of a block: a multiple of 8, at most 64; with rows on the left of a program, at most 256, or 128 of each of a pair
     step: int = 64  # inputs of a step: a multiple of 64
     stages: int = 4  # steps in shared memory
     splits: int = 1  # programs that share the sums
     stream: bool = False  # whether programs have equal runs of steps, which may begin and end within a tile
     cluster: int = 1  # programs that share what they read of x
+    rows_left: bool = False  # whether rows of x are the tensor core's left operand, a half of them for each warpgroup
 
     def padded(self, rows: int) -> int:
         """Rows of x, padded."""
-        return pl.cdiv(rows, 8 * self.cluster) * 8 * self.cluster
+        return WORKERS * BLOCK if self.rows_left else pl.cdiv(rows, 8 * self.cluster) * 8 * self.cluster
+
+    def together(self, matrices: int) -> int:
+        """Outputs that a program computes at once."""
+        return self.outputs * (1 if self.rows_left else WORKERS // matrices)
+
+    def right(self, rows: int, matrices: int) -> int:
+        """Rows of the right operand, which are columns of a product. The left operand has a block of rows for each warpgroup."""
+        return matrices * self.outputs if self.rows_left else self.padded(rows)
 
     def shared(self, rows: int, matrices: int) -> int:
         """Bytes of shared memory."""
-        return self.handed(rows, matrices) + self.stages * (WORKERS * BLOCK + self.padded(rows)) * self.step * 2
+        return self.handed(rows, matrices) + self.stages * (WORKERS * BLOCK + self.right(rows, matrices)) * self.step * 2
 
     def handed(self, rows: int, matrices: int) -> int:
         """Bytes of shared memory for a product that one warpgroup hands to the other."""
-        return BLOCK * self.padded(rows) * 2 if matrices == 2 else 0
+        return BLOCK * self.padded(rows) * 2 if matrices == 2 and not self.rows_left else 0
 
 
 def unsupported(x: jax.Array, w: jax.Array, *others: jax.Array) -> str | None:
@@ -120,11 +136,13 @@ def choose_tiles(rows: int, outputs: int, width: int, *, matrices: int = 1, spli
         return dataclasses.replace(tiles, stages=min(MOST_STAGES, (SHARED_MEMORY - least) // each))
 
     def time(tiles: Tiles) -> float:  # in units of the time for a row of weights of 64 inputs
-        works, steps = pl.cdiv(outputs, WORKERS // matrices * tiles.outputs), pl.cdiv(width, BLOCK)
+        works, steps = pl.cdiv(outputs, tiles.together(matrices)), pl.cdiv(width, BLOCK)
+        parts = tiles.splits * rows * outputs * OF_PARTS if splits is None else 0
+        if tiles.rows_left:
+            return pl.cdiv(steps, tiles.splits) * max(matrices * tiles.outputs, STEP_LEFT) + START_LEFT + parts
         # Programs of gated pairs that share x read half as much of it. Single products with many rows were not timed so.
         alone = matrices == 2 and tiles.cluster == 1 and rows > MANY_ROWS
         each = WORKERS * tiles.outputs + rows * rows * OF_ROWS * (2 if alone else 1)
-        parts = tiles.splits * rows * outputs * OF_PARTS if splits is None else 0
         if tiles.stream:
             return works * steps * each / dialect.MULTIPROCESSORS + STREAM + parts
         waves = pl.cdiv(works * tiles.splits, dialect.MULTIPROCESSORS)
@@ -136,6 +154,10 @@ def choose_tiles(rows: int, outputs: int, width: int, *, matrices: int = 1, spli
             # Programs share sums where all of them run at once.
             if count == 1 or pl.cdiv(outputs, WORKERS // matrices * height) * count <= dialect.MULTIPROCESSORS:
                 yield Tiles(height, splits=count)
+        for count in range(1, most + 1) if LEFT_ROWS[0] <= rows <= LEFT_ROWS[1] else ():
+            height = pl.cdiv(outputs, dialect.MULTIPROCESSORS // count * 8) * 8
+            if matrices * height <= MOST_RIGHT:
+                yield Tiles(height, splits=count, rows_left=True)
         yield Tiles(BLOCK, stream=True, cluster=1 if rows <= MANY_ROWS else 2)
 
     chosen = min(forms(), key=time)
@@ -177,11 +199,22 @@ def _product(
     splits = pl.cdiv(steps, pl.cdiv(steps, tiles.splits))
     out = {"out": jax.ShapeDtypeStruct((splits, x.shape[0], outputs), dtype)}
     scratch: dict[str, Any] = {}
-    if matrices == 2:  # one warpgroup has the gate's product, and the other hands it that of `up`
+    if tiles.handed(x.shape[0], matrices):  # one warpgroup has the gate's product, and the other hands it that of `up`
         scratch = {"handed": mosaic.SMEM((padded // 4, 256), x.dtype), "given": mosaic.Barrier(), "taken": mosaic.Barrier()}
 
+    def rows_worker(refs, warpgroup):
+        """What a warpgroup does with the products of its rows. Returns a function of them and one for the end."""
+
+        def finish(number, split, first, total):
+            found = total.astype(dtype)
+            if matrices == 2:
+                found = activation(found[:, : tiles.outputs], found[:, tiles.outputs :])
+            store_rows(mosaic, found, refs["out"].at[split], warpgroup * BLOCK, first, interpret=bool(interpret))
+
+        return finish, lambda finished: None
+
     def worker(refs, warpgroup):
-        """What a warpgroup does with its products. Returns a function of them and one for the end."""
+        """The same for a block of outputs."""
         out = refs["out"]
         give, take = exchange(mosaic, padded, out.dtype, interpret=bool(interpret))
 
@@ -216,7 +249,7 @@ def _product(
 
     name = "gated" if matrices == 2 else "linear"
     settings = {"name": name, "out": out, "scratch": scratch, "launch_dependents": launch_dependents, "interpret": interpret}
-    return products(x, w.reshape(matrices, *w.shape[-2:]), tiles, worker, **settings)["out"]
+    return products(x, w.reshape(matrices, *w.shape[-2:]), tiles, rows_worker if tiles.rows_left else worker, **settings)["out"]
 
 
 def products(
@@ -236,35 +269,36 @@ def products(
 
     worker: a function of all references, by name, and a warpgroup's number. It returns two functions: one takes how many tiles came before,
     the split, the first output of the warpgroup's block and its product [64, N padded]; the other takes how many tiles there were, at the
-    end. name: the kernel's. out, arrays, scratch: what the worker writes, reads and keeps in shared memory. launch_dependents: see
-    `dialect.mosaic_wait`. Returns `out`.
+    end. If rows are on the left, the product is that of 64 rows, [64, outputs of each matrix after the other]. name: the kernel's. out,
+    arrays, scratch: what the worker writes, reads and keeps in shared memory. launch_dependents: see `dialect.mosaic_wait`. Returns `out`.
     """
     mosaic = dialect.mosaic()
     matrices, outputs, width = w.shape
     rows, padded = x.shape[0], tiles.padded(x.shape[0])
-    # Rows are copied in tiles of eight, so there must be fewer than eight, or a multiple.
-    if rows < padded and (rows > 8 or interpret):
-        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
+    # Rows are copied in tiles of eight, so there must be fewer than eight, or a multiple. The interpreter copies only rows that there are.
+    held = pl.cdiv(rows, 8) * 8 if tiles.rows_left and not interpret else padded
+    if rows < held and (rows > 8 or interpret):
+        x = jnp.pad(x, ((0, held - rows), (0, 0)))
     steps = width // tiles.step
     share = pl.cdiv(steps, tiles.splits)
     splits = pl.cdiv(steps, share)
-    works = pl.cdiv(pl.cdiv(outputs, WORKERS // matrices * tiles.outputs), tiles.cluster) * splits
+    works = pl.cdiv(pl.cdiv(outputs, tiles.together(matrices)), tiles.cluster) * splits
     programs = min(works * steps if tiles.stream else works, dialect.MULTIPROCESSORS // tiles.cluster)
     transforms = mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128)
     barrier = mosaic.Barrier
     if tiles.cluster > 1:
         barrier = functools.partial(mosaic.ClusterBarrier, collective_axes=("member",))
     kept = {
-        "weights": mosaic.SMEM((tiles.stages, WORKERS, BLOCK, tiles.step), w.dtype, transforms=transforms),
-        "rows": mosaic.SMEM((tiles.stages, padded, tiles.step), x.dtype, transforms=transforms),
-        "full": mosaic.Barrier(num_arrivals=WORKERS + 1, num_barriers=tiles.stages),
+        "left": mosaic.SMEM((tiles.stages, WORKERS, BLOCK, tiles.step), w.dtype, transforms=transforms),
+        "right": mosaic.SMEM((tiles.stages, tiles.right(rows, matrices), tiles.step), x.dtype, transforms=transforms),
+        "full": mosaic.Barrier(num_arrivals=WORKERS + (matrices if tiles.rows_left else 1), num_barriers=tiles.stages),
         "empty": barrier(num_arrivals=WORKERS, num_barriers=tiles.stages),
     }
     read, written = {"x": x, "w": w, **(arrays or {})}, dict(out)
     mine = 0
     if tiles.stream:
         mine = programs * tiles.cluster * WORKERS
-        written["sums"] = jax.ShapeDtypeStruct((mine, padded // 4, 256), jnp.float32)
+        written["sums"] = jax.ShapeDtypeStruct((mine, tiles.right(rows, matrices) // 4, 256), jnp.float32)
     names = (*read, *written)
     settings = {"works": works, "splits": splits, "steps": steps, "share": share, "matrices": matrices}
 
@@ -295,11 +329,11 @@ def products(
 
 
 def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matrices, wait):
-    weights, rows, full, empty = (refs[name] for name in ("weights", "rows", "full", "empty"))
+    left, right, full, empty = (refs[name] for name in ("left", "right", "full", "empty"))
     warpgroup, program, programs = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program"), jax.lax.axis_size("program")
     member = jax.lax.axis_index("member") if tiles.cluster > 1 else 0
-    stages, padded = rows.shape[:2]
-    places = WORKERS // matrices  # blocks of outputs of a program
+    stages, columns = right.shape[:2]  # columns of a product
+    places = 1 if tiles.rows_left else WORKERS // matrices  # blocks of outputs of a program
     if tiles.stream:
         program = programs - 1 - program  # so that a program waits only for some that started before it
         begin, end = (jax.lax.div(p * (works * steps), programs) for p in (program, program + 1))
@@ -340,13 +374,21 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
         shared = {"collective_axes": "member"} if tiles.cluster > 1 else {}
 
         def copy_weights(tile, step, slot):
-            for block in range(WORKERS):
+            for block in range(places * matrices):
                 begin = (tile * places + block % places) * tiles.outputs
                 source = refs["w"].at[block // places, pl.ds(begin, tiles.outputs), pl.ds(step * tiles.step, tiles.step)]
-                mosaic.copy_gmem_to_smem(source, weights.at[slot, block, pl.ds(0, tiles.outputs)], full.at[slot])
+                held, first = (right.at[slot], block * tiles.outputs) if tiles.rows_left else (left.at[slot, block], 0)
+                mosaic.copy_gmem_to_smem(source, held.at[pl.ds(first, tiles.outputs)], full.at[slot])
+
+        def copy_rows(step, slot):
+            # Rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there.
+            first = jnp.minimum(step, 0)
+            for block, held in enumerate([left.at[slot, n] for n in range(WORKERS)] if tiles.rows_left else [right.at[slot]]):
+                rows = pl.ds(first + block * BLOCK, held.shape[0])
+                mosaic.copy_gmem_to_smem(refs["x"].at[rows, pl.ds(step * tiles.step, tiles.step)], held, full.at[slot], **shared)
 
         start, _, first_step, length = piece(0)
-        early = jnp.minimum(length, stages)  # steps whose weights are copied before the kernel waits
+        early = jnp.minimum(length, min(stages, AHEAD))  # steps whose weights are copied before the kernel waits
         jax.lax.fori_loop(0, early, lambda i, _: copy_weights(start, first_step + i, i), None)
         if wait is not None:
             wait()
@@ -356,9 +398,7 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
                 slot = jax.lax.rem(before + i, stages)
                 pl.when(before + i >= stages)(lambda: mosaic.barrier_wait(empty.at[slot]))
                 pl.when(before + i >= early)(lambda: copy_weights(tile, first + i, slot))
-                # Rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there.
-                source = refs["x"].at[pl.ds(jnp.minimum(i, 0), padded), pl.ds((first + i) * tiles.step, tiles.step)]
-                mosaic.copy_gmem_to_smem(source, rows.at[slot], full.at[slot], **shared)
+                copy_rows(first + i, slot)
 
             jax.lax.fori_loop(0, length, step, None)
 
@@ -383,8 +423,8 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
                     slot = jax.lax.rem(before + i, stages)
                     mosaic.barrier_wait(full.at[slot])
                     for k in range(0, tiles.step, 64):
-                        right = dialect.mosaic_transposed(rows.at[slot, :, pl.ds(k, 64)])
-                        mosaic.wgmma(accumulator, weights.at[slot, warpgroup, :, pl.ds(k, 64)], right)
+                        transposed = dialect.mosaic_transposed(right.at[slot, :, pl.ds(k, 64)])
+                        mosaic.wgmma(accumulator, left.at[slot, warpgroup, :, pl.ds(k, 64)], transposed)
                     mosaic.wgmma_wait(tiles.step // 64)  # only this step's products may still run
                     pl.when(i > 0)(lambda: mosaic.barrier_arrive(empty.at[jax.lax.rem(before + i - 1, stages)]))
 
@@ -393,12 +433,12 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
                 mosaic.barrier_arrive(empty.at[jax.lax.rem(before + length - 1, stages)])
                 return total
 
-            total = pl.run_scoped(multiply, mosaic.ACC((BLOCK, padded), jnp.float32))
+            total = pl.run_scoped(multiply, mosaic.ACC((BLOCK, columns), jnp.float32))
             output = (tile * places + jax.lax.rem(warpgroup, places)) * tiles.outputs
             if not tiles.stream:
                 finish(number, split, output, total)
                 return
-            give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
+            give_sums, take_sums = exchange(mosaic, columns, jnp.float32)
 
             def of(other):
                 return (other * tiles.cluster + member) * WORKERS + warpgroup

@@ -88,7 +88,7 @@ def paged_attention(
     if splits is None:
         visible = table.shape[1] * cached[0].shape[1]
         visible = visible if window is None else min(visible, window + queries)
-        blocks = max(1, visible // KEYS)  # a window may be shorter than a block
+        blocks = visible // KEYS + (window is not None)  # a window seldom begins where a block does
         splits = mosaic_whole.splits_for(cut(1), blocks) if key_weight is None else splits_for(cut(1).items, blocks)
     plan = cut(splits)
     if key_weight is None:

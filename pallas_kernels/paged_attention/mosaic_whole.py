@@ -51,7 +51,7 @@ def workers_of(plan: parts.Plan) -> int:
 
 
 def splits_for(plan: parts.Plan, blocks: int) -> int:
-    """The best number of parts for `blocks` blocks of keys, the larger one of two. plan: without parts."""
+    """The best number of parts for `blocks` blocks of keys, the least one of several. plan: without parts."""
     wide = plan.shape[4] // PART
     compute, merge = wide * (BLOCK_US + plan.height // workers_of(plan) * ROW_US), wide * plan.height * MERGE_US
 
@@ -59,7 +59,7 @@ def splits_for(plan: parts.Plan, blocks: int) -> int:
         each = max(pl.cdiv(blocks, splits) * compute, plan.items * blocks * wide / BLOCKS_A_US)
         return pl.cdiv(plan.items, clusters(splits)) * (each + START_US) + (merge if splits > 1 else 0)
 
-    return min(range(1, min(blocks, MOST_SPLITS) + 1), key=lambda splits: (us(splits), -splits))
+    return min(range(1, min(blocks, MOST_SPLITS) + 1), key=lambda splits: (us(splits), splits))
 
 
 def arranged(plan: parts.Plan) -> parts.Plan:
@@ -249,8 +249,7 @@ def _merge(worker, plan, refs, item, accs, top, total):
     mail.wait(0)
     mail.wait(1)
 
-    def merge(i, _):
-        n = worker + i * workers
+    def merge(n):
         block = own + n * plan.splits
         whose, rest = jax.lax.div(block, each), jax.lax.rem(block, each)
         down, side = jax.lax.div(rest, across), whose * across + jax.lax.rem(rest, across)
@@ -269,7 +268,10 @@ def _merge(worker, plan, refs, item, accs, top, total):
         out = refs["out"].at[item.b, query, item.head, copy if plan.by_head else rows]
         pl.when(True if plan.by_head else query < plan.shape[1])(lambda: store(mosaic, value.astype(refs["out"].dtype), out, down * BLOCK))
 
-    jax.lax.fori_loop(0, jax.lax.div(_blocks_of(own, plan) - worker + workers - 1, workers), merge, None)
+    # Unrolled, so that loads and sums of several blocks are under way at a time.
+    for n in range(worker, pl.cdiv(workers * each, plan.splits), workers):
+        every = (n + 1) * plan.splits <= workers * each  # program of the cluster has such a block
+        pl.when(True if every else n < _blocks_of(own, plan))(functools.partial(merge, n))
 
 
 class Softmax:

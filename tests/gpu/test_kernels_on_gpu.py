@@ -355,6 +355,11 @@ ON_HOPPER = [
     ("partials", 160, 5376, 8192, mosaic.Tiles(64, stages=6, splits=3)),
     ("partials", 39, 5128, 1536, mosaic.Tiles(64, step=128, stream=True)),
     ("gated", 40, 2120, 1536, mosaic.Tiles(56, stages=5, cluster=2)),
+    ("linear", 97, 5128, 1536, mosaic.Tiles(40, stages=8, rows_left=True)),
+    ("partials", 128, 5376, 8192, mosaic.Tiles(64, stages=6, splits=3, rows_left=True)),
+    ("gated", 100, 2120, 1536, mosaic.Tiles(24, stages=8, rows_left=True)),
+    ("gated", 128, 2120, 1536, mosaic.Tiles(96, stages=5, rows_left=True)),
+    ("gated", 128, 2120, 1536, mosaic.Tiles(64, stages=6, cluster=2, stream=True, rows_left=True)),
     ("gated", 160, 2120, 1536, mosaic.Tiles(40, stages=5, stream=True)),
     ("gated", 256, 2120, 1536, mosaic.Tiles(64, stages=3, cluster=2)),
 ]

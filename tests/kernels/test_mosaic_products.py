@@ -1,5 +1,6 @@
 """Products in the Mosaic GPU dialect: interpreted against NumPy, lowered at real shapes, and who takes them."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -24,6 +25,9 @@ CASES = {
     "blocks of 48, the last tile not full": ("linear", 8, 200, 128, Tiles(48, stages=3)),
     "splits of which the last is shorter": ("partials", 40, 72, 384, Tiles(40, stages=2, splits=2, step=128)),
     "a gated pair": ("gated", 24, 232, 192, Tiles(56, stages=3)),
+    "rows on the left, the last tile not full": ("linear", 96, 72, 128, Tiles(40, stages=2, rows_left=True)),
+    "splits with rows on the left": ("partials", 128, 72, 384, Tiles(24, stages=2, splits=2, step=128, rows_left=True)),
+    "a gated pair with rows on the left": ("gated", 104, 88, 192, Tiles(48, stages=3, rows_left=True)),
 }
 
 
@@ -70,7 +74,16 @@ def test_lowers_for_cuda_at_real_shapes(rows):
     assert text.count("@mosaic_gpu_v2") == len(shapes) >= 3 and "__gpu$xla.gpu.triton" not in text
 
 
-@pytest.mark.parametrize("tiles", [Tiles(64, stream=True), Tiles(56, cluster=2), Tiles(48, step=128, stages=3, cluster=2, stream=True)])
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiles(64, stream=True),
+        Tiles(56, cluster=2),
+        Tiles(48, step=128, stages=3, cluster=2, stream=True),
+        Tiles(128, stages=4, rows_left=True),
+        Tiles(24, stages=8, cluster=2, stream=True, rows_left=True),
+    ],
+)
 def test_any_tiles_lower_for_cuda(tiles):
     x, w = Shape("gated", 2120, 1536).arguments(100, jnp.bfloat16)
     with device.described_as(H200):
@@ -81,7 +94,7 @@ def test_any_tiles_lower_for_cuda(tiles):
 def test_tiles_fit_every_matrix():
     """Steps divide the inputs, shared memory and registers hold what they must, and parts are as many as were asked for at most."""
     for shape in (*SHAPES.values(), Shape("linear", 1000, 192), Shape("gated", 15360, 3840)):
-        for rows in (17, 33, 40, 64, 72, 100, 160, 256):
+        for rows in (17, 33, 40, 64, 72, 100, 128, 160, 256):
             for splits in (1, None):
                 matrices = 2 if shape.kind == "gated" else 1
                 tiles = choose_tiles(rows, shape.columns, shape.width, matrices=matrices, splits=splits)
@@ -90,11 +103,14 @@ def test_tiles_fit_every_matrix():
                 assert tiles.splits <= (splits or mosaic.MOST_SPLITS), (shape, rows, tiles)
 
 
-@pytest.mark.parametrize(("rows", "shared"), [(40, False), (128, True)])
-def test_programs_with_many_rows_share_them(rows, shared):
-    """They would read more of x than of the E4B's weights."""
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [(40, Tiles(40)), (97, Tiles(80, rows_left=True)), (128, Tiles(80, rows_left=True)), (160, Tiles(64, stream=True, cluster=2))],
+)
+def test_form_depends_on_rows(rows, form):
+    """About 128 rows are two blocks of the left operand. Programs with more share them, of which they would read more than of weights."""
     tiles = choose_tiles(rows, 10240, 2560, matrices=2)
-    assert (tiles.stream and tiles.cluster == 2) == shared
+    assert dataclasses.replace(tiles, step=64, stages=4) == form
 
 
 # What serves few rows depends on whether CUDA graphs launch the kernel for Hopper early.
