@@ -133,6 +133,7 @@ def test_the_table_of_steps_is_the_record_s():
             "24-h200-experts",
             "25-h200-graphs",
             "26-h200-steps",
+            "27-h200-rows-left",
         )
     )  # the newest counts
     for first, *cells in (row for record in records for row in rows_of(record.read_text(encoding="utf-8"))):
