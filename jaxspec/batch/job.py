@@ -340,9 +340,10 @@ class BatchJob:
     def _repair(self, out: Path) -> None:
         """Reads the results of earlier runs, and cuts off a damaged end that a killed run or a power cut left. Raises ValueError."""
         size, end = out.stat().st_size, 0
-        if size and not self.files.settings.stat().st_size:
+        there = out if size else self.files.result
+        if there is not None and there.exists() and there.stat().st_size and not self.files.settings.stat().st_size:
             raise ValueError(
-                f"{out} exists but {self.files.settings.name}, which a run writes next to its results, does not; name another output"
+                f"{there} exists but {self.files.settings.name}, which a run writes next to its results, does not; name another output"
             )
         with open(out, "rb") as file:
             for number, text in enumerate(file, start=1):

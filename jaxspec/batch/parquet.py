@@ -6,6 +6,7 @@ import datetime
 import decimal
 import itertools
 import json
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from jaxspec import jsonl
 
 SUFFIX = ".parquet"
 ROWS = 4096  # rows that are in memory at a time
+SURROGATE = re.compile("[\ud800-\udfff]")
+NO_TYPE = (ValueError, TypeError, NotImplementedError, OverflowError)  # what pyarrow raises for values that a type does not hold
 AS_JSON = ("prompt", "messages", "logprobs", "prompt_logprobs")  # columns of results whose form changes from row to row
 
 
@@ -74,39 +77,61 @@ def _plain(value: Any) -> Any:
 
 
 def write(lines: Path, out: Path) -> None:
-    """Writes a file of results in JSON lines as a parquet file, which appears once it is whole. Raises ValueError for results in OpenAI's
-    form, and OSError."""
-    pa = library()
-    schema = None
+    """Writes a file of results in JSON lines as a parquet file, which appears once it is whole. A column whose values have no type in
+    common is JSON text. Raises ValueError for results in OpenAI's form, and OSError."""
+    pa, kinds = library(), dict[str, Any]()
     for chunk in _chunks(lines):
-        found = pa.Table.from_pylist(_cells(chunk)).schema
-        # A column that chunks have with different types, such as ids that are numbers and texts, is a text.
-        known = {} if schema is None else {field.name: field.type for field in schema}
-        fields = [_either(pa, known.get(field.name), field) for field in found]
-        kept = [] if schema is None else [field for field in schema if field.name not in found.names]
-        schema = pa.schema([*fields, *kept])
+        cells = _cells(chunk)
+        for name in dict.fromkeys(key for row in cells for key in row):
+            kinds[name] = _either(pa, name, kinds.get(name), _kind(pa, [row.get(name) for row in cells]))
+    kinds = kinds or {"id": pa.string()}
     part = out.with_name(out.name + ".part")
-    with pa.parquet.ParquetWriter(part, schema or pa.schema([("id", pa.string())])) as file:
-        for chunk in _chunks(lines):
-            cells = _cells(chunk)
-            for field in schema or ():
-                if field.type == pa.string():
-                    for row in cells:
-                        row[field.name] = _text(row.get(field.name))
-            file.write_table(pa.Table.from_pylist(cells, schema))
+    while (name := _unfit(pa, lines, kinds, part)) is not None:
+        kinds[name] = pa.string()
     part.replace(out)
 
 
-def _either(pa: Any, known: Any, field: Any) -> Any:
-    """A field that holds both types, that of earlier rows and the field's own."""
-    if known is None or known == field.type or pa.types.is_null(known):
-        return field
-    if pa.types.is_null(field.type):
-        return field.with_type(known)
+def _unfit(pa: Any, lines: Path, kinds: dict[str, Any], out: Path) -> str | None:
+    """Writes the file, unless some column has a value that its type does not hold: then returns the column's name."""
+    with pa.parquet.ParquetWriter(out, pa.schema(list(kinds.items()))) as file:
+        for chunk in _chunks(lines):
+            cells, columns = _cells(chunk), {}
+            for name, kind in kinds.items():
+                values = [row.get(name) for row in cells]
+                values = [_text(value) for value in values] if kind == pa.string() else values
+                try:
+                    columns[name] = pa.array(values, kind)
+                except NO_TYPE:
+                    if kind == pa.string():
+                        raise
+                    return name
+            file.write_table(pa.table(columns))
+    return None
+
+
+def _kind(pa: Any, values: list[Any]) -> Any:
+    """The type that holds these values, text if there is none."""
     try:
-        return pa.unify_schemas([pa.schema([(field.name, known)]), pa.schema([field])], promote_options="permissive")[0]
-    except (pa.ArrowTypeError, pa.ArrowInvalid):
-        return field.with_type(pa.string())
+        kind = pa.infer_type(values)
+    except NO_TYPE:
+        return pa.string()
+    return pa.string() if _holds_nothing(pa.types, kind) else kind
+
+
+def _holds_nothing(types: Any, kind: Any) -> bool:
+    """Whether a type has a struct without fields within, which parquet cannot write."""
+    fields = [kind.field(i).type for i in range(kind.num_fields)]
+    return (types.is_struct(kind) and not fields) or any(_holds_nothing(types, field) for field in fields)
+
+
+def _either(pa: Any, name: str, known: Any, kind: Any) -> Any:
+    """The type that holds a column's earlier values, if there are any, and these: ids that are numbers and texts are texts."""
+    if known is None:
+        return kind
+    try:
+        return pa.unify_schemas([pa.schema([(name, known)]), pa.schema([(name, kind)])], promote_options="permissive").field(0).type
+    except NO_TYPE:
+        return pa.string()
 
 
 def _chunks(lines: Path) -> Iterator[list[dict[str, Any]]]:
@@ -132,9 +157,10 @@ def _cells(chunk: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if len(kinds) > 1 and kinds != {int, float}:
             for row in made:
                 row[name] = _text(row.get(name))
-        made[0].setdefault(name, None)  # from the first row pyarrow takes the names
     return made
 
 
 def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    # Half a surrogate pair has no form in UTF-8, but one in JSON.
+    return text if text is None or text.isascii() or not SURROGATE.search(text) else json.dumps(value)

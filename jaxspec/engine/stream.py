@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator
 
@@ -17,6 +18,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
 
     def __init__(self, chunks: Generator[Chunk, None, None]):
         self._chunks, self._lock = chunks, threading.Lock()
+        self._awaited = collections.deque[asyncio.Future[Chunk | None]]()  # pieces whose `await` was cancelled before they came
 
     def __iter__(self) -> Stream:
         return self
@@ -34,7 +36,18 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         return self
 
     async def __anext__(self) -> Chunk:
-        chunk = await asyncio.to_thread(next, self, None)
+        """The next piece. If the wait for it is cancelled, as `asyncio.wait_for` does, the next call in the same loop returns it."""
+        loop, coming = asyncio.get_running_loop(), None
+        while self._awaited and (coming is None or coming.get_loop() is not loop):
+            coming = self._awaited.popleft()
+        if coming is None or coming.get_loop() is not loop:
+            coming = loop.run_in_executor(None, next, self, None)
+        try:
+            chunk = await asyncio.shield(coming)
+        except asyncio.CancelledError:
+            coming.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody need ask for it
+            self._awaited.append(coming)
+            raise
         if chunk is None:
             raise StopAsyncIteration
         return chunk

@@ -211,6 +211,38 @@ def test_columns_of_several_types_become_texts(tmp_path):
     assert rows["7"]["prompt"] == "[1, 7]" and rows["s3"]["prompt"] == "x"
 
 
+MIXED = {
+    "an object without fields": [{}, {}],
+    "one of them within": [{"a": {}}, {"a": {}}],
+    "types that differ within objects": [{"score": 1}, {"score": "n/a"}],
+    "types that differ within lists": [[1, "x"], []],
+    "an integer that no float is": [2**60 + 1, 1.5],
+    "an integer of more than 64 bits": [2**64, 1],
+    "truth and number within objects": [{"a": True}, {"a": 1}],
+    "half a surrogate pair": ["\ud800", "x"],
+}
+
+
+@pytest.mark.parametrize("values", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("between", [0, parquet.ROWS])
+def test_values_without_a_common_type_are_json_texts(values, between, tmp_path):
+    """Those of one chunk of rows, and of two."""
+    pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    lines = [{"id": "a", "mark": values[0]}, *[{"id": f"r{i}"} for i in range(between)], {"id": "b", "mark": values[1]}]
+    parquet.write(write_lines(tmp_path / "lines.jsonl", lines), tmp_path / "out.parquet")
+    found = {row["id"]: row["mark"] for row in pq.read_table(tmp_path / "out.parquet").to_pylist()}
+    assert [found["a"], found["b"]] == [value if value == "x" else json.dumps(value) for value in values]
+
+
+def test_a_parquet_file_that_is_no_result_stays(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow", reason="parquet files need pyarrow"), pytest.importorskip("pyarrow.parquet")
+    mine = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"kept": [1]}), mine)
+    with pytest.raises(ValueError, match=r"mine\.parquet exists but mine\.parquet\.run\.json, which a run writes"):
+        job.run_batch(FakeLLM(), write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}]), mine)
+    assert pq.read_table(mine).to_pydict() == {"kept": [1]}
+
+
 def test_parquet_files_that_cannot_be_served_are_refused_before_anything_is_computed(tmp_path):
     pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
     import pyarrow.parquet as pq

@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import json
+import threading
 import weakref
+from typing import Any
 
 import jax
 import pytest
@@ -11,6 +13,7 @@ from quick import few_programs
 
 import jaxspec
 from jaxspec import SamplingParams
+from jaxspec.engine.stream import Stream
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -112,6 +115,31 @@ def test_streams_in_asynchronous_code_run_side_by_side(llm, expected):
             return chunk.token_ids
 
     assert asyncio.run(stopped()) == expected[1][:1] and llm.free_slots == 2
+
+
+def test_a_piece_whose_wait_was_cancelled_comes_next():
+    """As with `asyncio.wait_for`, after which a server sends a sign of life and reads on."""
+    wanted, go_on = threading.Event(), threading.Event()
+
+    def pieces() -> Any:
+        yield "one"
+        wanted.set()
+        assert go_on.wait(60)
+        yield "two"
+        yield "three"
+
+    async def read():
+        stream = Stream(pieces())
+        found = [await anext(stream)]
+        waiting = asyncio.ensure_future(anext(stream))
+        assert await asyncio.to_thread(wanted.wait, 60)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        go_on.set()
+        return found + [piece async for piece in stream]
+
+    assert asyncio.run(read()) == ["one", "two", "three"]
 
 
 def test_a_conversation_is_written_as_asked(llm):
