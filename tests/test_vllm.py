@@ -537,6 +537,14 @@ def test_calls_refuse_what_they_cannot_serve(llm):
         llm.generate([[5] * 200], use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    "messages", [{"role": "user", "content": "Hi"}, None, iter([]), []], ids=["one message", "none", "iterator", "no message"]
+)
+def test_a_conversation_is_a_list_of_messages(llm, messages):
+    with pytest.raises(ValueError, match="chat takes a list of at least one message"):
+        llm.chat(messages, use_tqdm=False)
+
+
 def test_a_request_that_fails_alone_says_why(llm):
     [failed, good] = llm.generate(
         ["x", "y"], [SamplingParams(allowed_token_ids=[1], min_tokens=2), SamplingParams(max_tokens=2)], use_tqdm=False
@@ -577,6 +585,14 @@ def test_special_tokens_are_in_texts_that_want_them(llm, end, kept):
     assert found.finish_reason == ("stop" if end else "length") and found.token_ids == skipped.token_ids
     assert found.text == (whole.removesuffix("ef") if "stop" in end and not kept else whole)
     assert re.sub(r'<\|tool_call>|<\|"\|>', "", found.text) == skipped.text
+
+
+def test_a_stop_string_that_ends_in_several_tokens_is_cut_off_texts_with_special_tokens(llm):
+    params = SamplingParams(
+        max_tokens=20, stop=["a😀"], skip_special_tokens=False, structured_outputs=StructuredOutputsParams(regex="aaa😀b")
+    )
+    found = llm.generate("x", params, use_tqdm=False)[0].outputs[0]
+    assert (found.text, found.stop_reason) == ("aa", "a😀")
 
 
 def test_a_stop_string_with_a_special_token_is_refused_where_texts_have_them(llm):

@@ -96,7 +96,10 @@ class Maker:
         """(text, token ids) of a prompt. The text is None where it was not given."""
         text, given = _parts(index, prompt) if isinstance(prompt, Mapping) else (None, prompt)
         if isinstance(given, str):
-            text, ids = given, self.tokenizer.encode(given) if given else []
+            try:
+                text, ids = given, self.tokenizer.encode(given) if given else []
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
         elif isinstance(given, list | tuple | range | np.ndarray):
             ids: Any = given
         else:

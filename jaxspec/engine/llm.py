@@ -180,8 +180,8 @@ class LLM:
             f"max_slots={self.max_slots}, max_len={self.max_len}, dtype={self.target.dtype}, on {jax.default_backend()})"
         )
 
-    def _repr_html_(self) -> str:
-        return llm_html(self, self.name)
+    def _repr_html_(self) -> str | None:
+        return None if self._closed else llm_html(self, self.name)  # None: a notebook shows `repr`
 
     @heeded()
     def warmup(self, *params: SamplingParams) -> None:
@@ -339,7 +339,14 @@ class LLM:
         """
         several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
-        prompts = [self._shown(self.chat_prompt(m, enable_thinking=enable_thinking, **template)) for m in conversations]
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            try:
+                prompts.append(self._shown(self.chat_prompt(conversation, enable_thinking=enable_thinking, **template)))
+            except ValueError as error:
+                if not several:
+                    raise
+                raise ValueError(f"conversation {i}: {error}") from error
         completions = self._generate(self._requests(prompts, either(params, sampling_params), keep=True), use_tqdm)
         return completions if several or len(completions) > 1 else completions[0]
 
@@ -366,6 +373,7 @@ class LLM:
 
     def _requests(self, prompts: Sequence[Any], params: Any, *, keep: bool = False) -> list[Request]:
         """Checked requests for a list of prompts."""
+        self._check_open()
         maker, pairs = self._maker, enumerate(zip(prompts, params_of(params, len(prompts)), strict=True))
         made = [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, self._draw_seed)]
         return [dataclasses.replace(request, keep=keep) for request in made]

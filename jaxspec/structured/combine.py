@@ -22,6 +22,7 @@ def merged(one: Any, other: Any, at: str) -> Any:
     if closed and set(one.get("properties", {})) != set(other.get("properties", {})):
         if "properties" in one and "properties" in other or any("properties" not in x for x in closed):
             refuse("'additionalProperties' beside schemas with other properties", at)
+    one, other = _of_all_items(one, other), _of_all_items(other, one)
     result = dict(one)
     for key, value in other.items():
         if key not in result or result[key] == value:
@@ -29,6 +30,14 @@ def merged(one: Any, other: Any, at: str) -> Any:
         else:
             result[key] = _joined(key, result[key], value, at)
     return result
+
+
+def _of_all_items(one: Any, other: Any) -> Any:
+    """The first schema; what the second says of every item is said of each of its `prefixItems`, for which its own `items` do not hold."""
+    first = one.get("prefixItems")
+    if not isinstance(first, list) or "prefixItems" in other or other.get("items", True) is True:
+        return one
+    return {**one, "prefixItems": [{"allOf": [item, other["items"]]} for item in first]}
 
 
 def _joined(key: str, one: Any, other: Any, at: str) -> Any:

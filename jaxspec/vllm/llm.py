@@ -185,14 +185,14 @@ class LLM:
         if chat_template_content_format not in CONTENT_FORMATS:
             available = ", ".join(map(repr, CONTENT_FORMATS))
             raise ValueError(f"chat_template_content_format is {chat_template_content_format!r}; available: {available}")
-        several = len(messages) > 0 and isinstance(messages[0], list | tuple)
+        several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations = [_in_format(each, chat_template_content_format) for each in (messages if several else [messages])]
         params = self._params(sampling_params)
         if (tools or (chat_template_kwargs or {}).get("enable_thinking")) and self._marks_with_special_tokens():
             params = _with_special_tokens(params)
         with arguments.in_their_names():
             completions = self.jaxspec.chat(
-                conversations,
+                conversations if isinstance(messages, list | tuple) else messages,
                 self._served(params),
                 use_tqdm=use_tqdm,
                 chat_template=_template(chat_template) or self._template,
@@ -266,9 +266,10 @@ class LLM:
         if sample.finish_reason != "stop" or (keep and not isinstance(stop, str)):
             return text
         before = self.jaxspec.tokenizer.decode(ids[:-1], special=True)
+        certain = before.rstrip("\ufffd")  # without a character of which tokens before the last have only some bytes
         if not isinstance(stop, str):
             return before
-        end = text.find(stop, max(len(before) - len(stop) + 1, 0))  # the last token completes it
+        end = text.find(stop, max(len(certain) - len(stop) + 1, 0))  # the last token completes it
         return text if end < 0 else text[: end + len(stop) * keep]
 
 

@@ -160,6 +160,16 @@ def test_a_conversation_is_written_as_asked(llm):
         llm.chat(messages, PARAMS, add_generation_promt=False)
 
 
+def test_errors_name_the_prompt_and_the_conversation(llm):
+    with pytest.raises(ValueError, match=r"^prompt 1: the text has '\\ud800' at position 0"):
+        llm.generate(["a", "\ud800"], PARAMS)
+    fine, wrong = [{"role": "user", "content": "Hi"}], [{"role": "user"}]
+    with pytest.raises(ValueError, match="^conversation 1: message 0 has no content"):
+        llm.chat([fine, wrong], PARAMS)
+    with pytest.raises(ValueError, match="^message 0 has no content"):
+        llm.chat(wrong, PARAMS)
+
+
 def test_a_closed_llm_gives_back_memory_and_says_so(load, expected):
     with load() as llm:
         stream = llm.stream("import os", PARAMS.replace(max_tokens=40))
@@ -171,8 +181,10 @@ def test_a_closed_llm_gives_back_memory_and_says_so(load, expected):
     gc.collect()
     assert all(array.is_deleted() for array in state) and not any(array() for array in arrays)
     assert llm.stats.requests > stats.requests and llm.stats.compilations >= stats.compilations > 0
-    assert repr(llm).endswith(", closed)")
+    assert repr(llm).endswith(", closed)") and llm._repr_html_() is None
     llm.close()
-    for call in (llm.warmup, lambda: llm.generate("x"), lambda: next(stream), lambda: next(llm.stream("x")), lambda: llm.target):
+    structured = PARAMS.replace(structured_outputs={"regex": "a new one"})
+    asked = (llm.warmup, lambda: llm.generate("x"), lambda: llm.generate("x", structured))
+    for call in (*asked, lambda: next(stream), lambda: next(llm.stream("x")), lambda: llm.target):
         with pytest.raises(RuntimeError, match="is closed; load it again"):
             call()

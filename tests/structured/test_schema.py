@@ -47,6 +47,11 @@ SCHEMAS = {
     "no items": {"type": "array", "maxItems": 0},
     "references": {"$defs": {"a/b": {"type": "integer"}}, "type": "array", "items": {"$ref": "#/$defs/a~1b", "minimum": 3}},
     "all of": {"allOf": [OBJECT, {"required": ["a"]}, {"properties": {"a": {"minimum": 5}}}]},
+    "all of, with items of a tuple": {
+        "type": "array",
+        "prefixItems": [{"enum": ["x", 7]}],
+        "allOf": [{"items": {"type": "integer"}, "minItems": 1, "maxItems": 2}],
+    },
     "any of": {"type": "integer", "anyOf": [{"minimum": 10, "maximum": 20}, {"const": 3}, False]},
     "any of, requiring": {**OBJECT, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
     "one of types": {"oneOf": [{"type": "string"}, {"type": "number"}, {"type": "object", "properties": {}}]},
