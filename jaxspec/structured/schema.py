@@ -15,6 +15,7 @@ from typing import Any
 from jaxspec.structured import numbers
 from jaxspec.structured.combine import apart, merged
 from jaxspec.structured.formats import FORMATS
+from jaxspec.structured.keywords import BOUNDS, check
 from jaxspec.structured.patterns import PLAIN, in_string, literal
 from jaxspec.structured.refused import below, refuse
 from jaxspec.structured.values import identity, kind_of
@@ -93,6 +94,7 @@ class Writer:
         known = COMBINING.union(*KEYWORDS.values())
         for key, value in schema.items():
             if key in known:
+                check(key, value, at)
                 kept[key] = value
             elif key not in ANNOTATIONS and not str(key).startswith("x-"):
                 refuse(f"{key!r}, which has no regular form here,", below(at, key))
@@ -204,8 +206,6 @@ class Writer:
     def _object(self, schema: Mapping[str, Any], at: str, seen: tuple[str, ...]) -> str:
         least, most = _bounds(schema, "minProperties", "maxProperties", at)
         named, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(named, Mapping) or not isinstance(required, list):
-            refuse("'properties' or 'required' of a wrong type; expected a dict and a list", at)
         others = schema.get("additionalProperties", not (self._closed and "properties" in schema))
         members = dict(named) | {name: others for name in required if name not in named}
         if not members:
@@ -267,7 +267,7 @@ def _string(schema: Mapping[str, Any], at: str) -> str:
         refuse(f"{name!r} beside {other!r}; expected one of them", below(at, name))
     if name == "pattern":
         place = below(at, "pattern")
-        return f'"(?:{in_string(str(schema["pattern"]), lambda what: refuse(what, place))})"'
+        return f'"(?:{in_string(schema["pattern"], lambda what: refuse(what, place))})"'
     if schema["format"] not in FORMATS:
         refuse(f"the format {schema['format']!r}; expected one of {', '.join(FORMATS)}, or a pattern,", below(at, "format"))
     return f'"(?:{FORMATS[schema["format"]]})"'
@@ -287,8 +287,8 @@ def _number(kind: str, schema: Mapping[str, Any], at: str) -> str:
         last = None if high is None else -int(-high // 1) - (under or high % 1 != 0)
         found = numbers.integers(first, last)
     else:
-        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-            if Fraction(schema.get(name, 0)) % 1:
+        for name in BOUNDS:
+            if Fraction(schema.get(name) or 0) % 1:
                 refuse(f"{name!r} {schema[name]} of a number; expected a whole number", below(at, name))
         found = numbers.numbers(None if low is None else int(low), None if high is None else int(high), above, under)
     if found is None:
@@ -302,8 +302,6 @@ def _limit(schema: Mapping[str, Any], name: str, exclusive: str, choose: Any, at
     for key in (name, exclusive):
         value = schema.get(key)
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                refuse(f"{key!r} {value!r}; expected a number", below(at, key))
             found.append((Fraction(value), key == exclusive))
     if not found:
         return None, False
@@ -312,10 +310,6 @@ def _limit(schema: Mapping[str, Any], name: str, exclusive: str, choose: Any, at
 
 
 def _bounds(schema: Mapping[str, Any], low: str, high: str, at: str) -> tuple[int, int | None]:
-    for name in (low, high):
-        value = schema.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
-            refuse(f"{name!r} {value!r}; expected an integer of 0 at least", below(at, name))
     least, most = int(schema.get(low, 0)), schema.get(high)
     if most is not None and most < least:
         refuse(f"{low!r} {least} above {high!r} {most}", at)

@@ -123,6 +123,20 @@ REFUSED = {
     "few properties": ({"type": "object", "minProperties": 2}, "'minProperties' 2 of names that are not given"),
     "an empty enum": ({"enum": []}, "at #/enum"),
     "an enum beside more": ({"enum": ["ab"], "minLength": 3}, "'enum' beside 'minLength'"),
+    "NaN in an enum": ({"enum": [{"a": [float("nan")]}]}, "'enum' .*nan.*; expected what JSON can hold at #/enum"),
+    "an infinite constant": ({"const": 1e400, "type": "number"}, "'const' inf; expected what JSON can hold at #/const"),
+    "an infinite bound": ({"type": "integer", "minimum": 1e400}, "'minimum' inf; expected a number at #/minimum"),
+    "an infinite length": ({"type": "string", "maxLength": 1e400}, "'maxLength' inf; expected an integer of 0 at least at #/maxLength"),
+    "a dict of items": ({"prefixItems": {"type": "integer"}}, "'prefixItems' .*; expected a list of schemas at #/prefixItems"),
+    "a list of formats": ({"format": ["date"]}, "'format' .*; expected a text at #/format"),
+    "a number as a pattern": ({"type": "string", "pattern": 5}, "'pattern' 5; expected a text at #/pattern"),
+    "a number as a name": ({"type": "object", "required": [1]}, r"'required' \[1\]; expected a list of names at #/required"),
+    "a bound that is a text, in allOf": ({"allOf": [{"minimum": "a"}, {"minimum": 3}]}, "'minimum' 'a'; expected a number at #/allOf/0"),
+    "no properties, in allOf": (
+        {"properties": {"a": {}}, "allOf": [{"properties": None}]},
+        "'properties' None; .* at #/allOf/0/properties",
+    ),
+    "a number as a type, in allOf": ({"allOf": [{"type": 5}, {"type": "string"}]}, "'type' 5; expected a text.* at #/allOf/0/type"),
     "a list as a schema": ({"items": [3]}, "3 of type int, expected a dict or a bool"),
 }
 
