@@ -86,6 +86,11 @@ class Tokenizer:
         """The text of one token by itself, even a special one; "" for an id without a token."""
         return self.decode([token_id], special=True)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of `token_text`; of a token that is a part of a character, those that it adds to the text."""
+        token = self._hf.backend_tokenizer.id_to_token(token_id)
+        return b"" if token is None else bytes_of(token, self.token_text(token_id), token_id in self.byte_ids)
+
     def encode_word(self, text: str) -> list[int]:
         """The token ids of text, without special tokens around it. Raises ValueError as `encode` does."""
         _check_characters(text)
@@ -280,6 +285,26 @@ class OutputText:
         self._shown.append(fresh[:end])
         self._fresh = [fresh[end:]]
         return fresh[:end]
+
+
+def bytes_of(token: str, text: str, is_byte: bool) -> bytes:
+    """The bytes that a token adds to a text. token: as the vocabulary writes it; text: as it is decoded; is_byte: whether it is one of
+    `Tokenizer.byte_ids`."""
+    if is_byte:  # <0xNN>
+        return bytes([int(token[3:5], 16)])
+    if INCOMPLETE in text and all(c in ALPHABET for c in token):  # a part of a character, in a vocabulary of bytes
+        return bytes(ALPHABET[c] for c in token)
+    return text.encode()
+
+
+def _alphabet() -> dict[str, int]:
+    """How vocabularies of bytes, since GPT-2, write each byte: printable ones of Latin-1 as themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+ALPHABET = _alphabet()
 
 
 def _byte_ids(backend) -> frozenset[int]:

@@ -174,7 +174,7 @@ class BatchJob:
         """Sets the model and the settings, and writes them beside the results. With `learn` the drafter learns until the job is closed.
         Raises ValueError if results exist that were made with other settings, and what `LLM.learn` raises."""
         self._llm, self._params = llm, SamplingParams() if params is None else params
-        self._shown = {"model": llm.name, "token_ids": token_ids, "prompts": include_prompt}
+        self._shown = {"model": llm.name, "tokenizer": llm.tokenizer, "token_ids": token_ids, "prompts": include_prompt}
         seed = integer("seed", seed, 0, MAX_SEED - 1)
         if not isinstance(self._params, SamplingParams):
             raise TypeError(f"params is {type(params).__name__}, expected SamplingParams or None")

@@ -6,14 +6,18 @@ vLLM adds to the body, such as top_k, are read too.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.engine.completion import Completion, Logprob
 from jaxspec.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxspec.text import Tokenizer
 
 LINE_KEYS = ("custom_id", "method", "url", "body")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -134,9 +138,11 @@ def place_of(record: Mapping[str, Any]) -> tuple[int, str] | None:
     return None if found is None else (int(found[1]), found[2])
 
 
-def record(number: int, digest: int, url: str, name: str, samples: Sequence[Completion], model: str, logprobs: int) -> dict[str, Any]:
+def record(
+    number: int, digest: int, url: str, name: str, samples: Sequence[Completion], model: str, logprobs: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """The line of results for a request: the response of its endpoint with all its samples. logprobs: how many most likely tokens were
-    asked for; -1 for all."""
+    asked for; -1 for all. tokenizer: the model's."""
     failed = next((done.error for done in samples if done.finish_reason == "error"), None)
     head = {"id": record_id(number, digest), "custom_id": name}
     if failed is not None:
@@ -148,7 +154,7 @@ def record(number: int, digest: int, url: str, name: str, samples: Sequence[Comp
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [_choice(i, done, chat, logprobs) for i, done in enumerate(samples)],
+        "choices": [_choice(i, done, chat, logprobs, tokenizer) for i, done in enumerate(samples)],
         "usage": {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new},
     }
     return {**head, "response": {"status_code": 200, "request_id": f"req_{number}_{key}", "body": body}, "error": None}
@@ -160,34 +166,59 @@ def refusal(number: int, name: Any, reason: str) -> dict[str, Any]:
     return {"line": number, "id": f"batch_req_{number}", "custom_id": name, "response": None, "error": error}
 
 
-def _choice(index: int, done: Completion, chat: bool, logprobs: int) -> dict[str, Any]:
+def _choice(index: int, done: Completion, chat: bool, logprobs: int, tokenizer: Tokenizer) -> dict[str, Any]:
     said = {"message": {"role": "assistant", "content": done.text, "refusal": None}} if chat else {"text": done.text}
     found = None
     if done.logprobs is not None:
-        rows = [(row[token], _most_likely(row, logprobs)) for row, token in zip(done.logprobs, done.token_ids, strict=True)]
+        rows = [_listed(row, token, logprobs, tokenizer) for row, token in zip(done.logprobs, done.token_ids, strict=True)]
         found = _chat_logprobs(rows) if chat else _text_logprobs(rows)
     return {"index": index, **said, "logprobs": found, "finish_reason": done.finish_reason}
 
 
-def _most_likely(row: Mapping[int, Logprob], count: int) -> list[Logprob]:
-    """A row has the chosen token beside those that were asked for."""
-    ranked = sorted(row.values(), key=lambda found: found.rank)
-    return ranked if count < 0 else ranked[:count]
+@dataclasses.dataclass(frozen=True)
+class _Token:
+    bytes: bytes
+    logprob: float
+
+    @property
+    def name(self) -> str:
+        """Its text; in OpenAI's words, "bytes:" and these if it is only a part of a character."""
+        try:
+            return self.bytes.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes)
 
 
-Rows = list[tuple[Logprob, list[Logprob]]]  # of each new token its own and the most likely ones
+Row = tuple[_Token, list[_Token]]  # of a new token: itself, and the most likely ones
 
 
-def _chat_logprobs(rows: Rows) -> dict[str, Any]:
-    def shown(found: Logprob) -> dict[str, Any]:
-        return {"token": found.decoded_token, "logprob": found.logprob, "bytes": list(found.decoded_token.encode())}
+def _listed(row: Mapping[int, Logprob], chosen: int, count: int, tokenizer: Tokenizer) -> Row:
+    """A row of log-probabilities, of which the most likely `count` were asked for, or all if that is negative. It has the chosen token
+    beside them."""
+    ranked = sorted(row.items(), key=lambda item: item[1].rank)
+    most = [_Token(tokenizer.token_bytes(token), found.logprob) for token, found in (ranked if count < 0 else ranked[:count])]
+    return _Token(tokenizer.token_bytes(chosen), row[chosen].logprob), most
+
+
+def _chat_logprobs(rows: Sequence[Row]) -> dict[str, Any]:
+    def shown(token: _Token) -> dict[str, Any]:
+        return {"token": token.name, "logprob": token.logprob, "bytes": list(token.bytes)}
 
     return {"content": [shown(own) | {"top_logprobs": [shown(other) for other in most]} for own, most in rows], "refusal": None}
 
 
-def _text_logprobs(rows: Rows) -> dict[str, Any]:
-    tokens, offsets = [own.decoded_token for own, _ in rows], [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    most = [{other.decoded_token: other.logprob for other in most} for _, most in rows]
-    return {"tokens": tokens, "token_logprobs": [own.logprob for own, _ in rows], "top_logprobs": most, "text_offset": offsets[:-1]}
+def _text_logprobs(rows: Sequence[Row]) -> dict[str, Any]:
+    decoder, offsets = codecs.getincrementaldecoder("utf-8")("replace"), [0]
+    for own, _ in rows:  # a character begins where its first token does
+        offsets.append(offsets[-1] + len(decoder.decode(own.bytes)))
+    most = [dict[str, float]() for _ in rows]
+    for named, (_, others) in zip(most, rows, strict=True):
+        for token in others:
+            named.setdefault(token.name, token.logprob)  # of equal names the most likely one's
+    own = [own for own, _ in rows]
+    return {
+        "tokens": [token.name for token in own],
+        "token_logprobs": [token.logprob for token in own],
+        "top_logprobs": most,
+        "text_offset": offsets[:-1],
+    }

@@ -10,12 +10,15 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxspec import jsonl
 from jaxspec.batch import openai
 from jaxspec.batch.lines import Line
 from jaxspec.engine.completion import Completion
+
+if TYPE_CHECKING:
+    from jaxspec.text import Tokenizer
 
 
 class ChangedInput(ValueError):
@@ -58,10 +61,13 @@ class Known:
         return [] if found is None else [i for i in range(n) if not found >> i & 1]
 
 
-def result_of(line: Line, sample: int, done: Completion, *, model: str, token_ids: bool, prompts: bool) -> dict[str, Any] | None:
+def result_of(
+    line: Line, sample: int, done: Completion, *, model: str, tokenizer: Tokenizer, token_ids: bool, prompts: bool
+) -> dict[str, Any] | None:
     """The line of results for a completion. None for a line in OpenAI's form that has other samples to come: its result has them all.
 
-    sample: its index among the samples of the input's line. model: the target's name. token_ids, prompts: include them.
+    sample: its index among the samples of the input's line. model, tokenizer: the target's name, and its tokenizer. token_ids, prompts:
+    include them.
     """
     asked = line.asked if prompts else {}
     if line.url is not None:
@@ -69,7 +75,8 @@ def result_of(line: Line, sample: int, done: Completion, *, model: str, token_id
         if len(line.samples) < line.params.n:
             return None
         samples = [line.samples[i] for i in range(line.params.n)]
-        return openai.record(line.number, line.digest, line.url, str(line.name), samples, model, line.params.logprobs or 0) | asked
+        most = line.params.logprobs or 0
+        return openai.record(line.number, line.digest, line.url, str(line.name), samples, model, most, tokenizer) | asked
     record: dict[str, Any] = {"id": line.name, "line": line.number, "request": f"{line.digest:016x}", **line.extra, **asked}
     if line.params.n > 1:
         record["index"] = sample

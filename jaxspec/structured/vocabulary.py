@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxspec.text import bytes_of
+
 if TYPE_CHECKING:
     from jaxspec.text import Tokenizer
-
-INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     texts = backend.decode_batch([[*head, i] for i in ids], skip_special_tokens=False)
     found = [b""] * vocab_size
     for i, text in zip(ids, texts, strict=True):
-        found[i] = _bytes(backend.id_to_token(i), text[start:], i in tokenizer.byte_ids)
+        found[i] = bytes_of(backend.id_to_token(i), text[start:], i in tokenizer.byte_ids)
     length = np.asarray([len(x) for x in found], np.int32)
     width = max(8, -(-int(length.max(initial=0)) // 8) * 8)
     data = np.zeros((vocab_size, width), np.uint8)
@@ -64,21 +64,3 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
 
 def _is_letter(text: str) -> bool:
     return len(text) == 1 and text.isascii() and text.isalpha()
-
-
-def _bytes(token: str, text: str, is_byte: bool) -> bytes:
-    if is_byte:  # <0xNN>
-        return bytes([int(token[3:5], 16)])
-    if INCOMPLETE in text and all(c in ALPHABET for c in token):  # a part of a character, in a vocabulary of bytes
-        return bytes(ALPHABET[c] for c in token)
-    return text.encode()
-
-
-def _alphabet() -> dict[str, int]:
-    """How vocabularies of bytes, since GPT-2, write each byte: printable ones of Latin-1 as themselves, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-ALPHABET = _alphabet()

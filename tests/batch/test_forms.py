@@ -4,6 +4,7 @@ import io
 import json
 import sys
 import uuid
+from types import SimpleNamespace
 
 import pytest
 from fake_llm import FakeLLM, read_lines, sorted_lines, write_lines
@@ -12,6 +13,7 @@ import jaxspec
 from jaxspec import cli
 from jaxspec.batch import job, merging, openai, parquet, places
 from jaxspec.batch.lines import derived_seed
+from jaxspec.engine.completion import Logprob
 from jaxspec.engine.params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -398,3 +400,32 @@ def test_shards_that_do_not_belong_together(shards, tmp_path):
 def test_standard_output_has_no_shards(tmp_path):
     with pytest.raises(ValueError, match="the output is standard output, '-', which no shards have written"):
         merging.merge(write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}]), "-")
+
+
+def test_tokens_that_are_parts_of_characters_are_shown_with_their_bytes():
+    """A byte token has no text of its own: OpenAI writes its bytes, and two of them are two names."""
+    tokens = {1: b"a", 2: "€".encode()[:1], 3: "€".encode()[1:2], 4: "€".encode()[2:], 5: b"b", 6: b"\xff"}
+    tokenizer = SimpleNamespace(token_bytes=tokens.__getitem__)
+    ids = (1, 2, 3, 4, 5)
+    rows = [{token: Logprob(-1.0, 1, "?"), 6: Logprob(-2.0, 2, "?")} for token in ids]
+    done = SimpleNamespace(text="a€b", token_ids=ids, prompt_token_ids=(7,), logprobs=rows, finish_reason="length", error=None)
+
+    def shown(url):
+        body = openai.record(1, 2, url, "r", [done], "m", 2, tokenizer)["response"]["body"]
+        return body["choices"][0]["logprobs"]
+
+    found = shown(COMPLETIONS)
+    assert found["tokens"] == ["a", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "b"]
+    assert found["text_offset"] == [0, 1, 1, 1, 2]
+    assert found["top_logprobs"][1] == {r"bytes:\xe2": -1.0, r"bytes:\xff": -2.0}
+    content = shown(CHAT)["content"]
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "a€b"
+    assert content[1]["top_logprobs"][1] == {"token": r"bytes:\xff", "logprob": -2.0, "bytes": [255]}
+
+
+def test_the_bytes_of_a_texts_tokens_are_the_text(llm):
+    text = "naïve 🎉 " + "\u2028" + "\U0001f9d1\u200d\U0001f680 ẞ"
+    pieces = [llm.tokenizer.token_bytes(i) for i in llm.tokenizer.encode_word(text)]
+    assert b"".join(pieces).decode() == text
+    assert any("\ufffd" in piece.decode(errors="replace") for piece in pieces)
+    assert llm.tokenizer.token_bytes(10**6) == b""
