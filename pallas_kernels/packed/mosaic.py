@@ -29,6 +29,7 @@ from pallas_kernels.packed.words import CODE_MASKS, MASKS, codes_in_registers, s
 from pallas_kernels.registers import exchange
 
 SHARED_MEMORY = 230_000  # of a program, without its barriers
+AHEAD = 4  # steps whose weights are copied before a kernel waits for its rows, as in `linear.mosaic`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +240,7 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finis
 
         def copy_first(_, __):
             first = locate(refs, program, 0)
-            count = jnp.minimum(first.count, stages)
+            count = jnp.minimum(first.count, min(stages, AHEAD))
             jax.lax.fori_loop(0, count, lambda i, _: copy_weights(first, i, i), None)
             return count
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -58,7 +60,7 @@ def is_faster(q, key_weight, window) -> bool:
         return q.shape[1] * q.shape[3] > 16 or (mosaic_rotary_few.serves(plan) and plan.items >= LEAST_ROTARY_ITEMS)
     if mosaic_whole_prompt.unsupported(q) is None:
         return window is not None and mosaic_whole_prompt.Plan(q.shape, True, window, 1.0).items >= LEAST_PROMPT_ITEMS
-    plan = mosaic_whole.arranged(mosaic_parts.Plan(q.shape, True, window, 1.0))
+    plan = mosaic_whole.Plan(q.shape, True, window, 1.0)
     if q.shape[4] > mosaic_whole.PART:
         return plan.tiles == 1 and plan.items >= LEAST_WIDE_ITEMS
     return window is not None and plan.tiles == 1 and plan.items >= LEAST_ITEMS
@@ -79,30 +81,26 @@ def paged_attention(
     scale = scale * triton.LOG2_E
     if key_weight is None and splits is None and mosaic_whole_prompt.unsupported(q) is None:
         return mosaic_whole_prompt.attend(mosaic_whole_prompt.Plan(q.shape, causal, window, scale), inputs, q)
-    batch, queries, heads, group, dim = q.shape
-
-    def cut(splits: int) -> mosaic_parts.Plan:
-        plan = mosaic_parts.Plan(q.shape, causal, window, scale, splits)
-        return plan if key_weight is not None else mosaic_whole.arranged(plan)
-
-    if splits is None:
-        visible = table.shape[1] * cached[0].shape[1]
-        visible = visible if window is None else min(visible, window + queries)
-        blocks = visible // KEYS + (window is not None)  # a window seldom begins where a block does
-        splits = mosaic_whole.splits_for(cut(1), blocks) if key_weight is None else splits_for(cut(1).items, blocks)
-    plan = cut(splits)
+    visible = table.shape[1] * cached[0].shape[1]
+    visible = visible if window is None else min(visible, window + q.shape[1])
+    blocks = visible // KEYS + (window is not None)  # a window seldom begins where a block does
     if key_weight is None:
+        plan = mosaic_whole.Plan(q.shape, causal, window, scale)
+        plan = dataclasses.replace(plan, splits=splits or mosaic_whole.splits_for(plan, blocks))
         return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, launch_dependents)[0]
-    if splits == 1 and queries >= ROWS:
+    plan = mosaic_parts.Plan(q.shape, causal, window, scale)
+    plan = dataclasses.replace(plan, splits=splits or splits_for(plan.items, blocks))
+    if plan.splits == 1 and q.shape[1] >= ROWS:
         return mosaic_rotary_prompt.attend(plan, inputs, q)
     kernel = mosaic_rotary_few if mosaic_rotary_few.serves(plan) else mosaic_rotary
-    out = kernel.attend(plan, inputs, plan.results(q.dtype), launch_dependents or splits > 1)
-    if splits == 1:
+    out = kernel.attend(plan, inputs, plan.results(q.dtype), launch_dependents or plan.splits > 1)
+    if plan.splits == 1:
         return out[0]
+    batch, queries, heads, group, dim = q.shape
     acc, *numbers = out
-    acc = acc.reshape(batch, heads, splits, queries * group, dim)
-    numbers = (x.reshape(batch, heads, splits, x.shape[1]) for x in numbers)
-    return triton.merged((acc, *numbers), q, splits, interpret=False, rows=plan.rows, launch_dependents=launch_dependents)
+    acc = acc.reshape(batch, heads, plan.splits, queries * group, dim)
+    numbers = (x.reshape(batch, heads, plan.splits, x.shape[1]) for x in numbers)
+    return triton.merged((acc, *numbers), q, plan.splits, interpret=False, rows=plan.rows, launch_dependents=launch_dependents)
 
 
 def splits_for(programs: int, blocks: int) -> int:

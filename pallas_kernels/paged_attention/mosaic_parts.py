@@ -41,29 +41,21 @@ class Plan(Call):
     """How a call is cut into items."""
 
     splits: int = 1  # parts of the visible keys
-    least: int = ROWS  # rows of an item's tile
-    most: int = ROWS  # but for a query with more heads
-    by_head: bool = False  # whether a copy is of all queries of a head; else it is of all heads of a query
 
     @property
     def rows(self) -> int:
-        """Rows of a copy: the heads of a query, or the queries of a head. Eight is the least that is copied, so some may stay unused."""
-        return pl.cdiv(self.shape[1], 8) * 8 if self.by_head else max(8, pl.next_power_of_2(self.shape[3]))
+        """Rows of a query's heads. Eight is the least that is copied, so some may stay unused."""
+        return max(8, pl.next_power_of_2(self.shape[3]))
 
     @property
     def at_once(self) -> int:
         """Queries of an item."""
-        return self.rows if self.by_head else min(self.shape[1], max(1, self.most // self.rows))
-
-    @property
-    def copies(self) -> int:
-        """Of an item's queries, and of its results."""
-        return self.shape[3] if self.by_head else self.at_once
+        return min(self.shape[1], max(1, ROWS // self.rows))
 
     @property
     def height(self) -> int:
         """Rows of an item's tile."""
-        return max(self.least, self.copies * self.rows)
+        return ROWS
 
     @property
     def tiles(self) -> int:
@@ -231,13 +223,11 @@ def tiled(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
     return mosaic.SMEM(shape, dtype, transforms=(tiling, mosaic.SwizzleTransform(swizzle)))
 
 
-def load_queries(plan: Plan, refs, item: Item, held, columns, loaded=None, copies: slice = slice(None)) -> None:
-    """Copies these columns of an item's queries to rows of `held`, in shared memory. Each copy arrives at `loaded`, by default
-    `refs["loaded"]`. copies: which of them."""
-    loaded = refs["loaded"] if loaded is None else loaded
-    for n, (query, heads) in list(enumerate(_copies(plan, item)))[copies]:
-        source = refs["q"].at[item.b, query, item.head, heads, columns]
-        dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(n * plan.rows, plan.rows)], loaded)
+def load_queries(plan: Plan, refs, item: Item, held, columns) -> None:
+    """Copies these columns of an item's queries to rows of `held`, in shared memory. A copy of each query arrives at `refs["loaded"]`."""
+    for n, query in enumerate(item.at):
+        source = refs["q"].at[item.b, query, item.head, _heads(plan, item), columns]
+        dialect.mosaic().copy_gmem_to_smem(source, held.at[pl.ds(n * plan.rows, plan.rows)], refs["loaded"])
 
 
 def store_transposed(ref, value) -> None:
@@ -246,26 +236,24 @@ def store_transposed(ref, value) -> None:
     dialect.mosaic_transposed(ref)[...] = mosaic.layout_cast(value, mosaic.Layout.WGMMA_TRANSPOSED)
 
 
-def store_results(plan: Plan, refs, item: Item, held, columns, copies: slice = slice(None)) -> None:
-    """Copies these columns of an item's results from shared memory. `wait_smem_to_gmem` waits until that is done. copies: which of them."""
-    for n, (query, heads) in list(enumerate(_copies(plan, item, clipped=False)))[copies]:
+def store_results(plan: Plan, refs, item: Item, held, columns) -> None:
+    """Copies these columns of an item's results from shared memory. `wait_smem_to_gmem` waits until that is done."""
+    for n in range(plan.at_once):
+        query = item.first + n
 
-        @pl.when(item.first + (0 if plan.by_head else n) < plan.shape[1])
-        def _(n=n, query=query, heads=heads):
+        @pl.when(query < plan.shape[1])
+        def _(n=n, query=query):
             if plan.splits == 1:
-                target = refs["out"].at[item.b, query, item.head, heads, columns]
+                target = refs["out"].at[item.b, query, item.head, _heads(plan, item), columns]
             else:
-                target = refs["acc"].at[item.part, query, heads, columns]
+                target = refs["acc"].at[item.part, query, _heads(plan, item), columns]
             dialect.mosaic().copy_smem_to_gmem(held.at[pl.ds(n * plan.rows, plan.rows)], target)
 
 
-def _copies(plan: Plan, item: Item, clipped: bool = True) -> list[Any]:
-    """The query and the heads of each copy, or the queries and the head. Copies read zeros for rows that there are not, and don't write
-    them; a static slice may not have such rows. clipped: whether a query that there is not is the last one."""
-    several = pl.ds(item.first * 0, plan.rows)
-    if plan.by_head:
-        return [(several, g) for g in range(plan.copies)]
-    return [(item.at[n] if clipped else item.first + n, several) for n in range(plan.copies)]
+def _heads(plan: Plan, item: Item) -> Any:
+    """The heads of a query as a copy takes them. It reads zeros for heads that there are not, and does not write them, but a static slice
+    may not have them."""
+    return pl.ds(item.first * 0, plan.rows)
 
 
 def store_numbers(plan: Plan, refs, item: Item, held, top, total) -> None:

@@ -34,7 +34,7 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
         "queries": parts.tiled(2, ROWS, HALF),
         # Partial results take the place of the pages, final results that of the queries.
         "pages": pages if plan.splits == 1 else mosaic.RefUnion(pages, partial),
-        "loaded": mosaic.Barrier(num_arrivals=2 * plan.copies),
+        "loaded": mosaic.Barrier(num_arrivals=2 * plan.at_once),
         "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * STAGES),
         "empty": mosaic.Barrier(num_barriers=2 * STAGES),
         "turn": mosaic.Barrier(num_arrivals=2),

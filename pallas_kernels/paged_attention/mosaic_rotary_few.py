@@ -27,7 +27,7 @@ MOST_ROWS = 40  # of an item: the sums take four registers of each thread for a 
 
 
 def rows_of(plan: parts.Plan) -> int:
-    return plan.copies * plan.rows
+    return plan.at_once * plan.rows
 
 
 def serves(plan: parts.Plan) -> bool:
@@ -44,7 +44,7 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
         # Sums of the other warpgroup take the place of the pages, and so do partial results.
         "pages": mosaic.RefUnion(pages, (mosaic.SMEM((2, rows, HALF), jnp.float32), *partial)),
         "numbers": mosaic.SMEM((WARPGROUPS, 2, ROWS), jnp.float32),
-        "loaded": mosaic.Barrier(num_arrivals=2 * plan.copies),
+        "loaded": mosaic.Barrier(num_arrivals=2 * plan.at_once),
         "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * WARPGROUPS),
         "both": mosaic.Barrier(num_arrivals=WARPGROUPS),
     }

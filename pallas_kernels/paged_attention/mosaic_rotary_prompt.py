@@ -30,7 +30,7 @@ def attend(plan: parts.Plan, inputs, q):
         "values": parts.tiled(PAIR, 2, KEYS, HALF),
         "rotary": parts.tiled(PAIR, 2, KEYS, TURNS),
         "tops": mosaic.SMEM((PAIR, ROWS), jnp.float32),  # each row's largest score with the first block of a pair, and with both
-        "loaded": mosaic.Barrier(num_arrivals=2 * plan.copies),
+        "loaded": mosaic.Barrier(num_arrivals=2 * plan.at_once),
         "full": mosaic.Barrier(num_arrivals=2, num_barriers=2 * PAIR),
         "weighed": mosaic.Barrier(num_barriers=PAIR),
         "both": mosaic.Barrier(num_arrivals=2),

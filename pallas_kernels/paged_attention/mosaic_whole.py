@@ -26,8 +26,9 @@ from pallas_kernels.clusters import Mail
 from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention import mosaic_parts as parts
 from pallas_kernels.paged_attention.mosaic_parts import KEYS
+from pallas_kernels.paged_attention.mosaic_queries import load, store, store_block
 from pallas_kernels.paged_attention.reference import MASKED
-from pallas_kernels.registers import BLOCK, over_rows, sending, store
+from pallas_kernels.registers import BLOCK, over_rows, sending
 
 PART = 256  # columns of keys or of values that are copied and multiplied at once
 MOST_ROWS = {256: 40, 512: 32}  # of an item, by head_dim: with more, registers would be spilled
@@ -45,12 +46,29 @@ def clusters(size: int) -> int:
     return (dialect.MULTIPROCESSORS - GROUPS * (size - 2 + size % 2 if size > 1 else 0)) // size
 
 
-def workers_of(plan: parts.Plan) -> int:
+@dataclasses.dataclass(frozen=True)
+class Plan(parts.Plan):
+    """How a call is cut into items, whose rows are the heads of one query after the other."""
+
+    @property
+    def at_once(self) -> int:
+        return min(self.shape[1], max(1, MOST_ROWS[self.shape[4]] // self.shape[3]))
+
+    @property
+    def height(self) -> int:
+        return pl.cdiv(self.at_once * self.shape[3], 8) * 8
+
+    def rows_of(self, item: parts.Item) -> tuple[Any, Any]:
+        """An item's first row, of all heads of all queries, and the one after its last."""
+        return item.first * self.shape[3], jnp.minimum(item.first + self.at_once, self.shape[1]) * self.shape[3]
+
+
+def workers_of(plan: Plan) -> int:
     """How many warpgroups of a program compute: two where the sums are too many for one's registers."""
-    return 2 if plan.shape[4] > PART and plan.height == MOST_ROWS[plan.shape[4]] and plan.copies % 2 == 0 else 1
+    return 2 if plan.shape[4] > PART and plan.height == MOST_ROWS[plan.shape[4]] else 1
 
 
-def splits_for(plan: parts.Plan, blocks: int) -> int:
+def splits_for(plan: Plan, blocks: int) -> int:
     """The best number of parts for `blocks` blocks of keys, the least one of several. plan: without parts."""
     wide = plan.shape[4] // PART
     compute, merge = wide * (BLOCK_US + plan.height // workers_of(plan) * ROW_US), wide * plan.height * MERGE_US
@@ -62,15 +80,7 @@ def splits_for(plan: parts.Plan, blocks: int) -> int:
     return min(range(1, min(blocks, MOST_SPLITS) + 1), key=lambda splits: (us(splits), splits))
 
 
-def arranged(plan: parts.Plan) -> parts.Plan:
-    """The plan with as few rows of an item as may be."""
-    most, queries = MOST_ROWS[plan.shape[4]], plan.shape[1]
-    by_query, by_head = (dataclasses.replace(plan, least=8, most=most, by_head=by_head) for by_head in (False, True))
-    possible = (queries < 8 or queries % 8 == 0) and by_head.height <= most  # else copies would not know where a head's queries end
-    return by_head if possible and by_head.height < queries * by_query.rows else by_query
-
-
-def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
+def attend(plan: Plan, inputs, outputs, launch_dependents: bool):
     """The kernel's results. inputs, outputs: its arguments, and the shapes of its results, by name. launch_dependents: whether only kernels
     read them: see `dialect.launching`."""
     mosaic, height, dim, workers = dialect.mosaic(), plan.height, plan.shape[4], workers_of(plan)
@@ -86,7 +96,6 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
     slots = (SHARED_MEMORY - taken) // (KEYS * PART * 2)  # parts of blocks of keys or of values in shared memory
     scratch |= {
         "pages": parts.tiled(slots, KEYS, PART),
-        "loaded": mosaic.Barrier(num_arrivals=plan.copies // workers, num_barriers=workers),
         "full": mosaic.Barrier(num_arrivals=KEYS // PIECE, num_barriers=slots),
         "empty": mosaic.Barrier(num_arrivals=workers, num_barriers=slots),
     }
@@ -182,13 +191,12 @@ def _copy(plan, refs, item, place, slots):
 def _compute(worker, plan, refs, item, place, slots):
     mosaic, pages, workers = dialect.mosaic(), refs["pages"], workers_of(plan)
     each, columns = plan.height // workers, [pl.ds(part * PART, PART) for part in range(plan.shape[4] // PART)]
-    own = pl.ds(worker * each, each)
-    queries, held = (refs[name].at[own] for name in ("queries", "weights"))
-    copies = slice(worker * plan.copies // workers, (worker + 1) * plan.copies // workers)
-    parts.load_queries(plan, refs, item, refs["queries"], pl.ds(0, plan.shape[4]), refs["loaded"].at[worker], copies)
+    queries, held = (refs[name].at[pl.ds(worker * each, each)] for name in ("queries", "weights"))
+    first, end = plan.rows_of(item)
+    load(refs["q"].at[item.b, :, item.head], queries, first + worker * each, end)
     largest, sum_of = over_rows(mosaic, refs["reduced"].at[worker])
     softmax = Softmax(plan, item, worker * each, each, largest)
-    mosaic.barrier_wait(refs["loaded"].at[worker])
+    mosaic.commit_smem()
 
     def step(block, state):
         zero = parts.hidden_zero(item, block) if len(columns) > 1 else 0
@@ -223,8 +231,8 @@ def _compute(worker, plan, refs, item, place, slots):
     for acc, at in zip(sums, columns, strict=True):
         parts.store_transposed(queries.at[:, at], (acc * softmax.along(1.0 / jnp.maximum(total, 1e-30), PART)).astype(refs["q"].dtype))
     mosaic.commit_smem()
-    parts.store_results(plan, refs, item, refs["queries"], pl.ds(0, plan.shape[4]), copies)
-    mosaic.wait_smem_to_gmem(0)
+    store(queries, refs["out"].at[item.b, :, item.head], first + worker * each, end)
+    mosaic.commit_smem()  # after this the next item's queries may come
 
 
 def _blocks_of(part, plan):
@@ -262,11 +270,8 @@ def _merge(worker, plan, refs, item, accs, top, total):
         shares = [jnp.exp2(t - most) for t in tops]
         whole = functools.reduce(jnp.add, [share * t for share, t in zip(shares, totals, strict=True)])
         value = functools.reduce(jnp.add, [share * f for share, f in zip(shares, found, strict=True)]) * (1.0 / jnp.maximum(whole, 1e-30))
-        copy, first = jax.lax.div(8 * side, plan.rows), jax.lax.rem(8 * side, plan.rows)  # which of an item's copies, and its first row
-        rows = pl.ds(first, min(8, plan.shape[1 if plan.by_head else 3]))
-        query = rows if plan.by_head else item.first + copy
-        out = refs["out"].at[item.b, query, item.head, copy if plan.by_head else rows]
-        pl.when(True if plan.by_head else query < plan.shape[1])(lambda: store(mosaic, value.astype(refs["out"].dtype), out, down * BLOCK))
+        first, end = plan.rows_of(item)
+        store_block(value.astype(refs["out"].dtype), refs["out"].at[item.b, :, item.head], first + 8 * side, end, down * BLOCK)
 
     # Unrolled, so that loads and sums of several blocks are under way at a time.
     for n in range(worker, pl.cdiv(workers * each, plan.splits), workers):
@@ -277,18 +282,16 @@ def _merge(worker, plan, refs, item, accs, top, total):
 class Softmax:
     """The softmax of some of an item's columns, each a query of a head, a block of keys after the other."""
 
-    def __init__(self, plan: parts.Plan, item: parts.Item, first: int, count: int, largest: Any):
-        """first, count: of the columns. largest: finds the largest number of each column of a product."""
+    def __init__(self, plan: Plan, item: parts.Item, first: int, count: int, largest: Any):
+        """first, count: of the columns, of those of an item. largest: finds the largest number of each column of a product."""
         self.plan, self.height, self.largest, mosaic = plan, count, largest, dialect.mosaic()
         layout = mosaic.Layout.WGMMA
         self.key = mosaic.broadcasted_iota(jnp.int32, (KEYS, count), 0, layout=layout)
         column = mosaic.broadcasted_iota(jnp.int32, (count,), 0, layout=layout.reduce(0)) + first
-        query = jax.lax.rem(column, jnp.full_like(column, plan.rows)) if plan.by_head else column
-        step = 1 if plan.by_head else plan.rows
         # We compare positions in float32, which holds them exactly, because int32 vectors would be compared as uint32.
         self.after = self._each_query((item.position[0] + 1).astype(jnp.float32))  # the position after each query's own
         for t in range(1, plan.at_once):
-            self.after = jnp.where(query >= t * step, (item.position[t] + 1).astype(jnp.float32), self.after)
+            self.after = jnp.where(column >= t * plan.shape[3], (item.position[t] + 1).astype(jnp.float32), self.after)
         self.begin = item.span.begin
 
     def start(self):

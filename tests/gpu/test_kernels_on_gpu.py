@@ -38,6 +38,7 @@ from pallas_kernels.lm_head import guided
 from pallas_kernels.lm_head import reference as lm_head_reference
 from pallas_kernels.lm_head import shapes as lm_head_shapes
 from pallas_kernels.moe import shapes as moe_shapes
+from pallas_kernels.paged_attention import mosaic as attention_mosaic
 from pallas_kernels.paged_attention import shapes as attention_shapes
 from pallas_kernels.qkv import bench as qkv_bench
 from pallas_kernels.qkv import mosaic as qkv_mosaic
@@ -167,6 +168,29 @@ def test_paged_attention_on_hopper(name):
     wanted = jit(functools.partial(function, implementation="xla"))(*wide(case))
     assert_close(batched, wanted, "bfloat16")
     assert_close(one, wanted[:1], "bfloat16")
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        attention_shapes.Shape(3, 2, 4, 256, window=512),
+        attention_shapes.Shape(5, 2, 3, 256, window=512),
+        attention_shapes.Shape(25, 2, 2, 256, window=512),
+        attention_shapes.Shape(9, 1, 4, 512),
+        attention_shapes.Shape(7, 1, 3, 512, causal=False),
+    ],
+    ids=lambda x: f"{x.queries} rows of {x.group} heads of {x.head_dim}" if isinstance(x, attention_shapes.Shape) else f"{x} parts",
+)
+def test_paged_attention_on_hopper_of_rows_that_fill_no_tile(shape, splits):
+    if reason := dialect.mosaic_obstacle():
+        pytest.skip(reason)
+    case = attention_case(shape, "bfloat16")
+    settings = {"causal": shape.causal, "window": shape.window}
+    kernel = functools.partial(attention_mosaic.paged_attention, **settings, scale=1.0, splits=splits)
+    (found,) = results((kernel, case[:-1]))
+    wanted = jit(functools.partial(paged_attention.paged_attention, **settings, implementation="xla"))(*wide(case))
+    assert_close(found, wanted, "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["e2b-full", "31b-full", "31b-sliding", "31b-assistant-full"])
