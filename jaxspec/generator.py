@@ -96,17 +96,26 @@ class Generator:
 
     def map(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The results of batches, in order. It reads at least one batch ahead, and more where batches are small, so that rows of the
-        next ones run while the last ones of a batch do."""
-        pending = collections.deque[_Batch]()
+        next ones run while the last ones of a batch do. An error of a batch, or of what they come from, is raised after the results of
+        those before."""
+        pending, source, failure = collections.deque[_Batch](), iter(batches), None
         try:
-            for batch in batches:
-                pending.append(self._submit(batch))
+            while True:
+                try:
+                    pending.append(self._submit(next(source)))
+                except StopIteration:
+                    break
+                except Exception as error:
+                    failure = error
+                    break
                 while pending[0].future.done() or len(pending) > 1 and len(self._source) >= AHEAD * self.llm.max_slots:
                     yield self._result(pending.popleft())
                     if not pending:
                         break
             while pending:
                 yield self._result(pending.popleft())
+            if failure is not None:
+                raise failure
         finally:
             for batch in pending:
                 self._give_up(batch)

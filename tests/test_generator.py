@@ -98,6 +98,22 @@ def test_batches_that_are_mapped_come_in_order_and_share_the_slots(generator, te
     assert first["text"][0] == texts["r0"] and not generator._batches
 
 
+@pytest.mark.parametrize("bad", ["batch", "source"])
+def test_results_before_an_error_come_first(generator, texts, bad):
+    def batches():
+        yield table([0, 1])
+        yield table([2])
+        if bad == "source":
+            raise OSError("the source is gone")
+        yield {"other": np.array([1])}
+
+    found, message = [], "the source is gone" if bad == "source" else "the batch has no column 'prompt'"
+    with pytest.raises((OSError, ValueError), match=message):
+        for batch in generator.map(batches()):
+            found.append(batch)
+    assert [text for batch in found for text in batch["text"]] == [texts[f"r{i}"] for i in range(3)] and not generator._batches
+
+
 def test_several_threads_share_it(generator, texts):
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         found = list(pool.map(generator, [table(range(i, i + 10)) for i in (0, 10, 20)]))

@@ -88,7 +88,8 @@ def _plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"found {key!r}; expected {near[0]!r}, or a name less like it for a column that is passed on")
         if key in RESULT_KEYS:
             raise ValueError(f"found {key!r}, which results have themselves; name the column otherwise, and it is passed on")
-    given = values.get("params") or {}
+    given = values.get("params")
+    given = {} if given is None else given
     if not isinstance(given, dict):
         raise TypeError(f"params is {given!r}, expected an object")
     unknown = [key for key in given if key not in PARAM_NAMES]

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -140,15 +141,28 @@ def digest_of(name: Any) -> int:
 
 
 def write_line(file: Any, record: Mapping[str, Any]) -> None:
-    """Appends a line of JSON in UTF-8. Text is escaped only if it has half of a surrogate pair, which UTF-8 cannot hold.
+    """Appends a line of JSON in UTF-8. Text is escaped only if it has half of a surrogate pair, which UTF-8 cannot hold. Numbers of columns
+    that are passed on and that JSON cannot hold, NaN and infinite ones, become null.
 
     file: as for `append`, and so is what it raises.
     """
     try:
-        line = json.dumps(record, ensure_ascii=False).encode()
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        line = json.dumps(_finite(record), ensure_ascii=False)
+    try:
+        text = line.encode()
     except UnicodeEncodeError:
-        line = json.dumps(record).encode()
-    append(file, line + b"\n")
+        text = json.dumps(json.loads(line)).encode()
+    append(file, text + b"\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(held) for key, held in value.items()}
+    return [_finite(held) for held in value] if isinstance(value, list | tuple) else value
 
 
 def append(file: Any, text: bytes) -> None:

@@ -128,6 +128,7 @@ BAD = {
     '{"prompt": "x", "text": "y"}': "found 'text', which results have themselves; name the column otherwise",
     '{"prompt": "x", "params": {"top_q": 1}}': "params has 'top_q'; expected some of allowed_token_ids, bad_words,",
     '{"prompt": "x", "params": [1]}': "params is [1], expected an object",
+    '{"prompt": "x", "params": []}': "params is [], expected an object",
     '{"prompt": "x", "params": {"temperature": -1}}': "temperature is -1.0, expected a finite number",
     '{"prompt": "x", "params": {"max_tokens": "9"}}': "max_tokens is '9' of type str, expected an integer",
     '{"prompt": "x", "id": 1.5}': "id is 1.5, expected a text or an integer",
@@ -430,3 +431,12 @@ def test_a_killed_process_goes_on_with_the_same_command(model, tmp_path, capsys)
     assert cli.main(command) == 0
     assert capsys.readouterr().err == f"{out}: {40 - found} results written, {found} were already there\n"
     assert sorted_lines(tmp_path / "out-1-of-2.jsonl", out) == sorted_lines(tmp_path / "whole.jsonl")
+
+
+def test_numbers_that_json_cannot_hold_become_null(tmp_path):
+    """Columns that are passed on may hold them, from a table or as Python writes them. Other readers refuse them."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x", "score": NaN, "more": {"list": [1.5, -Infinity, "\\ud800"]}}\n')
+    result = job.run_batch(FakeLLM(), tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    text = (tmp_path / "out.jsonl").read_text()
+    record = json.loads(text, parse_constant=lambda name: pytest.fail(f"found {name}"))
+    assert result.written == 1 and record["score"] is None and record["more"] == {"list": [1.5, None, "\ud800"]}
