@@ -145,6 +145,10 @@ def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, m
     """See `Pair.num_draft_tokens`. folder: None for a drafter that is no checkpoint."""
     if asked is None:
         named = None if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens")
+        try:
+            named = None if named is None else integer("num_assistant_tokens", named, 0)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"generation_config.json in {folder}: {error}") from error
         return min(named or num_draft_tokens_of(drafter), max_len - 1)
     count = integer("num_draft_tokens", asked, 0, max_len - 1)
     if count and num_draft_tokens_of(drafter) == 0:

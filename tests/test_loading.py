@@ -44,6 +44,16 @@ def test_defaults_come_from_the_checkpoints(llm, folders, tmp_path):
     assert jaxspec.load(folders[0], silent, progress=False).num_draft_tokens == 4
 
 
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [(-1, "num_assistant_tokens is -1, expected at least 0"), ("3", "num_assistant_tokens is '3' of type str, expected an integer")],
+)
+def test_a_drafters_own_number_of_drafts_is_checked(folders, tmp_path, named, message):
+    wrong = edited(folders[1], tmp_path / "wrong", "generation_config.json", num_assistant_tokens=named)
+    with pytest.raises(ValueError, match=f"generation_config.json in .*wrong: {message}"):
+        jaxspec.load(folders[0], wrong, progress=False)
+
+
 def test_end_tokens_of_generation_configs():
     config = jaxspec.config.Gemma4Config.from_hf({**tiny.TARGET, "eos_token_id": [1, 106]})
     assert loading.eos_token_ids(config, {}) == (1, 106)

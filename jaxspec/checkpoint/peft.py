@@ -203,7 +203,8 @@ class _Matching:
     def _token_ids(self, module: str) -> tuple[int, ...]:
         named = self.config.get("trainable_token_indices") or ()
         if isinstance(named, Mapping):
-            named = next((ids for name, ids in named.items() if f".{module}".endswith(f".{name}")), ())
+            # Names may be of another class of the model, with other modules around the table.
+            named = next((ids for name, ids in named.items() if name.rpartition(".")[2] == module.rpartition(".")[2]), ())
         return tuple(map(int, named))
 
     def _low_rank(self, module: str, nested: str, pair: Mapping[str, Stored]) -> tuple[str, Change] | None:

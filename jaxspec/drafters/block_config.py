@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.drafters.blocks import plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require, whole
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, whole, whole_or
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
 
@@ -90,7 +90,7 @@ def plain_fields(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
     expect(config, "shift_label", (False, None))
     hidden, vocab = whole(inner, "hidden_size"), whole(inner, "vocab_size")
     layers, causal = _layers(inner, config, dflash)
-    draft_vocab = int(config.get("draft_vocab_size") or vocab)
+    draft_vocab = whole_or(config, "draft_vocab_size", vocab)
     # A head that covers the whole vocabulary is a frozen copy of the target's in speculators' checkpoints.
     own_head = "lm_head.weight" in keys and not (speculators and draft_vocab == vocab)
     if draft_vocab != vocab and not own_head:
@@ -101,10 +101,10 @@ def plain_fields(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
         "hidden_size": hidden,
         "vocab_size": vocab,
         "draft_vocab_size": draft_vocab,
-        "block_size": int(dflash.get("block_size") or require(config, "block_size")),
+        "block_size": whole_or(dflash, "block_size", 0) or whole(config, "block_size"),
         "mask_token_id": mask_token(config, vocab),
         "eps": float(inner.get("rms_norm_eps", 1e-6)),
-        "target_hidden_size": int(config.get("target_hidden_size") or hidden),
+        "target_hidden_size": whole_or(config, "target_hidden_size", hidden),
         "num_target_layers": config.get("num_target_layers"),
         "own_head": own_head,
         "own_mask": "mask_embedding" in keys,
@@ -132,7 +132,7 @@ def _layers(
     count = whole(inner, "num_hidden_layers")
     kinds = inner.get("layer_types")
     if kinds is None:
-        first = int(inner.get("max_window_layers") or 0) if inner.get("use_sliding_window") else count
+        first = whole_or(inner, "max_window_layers", 0) if inner.get("use_sliding_window") else count
         kinds = [FULL if i < first else SLIDING for i in range(count)]
     if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
         raise ValueError(f"layer_types has {len(kinds)} entries of {sorted(set(kinds))}; expected {count} of {SLIDING!r} and {FULL!r}")

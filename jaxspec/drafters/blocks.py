@@ -15,7 +15,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, whole
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, whole, whole_or
 from jaxspec.model.layers import Linear, RMSNorm, Weight, head_logits
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -65,8 +65,8 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_the
     if kind != "default" or part not in (None, 1) or by_layer:
         raise ValueError(f"the drafter's RoPE is {dict(scaling)}; implemented: rope_type 'default' over whole heads")
     heads = whole(config, "num_attention_heads")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    kv_heads = whole_or(config, "num_key_value_heads", heads)
+    head_dim = whole_or(config, "head_dim", config["hidden_size"] // heads)
     if heads % kv_heads or head_dim % 2:
         raise ValueError(
             f"the drafter has {heads} query heads and {kv_heads} KV heads of head_dim {head_dim}; the first must be a multiple of the "

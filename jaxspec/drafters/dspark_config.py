@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.drafters.block_config import ANCHOR, FRESH_LAYERS, BlockConfig, Undecided, fresh_config, mask_token, plain_fields
 from jaxspec.drafters.blocks import gemma_layers, named_taps, unread_keys
-from jaxspec.model.config import FULL, expect, whole
+from jaxspec.model.config import FULL, expect, flag, whole, whole_or
 from jaxspec.model.target import TargetConfig
 
 GEMMA = "Gemma4DSparkModel"
@@ -41,10 +41,10 @@ class DSparkConfig(BlockConfig):
         taps = named_taps(config.get("dflash_config") or {}, config)
         if taps is None:
             raise ValueError("config.json names no layers of the target; expected aux_hidden_state_layer_ids or target_layer_ids")
-        rank, head = int(config.get("markov_rank") or 0), config.get("markov_head_type", HEADS[0])
+        rank, head = whole_or(config, "markov_rank", 0), config.get("markov_head_type", HEADS[0])
         if head not in HEADS:
             raise ValueError(f"markov_head_type is {head!r}; implemented: {', '.join(map(repr, HEADS))}")
-        confidence = bool(config.get("enable_confidence_head", True)) and CONFIDENCE in keys
+        confidence = flag(config, "enable_confidence_head", True) and CONFIDENCE in keys
         fields = _gemma_fields(config) if gemma else {**plain_fields(config, keys), **_first_row(config)}
         if not confidence:
             fields["unread"] = (*fields["unread"], "confidence_head.")
@@ -55,7 +55,7 @@ class DSparkConfig(BlockConfig):
             markov_rank=rank,
             markov_head=head,
             confidence=confidence,
-            confidence_with_markov=rank > 0 and bool(config.get("confidence_head_with_markov")),
+            confidence_with_markov=rank > 0 and flag(config, "confidence_head_with_markov"),
         )
 
 
@@ -83,7 +83,7 @@ def _gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "block_size": whole(config, "block_size"),
         "mask_token_id": mask_token(config, vocab),
         "eps": layers[0].eps,
-        "target_hidden_size": int(config.get("target_hidden_size") or hidden),
+        "target_hidden_size": whole_or(config, "target_hidden_size", hidden),
         "num_target_layers": config.get("num_target_layers"),
         "unread": unread_keys(True, own_head=False, own_embedding=False, own_d2t=False),
         "final_logit_softcapping": config.get("final_logit_softcapping"),

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.drafters.blocks import gemma_layers, named_taps, plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, LayerSpec, whole
+from jaxspec.model.config import FULL, LayerSpec, flag, whole, whole_or
 from jaxspec.model.target import TargetConfig
 
 DRAFT_VOCABULARY = 32_000  # of a fresh drafter, where the target has more tokens
@@ -61,11 +61,11 @@ class Eagle3Config:
         inner = {**config, **(config.get("transformer_layer_config") or {})}
         gemma, speculators = GEMMA in (config.get("architectures") or ()), "speculators_model_type" in config
         hidden, vocab = whole(inner, "hidden_size"), whole(inner, "vocab_size")
-        theirs = int(config.get("target_hidden_size") or hidden)
+        theirs = whole_or(config, "target_hidden_size", hidden)
         own_embedding, own_head = ("embed_tokens.weight" in keys, "lm_head.weight" in keys) if not gemma else (False, False)
         if speculators and hidden == theirs and not config.get("embed_requires_grad"):
             own_embedding = False  # a frozen copy of the target's
-        draft_vocab = int(config.get("draft_vocab_size") or vocab)
+        draft_vocab = whole_or(config, "draft_vocab_size", vocab)
         for name, own in (("embed_tokens", own_embedding), ("lm_head", own_head)):
             if hidden != theirs and not own:
                 raise ValueError(f"the drafter has hidden_size {hidden} and no {name} of its own; this target's has {theirs}")
@@ -85,10 +85,10 @@ class Eagle3Config:
             num_draft_tokens=_proposed(config),
             gemma=gemma,
             head_norms=gemma or any(key.endswith("self_attn.q_norm.weight") for key in keys),
-            norm_before_residual=not gemma and bool(config.get("norm_before_residual", speculators)),
-            norm_before_fc=bool(config.get("norm_before_fc")),
-            fc_norm=bool(config.get("fc_norm")),
-            norm_output=bool(config.get("norm_output")),
+            norm_before_residual=not gemma and flag(config, "norm_before_residual", speculators),
+            norm_before_fc=flag(config, "norm_before_fc"),
+            fc_norm=flag(config, "fc_norm"),
+            norm_output=flag(config, "norm_output"),
             own_head=own_head,
             own_embedding=own_embedding,
             unread=kept,
@@ -112,7 +112,7 @@ def _proposed(config: Mapping[str, Any]) -> int | None:
 
 def _plain_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
     """Layers of Llama's kind, which all see everything before them."""
-    kinds, count = config.get("layer_types") or (), int(config.get("num_hidden_layers") or 1)
+    kinds, count = config.get("layer_types") or (), whole_or(config, "num_hidden_layers", 1)
     if config.get("use_sliding_window") or set(kinds[:count]) - {FULL}:
         raise ValueError(
             f"the drafter's layers have layer_types {list(kinds)} and use_sliding_window {config.get('use_sliding_window')}; "

@@ -55,9 +55,11 @@ def without_checkpoints() -> dict[str, Kind]:
     return {name: kind for name, kind in KINDS.items() if not kind.config_names}
 
 
-def names_of(config: Mapping[str, Any]) -> list[Any]:
+def names_of(config: Mapping[str, Any]) -> list[str]:
     """What a config.json calls its model, what says most first: many drafters have the model_type of the decoder that they resemble."""
-    return [*(config.get("architectures") or ()), config.get("speculators_model_type"), config.get("model_type")]
+    names = config.get("architectures")
+    names = names if isinstance(names, list) else [names]
+    return [x for x in (*names, config.get("speculators_model_type"), config.get("model_type")) if isinstance(x, str)]
 
 
 def kind_of(config: Mapping[str, Any]) -> Kind | None:

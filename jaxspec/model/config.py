@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.checks import integer
+from jaxspec.checks import integer, number
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -139,7 +139,7 @@ class AssistantConfig:
         for field in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
             if inner.get(field):
                 raise ValueError(f"the assistant's text_config has {field}={inner[field]!r}; an assistant has none")
-        ordered = bool(config.get("use_ordered_embeddings", False))
+        ordered = flag(config, "use_ordered_embeddings")
         centroids, top_k = (whole({**CENTROIDS, **config}, name) for name in CENTROIDS)
         if ordered and (text.vocab_size % centroids or not 0 < top_k <= centroids):
             raise ValueError(
@@ -158,8 +158,26 @@ def require(config: Mapping[str, Any], field: str) -> Any:
 
 def whole(config: Mapping[str, Any], field: str) -> int:
     """The value of a field that counts something. Raises ValueError where it is missing or no whole number of at least 1."""
+    return _checked(integer, field, require(config, field), 1)
+
+
+def whole_or(config: Mapping[str, Any], field: str, default: int) -> int:
+    """The same of a field that a config may lack, or have as null or 0: then it is the default."""
+    value = config.get(field)
+    return default if value is None else _checked(integer, field, value, 0) or default
+
+
+def flag(config: Mapping[str, Any], field: str, default: bool = False) -> bool:
+    """The value of a field that is true or false, or the default where it is missing or null. Raises ValueError for another one."""
+    value = config.get(field)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"config.json has {field}={value!r}; expected true or false")
+    return default if value is None else value
+
+
+def _checked(check: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
     try:
-        return integer(field, require(config, field), 1)
+        return check(*arguments, **settings)
     except TypeError as error:
         raise ValueError(f"config.json has a wrong value: {error}") from error
 
@@ -180,7 +198,8 @@ def expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> N
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    given = () if value is None else value if isinstance(value, list | tuple) else (value,)
+    return tuple(_checked(integer, "eos_token_id", i, -1) for i in given)
 
 
 def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Config:
@@ -195,16 +214,18 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
     hidden = whole(text, "hidden_size")
     count = whole(text, "num_hidden_layers")
     # A config without layer_types means five sliding layers to a full one, and the last is always full.
-    kinds = list(text.get("layer_types") or (SLIDING if (i + 1) % 6 else FULL for i in range(count)))
-    if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
-        raise ValueError(f"layer_types has {len(kinds)} entries of {sorted(set(kinds))}; expected {count} of {SLIDING!r} and {FULL!r}")
+    written = text.get("layer_types") or [SLIDING if (i + 1) % 6 else FULL for i in range(count)]
+    kinds = list(written) if isinstance(written, list | tuple) else [written]
+    if len(kinds) != count or not all(kind in (SLIDING, FULL) for kind in kinds):
+        found = sorted({str(kind) for kind in kinds})
+        raise ValueError(f"layer_types has {len(kinds)} entries of {found}; expected {count} of {SLIDING!r} and {FULL!r}")
     kinds[-1] = FULL
 
-    shared = int(text.get("num_kv_shared_layers") or 0)
+    shared = whole_or(text, "num_kv_shared_layers", 0)
     first_shared = max(count - shared, 0)
-    ple = int(text.get("hidden_size_per_layer_input") or 0)
-    moe = bool(text.get("enable_moe_block"))
-    overrides = _by_layer(text, count)
+    ple = whole_or(text, "hidden_size_per_layer_input", 0)
+    moe = flag(text, "enable_moe_block")
+    overrides, cap = _by_layer(text, count), text.get("final_logit_softcapping")
     layers = []
     for i, kind in enumerate(kinds):
         source = None
@@ -214,7 +235,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
             if shared < count and not owners:
                 raise ValueError(f"num_kv_shared_layers is {shared}, but no layer before {first_shared} is of type {kind!r}")
             source = owners[-1] if owners else -1
-        wide = bool(text.get("use_double_wide_mlp")) and i >= first_shared > 0
+        wide = flag(text, "use_double_wide_mlp") and i >= first_shared > 0
         heads, kv_heads, head_dim, k_eq_v = _attention_dims(text, i, kind, overrides)
         theta, angles = _rope(text, kind, head_dim)
         layers.append(
@@ -249,9 +270,9 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         layers=tuple(layers),
         sliding_window=whole(text, "sliding_window"),
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        max_position_embeddings=int(text.get("max_position_embeddings", 131_072)),
-        final_logit_softcapping=text.get("final_logit_softcapping"),
-        vocab_size_per_layer_input=int(text.get("vocab_size_per_layer_input") or 0) if ple else 0,
+        max_position_embeddings=whole_or(text, "max_position_embeddings", 131_072),
+        final_logit_softcapping=None if cap is None else _checked(number, "final_logit_softcapping", cap, 0, above=True),
+        vocab_size_per_layer_input=whole_or(text, "vocab_size_per_layer_input", 0) if ple else 0,
         hidden_size_per_layer_input=ple,
         num_kv_shared_layers=shared,
         initializer_range=float(text.get("initializer_range", 0.02)),
@@ -291,17 +312,17 @@ def _attention_dims(
     and newer write the same as `per_layer_config`, here `overrides`.
     """
     heads, kv_heads, head_dim = (whole(text, f) for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    k_eq_v = bool(text.get("attention_k_eq_v")) and kind == FULL
+    k_eq_v = flag(text, "attention_k_eq_v") and kind == FULL
     if overrides is not None:
         own = overrides.get(index, {})
         unknown = set(own) - {"head_dim", "num_key_value_heads"}
         if unknown:
             raise ValueError(f"per_layer_config of layer {index} sets {sorted(unknown)}; implemented: head_dim, num_key_value_heads")
-        head_dim, kv_heads = int(own.get("head_dim", head_dim)), int(own.get("num_key_value_heads", kv_heads))
+        head_dim, kv_heads = whole_or(own, "head_dim", head_dim), whole_or(own, "num_key_value_heads", kv_heads)
     elif kind == FULL:
-        head_dim = int(text.get("global_head_dim") or 512)
+        head_dim = whole_or(text, "global_head_dim", 512)
         if k_eq_v:
-            kv_heads = int(text.get("num_global_key_value_heads") or kv_heads)
+            kv_heads = whole_or(text, "num_global_key_value_heads", kv_heads)
     if heads % kv_heads:
         raise ValueError(f"layer {index} has {heads} query heads, which {kv_heads} KV heads do not divide")
     return heads, kv_heads, head_dim, k_eq_v

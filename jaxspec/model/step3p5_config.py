@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require, whole
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require, whole, whole_or
 from jaxspec.model.target import ModulesConfig
 
 TARGET_TYPES = ("step3p5",)
@@ -147,7 +147,7 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
     expect(config, "per_layer_config", (None,))
     expect(config, "mtp_mlp_layer_types", (None, ["dense"] * len(config.get("mtp_mlp_layer_types") or ())))
     hidden, count = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
-    modules = int(config.get("num_nextn_predict_layers") or 0)
+    modules = whole_or(config, "num_nextn_predict_layers", 0)
     kinds = _by_layer(config, "layer_types", count, modules, missing=None, module=SLIDING)
     if set(kinds) - {SLIDING, FULL}:
         raise ValueError(f"layer_types has {sorted(map(str, set(kinds)))}; expected {SLIDING!r} and {FULL!r}")
@@ -209,7 +209,7 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
         layers=tuple(layers[:count]),
         modules=tuple(layers[count:]),
         rms_norm_eps=eps,
-        max_position_embeddings=int(config.get("max_position_embeddings") or config.get("max_seq_len") or 131_072),
+        max_position_embeddings=whole_or(config, "max_position_embeddings", whole_or(config, "max_seq_len", 131_072)),
         eos_token_id=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
     )

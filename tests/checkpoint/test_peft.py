@@ -37,6 +37,7 @@ WAYS = {
     "saved": (TEXT, "31B", {"target_modules": ["q_proj"], "modules_to_save": ["norm", "layers.1.mlp.up_proj"], "r": 2}),
     "tied": (TEXT, "31B", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, "r": 2}),
     "tokens": (TEXT, "31B", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 130], "r": 2}),
+    "tokens by name": (TEXT, "31B", {"target_modules": ["q_proj"], "trainable_token_indices": {"model.embed_tokens": [3, 130]}, "r": 2}),
     "per-layer embedding": (TEXT, "E2B", {"target_modules": ["embed_tokens_per_layer"], "r": 2}),
     "whole class": (WHOLE, "E2B", {"target_modules": r".*language_model\..*\.(q_proj|v_proj|gate_proj)", "r": 2}),
     "whole class, towers too": (WHOLE, "31B", {"target_modules": r".*language_model.*\.(o|up)_proj|.*\.linear", "bias": "all", "r": 2}),

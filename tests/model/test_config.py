@@ -157,6 +157,15 @@ def test_assistant(name: str) -> None:
         ),
         ({"rope_parameters": {SLIDING: {"factor": 8.0, "rope_theta": 1e4}}}, "with factor 1"),
         ({"enable_moe_block": True}, "lacks 'num_experts'"),
+        ({"enable_moe_block": "yes"}, "enable_moe_block='yes'; expected true or false"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, expected at least 0"),
+        ({"global_head_dim": -2}, "global_head_dim is -2, expected at least 0"),
+        ({"num_global_key_value_heads": "2"}, "wrong value: num_global_key_value_heads is '2' of type str, expected an integer"),
+        ({"layer_types": 5}, r"layer_types has 1 entries of \['5'\]; expected 6 of"),
+        ({"layer_types": [SLIDING, FULL, [], 4, SLIDING, FULL]}, "layer_types has 6 entries of .*'4'.*; expected 6 of"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0.0, expected a finite number of more than 0"),
+        ({"final_logit_softcapping": "30"}, "wrong value: final_logit_softcapping is '30' of type str, expected a number"),
+        ({"eos_token_id": [1, "a"]}, "wrong value: eos_token_id is 'a' of type str, expected an integer"),
     ],
 )
 def test_refused(changes: dict, message: str) -> None:
@@ -191,10 +200,10 @@ def test_refused_assistants(changes: dict, message: str) -> None:
         AssistantConfig.from_hf({**ASSISTANTS["E2B"], **changes})
 
 
-@pytest.mark.parametrize("field", ["hidden_size_per_layer_input", "use_double_wide_mlp"])
-def test_assistants_have_no_such_part(field: str) -> None:
-    text = {**ASSISTANTS["E2B"]["text_config"], field: 256}
-    with pytest.raises(ValueError, match=f"the assistant's text_config has {field}=256; an assistant has none"):
+@pytest.mark.parametrize(("field", "value"), [("hidden_size_per_layer_input", 256), ("use_double_wide_mlp", True)])
+def test_assistants_have_no_such_part(field: str, value: object) -> None:
+    text = {**ASSISTANTS["E2B"]["text_config"], field: value}
+    with pytest.raises(ValueError, match=f"the assistant's text_config has {field}={value}; an assistant has none"):
         AssistantConfig.from_hf({**ASSISTANTS["E2B"], "text_config": text})
 
 
