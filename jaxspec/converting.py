@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import checkpoint, drafters, targets
+from jaxspec import checkpoint, checks, drafters, targets
 from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.files import CONVERTED, INDEX_FILE
 from jaxspec.checkpoint.formats.converted import KEY, describe
@@ -64,10 +64,12 @@ def convert(
     during the conversion; None is the default device alone. The result can be loaded onto any mesh. adapter: is merged into the target's
     weights, as `load` does, which are then written without it. revision, token, cache_dir, local_files_only: as for `load`.
 
-    Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for what `load` would refuse, ValueError
-    if several processes convert. A conversion that fails or is killed leaves no folder under the destination's name.
+    Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for weights that `load` would refuse,
+    ValueError if several processes convert, or for a mount point, which no folder can replace. A conversion that fails or is killed
+    leaves no folder under the destination's name.
     """
-    final, progress = Path(destination).expanduser().absolute(), watched(progress)
+    source = checks.path("source", source, "a hub id, a folder or a bundled model")
+    final, progress = Path(checks.path("destination", destination, "a folder")).expanduser().absolute(), watched(progress)
     _check_destination(final)
     if jax.process_count() > 1:
         raise ValueError(f"a conversion runs in one process; found {jax.process_count()}")
@@ -86,9 +88,11 @@ def convert(
     quantisation = targets.quantisation_of(folder, config, weights_dtype, **asked)  # again: the weights' headers may say more
     tree = targets.abstract_target(config, weights_dtype, quantisation)
 
-    final.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = final.with_name(f".{final.name}.unfinished")
+    real = final.resolve()  # a link stays, and what it leads to is replaced
+    real.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = real.with_name(f".{real.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # a killed conversion may have left it
+    unfinished.mkdir()
     try:
         weights = targets.load_target(folder, place(tree), quantisation, pair.changes, progress=progress)
         more = {} if quantize is None else {"quantization_config": config_of(quantize)}
@@ -99,7 +103,7 @@ def convert(
             planned, quantisation = drafters.planned(draft_folder, config, weights_dtype, quantize_drafter)
             about = _about(quantisation, drafters.checkpoint_part(planned), getattr(planned, "key_prefixes", ("",))[0])
             _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype, {}, about)
-        unfinished.replace(final)
+        unfinished.replace(real)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return final
@@ -112,6 +116,8 @@ def _about(quantisation: Quantisation | None, tree: Any, prefix: str) -> dict[st
 
 def _check_destination(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
+        if os.path.ismount(folder.resolve()):
+            raise ValueError(f"{folder} is a mount point, which the finished folder could not replace; name a folder in it")
         return
     if folder.exists() or folder.is_symlink():
         found = f"a folder with {', '.join(sorted(path.name for path in folder.iterdir())[:5])}" if folder.is_dir() else "a file"
@@ -121,7 +127,7 @@ def _check_destination(folder: Path) -> None:
 def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype, changes: Mapping[str, Any], about: Mapping[str, Any]) -> None:
     """Writes a converted folder. jaxspec.json comes last: a folder without it is not complete. changes: to the config. about: what else
     stands in jaxspec.json."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for path in source.iterdir():
         wanted = path.suffix in (".json", ".jinja") or path.name.startswith("tokenizer")
         if path.is_file() and wanted and path.name not in ("config.json", INDEX_FILE, CONVERTED):

@@ -329,6 +329,23 @@ def test_a_destination_that_exists(make, found, folders, tmp_path, monkeypatch):
         jaxspec.convert(folders[0], out, progress=False)
 
 
+def test_a_link_and_a_mount_point(folders, tmp_path, monkeypatch):
+    """A link to an empty folder stays one. A mount point cannot be replaced, which is said before weights are read."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert jaxspec.convert(folders[0], tmp_path / "link", progress=False) == tmp_path / "link"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "jaxspec.json").is_file()
+    monkeypatch.setattr(targets, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    (tmp_path / "mounted").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "mounted")
+    with pytest.raises(ValueError, match="mounted is a mount point, which the finished folder could not replace; name a folder in it"):
+        jaxspec.convert(folders[0], tmp_path / "mounted", progress=False)
+    with pytest.raises(OSError, match="File name too long"):
+        jaxspec.convert(folders[0], tmp_path / ("x" * 250), progress=False)
+    with pytest.raises(TypeError, match="destination is None of type NoneType, expected a folder"):
+        jaxspec.convert(folders[0], None, progress=False)
+
+
 def test_what_load_refuses(folders, tmp_path, monkeypatch):
     target, assistant, _ = folders
     monkeypatch.setattr(targets, "load_target", lambda *_, **__: pytest.fail("weights were read"))
@@ -362,6 +379,26 @@ def test_another_version(copy):
         refuse(copy, rf"jaxspec\.json has version {version}; this jaxspec reads version 3: convert the checkpoint again")
     (copy / "jaxspec.json").write_text("{")
     refuse(copy, r"jaxspec\.json is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("quantised", "message"),
+    [
+        ({"name": "x"}, "its 'quantised' cannot be read: KeyError"),
+        ({"name": "x", "schemes": [{"kind": "int3", "group": 32, "zeros": False, "scale_dtype": "float32"}]}, "it has codes of int3"),
+        ([], "its 'quantised' cannot be read: TypeError"),
+    ],
+)
+def test_what_a_file_says_of_quantised_matrices(quantised, message, copy):
+    about = json.loads((copy / "jaxspec.json").read_text())
+    (copy / "jaxspec.json").write_text(json.dumps(about | {"quantised": quantised}))
+    with pytest.raises(ValueError, match=rf"jaxspec\.json is damaged: .*{message}.*; convert the checkpoint again"):
+        targets.read_quantisation(copy)
+    (copy / "jaxspec.json").write_text(json.dumps(about | {"quantised": quantised, "version": 4}))
+    with pytest.raises(ValueError, match=r"jaxspec\.json has version 4; this jaxspec reads version 3"):
+        targets.read_quantisation(copy)
+    (copy / "jaxspec.json").write_text(json.dumps(about | {"files": 5}))
+    refuse(copy, r"jaxspec\.json is damaged: its 'files' are 5, expected names and sizes; convert the checkpoint again")
 
 
 def test_missing_pieces(copy):

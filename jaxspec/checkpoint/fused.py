@@ -149,9 +149,11 @@ def _open(folder: Path) -> dict[str, Any]:
 
     file = folder / CONVERTED
     about = read_json(file)
-    if about.get("version") != VERSION:
-        raise ValueError(f"{file} has version {about.get('version')!r}; this jaxspec reads version {VERSION}: convert the checkpoint again")
-    for name, size in about["files"].items():
+    check_version(folder, about)
+    files = about.get("files")
+    if not isinstance(files, Mapping):
+        raise ValueError(f"{file} is damaged: its 'files' are {files!r}, expected names and sizes; convert the checkpoint again")
+    for name, size in files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:
             found = "none" if found is None else f"{found} bytes"
@@ -167,6 +169,12 @@ def _open(folder: Path) -> dict[str, Any]:
         return {path: array.result() for path, array in zip(paths, opened, strict=True)}
     except Exception as error:
         raise _unreadable(folder / ARRAYS_FOLDER, error) from error
+
+
+def check_version(folder: Path, about: Mapping[str, Any]) -> None:
+    """Raises ValueError if a converted folder has another version of the format. about: its jaxspec.json."""
+    if (found := about.get("version")) != VERSION:
+        raise ValueError(f"{folder / CONVERTED} has version {found!r}; this jaxspec reads version {VERSION}: convert the checkpoint again")
 
 
 def _unreadable(folder: Path, error: Exception) -> ValueError:

@@ -44,8 +44,9 @@ def load_weights(
     """Reads a checkpoint into the shapes, dtypes and shardings of a tree of ShapeDtypeStructs.
 
     abstract: the tree; where it has a member `layouts`, that says how a file holds its leaves: see `layout.layouts_of`. prefixes: what
-    may stand before our paths in the file's keys; we take the first that occurs. skip: keys that start with any of these are ignored.
-    quantisation: how a file holds the matrices that are a `Packed` in the tree. These three are unused for a converted folder.
+    may stand before our paths in the file's keys; we take the first that occurs. The file's may lack "model.", as of a model that
+    transformers saved without its head. skip: keys that start with any of these are ignored. quantisation: how a file holds the matrices
+    that are a `Packed` in the tree. These three are unused for a converted folder.
     changes: by key without a prefix, what an adapter makes of float weights, before they are quantised.
     progress: show a bar, by bytes. The host casts a float tensor to its leaf's dtype.
 
@@ -59,7 +60,9 @@ def load_weights(
         return fused.restore(folder, abstract, changes, progress=progress)
     stored = {key: tensor for key, tensor in read_headers(folder).items() if not key.startswith(tuple(skip))}
     leaves = leaves_by_path(abstract, whole=(Packed,))
-    prefix = next((p for p in prefixes if any(key.startswith(p) for key in stored)), prefixes[-1])
+    tops = tuple({f"{path.partition('.')[0]}." for path in leaves})
+    possible = (*prefixes, *(prefix.removeprefix("model.") for prefix in prefixes))
+    prefix = next((p for p in possible if any(key.startswith(p) and key.startswith(tops, len(p)) for key in stored)), prefixes[-1])
     stored = _with_table(stored, leaves, prefix)
     sources = _sources(folder, stored, leaves, prefix, layouts_of(abstract), quantisation)
     sources = _changed(folder, sources, changes)

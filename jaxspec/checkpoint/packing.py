@@ -41,6 +41,8 @@ def packed_onto_devices(leaf: Packed, sources: Sequence[Source], update: Callabl
     zero = np.empty_like(scale) if scheme.zeros else None
     for source in sources:
         found = source.format.read(source.key, source.part.shape, source.tensors)
+        if not np.isfinite(np.asarray(found.scale, np.float32)).all():
+            raise ValueError(f"{source.key}: its scales are not all finite numbers")
         _fill(codes, source.part, found.codes)
         # A scale of the file stands for several groups where the leaf's last axis ends inside its group.
         again = scheme.group // group if scheme.group and group else 1

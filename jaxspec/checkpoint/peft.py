@@ -79,6 +79,7 @@ def read_adapter(name: str | os.PathLike[str], hub: Hub) -> Adapter:
         raise FileNotFoundError(f"the adapter {text!r} has no {ADAPTER_CONFIG}; expected {expected}")
     config = read_json(folder / ADAPTER_CONFIG)
     _refuse_kinds(text, config)
+    _check_settings(text, config)
     if not (folder / ADAPTER_WEIGHTS).is_file():
         pickles = pickled_weights(path.name for path in folder.iterdir())
         if pickles:
@@ -102,6 +103,65 @@ def _refuse_kinds(name: str, config: Mapping[str, Any]) -> None:
     others = sorted(setting for setting, value in config.items() if value and setting not in KNOWN and setting not in REASONS)
     if others:
         raise ValueError(f"the adapter {name!r} has {others[0]} {config[others[0]]!r}, which is not known here; expected a plain LoRA")
+
+
+def _whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def _rank(value: Any) -> bool:
+    return _whole(value, 1)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _pattern(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except re.error:
+        return False
+
+
+def _list(value: Any, test: Any) -> bool:
+    return isinstance(value, list) and all(map(test, value))
+
+
+def _one_or_list(value: Any, test: Any) -> bool:
+    return test(value) or _list(value, test)
+
+
+def _by_name(value: Any, test: Any) -> bool:
+    return isinstance(value, Mapping) and all(_pattern(name) and test(held) for name, held in value.items())
+
+
+def _token_ids(value: Any) -> bool:
+    return _list(value, _whole) or _by_name(value, lambda ids: _list(ids, _whole))
+
+
+# Settings that are read here, how their values are told, and what is expected. A null is none.
+SETTINGS: tuple[tuple[str, Any, str], ...] = (
+    ("r", _rank, "a whole number of at least 1"),
+    ("lora_alpha", _number, "a finite number"),
+    ("target_modules", lambda x: _pattern(x) or _list(x, lambda name: isinstance(name, str)), "a regular expression or a list of names"),
+    ("exclude_modules", lambda x: _pattern(x) or _list(x, lambda name: isinstance(name, str)), "a regular expression or a list of names"),
+    ("modules_to_save", lambda x: _list(x, _pattern), "a list of names"),
+    ("target_parameters", lambda x: _list(x, lambda name: isinstance(name, str)), "a list of names"),
+    ("layers_to_transform", lambda x: _one_or_list(x, _whole), "the number of a layer or a list of them"),
+    ("layers_pattern", lambda x: _one_or_list(x, _pattern), "a name or a list of names"),
+    ("rank_pattern", lambda x: _by_name(x, _rank), "an object of regular expressions to whole numbers of at least 1"),
+    ("alpha_pattern", lambda x: _by_name(x, _number), "an object of regular expressions to finite numbers"),
+    ("trainable_token_indices", _token_ids, "a list of token ids, or an object of names to such lists"),
+)
+
+
+def _check_settings(name: str, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a setting that is read here and has another type than PEFT writes, or is no regular expression."""
+    for setting, test, expected in SETTINGS:
+        value = config.get(setting, 8 if setting in ("r", "lora_alpha") else None)
+        if not test(value) and (value is not None or setting in ("r", "lora_alpha")):
+            raise ValueError(f"{ADAPTER_CONFIG} of the adapter {name!r} has {setting} {value!r}; expected {expected}")
 
 
 class _Matching:
@@ -189,7 +249,7 @@ class _Matching:
         if table is not None and head is None and saved and not self.config.get("ensure_weight_tying"):
             self.problems.append(f"{TABLE}: trained without the head, which is the same table here; expected both, or ensure_weight_tying")
         for module, tensor in self.rows.items():
-            ids = self._token_ids(module)
+            ids = self._rows_of(module)
             shape = self.shapes.get(f"{module}.weight", (0, 0))
             if tensor.shape != (len(ids), shape[-1]) or any(not 0 <= id < shape[0] for id in ids):
                 self.problems.append(
@@ -200,7 +260,7 @@ class _Matching:
                 changes[f"{module}.weight"] = dataclasses.replace(changes.get(f"{module}.weight", Change()), rows=(ids, tensor))
         return changes
 
-    def _token_ids(self, module: str) -> tuple[int, ...]:
+    def _rows_of(self, module: str) -> tuple[int, ...]:
         named = self.config.get("trainable_token_indices") or ()
         if isinstance(named, Mapping):
             # Names may be of another class of the model, with other modules around the table.

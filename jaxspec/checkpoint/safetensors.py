@@ -77,15 +77,21 @@ def read_header(file: Path) -> dict[str, Stored]:
         }
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ValueError(f"{file} has an invalid safetensors header: {error!r}") from error
-    expected = max((tensor.offset + tensor.nbytes for tensor in header.values()), default=8 + length)
-    if size != expected:
-        raise ValueError(f"{file} is truncated or damaged: found {size} bytes, expected {expected}")
+    end, before = 8 + length, "the header"
+    for name, tensor in sorted(header.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != end:
+            raise ValueError(f"{file} has an invalid safetensors header: {name} begins {tensor.offset - end} bytes after {before} ends")
+        end, before = end + tensor.nbytes, name
+    if size != end:
+        raise ValueError(f"{file} is truncated or damaged: found {size} bytes, expected {end}")
     return header
 
 
 def _nbytes(entry: Mapping[str, Any]) -> int:
     """The size of a tensor by its header entry. Raises ValueError if it contradicts the shape, for a dtype that we read."""
     start, end = entry["data_offsets"]
+    if not all(type(number) is int for number in (start, end, *entry["shape"])):
+        raise ValueError(f"data_offsets {start}, {end} and shape {entry['shape']} are not all whole numbers")
     dtype = NUMPY_DTYPES.get(entry["dtype"])
     if not 0 <= start <= end or (dtype is not None and math.prod(entry["shape"]) * dtype.itemsize != end - start):
         raise ValueError(f"data_offsets {start}, {end} do not fit {entry['dtype']} {entry['shape']}")
@@ -117,6 +123,8 @@ def read_folder(folder: Path) -> dict[str, Stored]:
 
 def _inside(folder: Path, name: str) -> Path:
     """folder / name. Raises ValueError if that lies outside the folder; the hub's cache may link to its own blobs."""
+    if not name or "\0" in name or name == ".":
+        raise ValueError(f"{folder / INDEX_FILE} names the file {name!r}; expected a file in its folder")
     path, roots = folder / name, [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         roots.append(folder.resolve().parents[1] / "blobs")

@@ -167,6 +167,12 @@ def whole_or(config: Mapping[str, Any], field: str, default: int) -> int:
     return default if value is None else _checked(integer, field, value, 0) or default
 
 
+def positive(config: Mapping[str, Any], field: str, default: float) -> float:
+    """The value of a field that is a number above 0, or the default where it is missing or null. Raises ValueError for another one."""
+    value = config.get(field)
+    return default if value is None else _checked(number, field, value, 0, above=True)
+
+
 def flag(config: Mapping[str, Any], field: str, default: bool = False) -> bool:
     """The value of a field that is true or false, or the default where it is missing or null. Raises ValueError for another one."""
     value = config.get(field)
@@ -255,7 +261,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
                 top_k_experts=whole(text, "top_k_experts") if moe else 0,
                 moe_intermediate_size=whole(text, "moe_intermediate_size") if moe else 0,
                 per_layer_input=ple,
-                eps=float(text.get("rms_norm_eps", 1e-6)),
+                eps=positive(text, "rms_norm_eps", 1e-6),
             )
         )
     return Gemma4Config(
@@ -269,7 +275,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         layer_types=tuple(kinds),
         layers=tuple(layers),
         sliding_window=whole(text, "sliding_window"),
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=positive(text, "rms_norm_eps", 1e-6),
         max_position_embeddings=whole_or(text, "max_position_embeddings", 131_072),
         final_logit_softcapping=None if cap is None else _checked(number, "final_logit_softcapping", cap, 0, above=True),
         vocab_size_per_layer_input=whole_or(text, "vocab_size_per_layer_input", 0) if ple else 0,

@@ -35,7 +35,8 @@ from pallas_kernels.packed import Packed
 
 CHECKPOINT_PREFIXES = ("model.language_model.", "model.")  # conditional generation; text only
 # The image and audio parts of a target's checkpoint, which the text path does without.
-TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.")
+_PARTS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
+TOWERS = (*(f"model.{part}" for part in _PARTS), *_PARTS)  # the latter of a model that was saved without its head
 
 
 @struct.dataclass

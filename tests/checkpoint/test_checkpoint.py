@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import adapters
 import huggingface_hub
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,18 @@ def test_conditional_generation_layout(towers: tuple[str, ...], tmp_path: Path) 
     tensors = {key.replace("model.", "model.language_model.", 1): value for key, value in stored("12B").items()}
     tensors |= {f"model.{name}": np.zeros((2, 2), np.float32) for name in (*towers, "embed_vision.embedding_projection.weight")}
     assert_same(load(put(tmp_path, tensors), abstract("12B")), plain("12B"))
+
+
+@pytest.mark.parametrize("kind", ["whole", "text", "text of the whole"])
+def test_a_model_that_was_saved_without_its_head(kind: str, tmp_path: Path) -> None:
+    """transformers' Gemma4Model and Gemma4TextModel: the head is the embedding, so nothing is missing."""
+    model = adapters.text_model("31B") if kind == "text" else adapters.whole_model("31B")
+    inner = {"whole": lambda: model.model, "text": lambda: model.model, "text of the whole": lambda: model.model.language_model}[kind]()
+    model.save_pretrained(tmp_path / "model")
+    inner.save_pretrained(tmp_path / "headless")
+    headless = load_file(tmp_path / "headless" / "model.safetensors")
+    assert not any(key.startswith("model.") for key in headless) and any("vision_tower." in key for key in headless) == (kind == "whole")
+    assert_same(load(tmp_path / "headless", abstract("31B")), load(tmp_path / "model", abstract("31B")))
 
 
 def test_sharded(tmp_path: Path) -> None:
@@ -367,9 +380,13 @@ def test_git_lfs_pointer(tmp_path: Path) -> None:
         b'{"a": {"dtype": "F32", "shape": [2]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}}',
+        b'{"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "b": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
         b"[" * 100_000,
     ],
-    ids=lambda header: header[:8].decode(),
+    ids=lambda header: header[:90].decode(),
 )
 def test_damaged_header(header: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
@@ -414,6 +431,12 @@ def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
     (folder / "linked.safetensors").symlink_to(tmp_path / "model.safetensors")
     index(folder, {key: name for key in stored("12B")})
     refuse(folder, abstract("12B"), f"names '{name}', which is outside its folder")
+
+
+@pytest.mark.parametrize("name", ["", ".", "a\0b"], ids=["nothing", "dot", "zero"])
+def test_an_index_names_files(name: str, tmp_path: Path) -> None:
+    index(tmp_path, {key: name for key in stored("12B")})
+    refuse(tmp_path, abstract("12B"), "index.json names the file '.*'; expected a file in its folder")
 
 
 def test_an_index_and_its_files_agree(tmp_path: Path) -> None:

@@ -368,6 +368,7 @@ def test_tensors_that_do_not_fit_are_all_listed_before_anything_is_read(tmp_path
             r"qzeros has values 1 \.\. 1; expected 8, as the config says 'sym'",
         ),
         (FLOAT4, "mlp.up_proj.weight_global_scale", np.zeros(1, np.float32), r"weight_global_scale is \[0.0\]; expected positive numbers"),
+        (INT4, "mlp.up_proj.weight_scale", np.full((96, 2), np.nan, jnp.bfloat16), "up_proj.weight: its scales are not all finite numbers"),
         (FLOAT8, "self_attn.k_scale", np.ones((4, 1, 1), np.float32), r"k_scale is F32 \[4, 1, 1\]; served is one scale for all heads"),
         (FLOAT8, "self_attn.v_scale", np.zeros(1, np.float32), r"v_scale is 0.0; expected a positive number"),
     ],
@@ -416,6 +417,10 @@ def weights(form, **changes) -> dict:
         (AUTO_ROUND | {"extra_config": {"a.b": {"bits": 8}}}, r"of single layers \(extra_config\): a\.b has \{'bits': 8\}; expected"),
         (AUTO_ROUND | {"extra_config": {"a": {"group_size": 64}}}, "a has {'group_size': 64}; expected those of the rest, or 16 bits"),
         (INT4[0] | {"transform_config": QUIP}, r"group 'v', which transforms activations .* \(input\), as QuIP and SpinQuant do"),
+        (INT4[0] | {"ignore": "lm_head"}, "ignore of the quantization_config is 'lm_head'; expected a list of names"),
+        (group(INT4, targets=[5]), r"targets of the quantization_config is \[5\]; expected a list of names"),
+        (weights(INT4, num_bits=4.0), "with 4.0 bits of type 'int', .*; expected a whole number of bits"),
+        (INT4[0] | {"transform_config": 5}, "the quantization_config in .* cannot be read: AttributeError"),
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"}, "packing_format 'auto_round:auto_awq'"),
     ],
 )

@@ -165,6 +165,7 @@ def test_assistant(name: str) -> None:
         ({"layer_types": [SLIDING, FULL, [], 4, SLIDING, FULL]}, "layer_types has 6 entries of .*'4'.*; expected 6 of"),
         ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0.0, expected a finite number of more than 0"),
         ({"final_logit_softcapping": "30"}, "wrong value: final_logit_softcapping is '30' of type str, expected a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number of more than 0"),
         ({"eos_token_id": [1, "a"]}, "wrong value: eos_token_id is 'a' of type str, expected an integer"),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.files import CONVERTED, MODELOPT_CONFIG, read_json
 from jaxspec.checkpoint.formats import compressed_tensors, converted, fp8, gptq, modelopt
 from jaxspec.checkpoint.formats.matrices import SCALE_NAMES
@@ -33,13 +34,22 @@ def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation |
     """
     folder = Path(folder)
     if (folder / CONVERTED).exists():
-        about = read_json(folder / CONVERTED).get(converted.KEY)
-        return None if about is None else converted.read(about)
+        about = read_json(folder / CONVERTED)
+        fused.check_version(folder, about)
+        quantised = about.get(converted.KEY)
+        try:
+            return None if quantised is None else converted.read(quantised)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            reason = f"its {converted.KEY!r} cannot be read: {error!r}"
+            raise ValueError(f"{folder / CONVERTED} is damaged: {reason}; convert the checkpoint again") from error
     found = _config(folder, config)
     if found is None:
         return None
     stored = _headers(folder)
-    made = _parsed(found, stored, _scale_dtype(config, stored or {}))
+    try:
+        made = _parsed(found, stored, _scale_dtype(config, stored or {}))
+    except (TypeError, AttributeError, LookupError) as error:  # a value of another type than all that tools write there
+        raise ValueError(f"the quantization_config in {folder} cannot be read: {error!r}") from error
     return dataclasses.replace(made, kv_scales=_kv_scales(stored or {}))
 
 

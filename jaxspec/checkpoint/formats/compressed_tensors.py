@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checkpoint.formats.matrices import Bytes, Float4, Words
-from jaxspec.checkpoint.formats.rules import Rules, classes_of
+from jaxspec.checkpoint.formats.rules import Rules, classes_of, names_in
 from jaxspec.checkpoint.quantisation import Format, Quantisation, Scheme
 
 SERVED = (
@@ -31,8 +31,8 @@ def read(config: Mapping[str, Any], *, scale_dtype: str, fused_float_experts: bo
     formats: dict[str, Format | None] = {}  # by rule
     for name, group in groups.items():
         made = _format(name, group, group.get("format") or named, scale_dtype)
-        formats |= dict.fromkeys(group.get("targets") or (), made)
-    targets, ignored = Rules(tuple(formats)), Rules(tuple(config.get("ignore") or ()))
+        formats |= dict.fromkeys(names_in(group, "targets"), made)
+    targets, ignored = Rules(tuple(formats)), Rules(names_in(config, "ignore"))
 
     def format_of(module: str) -> Format | None:
         classes = classes_of(module, fused_float_experts)
@@ -64,7 +64,7 @@ def _format(name: str, group: Mapping[str, Any], named: str, scale_dtype: str) -
     static = inputs and not inputs.get("dynamic") and inputs.get("type", "int") == "int"
     if group.get("output_activations") or static:
         raise ValueError(f"{where} quantises activations by numbers fixed in the checkpoint; served are weights alone")
-    if any("mbedding" in target for target in group.get("targets") or ()):
+    if any("mbedding" in target for target in names_in(group, "targets")):
         raise ValueError(f"{where} quantises embeddings; served are matrices of layers alone")
     if weights is None:
         return None
@@ -77,6 +77,8 @@ def _format(name: str, group: Mapping[str, Any], named: str, scale_dtype: str) -
     if named == "mixed-precision":  # the library infers what a group does not say
         named = "nvfp4-pack-quantized" if (kind, bits) == ("float", 4) else "pack-quantized" if kind == "int" else "float-quantized"
     told = f"{where} has format {named!r} with {bits} bits of type {kind!r}, strategy {strategy!r}, group_size {size!r}"
+    if type(bits) is not int:
+        raise ValueError(f"{told}; expected a whole number of bits")
     scheme = Scheme("int8", None, zeros, scale_dtype)
 
     if strategy in ("group", "tensor_group"):

@@ -11,7 +11,7 @@ from jaxspec.checkpoint.layout import layouts_of
 from jaxspec.checkpoint.quantisation import EMBEDDING, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import Stored
 from jaxspec.trees import leaves_by_path
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import KINDS, Packed
 
 KEY = "quantised"  # in jaxspec.json
 EXPERT = re.compile(r"\bexperts\.\d+\.")
@@ -51,8 +51,11 @@ def describe(quantisation: Quantisation, tree: Any, prefix: str) -> dict[str, An
 
 
 def read(about: Mapping[str, Any]) -> Quantisation:
-    """How the matrices of a converted checkpoint are quantised. about: what `describe` made."""
+    """How the matrices of a converted checkpoint are quantised. about: what `describe` made. Raises ValueError, TypeError, AttributeError
+    or LookupError for anything else."""
     formats = [Converted(Scheme(**scheme)) for scheme in about["schemes"]]
+    if unknown := {form.scheme.kind for form in formats} - set(KINDS):
+        raise ValueError(f"it has codes of {', '.join(sorted(map(str, unknown)))}; known are {', '.join(KINDS)}")
     modules = {name: formats[index] for name, index in about["modules"].items()}
     embedding = next((form for name, form in modules.items() if name.endswith(EMBEDDING)), None)
     scales = {int(layer): (keys, values) for layer, (keys, values) in about["kv_scales"].items()}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checkpoint.formats.matrices import Bytes
+from jaxspec.checkpoint.formats.rules import names_in
 from jaxspec.checkpoint.quantisation import Format, Quantisation, Scheme
 from jaxspec.checkpoint.safetensors import Stored
 
@@ -27,7 +28,7 @@ def read(config: Mapping[str, Any], stored: Mapping[str, Stored] | None) -> Quan
     outputs, inputs = block
     made: Format = Bytes(Scheme("fp8", inputs, False, "float32"), "block", (outputs, inputs), "scale_inv")
     scaled = None if stored is None else frozenset(key.removesuffix(SUFFIX) for key in stored if key.endswith(SUFFIX))
-    left_out = tuple(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
+    left_out = names_in(config, "modules_to_not_convert", "ignored_layers")
 
     def format_of(name: str) -> Format | None:
         if scaled is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.formats.matrices import SCALE_NAMES, check_order, fields, groups
-from jaxspec.checkpoint.formats.rules import names_of
+from jaxspec.checkpoint.formats.rules import names_in, names_of
 from jaxspec.checkpoint.quantisation import Format, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import Stored
 
@@ -79,7 +79,7 @@ def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *
     group = config.get("group_size", 128)
     told = f"quant_method {method!r} with {bits!r} bits, group_size {group!r}"
     awq = method == "awq"
-    if bits not in ((4,) if awq else (4, 8)) or type(group) is not int or not (group > 0 or group == -1):
+    if type(bits) is not int or bits not in ((4,) if awq else (4, 8)) or type(group) is not int or not (group > 0 or group == -1):
         raise ValueError(f"{told}; served are {'4 bits' if awq else '4 and 8 bits'} and a group_size that is positive or -1")
     own = {name: value for name, value in (config.get("dynamic") or {}).items() if not str(name).startswith("-:")}
     left_float = _left_float(config, told)
@@ -93,7 +93,7 @@ def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *
     zeros = awq or not config.get("sym", True)
     scheme = Scheme(f"int{bits}", None if group == -1 else group, zeros, scale_dtype)
     made = Columns(scheme, bits, awq, plus=0 if awq or config.get("checkpoint_format") == "gptq_v2" else 1)
-    left_out = (*(config.get("modules_to_not_convert") or ()), *left_float)
+    left_out = (*names_in(config, "modules_to_not_convert"), *left_float)
 
     def format_of(name: str) -> Format | None:
         if keys is not None:

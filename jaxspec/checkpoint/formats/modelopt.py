@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checkpoint.formats.matrices import Bytes, Float4
-from jaxspec.checkpoint.formats.rules import Rules
+from jaxspec.checkpoint.formats.rules import Rules, names_in
 from jaxspec.checkpoint.quantisation import Format, Quantisation, Scheme
 
 ALGORITHMS = ("NVFP4", "FP8")
@@ -31,5 +31,5 @@ def read(config: Mapping[str, Any]) -> Quantisation:
     made: Format = Bytes(Scheme("fp8", None, False, "float32"), "tensor")
     if algorithm == "NVFP4":
         made = Float4(Scheme("fp4", 16, False, "float32"), "", "_scale_2", divides=False)
-    ignored = Rules(tuple(config.get("ignore") or config.get("exclude_modules") or ()), wildcards=True)
+    ignored = Rules(names_in(config, "ignore", "exclude_modules"), wildcards=True)
     return Quantisation(f"ModelOpt {algorithm}", lambda name: None if ignored.match(name) else made)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 # Rules are matched as if a module's name began with each of these. Tools write the same modules' names with either.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
@@ -23,6 +24,17 @@ def names_of(name: str) -> list[str]:
         fused = "down_proj" if matrix == "down" else "gate_up_proj"
         names += [f"{everyone}.{matrix}_proj.{index}", f"{everyone}.{fused}", everyone]
     return [prefix + one for one in names for prefix in PREFIXES]
+
+
+def names_in(config: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
+    """The names in the first of these fields of a config that has any. Raises ValueError for what is no list of texts."""
+    field = next((field for field in fields if config.get(field)), None)
+    if field is None:
+        return ()
+    names = config[field]
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{field} of the quantization_config is {names!r}; expected a list of names")
+    return tuple(names)
 
 
 @dataclasses.dataclass(frozen=True)
