@@ -104,7 +104,12 @@ def _common_settings(parts: Iterable[Files], stack: contextlib.ExitStack) -> dic
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"{part.lines} is still being written; wait for its process") from error
-        found = json.loads(file.read() or "{}")
+        try:
+            found = json.loads(file.read() or "{}")
+        except ValueError as error:
+            raise ValueError(f"{part.settings} is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{part.settings} holds a {type(found).__name__}; expected an object")
         found.pop("shard", None)
         if first is None:
             common, first = found, part.lines

@@ -392,6 +392,11 @@ def test_shards_that_do_not_belong_together(shards, tmp_path):
         ValueError, match=r"out-1-of-3\.jsonl and .*out-3-of-3\.jsonl were made with run_seed 0 and 1; expected shards of one"
     ):
         merging.merge(shards, tmp_path / "out.jsonl")
+    [settings] = tmp_path.glob("out-3-of-3*.run.json")
+    for text, found in (("5", "holds a int; expected an object"), ("{", "is not JSON: ")):
+        settings.write_text(text)
+        with pytest.raises(ValueError, match=rf"out-3-of-3.*run\.json {found}"):
+            merging.merge(shards, tmp_path / "out.jsonl")
     job.run_batch(FakeLLM(), shards, tmp_path / "out.jsonl", shard="2/2")
     with pytest.raises(ValueError, match="has results of 2 and of 3 shards; expected those of one number"):
         merging.merge(shards, tmp_path / "out.jsonl")
