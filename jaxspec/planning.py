@@ -145,6 +145,8 @@ def num_draft_tokens_for(drafter: Any, folder: Path | None, asked: int | None, m
     """See `Pair.num_draft_tokens`. folder: None for a drafter that is no checkpoint."""
     if asked is None:
         named = None if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens")
+        if isinstance(named, float) and named.is_integer():  # transformers leaves one there after texts that it wrote with the drafter
+            named = int(named)
         try:
             named = None if named is None else integer("num_assistant_tokens", named, 0)
         except (TypeError, ValueError) as error:

@@ -42,6 +42,8 @@ def test_defaults_come_from_the_checkpoints(llm, folders, tmp_path):
     assert (llm.eos_token_ids, llm.defaults) == (tiny.EOS, Defaults(temperature=1.0, top_k=64, top_p=0.95))
     silent = edited(folders[1], tmp_path / "silent", "generation_config.json", num_assistant_tokens=None)
     assert jaxspec.load(folders[0], silent, progress=False).num_draft_tokens == 4
+    left = edited(folders[1], tmp_path / "left", "generation_config.json", num_assistant_tokens=6.0)
+    assert jaxspec.load(folders[0], left, progress=False).num_draft_tokens == 6
 
 
 @pytest.mark.parametrize(
