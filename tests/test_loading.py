@@ -238,8 +238,8 @@ def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, m
 
 
 def test_a_config_of_wrong_types_is_refused_with_the_folder(folders, tmp_path):
-    wrong = edited(folders[0], tmp_path / "wrong", "config.json", **{**tiny.TARGET, "text_config": {**tiny.TEXT, "rms_norm_eps": None}})
-    with pytest.raises(ValueError, match=f"the target {wrong} cannot be loaded: float"):
+    wrong = edited(folders[0], tmp_path / "wrong", "config.json", **{**tiny.TARGET, "text_config": {**tiny.TEXT, "rms_norm_eps": "x"}})
+    with pytest.raises(ValueError, match=f"the target {wrong} cannot be loaded: config.json has a wrong value: rms_norm_eps is .x."):
         jaxspec.load(wrong, progress=False)
     wrong = edited(folders[1], tmp_path / "drafter", "config.json", text_config=[1])
     with pytest.raises(ValueError, match=f"the drafter {wrong} cannot be used with this target: config.json has text_config=.1.; expected"):
