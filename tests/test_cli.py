@@ -266,3 +266,16 @@ def test_a_process_says_nothing_but_the_text(models):
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | kept)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith("x") and run.stdout.endswith("\n")
+
+
+def test_an_output_that_takes_no_more():
+    """A reader that has had enough ends a command quietly, a full disk with a line that says so."""
+    command = [sys.executable, "-m", "jaxspec", "info", "pocket"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "jaxspec: nothing more can be written: No space left on device\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -4,6 +4,7 @@ command needs when the command runs, so that help comes at once."""
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -34,9 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has had enough; without a place to write to, Python would complain once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has had enough
+        _write_nowhere()
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _write_nowhere()
+        print(f"jaxspec: nothing more can be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _write_nowhere() -> None:
+    """Without a place to write to, Python would complain once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
