@@ -1,7 +1,7 @@
-"""An item's queries on their way to shared memory in the Mosaic GPU dialect, and its results on their way back, without room between them.
+"""Copies an item's queries to shared memory, and its results back, in the Mosaic GPU dialect. No row of a tile stays unused.
 
-Hardware copies whole tiles of eight rows. With fewer query heads for a KV head, rows of a tile would stay unused, and products take the
-time of all rows. So threads copy 16 bytes at a time, and each row of a tile is another query's head.
+A copy by the hardware fills tiles of eight rows. A KV head with fewer query heads would leave some of them empty, and products take the
+time of all rows. So threads copy, 16 bytes each at a time, and the rows are the heads of one query after the other.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LINE = 64  # numbers of a row of a tile of shared memory, in which pieces change
 
 
 def load(queries: Any, held: Any, first: Any, count: Any, *, interpret: bool = False) -> None:
-    """Copies rows of queries [T, G, D] in global memory to shared memory [N, D]: row `first` + n to row n. A row from `count` on, of all
-    T * G, is the last one before. The warpgroup's threads must meet before they read the copies, as in `commit_smem`."""
+    """Copies rows of queries [T, G, D] in global memory to shared memory [N, D]: row `first` + n of all T * G to row n. In the place of rows
+    from `count` on comes the last one before. The warpgroup's threads must meet before they read the copies, as in `commit_smem`."""
     if interpret:
         rows = queries[...].reshape(-1, queries.shape[-1])
         held[...] = rows[jnp.minimum(first + jnp.arange(held.shape[0]), count - 1)]
