@@ -19,7 +19,7 @@ LINE = 64  # numbers of a row of a tile of shared memory, in which pieces change
 
 
 def load(queries: Any, held: Any, first: Any, count: Any, *, interpret: bool = False) -> None:
-    """Copies rows of queries [T, G, D] in global memory to shared memory [N, D]: row `first` + n of all T * G to row n. In the place of rows
+    """Copies rows of queries [T, G, D] in global memory to shared memory [N, D]: row `first` + n of all T * G to row n. In place of rows
     from `count` on comes the last one before. The warpgroup's threads must meet before they read the copies, as in `commit_smem`."""
     if interpret:
         rows = queries[...].reshape(-1, queries.shape[-1])
