@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxspec import checkpoint
 from jaxspec.checkpoint import safetensors
 from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE
-from jaxspec.checks import integer
+from jaxspec.checks import integer, number
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, memory_used, most_slots, sizes_of
@@ -88,6 +88,7 @@ def distil(
     integer("the objective's steps", goal.steps, 1, how.length - 1)
     integer("num_draft_tokens", num_draft_tokens, 0, how.length - 1)
     integer("self_generate", self_generate, 0)
+    number("temperature", temperature, 0)
     folder = checkpoint.resolve(target)
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     placement = placement_of(mesh)
