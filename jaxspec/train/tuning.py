@@ -79,8 +79,8 @@ def distil(
     batches are spread over its axis "data", and all weights are on each of its devices. run: fields of `loop.Run`: steps, batch, length,
     peak and others.
 
-    Raises FileNotFoundError or ValueError for what cannot be used, FileExistsError where `out` holds another run or another checkpoint, and
-    FloatingPointError as `loop.fit` does.
+    Raises FileNotFoundError, TypeError or ValueError for what cannot be used, FileExistsError where `out` holds another run or another
+    checkpoint, and FloatingPointError as `loop.fit` does.
     """
     kind, how, out, progress = kinds.kind_of(drafter_kind), Run(**run), Path(out), watched(progress)
     assert kind.objective is not None  # as of every kind that can be trained
@@ -88,7 +88,7 @@ def distil(
     integer("the objective's steps", goal.steps, 1, how.length - 1)
     integer("num_draft_tokens", num_draft_tokens, 0, how.length - 1)
     integer("self_generate", self_generate, 0)
-    number("temperature", temperature, 0)
+    temperature = number("temperature", temperature, 0)
     folder = checkpoint.resolve(target)
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     placement = placement_of(mesh)
