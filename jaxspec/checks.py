@@ -44,6 +44,29 @@ def number(name: str, value: Any, low: float, high: float = MAX_NUMBER, *, above
     return found
 
 
+def flag(name: str, value: Any) -> bool:
+    """`value`, which is True or False. Raises TypeError. name: for the error."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, expected True or False")
+    return value
+
+
+def among(value: Any, allowed: Iterable[Any]) -> bool:
+    """Whether `value` is one of a few; an array, which compares number by number, is none of them."""
+    return not getattr(value, "ndim", 0) and value in allowed
+
+
+def characters(name: str, text: str) -> str:
+    """`text`. Raises ValueError if it has half of a surrogate pair, which is no character. name: for the error."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"{text[error.start]!r} at position {error.start}"
+            raise ValueError(f"{name} has {found}: half of a surrogate pair, no character") from None
+    return text
+
+
 def path(name: str, value: Any, expected: str) -> str | os.PathLike[str]:
     """`value`, which is a text or a path. Raises TypeError. name, expected: for the error."""
     if not isinstance(value, str | os.PathLike):

@@ -65,6 +65,11 @@ class Generator:
         given = {name: value for name, value in locals().items() if name not in ("self", "settings", "__class__")}
         self._arguments = given | settings
         params = check_params(sampling_params)
+        for name, column in {"prompt_column": prompt_column, "messages_column": messages_column, "id_column": id_column}.items():
+            if not isinstance(column, str) and (column is not None or name == "prompt_column"):
+                raise TypeError(f"{name} is {column!r}, expected the name of a column")
+        if not isinstance(output_prefix, str):
+            raise TypeError(f"output_prefix is {output_prefix!r}, expected a str")
         self._key, self._column = ("prompt", prompt_column) if messages_column is None else ("messages", messages_column)
         self._ids, self._prefix = () if id_column is None else (id_column,), output_prefix
         self._seed = integer("seed", seed, 0, MAX_SEED - 1)
@@ -88,6 +93,11 @@ class Generator:
 
     def rows(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The same for a list of rows, which are dicts."""
+        if not isinstance(rows, list | tuple):
+            raise TypeError(f"rows are of type {type(rows).__name__}, expected a list of dicts")
+        for at, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {at} is {row!r}, expected a dict")
         names = dict.fromkeys(name for row in rows for name in row)
         batch = self._submit({name: [row.get(name) for row in rows] for name in names or (self._column, *self._ids)})
         self._wait(batch)
@@ -153,6 +163,9 @@ class Generator:
         if taken:
             raise ValueError(f"the batch has a column {taken[0]!r} already; rename it, or set output_prefix")
         values = [_values(batch, name) for name in wanted]
+        if len({*map(len, values)}) > 1:
+            lengths = ", ".join(f"{name!r} has {len(column)}" for name, column in zip(wanted, values, strict=True))
+            raise ValueError(f"columns differ in length: {lengths}")
         made = _Batch(batch, len(values[0]))
         rows = []
         for at, (asked, *name) in enumerate(zip(*values, strict=True)):
@@ -318,6 +331,8 @@ def _columns(batch: Any) -> list[str]:
 
 def _values(batch: Any, name: str) -> list[Any]:
     column = batch[name]
+    if isinstance(column, str | bytes | Mapping) or not hasattr(column, "__iter__"):
+        raise TypeError(f"the column {name!r} is of type {type(column).__name__}, expected an array or a list")
     return column.to_pylist() if hasattr(column, "to_pylist") else list(column)
 
 

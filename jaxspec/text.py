@@ -1,17 +1,20 @@
 """Text in and out: the checkpoint's tokenizer and chat template, and detokenizing a sequence while it grows."""
 
+import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from jaxspec.checks import unknown
+from jaxspec.checks import characters, unknown
 
 # How many old tokens we decode again with new ones. A decoder may treat the first token of its input differently (strip its leading
 # space, say), and a character has at most 4 bytes. Over 8 tokens neither reaches the new ones.
 CONTEXT_TOKENS = 8
 TOOL_KEYS = ("tool_calls", "tool_responses")  # a message may have one of these instead of content
+# Arguments of transformers' apply_chat_template for the template itself.
+TEMPLATE_NAMES = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 THOUGHTS = ("<|channel>", "<channel|>")  # the tokens around thoughts
 THINK = "<|think|>"  # the token of a prompt that asks for them
 INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character, or not yet
@@ -51,7 +54,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise TypeError(f"encode() takes one str, found {type(text).__name__}")
-        _check_characters(text)
+        characters("the text", text)
         ids = self._hf.encode(text)
         return ids[1:] if self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2 else ids
 
@@ -93,7 +96,7 @@ class Tokenizer:
 
     def encode_word(self, text: str) -> list[int]:
         """The token ids of text, without special tokens around it. Raises ValueError as `encode` does."""
-        _check_characters(text)
+        characters("the text", text)
         return self._hf.encode(text, add_special_tokens=False)
 
     def has_text(self, token_id: int) -> bool:
@@ -141,14 +144,20 @@ class Tokenizer:
         return not any(str(parts) in text for parts in lists)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions, enable_thinking: bool) -> list[int]:
-        """`apply_chat_template` with options by their names. Raises TypeError for an option that there is not."""
+        """`apply_chat_template` with options by their names. Raises TypeError for an option that there is not, ValueError for
+        chat_template_kwargs that change more than what the template writes."""
         for name in options:
             if name not in TemplateOptions.__annotations__:
                 raise unknown("chat", name, ("params", "enable_thinking", *TemplateOptions.__annotations__))
         known: dict[str, Any] = dict(options)
-        return self.apply_chat_template(
-            messages, **{"enable_thinking": enable_thinking, **(known.pop("chat_template_kwargs", None) or {}), **known}
-        )
+        more = known.pop("chat_template_kwargs", None)
+        if not isinstance(more, Mapping | None) or any(not isinstance(name, str) for name in more or ()):
+            raise TypeError(f"chat_template_kwargs is {more!r}, expected a dict of names that the chat template knows")
+        # transformers takes these names for its own arguments, which cut or pad the tokens, or give something else than tokens.
+        own = {*inspect.signature(self._hf.apply_chat_template).parameters, "self", "messages"} - {*TEMPLATE_NAMES, "kwargs"}
+        if refused := sorted(own.intersection(more or ())):
+            raise ValueError(f"chat_template_kwargs has {refused[0]!r}, which is no name for the chat template")
+        return self.apply_chat_template(messages, **{"enable_thinking": enable_thinking, **(more or {}), **known})
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -316,15 +325,6 @@ def _byte_ids(backend) -> frozenset[int]:
     return frozenset(i for i in ids if i is not None)
 
 
-def _check_characters(text: str) -> None:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            found = f"{text[error.start]!r} at position {error.start}"
-            raise ValueError(f"the text has {found}: half of a surrogate pair, no character") from None
-
-
 def _check_content(i: int, message: Mapping[str, Any]) -> None:
     """Raises ValueError for message i if it has content that a template cannot read."""
     content = message.get("content")
@@ -337,7 +337,7 @@ def _check_content(i: int, message: Mapping[str, Any]) -> None:
         if kind != "text":
             raise ValueError(f"message {i} holds content of type {kind!r}; only text can be read")
         if isinstance(part.get("text"), str):
-            _check_characters(part["text"])
+            characters("the text", part["text"])
 
 
 def _with_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

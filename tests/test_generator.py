@@ -183,11 +183,23 @@ def test_batches_and_settings_that_make_no_sense(generator, folders):
         ({"prompt": ["x"]}, "the batch has no column 'id'; found 'prompt'"),
         ({}, "the batch has no column 'prompt'; found none"),
         (table([1]) | {"text": ["x"]}, "the batch has a column 'text' already; rename it, or set output_prefix"),
+        ({"id": ["a", "b"], "prompt": ["x"]}, "columns differ in length: 'prompt' has 1, 'id' has 2"),
     ):
         with pytest.raises(ValueError, match=error):
             generator(batch)
     with pytest.raises(TypeError, match=r"the batch is of type list, expected a dict of columns, a pyarrow\.Table or a pandas"):
         generator([{"prompt": "x"}])
+    for column in (5, "def"):
+        with pytest.raises(TypeError, match=f"the column 'prompt' is of type {type(column).__name__}, expected an array or a list"):
+            generator({"prompt": column, "id": ["a"]})
+    for rows, error in ((None, "rows are of type NoneType, expected a list of dicts"), ([5], "row 0 is 5, expected a dict")):
+        with pytest.raises(TypeError, match=error):
+            generator.rows(rows)
+    for setting in ({"prompt_column": 5}, {"messages_column": 5}, {"id_column": ("a",)}):
+        with pytest.raises(TypeError, match=f"{next(iter(setting))} is .*, expected the name of a column"):
+            jaxspec.Generator("no such folder", **setting)
+    with pytest.raises(TypeError, match="output_prefix is None, expected a str"):
+        jaxspec.Generator("no such folder", output_prefix=None)  # pyright: ignore[reportArgumentType]
     for params, error in (
         (SamplingParams(seed=1), "seed is 1, which all rows would share"),
         (SamplingParams(n=2), "n is 2; a row has one"),

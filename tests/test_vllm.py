@@ -10,6 +10,7 @@ from pathlib import Path
 
 import huggingface_hub
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from quick import few_programs
 
@@ -276,7 +277,7 @@ def test_params_are_vllms():
     with pytest.raises(ValueError, match="max_tokens is 0, expected at least 1"):
         copied.served()
     assert SamplingParams(logits_processors=[], thinking_token_budget=-1, stream_interval=5).served() == plain.served()
-    effects = dict.fromkeys(WITHOUT_EFFECT, None) | {"best_of": 1, "detokenize": False}
+    effects = dict.fromkeys(WITHOUT_EFFECT, None) | {"best_of": 1, "detokenize": False, "skip_special_tokens": True}
     assert SamplingParams(**effects).served() == plain.served()
     with pytest.raises(AttributeError):
         plain.max_token = 5
@@ -295,6 +296,12 @@ def test_params_that_cannot_be_served(name):
         ({"best_of": 3}, ValueError, "best_of is 3, which cannot be served: all n samples come back, here 1"),
         ({"stop": "x", "detokenize": False}, ValueError, "stop needs texts, but detokenize is False"),
         ({"max_token": 3}, TypeError, "SamplingParams has no argument 'max_token'; the nearest is 'max_tokens'"),
+        ({"stop": np.array(["x"]), "detokenize": False}, ValueError, "stop needs texts, but detokenize is False"),
+        ({"best_of": np.array([1, 2])}, ValueError, r"best_of is array\(.*, which cannot be served"),
+        ({"seed": np.array([1, 2])}, TypeError, r"seed is array\(.*expected an integer"),
+        ({"logits_processors": np.array([1, 2])}, ValueError, r"logits_processors is array\(.*, which cannot be served"),
+        ({"detokenize": "no"}, TypeError, "detokenize is 'no', expected True or False"),
+        ({"skip_special_tokens": "false"}, TypeError, "skip_special_tokens is 'false', expected True or False"),
         ({"top_p": 2}, ValueError, "top_p is 2"),
         *(
             ({name: None}, TypeError, f"{name} is None, expected a number; leave it out for vLLM's default")
@@ -388,6 +395,8 @@ def test_arguments_that_cannot_be_served(name):
     [
         ({"max_model_length": 5}, TypeError, "LLM has no argument 'max_model_length'; the nearest is 'max_model_len'"),
         ({"tokenizer": "other"}, ValueError, "tokenizer is 'other', but a model's tokenizer is its own; expected None, or the model"),
+        ({"tokenizer": 5}, TypeError, "tokenizer is 5 of type int, expected None, or the model"),
+        ({"hf_overrides": np.array([1, 2])}, ValueError, r"hf_overrides is array\(.*, which cannot be served"),
         ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size is 0, expected at least 1"),
         ({"tensor_parallel_size": 16}, ValueError, "a mesh of data=1 times tensor=16 devices was asked for; found 8 devices"),
         ({"kv_cache_dtype": "fp8_e5m2"}, ValueError, "kv_cache_dtype is 'fp8_e5m2'; available: 'auto', 'bfloat16', 'float32', 'fp8'"),
@@ -557,6 +566,11 @@ def test_a_request_that_fails_alone_says_why(llm):
 def test_more_of_what_vllm_has_is_known(asked, name):
     with pytest.warns(UserWarning, match=f"without effect here: {name}$"):
         asked("pocket", **{name: 1})
+
+
+def test_what_a_generation_config_has_beside_sampling_changes_nothing(asked):
+    with pytest.warns(UserWarning, match=r"without effect here: override_generation_config\['num_beams'\]$"):
+        asked("pocket", override_generation_config={"num_beams": 2, "top_k": 5})
 
 
 def test_numbers_that_may_be_none():

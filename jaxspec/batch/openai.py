@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.checks import among
 from jaxspec.engine.completion import Completion, Logprob
 from jaxspec.engine.params import SamplingParams
 
@@ -90,7 +91,7 @@ def read(values: Mapping[str, Any]) -> Asked:
     for field, value in given.items():
         if field in REFUSED:
             nothing, reason = REFUSED[field]
-            if value not in nothing:
+            if not among(value, nothing):
                 raise ValueError(f"body has {field} {value!r}, which cannot be served: {reason}")
         elif field == "max_completion_tokens" and url == CHAT:
             params["max_tokens"] = value

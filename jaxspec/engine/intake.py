@@ -144,7 +144,8 @@ class Maker:
         another token."""
         found = []
         for word in params.bad_words:
-            first, spaced = (tuple(self.tokenizer.encode_word(space + word.lstrip())) for space in ("", " "))
+            stem = word.lstrip()  # a word of spaces and line breaks alone stands for itself
+            first, spaced = (tuple(self.tokenizer.encode_word(text)) for text in (stem or word, f" {stem}" if stem else word))
             if not first:
                 raise ValueError(f"the bad word {word!r} of prompt {index} has no tokens")
             found += [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
@@ -173,11 +174,12 @@ class Requests(Iterator[Request]):
 def prompts_of(given: Any) -> list[Any]:
     """The prompts of a call. A str, a list of token ids or a dict is one prompt; anything else that can be iterated over, or has a length
     and numbered items, holds several. Raises TypeError."""
-    ids = isinstance(given, list | tuple | range | np.ndarray) and len(given) > 0 and all(map(is_id, given))
+    single = getattr(given, "ndim", 1) == 0  # an array of one number has no length
+    ids = not single and isinstance(given, list | tuple | range | np.ndarray) and len(given) > 0 and is_id(given[0])
     if isinstance(given, str | Mapping) or ids:
         return [given]
     numbered = hasattr(given, "__len__") and hasattr(given, "__getitem__")
-    if isinstance(given, bytes) or hasattr(given, "columns") or not (hasattr(given, "__iter__") or numbered):
+    if isinstance(given, bytes) or hasattr(given, "columns") or single or not (hasattr(given, "__iter__") or numbered):
         raise TypeError(f"prompts are of type {type(given).__name__}, expected a str, a list of token ids, a dict, or a list of these")
     return list(given) if hasattr(given, "__iter__") else [given[i] for i in range(len(given))]
 

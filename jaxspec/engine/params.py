@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.checks import integer, number
+from jaxspec.checks import characters, flag, integer, number
 from jaxspec.structured.params import StructuredOutputsParams
 
 MAX_SEED = 2**63  # seeds are two 32-bit words on the device; the top bit is left out so that they fit every int64
@@ -83,8 +83,8 @@ class SamplingParams:
             "n": lambda name, x: integer(name, x, 1, MAX_N),
             "stop": _strings,
             "stop_token_ids": _ids,
-            "include_stop_str_in_output": _flag,
-            "ignore_eos": _flag,
+            "include_stop_str_in_output": flag,
+            "ignore_eos": flag,
             "repetition_penalty": lambda name, x: number(name, x, 1 / MAX_REPETITION, MAX_REPETITION),
             "presence_penalty": lambda name, x: number(name, x, -2, 2),
             "frequency_penalty": lambda name, x: number(name, x, -2, 2),
@@ -118,12 +118,6 @@ def _temperature(name: str, value: Any) -> float:
     return number(name, value, 0)
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, expected True or False")
-    return value
-
-
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes | numbers.Number) or not hasattr(value, "__iter__"):
         raise TypeError(f"{name} is {value!r}, expected a list of token ids")
@@ -139,6 +133,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
             raise TypeError(f"{name}[{i}] is {text!r} of type {type(text).__name__}, expected a str")
         if not text:
             raise ValueError(f"{name}[{i}] is empty; expected a text")
+        characters(f"{name}[{i}]", text)
     return tuple(dict.fromkeys(listed))
 
 

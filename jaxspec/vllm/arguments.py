@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec import checkpoint, sharding
 from jaxspec.checkpoint.hub import HUB, Hub
-from jaxspec.checks import integer, path, unknown
+from jaxspec.checks import among, integer, path, unknown
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.registry import SAME, kind_of
 
@@ -296,5 +296,5 @@ def in_their_names() -> Iterator[None]:
 
 
 def _refuse(name: str, value: Any, allowed: tuple[Any, ...], reason: str) -> None:
-    if value not in allowed:
+    if not among(value, allowed):
         raise ValueError(f"{name} is {value!r}, which cannot be served: {reason}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.hub import Hub
-from jaxspec.checks import path, unknown
+from jaxspec.checks import among, path, unknown
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.intake import prompts_of
 from jaxspec.loading import load
@@ -22,7 +22,7 @@ from jaxspec.vllm import arguments
 from jaxspec.vllm.inputs import TextPrompt, TokensPrompt
 from jaxspec.vllm.metrics import Counter, Vector, counters
 from jaxspec.vllm.outputs import RequestOutput, request_output
-from jaxspec.vllm.sampling_params import SamplingParams, default_params
+from jaxspec.vllm.sampling_params import GENERATION, SamplingParams, default_params
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -103,15 +103,15 @@ class LLM:
         **others: Any,
     ):
         tuning = arguments.sorted_out(others, inspect.signature(LLM).parameters)
-        if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
+        path("model", model, "a hub id, a folder or a bundled name")
+        if tokenizer is not None and os.fspath(path("tokenizer", tokenizer, "None, or the model")) != os.fspath(model):
             raise ValueError(f"tokenizer is {os.fspath(tokenizer)!r}, but a model's tokenizer is its own; expected None, or the model")
-        if generation_config not in ("auto", "vllm"):
+        if not among(generation_config, ("auto", "vllm")):
             raise ValueError(f"generation_config is {generation_config!r}; available: 'auto', 'vllm'")
-        if tokenizer_revision not in (None, revision):
+        if not among(tokenizer_revision, (None, revision)):
             raise ValueError(
                 f"tokenizer_revision is {tokenizer_revision!r}, but a model's tokenizer is its own; expected {revision!r} or None"
             )
-        path("model", model, "a hub id, a folder or a bundled name")
         hub = Hub(revision, hf_token, download_dir)
         self._template = _template(chat_template)
         overrides = _overrides(override_generation_config)
@@ -120,6 +120,7 @@ class LLM:
         mesh, kv_dtype = arguments.mesh_of(tensor_parallel_size, data_parallel_size), arguments.kv_dtype_of(kv_cache_dtype)
         quantize = arguments.quantize_of(model, quantization, hub)
         unheard = ["enable_prefix_caching"] if enable_prefix_caching is False else []
+        unheard += [f"override_generation_config[{name!r}]" for name in overrides if name not in GENERATION]
         arguments.tell_without_effect([*tuning, *ignored, *unread, *unheard])
         with arguments.in_their_names():
             self.jaxspec = load(
@@ -188,7 +189,8 @@ class LLM:
         several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations = [_in_format(each, chat_template_content_format) for each in (messages if several else [messages])]
         params = self._params(sampling_params)
-        if (tools or (chat_template_kwargs or {}).get("enable_thinking")) and self._marks_with_special_tokens():
+        thinks = isinstance(chat_template_kwargs, Mapping) and chat_template_kwargs.get("enable_thinking")
+        if (tools or thinks) and self._marks_with_special_tokens():
             params = _with_special_tokens(params)
         with arguments.in_their_names():
             completions = self.jaxspec.chat(

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.checks import unknown
+from jaxspec.checks import among, flag, unknown
 from jaxspec.engine import params as engine_params
 from jaxspec.structured import StructuredOutputsParams
 
@@ -42,6 +42,8 @@ WITHOUT_EFFECT = (
     "detokenize",
     "skip_special_tokens",
 )
+# What is read of a generation config, and the fields that it sets.
+GENERATION = {"max_new_tokens": "max_tokens"} | {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
 # Fields for which None is no value, as with vLLM; jaxspec.SamplingParams would read it as the checkpoint's own default.
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OPTIONAL = (*NUMBERS, "n", "presence_penalty", "frequency_penalty")  # where `from_optional` takes it for the default
@@ -117,22 +119,25 @@ class SamplingParams:
     def served(self) -> engine_params.SamplingParams:
         """The same for jaxspec. Raises what making SamplingParams raises."""
         for name, (allowed, reason) in REFUSED.items():
-            if (value := getattr(self, name)) not in allowed:
+            if not among(value := getattr(self, name), allowed):
                 raise ValueError(f"{name} is {value!r}, which cannot be served: {reason}")
         for name in NUMBERS:
             if getattr(self, name) is None:
                 raise TypeError(f"{name} is None, expected a number; leave it out for vLLM's default")
-        if self.best_of not in (None, self.n):
+        if not among(self.best_of, (None, self.n)):
             raise ValueError(f"best_of is {self.best_of!r}, which cannot be served: all n samples come back, here {self.n}")
-        if self.stop and not self.detokenize:
-            raise ValueError("stop needs texts, but detokenize is False")
         passed = {name: getattr(self, name) for name in self.__slots__ if name not in REFUSED and name not in WITHOUT_EFFECT}
         empty: dict[str, Any] = {"stop": (), "stop_token_ids": (), "logit_bias": {}, "bad_words": ()}
         passed |= {name: value for name, value in empty.items() if passed[name] is None}
-        passed["seed"] = None if self.seed == -1 else self.seed
+        passed["seed"] = None if among(self.seed, (-1,)) else self.seed
         for name in ("logprobs", "prompt_logprobs"):
             passed[name] = {True: 1, False: None}[passed[name]] if isinstance(passed[name], bool) else passed[name]
-        return engine_params.SamplingParams(**passed)
+        for name in ("detokenize", "skip_special_tokens"):
+            flag(name, getattr(self, name))
+        found = engine_params.SamplingParams(**passed)
+        if found.stop and not self.detokenize:
+            raise ValueError("stop needs texts, but detokenize is False")
+        return found
 
 
 def _token(key: int | str) -> int:
@@ -161,8 +166,7 @@ SamplingParams.__init__ = _checked
 
 def default_params(generation: Mapping[str, Any]) -> SamplingParams:
     """What requests without params use: vLLM's defaults, changed by what a generation config says. generation: its content."""
-    names = {"max_new_tokens": "max_tokens"} | {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
-    return SamplingParams(**{ours: generation[name] for name, ours in names.items() if generation.get(name) is not None})
+    return SamplingParams(**{ours: generation[name] for name, ours in GENERATION.items() if generation.get(name) is not None})
 
 
 def __getattr__(name: str) -> Any:

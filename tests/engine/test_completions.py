@@ -227,6 +227,9 @@ def test_allowed_ids_bad_words_and_biases(llm, texts):
     first, spaced = (tuple(llm.tokenizer.encode_word(space + word.lstrip())) for space in ("", " "))
     for bad in {first, spaced} if len(first) == len(spaced) else {first}:
         assert not any(tuple(without.token_ids[i : i + len(bad)]) == bad for i in range(len(without.token_ids)))
+    lines = params(2, logit_bias={i: 100.0 for i in llm.tokenizer.encode_word("\n")}, max_tokens=4)
+    assert "\n" in llm.generate(PROMPTS[2], lines)[0].text
+    assert "\n" not in llm.generate(PROMPTS[2], lines.replace(bad_words=["\n"]))[0].text
 
 
 def test_n_samples_have_the_seeds_that_follow(llm):

@@ -480,7 +480,9 @@ def test_bad_arguments_of_calls(speculative):
         speculative.generate(["x"], [{"max_tokens": 3}])
     with pytest.raises(TypeError, match="params is dict, expected SamplingParams, a list of them or None"):
         speculative.generate(["x"], {"max_tokens": 3})
-    for prompts in (b"x", None, 5, types.SimpleNamespace(columns=["prompt"])):
+    with pytest.raises(TypeError, match="prompt 0 has 2.5 at position 1; expected a token id, an integer"):
+        speculative.generate([1, 2.5])
+    for prompts in (b"x", None, 5, np.array(3), types.SimpleNamespace(columns=["prompt"])):
         with pytest.raises(TypeError, match=f"prompts are of type {type(prompts).__name__}, expected a str, a list of token ids, a dict"):
             speculative.generate(prompts)
     with pytest.raises(ValueError, match="chat takes a list of at least one message, such as .*, found None"):

@@ -62,6 +62,7 @@ def test_values_are_kept_as_plain_python_numbers():
         ("stop", ["a", ""], ValueError, r"stop\[1\] is empty; expected a text"),
         ("stop", ["a", 3], TypeError, r"stop\[1\] is 3 of type int, expected a str"),
         ("bad_words", "x", TypeError, "bad_words is 'x', expected a list of strings"),
+        ("stop", ["a", "\ud800"], ValueError, r"stop\[1\] has '\\ud800' at position 0: half of a surrogate pair"),
         ("bad_words", [""], ValueError, r"bad_words\[0\] is empty; expected a text"),
         ("repetition_penalty", 0, ValueError, "repetition_penalty is 0.0, expected a finite number of at least 0.0001"),
         ("repetition_penalty", 1e5, ValueError, "repetition_penalty is 100000.0, expected a finite number of .* and at most 10000"),

@@ -160,6 +160,19 @@ def test_a_conversation_is_written_as_asked(llm):
         llm.chat(messages, PARAMS, add_generation_promt=False)
 
 
+def test_names_for_a_chat_template_change_only_what_it_writes(llm):
+    messages = [{"role": "user", "content": "Hi"}]
+    assert llm.chat_prompt(messages, chat_template_kwargs={"add_generation_prompt": False}) == llm.chat_prompt(
+        messages, add_generation_prompt=False
+    )
+    for name in ("truncation", "max_length", "padding", "tokenize", "return_dict", "return_tensors", "conversation", "self"):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs has '{name}', which is no name for the chat template"):
+            llm.chat_prompt(messages, chat_template_kwargs={name: 3})
+    for wrong in (5, [1], {1: 2}):
+        with pytest.raises(TypeError, match="chat_template_kwargs is .*, expected a dict of names that the chat template knows"):
+            llm.chat_prompt(messages, chat_template_kwargs=wrong)
+
+
 def test_errors_name_the_prompt_and_the_conversation(llm):
     with pytest.raises(ValueError, match=r"^prompt 1: the text has '\\ud800' at position 0"):
         llm.generate(["a", "\ud800"], PARAMS)
