@@ -106,8 +106,9 @@ def _check_ids(source: Input) -> None:
     digests, numbers = array.array("Q"), array.array("Q")
     for number, row in _numbered(source):
         values = _values(row)
-        if isinstance(values, dict):  # else it has no id
-            digests.append(digest_of(name_of(number, values)))
+        name = name_of(number, values) if isinstance(values, dict) else None
+        if isinstance(name, str | int) and not isinstance(name, bool):  # else it has no id, which is said when it is served
+            digests.append(digest_of(name))
             numbers.append(number)
     ids, lines = np.asarray(digests), np.asarray(numbers)
     order = np.argsort(ids, kind="stable")

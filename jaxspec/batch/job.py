@@ -16,7 +16,6 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
-import fcntl
 import io
 import json
 import os
@@ -37,6 +36,7 @@ from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_ot
 from jaxspec.batch.lines import Line, LineReader, name_of
 from jaxspec.batch.places import Files, share_of
 from jaxspec.batch.results import ChangedInput, Known, append, digest_of, parsed, remove_errors, result_of, sync, write_line
+from jaxspec.checkpoint.files import lock
 from jaxspec.checks import integer
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.learn import Learning
@@ -143,7 +143,7 @@ class BatchJob:
                     self._out = io.FileIO(sys.stdout.fileno(), "w", closefd=False)
                 else:
                     self._settings = files.enter_context(open(self.files.settings, "a+b", buffering=0))
-                    self._lock()
+                    lock(self._settings, self.out)
                     self._out = files.enter_context(open(self.out, "ab", buffering=0))
                     self._repair(self.out)
                 if self.files.errors is not None:
@@ -325,12 +325,6 @@ class BatchJob:
         name = name if isinstance(name, str | int) else None
         plain = {"line": number, "id": name, "error": reason}
         write_line(self._errors, openai.refusal(number, name, reason) if openai_form else plain)
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._settings, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{self.out} is being written by another process; wait for it, or name another output") from error
 
     def _wait(self) -> None:
         """Waits until all processes have come here."""

@@ -38,21 +38,22 @@ class Merged:
     """What has no result, in words; empty if all is there."""
 
 
-def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str]) -> Merged:
+def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, errors: str | os.PathLike[str] | None = None) -> Merged:
     """Writes the results of all shards of a batch to one file, in the order of the input, and the shards' errors beside it.
 
-    in_path: the input of the shards. out_path: the output as the shards were given it, so `OUT-1-of-n` and so on are read. What is
-    written is as one run would have left it: the same call without shards resumes it and serves what is missing. Takes 32 bytes a result.
+    in_path: the input of the shards. out_path: the output as the shards were given it, so `OUT-1-of-n` and so on are read. errors: the
+    file for bad lines as the shards were given it, if they were given one. What is written is as one run would have left it: the same
+    call without shards resumes it and serves what is missing. Takes 32 bytes a result.
 
     Raises FileNotFoundError without any shard; ValueError for shards of several numbers or with different settings, for a shard that is
     still being written, and if the output exists.
     """
-    source, whole = input_of(Path(in_path)), Files.of(Path(in_path), out_path, None, 1, 1)
+    source, whole = input_of(Path(in_path)), Files.of(Path(in_path), out_path, errors, 1, 1)
     if whole.result is None:
         raise ValueError("the output is standard output, '-', which no shards have written; expected the file that the shards were given")
     assert whole.result is not None and whole.lines is not None and whole.errors is not None
     shards = _count(whole.result)
-    parts = [Files.of(Path(in_path), out_path, None, i, shards) for i in range(1, shards + 1)]
+    parts = [Files.of(Path(in_path), out_path, errors, i, shards) for i in range(1, shards + 1)]
     for path in (whole.result, whole.lines):
         if path.exists():
             raise ValueError(

@@ -72,7 +72,7 @@ def read(values: Mapping[str, Any]) -> Asked:
         raise TypeError(f"custom_id is {name!r}, expected a text")
     if values.get("method") != "POST":
         raise ValueError(f"method is {values.get('method')!r}, expected 'POST'")
-    if url not in ASKS:
+    if not isinstance(url, str) or url not in ASKS:
         raise ValueError(f"url is {url!r}, expected {CHAT!r} or {COMPLETIONS!r}")
     if not isinstance(body, Mapping):
         raise TypeError(f"body is {body!r}, expected an object")
@@ -180,6 +180,7 @@ def _choice(index: int, done: Completion, chat: bool, logprobs: int, tokenizer: 
 class _Token:
     bytes: bytes
     logprob: float
+    in_text: bool = True  # texts leave special tokens out
 
     @property
     def name(self) -> str:
@@ -198,7 +199,7 @@ def _listed(row: Mapping[int, Logprob], chosen: int, count: int, tokenizer: Toke
     beside them."""
     ranked = sorted(row.items(), key=lambda item: item[1].rank)
     most = [_Token(tokenizer.token_bytes(token), found.logprob) for token, found in (ranked if count < 0 else ranked[:count])]
-    return _Token(tokenizer.token_bytes(chosen), row[chosen].logprob), most
+    return _Token(tokenizer.token_bytes(chosen), row[chosen].logprob, tokenizer.has_text(chosen)), most
 
 
 def _chat_logprobs(rows: Sequence[Row]) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def _chat_logprobs(rows: Sequence[Row]) -> dict[str, Any]:
 def _text_logprobs(rows: Sequence[Row]) -> dict[str, Any]:
     decoder, offsets = codecs.getincrementaldecoder("utf-8")("replace"), [0]
     for own, _ in rows:  # a character begins where its first token does
-        offsets.append(offsets[-1] + len(decoder.decode(own.bytes)))
+        offsets.append(offsets[-1] + len(decoder.decode(own.bytes if own.in_text else b"")))
     most = [dict[str, float]() for _ in rows]
     for named, (_, others) in zip(most, rows, strict=True):
         for token in others:

@@ -58,10 +58,25 @@ def count(path: Path) -> int:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file as JSON would have them: without missing values, times and UUIDs as text."""
+    """The rows of a file as JSON would have them: without missing values; times, UUIDs, and decimals with more digits than a number has
+    as text. Raises ValueError for a value that Python cannot hold, with its column."""
     with library().parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(ROWS):
-            yield from (_plain(row) for row in batch.to_pylist())
+            try:
+                found = batch.to_pylist()
+            except Exception as error:  # pyarrow raises what Python's own types raise
+                raise ValueError(_unreadable(path, batch)) from error
+            yield from (_plain(row) for row in found)
+
+
+def _unreadable(path: Path, batch: Any) -> str:
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            column.to_pylist()
+        except Exception as error:
+            found = f"column {name!r} of {path}, of type {column.type}, has a value that cannot be read: {error}"
+            return f"{found}; leave it out, or make it text"
+    return f"{path} has a value that cannot be read"
 
 
 def _plain(value: Any) -> Any:
@@ -73,7 +88,9 @@ def _plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, uuid.UUID):
         return str(value)
-    return float(value) if isinstance(value, decimal.Decimal) else value
+    if isinstance(value, decimal.Decimal):
+        return float(value) if decimal.Decimal(repr(float(value))) == value else str(value)
+    return value
 
 
 def write(lines: Path, out: Path) -> None:
@@ -144,7 +161,7 @@ def _cells(chunk: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows whose columns have one type each, as far as one can tell from the row alone."""
     made = []
     for record in chunk:
-        row = dict(record)
+        row = {_utf8(key, key): value for key, value in record.items()}
         for key in AS_JSON:
             if key in row and not isinstance(row[key], str):
                 row[key] = json.dumps(row[key], ensure_ascii=False)
@@ -161,6 +178,9 @@ def _cells(chunk: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _text(value: Any) -> str | None:
-    text = value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    # Half a surrogate pair has no form in UTF-8, but one in JSON.
-    return text if text is None or text.isascii() or not SURROGATE.search(text) else json.dumps(value)
+    return value if value is None else _utf8(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), value)
+
+
+def _utf8(text: str, value: Any) -> str:
+    """The text of a value, as JSON if it has half of a surrogate pair, which has no form in UTF-8, but one in JSON."""
+    return text if text.isascii() or not SURROGATE.search(text) else json.dumps(value)

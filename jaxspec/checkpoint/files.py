@@ -52,6 +52,16 @@ def refuse_to_replace(folder: Path) -> None:
         raise FileExistsError(f"{folder} holds another checkpoint ({', '.join(sorted(there)[:SHOWN])}), which stays; take another folder")
 
 
+def lock(file: Any, out: Path) -> None:
+    """Locks an open file until it is closed. Raises ValueError if another process writes `out`, whose file it is."""
+    import fcntl  # which only systems with POSIX have
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{out} is being written by another process; wait for it, or name another output") from error
+
+
 def pickled_weights(names: Iterable[str]) -> list[str]:
     """Those of the names of files that are pickles of weights, sorted."""
     return sorted(name for name in names if name.endswith(PICKLES) and not name.startswith(TRAINING))

@@ -71,7 +71,7 @@ def _train(args: argparse.Namespace) -> tuple[str, str]:
     import numpy as np
 
     from jaxspec.train import distil
-    from jaxspec.train.loop import read_metrics
+    from jaxspec.train.loop import METRICS, read_metrics
 
     given = {name: value for name, value in vars(args).items() if name != "command"}
     objective = {name.removeprefix("objective_"): given.pop(name) for name in list(given) if name.startswith("objective_")}
@@ -88,4 +88,6 @@ def _train(args: argparse.Namespace) -> tuple[str, str]:
         reason = str(error).splitlines()[0]
         raise MemoryError(f"the device ran out of memory; lower --batch or --length, or take --accumulate: {reason}") from error
     lengths = [row["measured_acceptance_length"] for row in read_metrics(folder)]
+    if not lengths:
+        return str(folder), f"{folder / METRICS} has nothing to tell: it was removed after the run"
     return str(folder), f"tokens a step {lengths[0]:.2f} -> {lengths[-1]:.2f}, on held-out texts"

@@ -264,11 +264,19 @@ class Learning:
             raise FileExistsError(f"{out} holds a drafter that learnt before; give resume=True to go on from it, or another folder")
         target = self._runners[0].target
         weights = load_drafter(out, target.config, target.dtype, place=self._placement.place, progress=False)
+        if jax.tree.structure(weights) != jax.tree.structure(self.origin.weights) or _shapes(weights) != _shapes(self.origin.weights):
+            there, given = type(weights).__name__, type(self.origin.weights).__name__
+            found = f"another drafter that learnt, {there}" if there != given else f"a {there} that learnt, of another size or config"
+            raise ValueError(f"{out} holds {found} than the {given} that was given; give that one to go on, or name another folder")
         self.origin = dataclasses.replace(self.origin, weights=weights)
         for runner, weights in zip(self._runners, self._of_shards(self.origin.weights), strict=True):
             runner.use(weights)
         self._learner.state = checkpoints.restore(out / STATE, *self._learner.state)
         self._offered = self._learner.steps
+
+
+def _shapes(weights: Any) -> list[tuple[int, ...]]:
+    return [x.shape for x in jax.tree.leaves(weights)]
 
 
 def check(drafter: Any, rule: str, num_draft_tokens: int) -> None:

@@ -7,11 +7,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.checks import integer
+from jaxspec.checks import flag, integer, number, path, unknown
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import KINDS
+from jaxspec.drafters.training import Objective
 from jaxspec.trees import packed_kinds
 
+FIELDS = [field.name for field in dataclasses.fields(Objective)]
 PART = 2**25  # logits of a draft step that are computed at a time, about: see `parts`
 
 
@@ -53,10 +55,16 @@ class Learn:
             raise ValueError(f"share is {self.share}, expected more than 0 and less than 1")
         for name, least in {"batch": 1, "length": 8, "anchors": 1, "texts": 1, "every": 1, "patience": 1, "seed": 0}.items():
             integer(name, getattr(self, name), least)
-        if not self.rate > 0:
-            raise ValueError(f"rate is {self.rate}, expected more than 0")
-        if not self.save_seconds >= 0:
-            raise ValueError(f"save_seconds is {self.save_seconds}, expected at least 0")
+        number("rate", self.rate, 0, above=True)
+        number("save_seconds", self.save_seconds, 0)
+        flag("resume", self.resume)
+        if self.out is not None:
+            path("out", self.out, "a folder or None")
+        if not isinstance(self.objective, Mapping):
+            raise TypeError(f"objective is {self.objective!r}, expected a dict of fields of Objective")
+        for name in self.objective:
+            if name not in FIELDS:
+                raise unknown("the objective", name, FIELDS)
         fixed = {"steps", "anchors"} & set(self.objective)
         if fixed:
             raise ValueError(f"the objective names {', '.join(sorted(fixed))}; expected other fields, since drafts and `anchors` say these")

@@ -88,6 +88,8 @@ def _texts(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, 
             ids = np.load(path, allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is no array of numpy, or one of objects; expected a stream of integers") from error
+        if not isinstance(ids, np.ndarray):
+            raise ValueError(f"{path} holds several arrays of numpy; expected one, a stream of integers")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {ids.dtype} {list(ids.shape)}, expected a stream of integers")
         yield str(path), ids, 0

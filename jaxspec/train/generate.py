@@ -23,7 +23,7 @@ def beginnings(texts: Batch, count: int, seed: int) -> list[list[int]]:
     rng, width = np.random.default_rng(seed), texts.ids.shape[1]
     prompts = []
     for row in rng.choice(len(texts.ids), count, replace=count > len(texts.ids)):
-        given = int(texts.first[row]) or int(rng.integers(width // 8, width // 2 + 1))
+        given = int(texts.first[row]) or int(rng.integers(max(width // 8, 1), width // 2 + 1))
         prompts.append(texts.ids[row, : min(given, int(texts.length[row]), width - 2)].tolist())
     return prompts
 

@@ -6,11 +6,12 @@ holds only weights, moments and the step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import optax
 from jax.sharding import PartitionSpec
 from tqdm.auto import tqdm
 
-from jaxspec.checkpoint.files import refuse_to_replace
+from jaxspec.checkpoint.files import lock, refuse_to_replace
 from jaxspec.checks import integer, number
 from jaxspec.collectives import DATA
 from jaxspec.engine.params import MAX_SEED
@@ -85,6 +86,15 @@ def check_out(out: Path, run: Run, settings: dict[str, Any] | None, resume: bool
         if not before.is_file() or before.read_text(encoding="utf-8") != _written(wanted):
             refuse_to_replace(out)
     return wanted
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Keeps other runs from writing into a folder meanwhile. Raises ValueError if one does."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / SETTINGS, "a", encoding="utf-8") as file:
+        lock(file, out)
+        yield
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
@@ -220,7 +230,10 @@ def _restore(out: Path, masters: Any, moments: Any, settings: dict[str, Any]) ->
     found = checkpoints.steps_of(folder)
     if not found:
         raise FileNotFoundError(f"{out} has no checkpoint to resume from")
-    before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
+    try:
+        before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{out / SETTINGS} is no JSON, so what the run was started with is not known: {error}") from error
     for name in sorted({*before, *settings}):
         if before.get(name) != settings.get(name):
             raise ValueError(

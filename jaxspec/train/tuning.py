@@ -35,7 +35,7 @@ from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, take_rows
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
-from jaxspec.train.loop import Run, check_out, fit
+from jaxspec.train.loop import Run, alone, check_out, fit
 from jaxspec.trees import packed_kinds
 from pallas_kernels import dialect
 
@@ -109,9 +109,6 @@ def distil(
         "config": config,
     }
     check_out(out, how, settings, resume)  # before texts are written, which takes long
-    own = None
-    if self_generate:
-        own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, placement, out / WRITTEN, progress)
 
     def loss(drafter: Any, model: TargetModel, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return distil_loss(drafter, model, batch, key, goal)
@@ -119,20 +116,24 @@ def distil(
     def save(drafter: Any) -> None:
         save_trained(out, drafter, config, generation)
 
-    fit(
-        loss,
-        weights,
-        model,
-        drawn(texts, how.batch, how.seed, own=own),
-        how,
-        out=out,
-        evaluate=_evaluation(model, held, loss, min(how.batch // how.accumulate, len(held.ids)), num_draft_tokens),
-        save=save,
-        resume=resume,
-        settings=settings,
-        placement=placement,
-        progress=progress,
-    )
+    with alone(out):
+        own = None
+        if self_generate:
+            own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, placement, out / WRITTEN, progress)
+        fit(
+            loss,
+            weights,
+            model,
+            drawn(texts, how.batch, how.seed, own=own),
+            how,
+            out=out,
+            evaluate=_evaluation(model, held, loss, min(how.batch // how.accumulate, len(held.ids)), num_draft_tokens),
+            save=save,
+            resume=resume,
+            settings=settings,
+            placement=placement,
+            progress=progress,
+        )
     return out
 
 
@@ -173,8 +174,10 @@ def finetune(
     score = scores(held, loss, min(how.batch // how.accumulate, len(held.ids)))
     draw = drawn(texts, how.batch, how.seed)
     settings = {"target": os.fspath(target), "data": _fingerprint(texts)}
-    fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings,
-        placement=placement_of(mesh), progress=watched(progress))  # fmt: skip
+    check_out(out, how, settings, resume)
+    with alone(out):
+        fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings,
+            placement=placement_of(mesh), progress=watched(progress))  # fmt: skip
     return out
 
 

@@ -1,5 +1,6 @@
 """The forms that requests and results of a batch come in, and shards: which lines a process serves, and putting their results together."""
 
+import decimal
 import io
 import json
 import sys
@@ -94,6 +95,7 @@ REFUSED = {
     "body has max_tokens and max_completion_tokens; expected one of them": asked(
         "r", {"messages": said(), "max_tokens": 2, "max_completion_tokens": 3}
     ),
+    "url is ['x'], expected '/v1/chat/completions' or": asked("r", {"messages": said()}, ["x"]),
     "method is 'GET', expected 'POST'": asked("r", {"messages": said()}) | {"method": "GET"},
     "found 'params' in a line with custom_id and body": asked("r", {"messages": said()}, params={}),
     "temperature is -1.0, expected a finite number": asked("r", {"messages": said(), "temperature": -1}),
@@ -143,6 +145,13 @@ def test_ids_that_come_twice_are_said_before_anything_is_served(tmp_path):
     with pytest.raises(ValueError, match=found):
         job.run_batch(llm, path, tmp_path / "out.jsonl")
     assert not llm.served and not (tmp_path / "out.jsonl").exists()
+
+
+def test_what_is_no_id_is_said_for_each_line_alone(tmp_path):
+    lines = [{"id": None, "prompt": "x"}] * 2 + [{"id": [1], "prompt": "x"}] * 2 + [{"id": True, "prompt": "x"}] * 2
+    lines += [asked(None, {"messages": said()})] * 2 + [{"id": 1, "prompt": "y"}]
+    result = job.run_batch(FakeLLM(), write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    assert (result.written, result.bad) == (1, 8)
 
 
 def test_a_row_has_the_seed_of_its_id_wherever_it_stands(tmp_path):
@@ -222,6 +231,7 @@ MIXED = {
     "an integer of more than 64 bits": [2**64, 1],
     "truth and number within objects": [{"a": True}, {"a": 1}],
     "half a surrogate pair": ["\ud800", "x"],
+    "one in a name within": [{"\ud800": 1}, {"\ud800": 1}],
 }
 
 
@@ -234,6 +244,26 @@ def test_values_without_a_common_type_are_json_texts(values, between, tmp_path):
     parquet.write(write_lines(tmp_path / "lines.jsonl", lines), tmp_path / "out.parquet")
     found = {row["id"]: row["mark"] for row in pq.read_table(tmp_path / "out.parquet").to_pylist()}
     assert [found["a"], found["b"]] == [value if value == "x" else json.dumps(value) for value in values]
+
+
+def test_a_column_whose_name_has_half_a_surrogate_pair_gets_its_form_in_json(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    parquet.write(write_lines(tmp_path / "lines.jsonl", [{"id": 1, "\ud800": "x"}]), tmp_path / "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == [{"id": 1, '"\\ud800"': "x"}]
+
+
+def test_decimals_lose_no_digit(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow", reason="parquet files need pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = ["0.10", "-12.50", "12345678901234567890.12"]
+    pq.write_table(pa.table({"price": pa.array(map(decimal.Decimal, texts), pa.decimal128(30, 2))}), tmp_path / "in.parquet")
+    assert [row["price"] for row in parquet.rows(tmp_path / "in.parquet")] == [0.1, -12.5, texts[2]]
+
+
+def test_a_value_that_python_cannot_hold_is_said_with_its_column(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow", reason="parquet files need pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"prompt": ["x"], "day": pa.array([2**30], pa.date32())}), tmp_path / "in.parquet")
+    with pytest.raises(ValueError, match=r"column 'day' of .*in\.parquet, of type date32\[day\], has a value that cannot be read: days="):
+        job.run_batch(FakeLLM(), tmp_path / "in.parquet", tmp_path / "out.jsonl")
 
 
 def test_a_parquet_file_that_is_no_result_stays(tmp_path):
@@ -381,6 +411,16 @@ def test_results_of_all_shards_are_in_the_order_of_the_input(shards, tmp_path):
     assert [record["line"] for record in read_lines(tmp_path / "out.errors.jsonl")] == [11]
 
 
+def test_the_errors_of_shards_that_were_given_a_file_for_them(tmp_path, capsys):
+    path, out = write_lines(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x"}, "no", "nor"]), tmp_path / "out.jsonl"
+    bad = tmp_path / "bad.jsonl"
+    for shard in ("1/2", "2/2"):
+        job.run_batch(FakeLLM(), path, out, shard=shard, errors=bad)
+    assert cli.main(["merge", str(path), str(out), "--errors", str(bad)]) == 1
+    assert "2 lines could not be served: the errors say why" in capsys.readouterr().err.splitlines()[-1]
+    assert [record["line"] for record in read_lines(bad)] == [2, 3]
+
+
 def test_shards_that_do_not_belong_together(shards, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there are no results of shards, such as .*other-1-of-2\.jsonl"):
         merging.merge(shards, tmp_path / "other.jsonl")
@@ -410,8 +450,9 @@ def test_standard_output_has_no_shards(tmp_path):
 def test_tokens_that_are_parts_of_characters_are_shown_with_their_bytes():
     """A byte token has no text of its own: OpenAI writes its bytes, and two of them are two names."""
     tokens = {1: b"a", 2: "€".encode()[:1], 3: "€".encode()[1:2], 4: "€".encode()[2:], 5: b"b", 6: b"\xff"}
-    tokenizer = SimpleNamespace(token_bytes=tokens.__getitem__)
-    ids = (1, 2, 3, 4, 5)
+    tokens[7] = b"<eos>"
+    tokenizer = SimpleNamespace(token_bytes=tokens.__getitem__, has_text=lambda token: token != 7)
+    ids = (1, 7, 2, 3, 4, 5)
     rows = [{token: Logprob(-1.0, 1, "?"), 6: Logprob(-2.0, 2, "?")} for token in ids]
     done = SimpleNamespace(text="a€b", token_ids=ids, prompt_token_ids=(7,), logprobs=rows, finish_reason="length", error=None)
 
@@ -420,12 +461,12 @@ def test_tokens_that_are_parts_of_characters_are_shown_with_their_bytes():
         return body["choices"][0]["logprobs"]
 
     found = shown(COMPLETIONS)
-    assert found["tokens"] == ["a", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "b"]
-    assert found["text_offset"] == [0, 1, 1, 1, 2]
-    assert found["top_logprobs"][1] == {r"bytes:\xe2": -1.0, r"bytes:\xff": -2.0}
+    assert found["tokens"] == ["a", "<eos>", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "b"]
+    assert found["text_offset"] == [0, 1, 1, 1, 1, 2]  # a special token is not in the text
+    assert found["top_logprobs"][2] == {r"bytes:\xe2": -1.0, r"bytes:\xff": -2.0}
     content = shown(CHAT)["content"]
-    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "a€b"
-    assert content[1]["top_logprobs"][1] == {"token": r"bytes:\xff", "logprob": -2.0, "bytes": [255]}
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "a<eos>€b"
+    assert content[2]["top_logprobs"][1] == {"token": r"bytes:\xff", "logprob": -2.0, "bytes": [255]}
 
 
 def test_the_bytes_of_a_texts_tokens_are_the_text(llm):

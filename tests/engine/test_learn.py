@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quick import few_programs
+from tiny import tiny_assistant
 
 import jaxspec
 from jaxspec import Learn, SamplingParams, released
@@ -62,6 +63,10 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
         assert texts(llm) == first
     with jaxspec.load(folders[0], killed, **SIZES) as llm:
         assert texts(llm) == first and type(llm.drafter).__name__ == "Gemma4MTP"
+    other = tiny_assistant(tmp_path / "other", intermediate_size=48)
+    with jaxspec.load(folders[0], other, **SIZES) as llm:
+        with pytest.raises(ValueError, match="killed holds a Gemma4MTP that learnt, of another size or config than the Gemma4MTP that was"):
+            llm.learn(dataclasses.replace(learn, out=killed, resume=True))
 
 
 def test_no_checkpoint_is_written_over(folders, tmp_path):

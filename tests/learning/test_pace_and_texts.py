@@ -93,13 +93,30 @@ def test_parts_of_a_batch(vocab, shards, batch):
         ({"share": 0}, "share is 0, expected more than 0 and less than 1"),
         ({"share": 1.0}, "share is 1.0, expected more than 0 and less than 1"),
         ({"batch": 0}, "batch is 0, expected at least 1"),
-        ({"rate": 0.0}, "rate is 0.0, expected more than 0"),
-        ({"save_seconds": -1}, "save_seconds is -1, expected at least 0"),
+        ({"rate": 0.0}, "rate is 0.0, expected a finite number of more than 0"),
+        ({"save_seconds": -1}, "save_seconds is -1.0, expected a finite number of at least 0"),
+        ({"rate": float("inf")}, "rate is inf, expected a finite number of more than 0"),
         ({"objective": {"steps": 3}}, "the objective names steps; expected other fields"),
     ],
 )
 def test_settings_that_make_no_sense(changes, told):
     with pytest.raises(ValueError, match=told):
+        Learn(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"rate": "x"}, "rate is 'x' of type str, expected a number"),
+        ({"save_seconds": "x"}, "save_seconds is 'x' of type str, expected a number"),
+        ({"resume": "yes"}, "resume is 'yes', expected True or False"),
+        ({"out": 3}, "out is 3 of type int, expected a folder or None"),
+        ({"objective": 3}, "objective is 3, expected a dict of fields of Objective"),
+        ({"objective": {"sofd": 1}}, "the objective has no argument 'sofd'; the nearest is 'soft'"),
+    ],
+)
+def test_settings_of_a_wrong_type(changes, told):
+    with pytest.raises(TypeError, match=told):
         Learn(**changes)
 
 

@@ -19,7 +19,9 @@ from jaxspec.engine import memory
 from jaxspec.learning.losses import Batch
 from jaxspec.sharding.placement import ONE_DEVICE
 from jaxspec.train import distil, finetune, tuning
-from jaxspec.train.loop import read_metrics
+from jaxspec.train.data import batch_of, read
+from jaxspec.train.generate import beginnings
+from jaxspec.train.loop import alone, read_metrics
 
 SOURCE = Path(jaxspec.__file__)
 LICENSE = SOURCE.parents[1] / "LICENSE"
@@ -107,6 +109,38 @@ def test_what_cannot_be_used_is_said_at_the_door(trained, capsys, changes, messa
         command += [name, value]
     assert cli.main(command) == 2
     assert message in capsys.readouterr().err
+
+
+def test_two_runs_do_not_write_into_one_folder(trained, capsys):
+    """As where a run was stopped, but a process of its was not."""
+    out, command = trained
+    before = read_metrics(out)
+    with alone(out):
+        assert cli.main([*command, "--resume"]) == 2
+    assert f"{out} is being written by another process; wait for it, or name another output" in capsys.readouterr().err
+    assert read_metrics(out) == before
+
+
+def test_what_was_removed_or_emptied_in_a_folder_is_said(trained, tmp_path, capsys):
+    out, command = shutil.copytree(trained[0], tmp_path / "copy"), trained[1]
+    (out / "metrics.jsonl").unlink()
+    assert cli.main([*command, "--resume", "--out", str(out)]) == 0
+    assert capsys.readouterr().err.endswith("metrics.jsonl has nothing to tell: it was removed after the run\n")
+    (out / "settings.json").write_text("")
+    assert cli.main([*command, "--resume", "--out", str(out)]) == 2
+    assert "copy/settings.json is no JSON, so what the run was started with is not known" in capsys.readouterr().err
+
+
+def test_several_arrays_in_a_file_are_no_stream(tmp_path):
+    with open(tmp_path / "x.npy", "wb") as file:
+        np.savez(file, a=np.arange(3), b=np.arange(3))
+    with pytest.raises(ValueError, match=r"x\.npy holds several arrays of numpy; expected one, a stream of integers"):
+        read([tmp_path / "x.npy"], None, length=4, vocab_size=9)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_shortest_rows_have_beginnings():
+    texts = batch_of([np.arange(1, 5, dtype=np.int32)] * 64, [0] * 64, 4)
+    assert {len(ids) for ids in beginnings(texts, 64, 0)} == {1, 2}
 
 
 def test_no_checkpoint_is_written_over(trained, target, tmp_path, capsys):
