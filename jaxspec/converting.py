@@ -31,6 +31,7 @@ from jaxspec.planning import pair_of
 from jaxspec.progress import watched
 from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
+from jaxspec.text import check_files
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
@@ -85,6 +86,7 @@ def convert(
     if drafter is not None and draft_folder is None:
         raise ValueError(f"the drafter {drafter!r} is not a checkpoint: it has no weights to convert, and fits every target")
     folder = checkpoint.resolve(source, hub)  # only now, since a target's weights are a long download
+    check_files(folder)
     quantisation = targets.quantisation_of(folder, config, weights_dtype, **asked)  # again: the weights' headers may say more
     tree = targets.abstract_target(config, weights_dtype, quantisation)
 

@@ -167,10 +167,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     cannot be loaded or if a file outside the folder is named.
     """
     folder = Path(folder)
-    if not (folder / "tokenizer.json").is_file():
-        found = f"it has {_listing(folder)}" if folder.is_dir() else "there is no such folder"
-        raise FileNotFoundError(f"{folder} has no tokenizer.json: {found}. Every release has that file: copy it from there")
-    _check_names(folder)
+    check_files(folder)
     auto_tokenizer = _auto_tokenizer()
     try:
         hf_tokenizer = auto_tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -179,13 +176,22 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer(hf_tokenizer, folder)
 
 
-def _check_names(folder: Path) -> None:
-    """Raises ValueError if tokenizer_config.json names a tokenizer file elsewhere, which transformers would read."""
+def check_files(folder: Path) -> None:
+    """Raises FileNotFoundError if a checkpoint has no tokenizer.json, and ValueError if its tokenizer_config.json is no JSON object, or
+    names a tokenizer file elsewhere, which transformers would read."""
+    if not (folder / "tokenizer.json").is_file():
+        found = f"it has {_listing(folder)}" if folder.is_dir() else "there is no such folder"
+        raise FileNotFoundError(f"{folder} has no tokenizer.json: {found}. Every release has that file: copy it from there")
     path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
     try:
-        names = json.loads(path.read_text(encoding="utf-8")).get("fast_tokenizer_files") or ()
-    except (OSError, ValueError, AttributeError):
-        return  # transformers says what is wrong with it
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, expected an object")
+    names = config.get("fast_tokenizer_files") or ()
     outside = [name for name in names if Path(str(name)).name != name]
     if outside:
         raise ValueError(f"{path} names {outside[0]!r}, which is outside its folder")

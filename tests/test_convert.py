@@ -357,10 +357,13 @@ def test_what_load_refuses(folders, tmp_path, monkeypatch):
         jaxspec.convert(target, tmp_path / "out", dtype="float16")
     with pytest.raises(ValueError, match="the drafter 'ngram' is not a checkpoint: it has no weights to convert, and fits every target"):
         jaxspec.convert(target, tmp_path / "out", drafter="ngram")
+    bare = Path(shutil.copytree(target, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json")))
+    with pytest.raises(FileNotFoundError, match=r"bare has no tokenizer\.json: it has .*copy it from there"):
+        jaxspec.convert(bare, tmp_path / "out")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="a conversion runs in one process; found 2"):
         jaxspec.convert(target, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["misfit"]
+    assert {path.name for path in tmp_path.iterdir()} == {"misfit", "bare"}
 
 
 @pytest.fixture

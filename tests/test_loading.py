@@ -17,6 +17,7 @@ from jaxspec import foreign_names, loading, planning, sharding
 from jaxspec.decode import accept
 from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.engine.params import Defaults, SamplingParams
+from jaxspec.model.config import Gemma4Config
 from jaxspec.sharding import meshes as mesh_files
 
 
@@ -241,6 +242,10 @@ def test_a_config_of_wrong_types_is_refused_with_the_folder(folders, tmp_path):
     wrong = edited(folders[0], tmp_path / "wrong", "config.json", **{**tiny.TARGET, "text_config": {**tiny.TEXT, "rms_norm_eps": "x"}})
     with pytest.raises(ValueError, match=f"the target {wrong} cannot be loaded: config.json has a wrong value: rms_norm_eps is .x."):
         jaxspec.load(wrong, progress=False)
+    wrong = edited(folders[0], tmp_path / "floats", "config.json", dtype="bf16")
+    with pytest.raises(ValueError, match="config.json has dtype='bf16'; expected 'bfloat16', 'float16', 'float32', 'float64'"):
+        jaxspec.load(wrong, progress=False)
+    assert Gemma4Config.from_hf({**tiny.TARGET, "dtype": None, "torch_dtype": "torch.float16"}).dtype == "float16"
     wrong = edited(folders[1], tmp_path / "drafter", "config.json", text_config=[1])
     with pytest.raises(ValueError, match=f"the drafter {wrong} cannot be used with this target: config.json has text_config=.1.; expected"):
         jaxspec.load(folders[0], wrong, progress=False)

@@ -374,6 +374,14 @@ def test_broken_file(tmp_path):
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize(("text", "found"), [("{", "is no JSON: "), ("[]", "holds a list, expected an object")])
+def test_a_broken_tokenizer_config(text, found, tmp_path):
+    folder = save(byte_level(), tmp_path)
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"tokenizer_config.json {found}"):
+        load_tokenizer(folder)
+
+
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
     folder = save(byte_level(), tmp_path / "odd", tokenizer_class="Odd", auto_map={"AutoTokenizer": ["odd.Odd", "odd.Odd"]})
     (folder / "odd.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Odd: pass\n")

@@ -18,6 +18,7 @@ FULL = "full_attention"
 
 TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 TARGET_TYPES = ("gemma4", "gemma4_unified", *TEXT_TYPES)
+FLOATS = ("bfloat16", "float16", "float32", "float64")  # dtypes of weights
 CENTROIDS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}  # where an assistant's config says nothing
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
@@ -203,6 +204,15 @@ def expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> N
         raise ValueError(f"config.json has {field}={value!r}; implemented: {', '.join(map(repr, allowed))}")
 
 
+def float_name(*configs: Mapping[str, Any]) -> str:
+    """The dtype of a checkpoint's float weights, as the first config that has one names it, "bfloat16" if none does. Raises ValueError."""
+    given = next((value for config in configs for name in ("dtype", "torch_dtype") if (value := config.get(name))), FLOATS[0])
+    name = str(given).removeprefix("torch.")  # as PyTorch writes its own
+    if name not in FLOATS:
+        raise ValueError(f"config.json has dtype={given!r}; expected {', '.join(map(repr, FLOATS))}")
+    return name
+
+
 def _ids(value: Any) -> tuple[int, ...]:
     given = () if value is None else value if isinstance(value, list | tuple) else (value,)
     return tuple(_checked(integer, "eos_token_id", i, -1) for i in given)
@@ -285,7 +295,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         eos_token_id=_ids(next((c["eos_token_id"] for c in (outer, text) if c.get("eos_token_id") is not None), None)),
         bos_token_id=text.get("bos_token_id"),
         pad_token_id=text.get("pad_token_id"),
-        dtype=str(outer.get("dtype") or outer.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16"),
+        dtype=float_name(outer, text),
     )
 
 

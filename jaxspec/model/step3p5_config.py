@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, require, whole, whole_or
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, float_name, require, whole, whole_or
 from jaxspec.model.target import ModulesConfig
 
 TARGET_TYPES = ("step3p5",)
@@ -211,7 +211,7 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
         rms_norm_eps=eps,
         max_position_embeddings=whole_or(config, "max_position_embeddings", whole_or(config, "max_seq_len", 131_072)),
         eos_token_id=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        dtype=float_name(config),
     )
 
 
