@@ -79,7 +79,7 @@ def test_texts_are_the_same(drafter, models, interpreted):
     assert {2, 8} <= set(interpreted)
 
 
-@pytest.mark.parametrize("axes", [None, {"tensor": 2}], ids=["one device", "two"])
+@pytest.mark.parametrize("axes", [None, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=["one device", "two"])
 def test_texts_with_filters_are_the_same(axes, models, monkeypatch):
     """The target's rows read the guide where nothing but filters is asked for, and the table for whoever needs all logits."""
     filters = {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "ignore_eos": True, "max_tokens": 12}

@@ -147,7 +147,8 @@ def test_parts_of_a_row_are_rounded_as_the_row_is():
     assert (np.abs(whole - parts) <= largest * 2.0**-16).all()
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/sharding/test_packed.py has quantised weights on meshes
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"tensor": 2}])
 def test_a_mesh_is_near_one_device(wide, axes):
     """Log-probabilities of prompts. Where the last bit of a sum rounds a number the other way they differ more, but that is rare."""
     prompts = np.random.default_rng(0).integers(100, 4000, (4, 24)).tolist()
