@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.checks import integer
 from jaxspec.drafters.base import NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.checking import check, check_members
+from jaxspec.engine.intake import MAX_STOP_IDS
 from jaxspec.engine.memory import MemoryPlan, Sizes, fit, size, sizes_of
 from jaxspec.engine.params import Defaults
 from jaxspec.learning.settings import Learn
@@ -85,9 +87,13 @@ def pair_of(
     config, generation = read_target(folder)
     try:
         defaults = Defaults.of(generation)
-        eos_token_ids(config, generation)
+        if (ends := len(eos_token_ids(config, generation))) > MAX_STOP_IDS:
+            raise ValueError(f"eos_token_id has {ends} ids, expected at most {MAX_STOP_IDS}")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
+    if ignored := Defaults.left_out(generation):
+        names = ", ".join(ignored)
+        warnings.warn(f"{folder / 'generation_config.json'} has {names}, which requests do not take from it", UserWarning, stacklevel=3)
     chosen = dtype(config.dtype)
     made = drafters.without_checkpoints()
     if isinstance(drafter, str) and drafter in made:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -173,6 +174,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         hf_tokenizer = auto_tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the parser raises many types, even bare Exception
         raise ValueError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
+    template = hf_tokenizer.chat_template
+    if isinstance(template, str) and "bos_token" in template and hf_tokenizer.bos_token is None:
+        warnings.warn(
+            f"the chat template of {folder} writes bos_token, which no tokenizer_config.json there names: chats go without it",
+            UserWarning,
+            stacklevel=2,
+        )
     return Tokenizer(hf_tokenizer, folder)
 
 

@@ -233,9 +233,18 @@ def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, m
     wrong = edited(folders[0], tmp_path / "wrong", "generation_config.json", top_p=7)
     with pytest.raises(ValueError, match="generation_config.json cannot be used: top_p is 7.0, expected"):
         jaxspec.load(wrong, progress=False)
+    wrong = edited(folders[0], tmp_path / "ends", "generation_config.json", eos_token_id=list(range(20)))
+    with pytest.raises(ValueError, match="generation_config.json cannot be used: eos_token_id has 20 ids, expected at most 16"):
+        jaxspec.load(wrong, progress=False)
     wrong = edited(folders[0], tmp_path / "end", "generation_config.json", eos_token_id=["x"])
     with pytest.raises(ValueError, match="generation_config.json cannot be used: eos_token_id is 'x' of type str, expected an integer"):
         jaxspec.load(wrong, progress=False)
+
+
+def test_what_requests_do_not_take_from_a_generation_config_is_said(folders, tmp_path):
+    more = edited(folders[0], tmp_path / "more", "generation_config.json", stop_strings=["x"], num_beams=4)
+    with pytest.warns(UserWarning, match="generation_config.json has stop_strings, num_beams, which requests do not take from it"):
+        jaxspec.load(more, max_slots=1, max_len=64, progress=False).close()
 
 
 def test_a_config_of_wrong_types_is_refused_with_the_folder(folders, tmp_path):

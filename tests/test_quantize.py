@@ -113,6 +113,7 @@ def test_a_quantised_checkpoint_converts(tmp_path, member, settings, write):
     more = {"names": "index", "more": scales}
     config |= {"quantization_config": settings}
     files.write_folder(tmp_path / "source", config, load_file(tmp_path / "float" / "model.safetensors"), write, **more)
+    (tmp_path / "source" / "tokenizer.json").touch()  # without one it would be no target
     converted = jaxspec.convert(tmp_path / "source", tmp_path / "converted", progress=False)
     assert checkpoint.read_config(converted)["quantization_config"] == settings
     found, wanted = map(loaded, (converted, tmp_path / "source"))

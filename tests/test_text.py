@@ -374,6 +374,14 @@ def test_broken_file(tmp_path):
         load_tokenizer(folder)
 
 
+def test_a_template_that_begins_with_a_token_that_there_is_not(tmp_path):
+    folder = save(byte_level(), tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.warns(UserWarning, match="the chat template of .* writes bos_token, which no tokenizer_config.json there names"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize(("text", "found"), [("{", "is no JSON: "), ("[]", "holds a list, expected an object")])
 def test_a_broken_tokenizer_config(text, found, tmp_path):
     folder = save(byte_level(), tmp_path)

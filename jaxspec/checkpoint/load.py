@@ -19,7 +19,7 @@ from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts
 from jaxspec.checkpoint.onto_devices import placed
 from jaxspec.checkpoint.packing import Source, packed_onto_devices
 from jaxspec.checkpoint.quantisation import Quantisation, Wanted
-from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Stored, read_folder, same_bytes
+from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Stored, read_folder, same_numbers
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
@@ -173,7 +173,7 @@ def _sources(
         embedding = stored.get(prefix + tied[0]) if tied else None
         if embedding is None:
             problems.append(f"{key}: unknown, found {stored[key].describe()}")
-        elif not same_bytes(stored[key], embedding):
+        elif not same_numbers(stored[key], embedding):
             problems.append(f"{key}: differs from {prefix}{tied[0]}; expected none, as the two are tied")
     raise_misfits(folder, problems)
     return sources

@@ -21,7 +21,7 @@ from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, pickled_we
 from jaxspec.checkpoint.hub import ADAPTER, Hub, located
 from jaxspec.checkpoint.layout import dead_keys, layouts_of, listed
 from jaxspec.checkpoint.quantisation import EMBEDDING
-from jaxspec.checkpoint.safetensors import FLOATS, Stored, read_header, same_bytes
+from jaxspec.checkpoint.safetensors import FLOATS, Stored, read_header, same_numbers
 from jaxspec.trees import leaves_by_path
 
 TABLE, HEAD = f"{EMBEDDING}.weight", "lm_head"
@@ -232,7 +232,7 @@ class _Matching:
         """Weights, and rows of them, that are stored whole."""
         changes, head = {}, self.whole.pop(f"{HEAD}.weight", None)
         table = self.whole.get(TABLE)
-        if head is not None and (table is None or not same_bytes(head, table)):
+        if head is not None and (table is None or not same_numbers(head, table)):
             # A base layer that was saved along is the target's own.
             if table is not None or (HEAD, "") not in self.pairs:
                 self.problems.append(f"{HEAD}.weight: differs from {TABLE}; expected none, as the two are tied")

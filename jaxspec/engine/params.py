@@ -152,6 +152,15 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     return found
 
 
+# What else a generation config may say of texts, and the values that say nothing.
+LEFT_OUT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("stop_strings", "bad_words_ids", "begin_suppress_tokens", "sequence_bias"), (None, [], {})),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "penalty_alpha", "exponential_decay_length_penalty"), (None,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (None, 1)),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Defaults:
     """What requests that say nothing use, from a checkpoint's generation_config.json."""
@@ -174,5 +183,11 @@ class Defaults:
         read: dict[str, Any] = {name: generation.get(name) for name in names}
         given = SamplingParams(**read)
         values = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-        values["temperature"] = values.get("temperature", 1.0) if generation.get("do_sample") else 0.0
+        samples = generation.get("do_sample") is not None and flag("do_sample", generation["do_sample"])
+        values["temperature"] = values.get("temperature", 1.0) if samples else 0.0
         return cls(**values, suppress_tokens=_ids("suppress_tokens", generation.get("suppress_tokens") or ()))
+
+    @staticmethod
+    def left_out(generation: Mapping[str, Any]) -> list[str]:
+        """What the file says of texts beside that, which requests do not take from it."""
+        return [name for name, nothing in LEFT_OUT.items() if generation.get(name) not in nothing]

@@ -10,7 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import numpy as np
@@ -86,7 +86,7 @@ def flat(function: Callable[..., Any], models: Any, form: Any) -> Callable[..., 
     return flat_call
 
 
-def refuse(*_: Any) -> None:
+def refuse(*_: Any) -> NoReturn:
     """Stands for a program whose LLM was closed."""
     raise RuntimeError("the LLM is closed")
 
@@ -282,7 +282,9 @@ class Programs:
         self._bare, self._bare_form = jax.tree.flatten(bare(numbered))  # which of the leaves a bare state has
 
     def begin(self) -> None:
-        """Makes an empty state."""
+        """Makes an empty state. Raises RuntimeError once this is closed."""
+        if self._layout is None:
+            refuse()
         with self._explained():
             self.state = jax.block_until_ready(self._layout.empty())
 

@@ -274,6 +274,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
                 eps=positive(text, "rms_norm_eps", 1e-6),
             )
         )
+    spread = text.get("initializer_range")
     return Gemma4Config(
         vocab_size=whole(text, "vocab_size"),
         hidden_size=hidden,
@@ -291,7 +292,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         vocab_size_per_layer_input=whole_or(text, "vocab_size_per_layer_input", 0) if ple else 0,
         hidden_size_per_layer_input=ple,
         num_kv_shared_layers=shared,
-        initializer_range=float(text.get("initializer_range", 0.02)),
+        initializer_range=0.02 if spread is None else _checked(number, "initializer_range", spread, 0),
         eos_token_id=_ids(next((c["eos_token_id"] for c in (outer, text) if c.get("eos_token_id") is not None), None)),
         bos_token_id=text.get("bos_token_id"),
         pad_token_id=text.get("pad_token_id"),
@@ -351,11 +352,12 @@ def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[float, int
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     }
     rope = section(section(text, "rope_parameters") if text.get("rope_parameters") else default, kind)
-    rope_type, fraction = rope.get("rope_type", "default"), float(rope.get("partial_rotary_factor", 1.0))
+    fraction = _checked(number, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 0, 1)
+    rope_type = rope.get("rope_type", "default")
     known = rope_type == "proportional" or rope_type == "default" and fraction == 1.0
     if not known or float(rope.get("factor", 1.0)) != 1.0:
         raise ValueError(
             f"rope_parameters of {kind} are {dict(rope)}; implemented: rope_type 'default' over whole heads or 'proportional', "
             "with factor 1"
         )
-    return float(require(rope, "rope_theta")), int(fraction * head_dim // 2)
+    return _checked(number, "rope_theta", require(rope, "rope_theta"), 0, above=True), int(fraction * head_dim // 2)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxspec.structured.keywords import BOUNDS
 from jaxspec.structured.refused import below, refuse
 from jaxspec.structured.values import identity
 
@@ -25,7 +26,7 @@ def merged(one: Any, other: Any, at: str) -> Any:
     one, other = _of_all_items(one, other), _of_all_items(other, one)
     result = dict(one)
     for key, value in other.items():
-        if key not in result or result[key] == value:
+        if key not in result or (result[key] == value and identity(result[key]) == identity(value)):  # 1 is not true
             result[key] = value
         else:
             result[key] = _joined(key, result[key], value, at)
@@ -41,6 +42,8 @@ def _of_all_items(one: Any, other: Any) -> Any:
 
 
 def _joined(key: str, one: Any, other: Any, at: str) -> Any:
+    if key in BOUNDS and (one is None or other is None):  # no bound
+        return other if one is None else one
     if key == "type":
         ours, theirs = ([x] if isinstance(x, str) else x for x in (one, other))
         both = [x for x in ours if x in theirs or (x == "integer" and "number" in theirs)]

@@ -105,6 +105,8 @@ def _pieces(pattern: str, refuse: Refuse, nested: bool) -> Iterator[str]:
             yield pattern[at:end]
             at = end + (pattern[end : end + 1] == "?")  # a lazy quantifier matches the same texts
             continue
+        elif upto := re.match(r"\{,\d+\}", pattern[at:]):
+            refuse(f"a repetition {upto[0]!r}, which Python and JavaScript read differently; expected '{{0{upto[0][1:]}'")
         elif c in "{}":  # as it is, for Python and JavaScript
             yield "\\" + c
             at += 1

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
 from jaxspec.structured import numbers
 from jaxspec.structured.combine import apart, merged
@@ -43,7 +44,10 @@ def regex_of(schema: Any, whitespace: str = WHITESPACE, closed: bool = False) ->
     closed: whether `additionalProperties` is false where a schema has `properties` and says nothing.
 
     Raises ValueError, naming the feature and its JSON pointer, for what has no regular form, and for a schema that nothing satisfies."""
-    return Writer(schema, whitespace, closed).value(schema, "", ())
+    try:
+        return Writer(schema, whitespace, closed).value(schema, "", ())
+    except RecursionError:
+        refuse("a schema that is too deep", "")
 
 
 def any_object(whitespace: str = WHITESPACE) -> str:
@@ -106,10 +110,12 @@ class Writer:
             return (target, place, seen) if not kept else self._plain(merged(kept, target, at), at, seen)
         if "allOf" in kept:
             parts = _listed(kept.pop("allOf"), below(at, "allOf"))
+            led = list(seen)  # the way of each part is its own
             for i, part in enumerate(parts):
-                part, _, seen = self._plain(part, below(at, "allOf", i), seen)
+                part, _, way = self._plain(part, below(at, "allOf", i), seen)
                 kept = merged(kept, part, below(at, "allOf", i))
-            return self._plain(kept, at, seen)
+                led += way[len(seen) :]
+            return self._plain(kept, at, tuple(led))
         return kept or True, at, seen
 
     def _found(self, ref: Any, at: str) -> tuple[str, Any]:
@@ -118,7 +124,7 @@ class Writer:
             refuse(f"'$ref' to {ref!r}; expected a place in the same schema, such as '#/$defs/name',", at)
         found = self._root
         for key in ref[2:].split("/") if ref != "#" else ():
-            key = key.replace("~1", "/").replace("~0", "~")
+            key = unquote(key).replace("~1", "/").replace("~0", "~")
             if isinstance(found, Mapping) and key in found:
                 found = found[key]
             elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
@@ -205,7 +211,7 @@ class Writer:
 
     def _object(self, schema: Mapping[str, Any], at: str, seen: tuple[str, ...]) -> str:
         least, most = _bounds(schema, "minProperties", "maxProperties", at)
-        named, required = schema.get("properties", {}), schema.get("required", [])
+        named, required = schema.get("properties", {}), list(dict.fromkeys(schema.get("required", [])))
         others = schema.get("additionalProperties", not (self._closed and "properties" in schema))
         members = dict(named) | {name: others for name in required if name not in named}
         if not members:

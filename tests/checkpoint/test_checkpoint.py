@@ -332,6 +332,15 @@ def test_lm_head_that_is_not_the_embedding(tmp_path: Path) -> None:
     refuse(put(tmp_path, tensors), abstract("12B"), r"lm_head\.weight: differs")
 
 
+def test_lm_head_of_the_same_numbers_in_another_dtype(tmp_path: Path) -> None:
+    tensors = stored("12B")
+    table = tensors["model.embed_tokens.weight"].astype(np.float16)
+    tensors |= {"model.embed_tokens.weight": table, "lm_head.weight": table.astype(np.float32)}
+    load(put(tmp_path, tensors), abstract("12B"))
+    tensors["lm_head.weight"][-1, -1] += 1e-4
+    refuse(put(tmp_path, tensors), abstract("12B"), r"lm_head\.weight: differs from model\.embed_tokens\.weight")
+
+
 @pytest.mark.parametrize("name", ["weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"])
 def test_quantised_by_name(name: str, tmp_path: Path) -> None:
     tensors = stored("12B") | {f"model.layers.0.mlp.up_proj.{name}": np.zeros((48, 4), np.float32)}

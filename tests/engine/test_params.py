@@ -131,6 +131,10 @@ def test_defaults_are_those_of_the_generation_config():
     assert Defaults.of({"min_p": 0.1, "repetition_penalty": 1.1}) == Defaults(min_p=0.1, repetition_penalty=1.1)
     with pytest.raises(ValueError, match="top_p is 7.0, expected"):
         Defaults.of({"top_p": 7})
+    with pytest.raises(TypeError, match="do_sample is 'false', expected True or False"):
+        Defaults.of({"do_sample": "false"})
+    assert Defaults.left_out({**pocket, "num_beams": 1, "stop_strings": None, "bad_words_ids": []}) == []
+    assert Defaults.left_out({"num_beams": 4, "stop_strings": ["x"], "typical_p": 1.0}) == ["stop_strings", "num_beams"]
 
 
 def test_unknown_fields_are_refused():

@@ -183,6 +183,18 @@ def test_errors_name_the_prompt_and_the_conversation(llm):
         llm.chat(wrong, PARAMS)
 
 
+def test_an_llm_that_is_closed_by_what_gives_its_prompts_says_so(load):
+    llm = load()
+
+    def prompts():
+        yield "import os"
+        llm.close()
+        yield "def f():"
+
+    with pytest.raises(RuntimeError, match="the LLM is closed"):
+        list(llm.as_completed(prompts()))
+
+
 def test_a_closed_llm_gives_back_memory_and_says_so(load, expected):
     with load() as llm:
         stream = llm.stream("import os", PARAMS.replace(max_tokens=40))

@@ -155,6 +155,12 @@ def test_assistant(name: str) -> None:
             {"rope_parameters": {SLIDING: {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}},
             "implemented: rope_type 'default' over whole heads",
         ),
+        (
+            {"rope_parameters": {SLIDING: {"partial_rotary_factor": -1, "rope_theta": 1e4}}},
+            "partial_rotary_factor is -1.0",
+        ),
+        ({"rope_parameters": {SLIDING: {"rope_theta": 0}}}, "rope_theta is 0.0, expected a finite number of more than 0"),
+        ({"initializer_range": "x"}, "wrong value: initializer_range is 'x' of type str, expected a number"),
         ({"rope_parameters": {SLIDING: {"factor": 8.0, "rope_theta": 1e4}}}, "with factor 1"),
         ({"enable_moe_block": True}, "lacks 'num_experts'"),
         ({"enable_moe_block": "yes"}, "enable_moe_block='yes'; expected true or false"),

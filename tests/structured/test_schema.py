@@ -1,6 +1,8 @@
 """Every text of a schema's automaton is JSON that validates, by the jsonschema package; what is not served is refused by name and place."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import re
 
@@ -46,6 +48,8 @@ SCHEMAS = {
     "a tuple of draft 7": {"type": "array", "items": [{"type": "integer"}], "additionalItems": {"const": "x"}, "maxItems": 4},
     "no items": {"type": "array", "maxItems": 0},
     "references": {"$defs": {"a/b": {"type": "integer"}}, "type": "array", "items": {"$ref": "#/$defs/a~1b", "minimum": 3}},
+    "a reference with an escaped space": {"$defs": {"a b": {"type": "integer"}}, "$ref": "#/$defs/a%20b"},
+    "all of one schema twice": {"$defs": {"x": OBJECT}, "allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}]},
     "all of": {"allOf": [OBJECT, {"required": ["a"]}, {"properties": {"a": {"minimum": 5}}}]},
     "all of, with items of a tuple": {
         "type": "array",
@@ -108,6 +112,13 @@ REFUSED = {
     "a bound with a fraction": ({"type": "number", "minimum": 0.5}, "'minimum' 0.5.*whole number at #/minimum"),
     "a format": ({"format": "iri"}, "the format 'iri'.*at #/format"),
     "a pattern and a length": ({"pattern": "a", "maxLength": 3}, "'pattern' beside 'maxLength'.*at #/pattern"),
+    "a repetition without a least": ({"pattern": "^a{,3}$"}, r"a repetition '\{,3\}', .*; expected '\{0,3\}' at #/pattern"),
+    "1 and true": ({"allOf": [{"const": 1}, {"const": True}]}, "'const' twice with different values.*at #/allOf/1/const"),
+    "a name twice": (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "a"], "minProperties": 2},
+        "'minProperties' 2 beside 1 required properties",
+    ),
+    "more levels than Python calls": (functools.reduce(lambda x, _: {"items": x}, range(2000), {"type": "null"}), "too deep at #"),
     "a lookahead": ({"pattern": "(?=a)b"}, "a lookaround, .*at #/pattern"),
     "a reference to a group": ({"pattern": "(a)\\1"}, "a reference to a group.*at #/pattern"),
     "an anchor inside": ({"pattern": "(^a)b"}, "an anchor.*at #/pattern"),
@@ -235,6 +246,19 @@ def test_a_pydantic_model_is_its_schema():
     for seed in range(40):
         person = Person.model_validate_json(drawn(automaton, seed))
         assert 0 <= person.age < 150
+
+
+def test_a_bound_that_is_null_is_none():
+    """No such schema is valid, but tools write them."""
+    bounded = regex_of({"type": "integer", "minimum": 3})
+    for one, other in itertools.permutations([{"minimum": None}, {"minimum": 3}]):
+        assert regex_of({"type": "integer", "allOf": [one, other]}) == bounded
+
+
+def test_years_are_those_of_dates():
+    automaton = automaton_of(regex_of({"format": "date"}))
+    found = {year: automaton.accepting[automaton.after(f'"{year:04}-01-01"'.encode())] for year in (0, 1, 10, 100, 1000, 2026, 9990)}
+    assert found == {year: year > 0 for year in found}
 
 
 def test_an_object_of_any_kind():
