@@ -45,23 +45,26 @@ def load_weights(
 
     abstract: the tree; where it has a member `layouts`, that says how a file holds its leaves: see `layout.layouts_of`. prefixes: what
     may stand before our paths in the file's keys; we take the first that occurs. The file's may lack "model.", as of a model that
-    transformers saved without its head. skip: keys that start with any of these are ignored. quantisation: how a file holds the matrices
-    that are a `Packed` in the tree. These three are unused for a converted folder.
+    transformers saved without its head, and those of float weights may begin with a wrapper's name, such as torch.compile's "_orig_mod.".
+    skip: keys that start with any of these are ignored. quantisation: how a file holds the matrices that are a `Packed` in the tree. These
+    three are unused for a converted folder.
     changes: by key without a prefix, what an adapter makes of float weights, before they are quantised.
     progress: show a bar, by bytes. The host casts a float tensor to its leaf's dtype.
 
     Raises ValueError that lists every missing, unknown and misshapen tensor, before it reads any. Two kinds of tensor may be there
-    although nothing reads them: K and V weights of a target's layers that share KV, and an lm_head.weight whose bytes equal those of
+    although nothing reads them: K and V weights of a target's layers that share KV, and an lm_head.weight of the same numbers as
     embed_tokens.weight. Of a quantised checkpoint these are scales of activations and of a cache, too. Without an embed_tokens.weight, the
     lm_head.weight is read in its place. Contents of a quantised matrix that do not fit raise ValueError when they are read.
     """
     folder = Path(folder)
     if (folder / CONVERTED).exists():
         return fused.restore(folder, abstract, changes, progress=progress)
-    stored = {key: tensor for key, tensor in read_headers(folder).items() if not key.startswith(tuple(skip))}
     leaves = leaves_by_path(abstract, whole=(Packed,))
     tops = tuple({f"{path.partition('.')[0]}." for path in leaves})
     possible = (*prefixes, *(prefix.removeprefix("model.") for prefix in prefixes))
+    stored = read_headers(folder)
+    stored = stored if quantisation is not None else _unwrapped(stored, leaves, possible)
+    stored = {key: tensor for key, tensor in stored.items() if not key.startswith(tuple(skip))}
     prefix = next((p for p in possible if any(key.startswith(p) and key.startswith(tops, len(p)) for key in stored)), prefixes[-1])
     stored = _with_table(stored, leaves, prefix)
     sources = _sources(folder, stored, leaves, prefix, layouts_of(abstract), quantisation)
@@ -79,6 +82,15 @@ def load_weights(
             loaded[path] = put(leaves[path], sources[path], bar.update)
     structure = jax.tree.structure(abstract, is_leaf=lambda node: isinstance(node, Packed))
     return jax.tree.unflatten(structure, [loaded[path] for path in leaves])
+
+
+def _unwrapped(stored: Mapping[str, Stored], leaves: Mapping[str, Any], possible: Sequence[str]) -> Mapping[str, Stored]:
+    """The tensors of a file without what a module around the model put before their keys: "_orig_mod.", "module.", "language_model."."""
+    tables = [prefix + path for path in leaves if path.endswith("embed_tokens.weight") for prefix in possible]
+    if stored.keys() & set(tables):
+        return stored
+    outer = next((key.removesuffix(table) for table in tables for key in stored if key.endswith(f".{table}")), "")
+    return {key.removeprefix(outer): tensor for key, tensor in stored.items()}
 
 
 def _with_table(stored: Mapping[str, Stored], leaves: Mapping[str, Any], prefix: str) -> dict[str, Stored]:

@@ -318,6 +318,15 @@ def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
     assert lines[-1].startswith("  _orig_mod.029.weight: unknown, found F32")
 
 
+@pytest.mark.parametrize("outer", ["_orig_mod.", "module.", "base_model.model.", "language_model."])
+@pytest.mark.parametrize("member", ["E2B", "12B"])
+def test_names_of_modules_around_the_model_are_left_out(member: str, outer: str, tmp_path: Path) -> None:
+    tensors = stored(member)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    found = load(put(tmp_path, {outer + key: tensor for key, tensor in (tensors | head).items()}), abstract(member))
+    assert_same(found, load(oracle.target(member)[1], abstract(member)))
+
+
 def test_values_of_a_layer_whose_values_are_its_keys(tmp_path: Path) -> None:
     """A v_proj where the config says K = V means that one of the two is wrong."""
     tensors = stored("12B") | {"model.layers.3.self_attn.v_proj.weight": np.zeros((16, 32), np.float32)}
