@@ -93,7 +93,7 @@ class Generator:
 
     def rows(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The same for a list of rows, which are dicts."""
-        if not isinstance(rows, list | tuple):
+        if isinstance(rows, str | bytes | Mapping) or not (hasattr(rows, "__iter__") and hasattr(rows, "__len__")):
             raise TypeError(f"rows are of type {type(rows).__name__}, expected a list of dicts")
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):

@@ -47,7 +47,7 @@ def regex_of(schema: Any, whitespace: str = WHITESPACE, closed: bool = False) ->
     try:
         return Writer(schema, whitespace, closed).value(schema, "", ())
     except RecursionError:
-        refuse("a schema that is too deep", "")
+        refuse("more levels than can be gone through", "")
 
 
 def any_object(whitespace: str = WHITESPACE) -> str:

@@ -118,7 +118,10 @@ REFUSED = {
         {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "a"], "minProperties": 2},
         "'minProperties' 2 beside 1 required properties",
     ),
-    "more levels than Python calls": (functools.reduce(lambda x, _: {"items": x}, range(2000), {"type": "null"}), "too deep at #"),
+    "more levels than Python calls": (
+        functools.reduce(lambda x, _: {"items": x}, range(2000), {"type": "null"}),
+        "more levels than can be gone through at #",
+    ),
     "a lookahead": ({"pattern": "(?=a)b"}, "a lookaround, .*at #/pattern"),
     "a reference to a group": ({"pattern": "(a)\\1"}, "a reference to a group.*at #/pattern"),
     "an anchor inside": ({"pattern": "(^a)b"}, "an anchor.*at #/pattern"),
