@@ -61,13 +61,22 @@ def _left_float(config: Mapping[str, Any], told: str) -> list[str]:
     """The modules that `extra_config` leaves in 16 or 32 bits, among which AutoRound lists those of the image tower. Raises ValueError
     for one that is quantised in another way than the rest."""
     found = []
-    for name, own in (config.get("extra_config") or {}).items():
+    for name, own in _object(config, "extra_config", told).items():
+        if not isinstance(own, Mapping) or not isinstance(own.get("bits") or 0, int):
+            raise ValueError(f"{told} has {own!r} for {name} in extra_config; expected an object of settings, with a whole number of bits")
         if (own.get("bits") or 0) >= 16:
             found.append(name)
         elif other := {key: value for key, value in own.items() if key in WEIGHTS and value != config.get(key, WEIGHTS[key])}:
             raise ValueError(
                 f"{told} has settings of single layers (extra_config): {name} has {other}; expected those of the rest, or 16 bits"
             )
+    return found
+
+
+def _object(config: Mapping[str, Any], key: str, told: str) -> Mapping[str, Any]:
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{told} has {key} {found!r}; expected an object")
     return found
 
 
@@ -81,7 +90,7 @@ def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *
     awq = method == "awq"
     if type(bits) is not int or bits not in ((4,) if awq else (4, 8)) or type(group) is not int or not (group > 0 or group == -1):
         raise ValueError(f"{told}; served are {'4 bits' if awq else '4 and 8 bits'} and a group_size that is positive or -1")
-    own = {name: value for name, value in (config.get("dynamic") or {}).items() if not str(name).startswith("-:")}
+    own = {name: value for name, value in _object(config, "dynamic", told).items() if not str(name).startswith("-:")}
     left_float = _left_float(config, told)
     if own:
         raise ValueError(f"{told} has settings of single layers (dynamic); expected none")
