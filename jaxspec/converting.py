@@ -65,7 +65,7 @@ def convert(
     during the conversion; None is the default device alone. The result can be loaded onto any mesh. adapter: is merged into the target's
     weights, as `load` does, which are then written without it. revision, token, cache_dir, local_files_only: as for `load`.
 
-    Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for weights that `load` would refuse,
+    Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for a source that `load` would refuse,
     ValueError if several processes convert, or for a mount point, which no folder can replace. A conversion that fails or is killed
     leaves no folder under the destination's name.
     """

@@ -86,13 +86,13 @@ class Generator:
         batch: a dict of columns (numpy arrays or lists), a pyarrow.Table or a pandas.DataFrame; the result is of the same type. A row that
         cannot be served has its error in its own row, with text None.
 
-        Raises ValueError for a batch without the column of prompts or with a column of a new one's name, RuntimeError once this is closed,
-        and what a device raises that concerns all rows.
+        Raises ValueError for a batch without the column of prompts, with a column of a new one's name or with columns of several lengths,
+        TypeError for what is no batch or no column, RuntimeError once this is closed, and what a device raises that concerns all rows.
         """
         return self._result(self._submit(batch))
 
     def rows(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The same for a list of rows, which are dicts."""
+        """The same for a list of rows, which are dicts. Raises TypeError for others as well."""
         if isinstance(rows, str | bytes | Mapping) or not (hasattr(rows, "__iter__") and hasattr(rows, "__len__")):
             raise TypeError(f"rows are of type {type(rows).__name__}, expected a list of dicts")
         for at, row in enumerate(rows):

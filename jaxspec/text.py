@@ -152,20 +152,25 @@ class Tokenizer:
                 raise unknown("chat", name, ("params", "enable_thinking", *TemplateOptions.__annotations__))
         known: dict[str, Any] = dict(options)
         more = known.pop("chat_template_kwargs", None)
-        if not isinstance(more, Mapping | None) or any(not isinstance(name, str) for name in more or ()):
+        if more is not None:
+            self._check_names(more)
+        return self.apply_chat_template(messages, **{"enable_thinking": enable_thinking, **(more or {}), **known})
+
+    def _check_names(self, more: Any) -> None:
+        """Raises TypeError or ValueError for what does not go to the chat template alone."""
+        if not isinstance(more, Mapping) or any(not isinstance(name, str) for name in more):
             raise TypeError(f"chat_template_kwargs is {more!r}, expected a dict of names that the chat template knows")
         # transformers takes these names for its own arguments, which cut or pad the tokens, or give something else than tokens.
         own = {*inspect.signature(self._hf.apply_chat_template).parameters, "self", "messages"} - {*TEMPLATE_NAMES, "kwargs"}
-        if refused := sorted(own.intersection(more or ())):
+        if refused := sorted(own.intersection(more)):
             raise ValueError(f"chat_template_kwargs has {refused[0]!r}, which is no name for the chat template")
-        return self.apply_chat_template(messages, **{"enable_thinking": enable_thinking, **(more or {}), **known})
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint in a local folder: tokenizer.json, with tokenizer_config.json and chat_template.jinja if they exist.
 
-    It downloads nothing and runs no code from the folder. Raises FileNotFoundError if there is no tokenizer.json, ValueError if that
-    cannot be loaded or if a file outside the folder is named.
+    It downloads nothing and runs no code from the folder. It warns of a chat template that writes a bos_token which there is not. Raises
+    FileNotFoundError if there is no tokenizer.json, ValueError if that cannot be loaded, and as `check_files`.
     """
     folder = Path(folder)
     check_files(folder)

@@ -183,7 +183,7 @@ class Defaults:
         read: dict[str, Any] = {name: generation.get(name) for name in names}
         given = SamplingParams(**read)
         values = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-        samples = generation.get("do_sample") is not None and flag("do_sample", generation["do_sample"])
+        samples = flag("do_sample", generation.get("do_sample") or False)
         values["temperature"] = values.get("temperature", 1.0) if samples else 0.0
         return cls(**values, suppress_tokens=_ids("suppress_tokens", generation.get("suppress_tokens") or ()))
 

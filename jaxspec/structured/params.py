@@ -8,6 +8,7 @@ import json as jsonlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxspec.checks import characters
 from jaxspec.structured import patterns, schema
 
 KINDS = ("json", "regex", "choice", "json_object")
@@ -133,10 +134,7 @@ def _texts(given: Any) -> tuple[str, ...]:
     for i, text in enumerate(listed):
         if not isinstance(text, str):
             raise TypeError(f"choice[{i}] is {text!r} of type {type(text).__name__}, expected a str")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"choice[{i}] is {text!r}, which has half of a surrogate pair") from None
+        characters(f"choice[{i}]", text)
     return listed
 
 

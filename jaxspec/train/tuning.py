@@ -174,7 +174,7 @@ def finetune(
     score = scores(held, loss, min(how.batch // how.accumulate, len(held.ids)))
     draw = drawn(texts, how.batch, how.seed)
     settings = {"target": os.fspath(target), "data": _fingerprint(texts)}
-    check_out(out, how, settings, resume)
+    check_out(out, how, settings, resume)  # before the run's first file is there
     with alone(out):
         fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings,
             placement=placement_of(mesh), progress=watched(progress))  # fmt: skip

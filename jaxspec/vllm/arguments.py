@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec import checkpoint, sharding
 from jaxspec.checkpoint.hub import HUB, Hub
-from jaxspec.checks import among, integer, path, unknown
+from jaxspec.checks import among, flag, integer, path, unknown
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.registry import SAME, kind_of
 
@@ -225,8 +225,8 @@ def structure_of(config: Mapping[str, Any] | None) -> tuple[dict[str, bool], lis
     for key, value in config.items():
         if key not in (*STRUCTURE, *STRUCTURE_TUNING):
             raise unknown("structured_outputs_config", key, (*STRUCTURE, *STRUCTURE_TUNING))
-        if key in STRUCTURE and not isinstance(value, bool):
-            raise TypeError(f"structured_outputs_config[{key!r}] is {value!r}, expected True or False")
+        if key in STRUCTURE:
+            flag(f"structured_outputs_config[{key!r}]", value)
     tuning = [f"structured_outputs_config[{key!r}]" for key in config if key in STRUCTURE_TUNING]
     return {key: True for key in STRUCTURE if config.get(key)}, tuning
 

@@ -42,10 +42,10 @@ WITHOUT_EFFECT = (
     "detokenize",
     "skip_special_tokens",
 )
-# What is read of a generation config, and the fields that it sets.
-GENERATION = {"max_new_tokens": "max_tokens"} | {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
 # Fields for which None is no value, as with vLLM; jaxspec.SamplingParams would read it as the checkpoint's own default.
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# What is read of a generation config, and the fields that it sets.
+GENERATION = {"max_new_tokens": "max_tokens"} | {name: name for name in NUMBERS}
 OPTIONAL = (*NUMBERS, "n", "presence_penalty", "frequency_penalty")  # where `from_optional` takes it for the default
 
 
