@@ -85,6 +85,7 @@ def attend(
         scale=scale,
         ancestors=None if keys.tree is None or keys.fresh is None else keys.tree.words,
         launch_dependents=read_by_kernel and packing is None,
+        read_once=keys.read_once,
         implementation=attention,
     )
     if keys.fresh is not None and keys.pools is not None:
@@ -101,14 +102,16 @@ def keys_of(
     return Keys(*pages, length, None, count, weight)
 
 
-def keys_for(cache: PagedKV | None, layer: int, spec: LayerSpec, rows: Rows, weight: jax.Array | None = None) -> Keys:
-    """The keys before these rows of a layer that owns K and V, to which it adds the rows' own."""
+def keys_for(cache: PagedKV | None, layer: int, spec: LayerSpec, rows: Rows, weight: jax.Array | None = None, *, read_once: bool) -> Keys:
+    """The keys before these rows of a layer that owns K and V, to which it adds the rows' own. read_once: whether no other layer reads
+    them."""
     keys, width = keys_of(cache, layer, rows.slots, rows.start, rows.count, weight), rows.ids.shape[1]
     if rows.packing is not None:
         assert cache is not None
         width = rows.packing.width
     store_first = cache is not None and rows.tree is None and paged.has_room(cache, spec, width)
-    return dataclasses.replace(keys, store_first=store_first, packing=rows.packing, tree=rows.tree)
+    read_once = read_once and rows.packing is None  # packed rows of a sequence each read its pages
+    return dataclasses.replace(keys, store_first=store_first, packing=rows.packing, tree=rows.tree, read_once=read_once)
 
 
 def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str) -> PagedKV:

@@ -146,6 +146,7 @@ class Gemma4:
         cut = config.num_hidden_layers
         if last_only and max(taps, default=0) <= config.first_shared_layer:
             cut = config.first_shared_layer
+        shared = {layer.kv_source for layer in config.layers}
         fresh: dict[int, Keys] = {}
         tapped: dict[int, jax.Array] = {}
         normed = self.layers[0].input_layernorm(x)
@@ -161,7 +162,8 @@ class Gemma4:
             if source in fresh:
                 keys = fresh[source]
             else:
-                keys = keys_for(cache, source, spec, rows, self.layers[source].self_attn.key_weight)
+                weight, once = self.layers[source].self_attn.key_weight, source not in shared
+                keys = keys_for(cache, source, spec, rows, weight, read_once=once)
             goes_on = i + 1 < len(self.layers) and i + 1 not in (cut, *taps)  # into the next layer alone
             read_by_kernel = goes_on and self.layers[i + 1].enters_kernel(x, attention)
             if goes_on:

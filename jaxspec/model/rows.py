@@ -110,7 +110,8 @@ class Keys:
     [B, T, KV, D] of rows that are not in the pages yet, or None; count: [B] int32. weight: [D], the owner's k_norm where its keys
     are stored in part (`LayerSpec.key_dims`), else None. store_first: the owner puts its rows into the pages and then reads them
     there, so that none are fresh; it must have places for them beside all that they see. packing: of packed rows, for which B is the
-    number of rows; else None. tree: of the fresh rows, None where they are consecutive.
+    number of rows; else None. tree: of the fresh rows, None where they are consecutive. read_once: whether only this layer reads the
+    pages.
     """
 
     pools: LayerKV | None
@@ -122,6 +123,7 @@ class Keys:
     store_first: bool = struct.field(pytree_node=False, default=False)
     packing: Packing | None = None
     tree: DraftTree | None = struct.field(pytree_node=False, default=None)
+    read_once: bool = struct.field(pytree_node=False, default=False)
 
 
 def take_row(x: jax.Array, index: jax.Array) -> jax.Array:

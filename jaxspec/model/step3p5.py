@@ -268,7 +268,7 @@ class Step3p5:
         normed = self.layers[0].input_layernorm(x)
         next_weights = (*(layer.input_layernorm.weight for layer in self.layers[1:]), self.norm.weight)
         for i, (layer, next_weight) in enumerate(zip(self.layers, next_weights, strict=True)):
-            keys = keys_for(cache, i, layer.self_attn.spec, rows)
+            keys = keys_for(cache, i, layer.self_attn.spec, rows, read_once=True)
             x, normed, fresh[i] = decoder_layer(layer, x, normed, rows.positions, keys, next_weight, attention)
             assert normed is not None
             tapped[i + 1] = x

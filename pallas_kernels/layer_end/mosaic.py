@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, read_once
 from pallas_kernels.activation import GELU
 from pallas_kernels.clusters import Mail
 from pallas_kernels.dialect import pl
@@ -117,11 +117,11 @@ def _serve(mosaic, refs, mail, cluster, blocks, both, eps, launch_dependents):
 
     def copy_gate():
         source = refs["gate"].at[pl.ds(warpgroup * BLOCK, BLOCK), pl.ds(member * blocks * BLOCK, blocks * BLOCK)]
-        mosaic.copy_gmem_to_smem(source, refs["gate_tiles"].at[warpgroup], refs["gate_there"].at[warpgroup])
+        read_once.copy(mosaic, source, refs["gate_tiles"].at[warpgroup], refs["gate_there"].at[warpgroup])
 
     def copy_projection():
         source = refs["projection"].at[pl.ds(column, BLOCK)]
-        mosaic.copy_gmem_to_smem(source, refs["projection_tiles"].at[warpgroup], refs["projection_there"].at[warpgroup])
+        read_once.copy(mosaic, source, refs["projection_tiles"].at[warpgroup], refs["projection_there"].at[warpgroup])
 
     def load(name):
         return cluster.load(refs[name], column).astype(jnp.float32)

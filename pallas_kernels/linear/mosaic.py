@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, read_once
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear.reference import summed
@@ -378,7 +378,7 @@ def _multiply(mosaic, refs, worker, *, tiles, works, splits, steps, share, matri
                 begin = (tile * places + block % places) * tiles.outputs
                 source = refs["w"].at[block // places, pl.ds(begin, tiles.outputs), pl.ds(step * tiles.step, tiles.step)]
                 held, first = (right.at[slot], block * tiles.outputs) if tiles.rows_left else (left.at[slot, block], 0)
-                mosaic.copy_gmem_to_smem(source, held.at[pl.ds(first, tiles.outputs)], full.at[slot])
+                read_once.copy(mosaic, source, held.at[pl.ds(first, tiles.outputs)], full.at[slot], interpret=wait is None)
 
         def copy_rows(step, slot):
             # Rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there.

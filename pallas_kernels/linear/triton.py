@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, read_once
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import MULTIPROCESSORS, pl, plgpu
 from pallas_kernels.float8_rows import Rounded
@@ -223,7 +223,7 @@ def _split(lane, size):
     return jax.lax.div(lane, jnp.full_like(lane, size)), jax.lax.rem(lane, jnp.full_like(lane, size))
 
 
-def _load(ref, index, row, at, mask, ends):
+def _load(ref, index, row, at, mask, ends, policy=None):
     """The numbers of the matrix ref[*index] in rows `row` [R, 1] and columns `at` [R, S]: [R, S].
 
     Zeros where `mask` [R, 1] is False, if there is one. ends: whether the width may end within a step; zeros past it too.
@@ -233,7 +233,8 @@ def _load(ref, index, row, at, mask, ends):
     if ends:
         inside = at < ref.shape[-1]
         mask = inside if mask is None else mask & inside
-    return plgpu.load(ref.at[*index, row, at], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+    other = None if mask is None else jnp.zeros((), ref.dtype)
+    return plgpu.load(ref.at[*index, row, at], mask=mask, other=other, eviction_policy=policy)
 
 
 def _products(x_ref, w_ref, indices, tiles, share):
@@ -255,7 +256,7 @@ def _products(x_ref, w_ref, indices, tiles, share):
     def step(i, sums):
         start = (first + i) * depth
         x = _load(x_ref, (), row[:, None], start + right_at, right_mask, width % depth)
-        ws = [_load(w_ref, index, column[:, None], start + left_at, left_mask, width % depth) for index in indices]
+        ws = [_load(w_ref, index, column[:, None], start + left_at, left_mask, width % depth, read_once.POLICY) for index in indices]
         return tuple(s + plgpu.dot(w, x, trans_b=True, precision=precision) for s, w in zip(sums, ws, strict=True))
 
     zero = jnp.zeros((tile * parts, parts * height), jnp.float32)

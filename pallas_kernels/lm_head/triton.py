@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import read_once
 from pallas_kernels.dialect import call, pl, plgpu, shared_memory
 from pallas_kernels.lm_head.reference import best, capped
 from pallas_kernels.noise import perturbed
@@ -94,7 +95,7 @@ def kernel(
     start = tile * cut.vocab
     parts = chunks(rows, cut.rows)
 
-    def load(ref: Any, first: Any, count: int, end: int, column: Any) -> jax.Array:
+    def load(ref: Any, first: Any, count: int, end: int, column: Any, policy: str | None = None) -> jax.Array:
         """A block of `count` rows from `first` on. Past the array's end it repeats the last row, and its results are dropped; past the
         width it has zeros."""
         row, columns = first + jnp.arange(count, dtype=jnp.int32), column + jnp.arange(cut.depth, dtype=jnp.int32)
@@ -102,11 +103,12 @@ def kernel(
             row = jnp.minimum(row, np.int32(end - 1))
         block = ref.at[row[:, None], columns[None, :]]
         if width % cut.depth == 0:
-            return plgpu.load(block)
-        return plgpu.load(block, mask=jnp.broadcast_to(columns[None, :] < width, (count, cut.depth)), other=0.0)
+            return plgpu.load(block, eviction_policy=policy)
+        inside = jnp.broadcast_to(columns[None, :] < width, (count, cut.depth))
+        return plgpu.load(block, mask=inside, other=0.0, eviction_policy=policy)
 
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        weights = load(table_ref, start, cut.vocab, size, i * cut.depth)
+        weights = load(table_ref, start, cut.vocab, size, i * cut.depth, read_once.POLICY)
         return tuple(
             total + plgpu.dot(weights, load(hidden_ref, first, count, rows, i * cut.depth), trans_b=True, allow_tf32=False)
             for total, (first, count) in zip(sums, parts, strict=True)

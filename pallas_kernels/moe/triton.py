@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, read_once
 from pallas_kernels.activation import GELU
 from pallas_kernels.dialect import pl, plgpu
 from pallas_kernels.moe.reference import TINY, Choices
@@ -231,7 +231,7 @@ def members(counts_ref, pairs_ref, rows):
     return expert, plgpu.load(pairs_ref.at[expert, rank], mask=rank < count, other=jnp.int32(2**30))
 
 
-def _load(ref, index, row, column, kept):
+def _load(ref, index, row, column, kept, policy=None):
     """Rows `row` and columns `column` of the matrix ref[*index]. Zeros where a row is not kept (None keeps all) or a column is outside."""
     mask = None if kept is None else kept[:, None]
     columns = ref.shape[-1]
@@ -240,7 +240,8 @@ def _load(ref, index, row, column, kept):
         mask = inside if mask is None else mask & inside
     if mask is not None:
         mask = jnp.broadcast_to(mask, (row.shape[0], column.shape[0]))
-    return plgpu.load(ref.at[*index, row[:, None], column[None, :]], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+    other = None if mask is None else jnp.zeros((), ref.dtype)
+    return plgpu.load(ref.at[*index, row[:, None], column[None, :]], mask=mask, other=other, eviction_policy=policy)
 
 
 def _products(x_ref, row, kept, w_ref, indices, column, depth):
@@ -252,7 +253,7 @@ def _products(x_ref, row, kept, w_ref, indices, column, depth):
     def step(i, sums):
         at = i * depth + jnp.arange(depth, dtype=jnp.int32)
         x = _load(x_ref, (), row, at, kept)
-        tiles = [_load(w_ref, index, column, at, inside) for index in indices]
+        tiles = [_load(w_ref, index, column, at, inside, read_once.POLICY) for index in indices]
         return tuple(s + plgpu.dot(x, w, trans_b=True, precision=precision) for s, w in zip(sums, tiles, strict=True))
 
     zero = jnp.zeros((row.shape[0], column.shape[0]), jnp.float32)

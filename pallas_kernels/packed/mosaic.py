@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, read_once
 from pallas_kernels.dialect import pl
 from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed
 from pallas_kernels.packed.words import CODE_MASKS, MASKS, codes_in_registers, scaled, unpacker
@@ -233,10 +233,10 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finis
             begin = (piece.first + i) * tiles.step
             which = *piece.matrices, pl.ds(0, matrices), pl.ds(piece.tile * at_once, at_once)
             source = refs["w"].at[*which, pl.ds(begin * lanes, tiles.step * lanes)]
-            mosaic.copy_gmem_to_smem(source, words.at[slot], full.at[slot])
+            read_once.copy(mosaic, source, words.at[slot], full.at[slot])
             for name, held in numbers.items():
                 source = refs[name].at[*which, pl.ds(0, 1) if per_output else pl.ds(begin, tiles.step)]
-                mosaic.copy_gmem_to_smem(source, held.at[slot], full.at[slot])
+                read_once.copy(mosaic, source, held.at[slot], full.at[slot])
 
         def copy_first(_, __):
             first = locate(refs, program, 0)

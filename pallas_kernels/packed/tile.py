@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import read_once
 from pallas_kernels.device import capability
 from pallas_kernels.dialect import HOPPER, pl, plgpu
 from pallas_kernels.packed.matrix import BLOCK, KINDS, LANES, WORDS, Packed
@@ -183,9 +184,9 @@ def _load_numbers(ref, index, out, into, mask, form):
 
 def _load(ref, mask, shape):
     if mask is None:
-        return plgpu.load(ref)
+        return plgpu.load(ref, eviction_policy=read_once.POLICY)
     mask = jnp.broadcast_to(mask.reshape(*shape[:2], *[1] * (len(shape) - 2)), shape)
-    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
+    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype), eviction_policy=read_once.POLICY)
 
 
 def _inputs(x, form):

@@ -24,6 +24,7 @@ def paged_attention(
     scale: float = 1.0,
     ancestors: tuple[int, ...] | None = None,
     launch_dependents: bool = False,
+    read_once: bool = False,
     implementation: str = "auto",
 ) -> jax.Array:
     """Softmax attention of query rows over a sequence's pages and over fresh rows that are not in the pages yet.
@@ -42,7 +43,8 @@ def paged_attention(
     Returns [B, T, KV, G, D] in q's dtype; zeros for a query that sees no key. K and V may be anything, even NaN, at positions outside
     0 .. lengths + fresh_count - 1, at or before min(positions) - window, and (if causal) after max(positions).
 
-    launch_dependents: whether only kernels read the result: see `dialect.launching`.
+    launch_dependents: whether only kernels read the result: see `dialect.launching`. read_once: whether no other layer reads these pages
+    soon, so that the L2 cache need not keep them.
 
     implementation: see `dialect.select`; or "mosaic", kernels for Hopper and bfloat16: for keys of which only the rotary dims are stored,
     and for whole keys of head_dim 256, each for few rows and for many. "auto" takes them where they are faster. Raises ValueError for an
@@ -59,7 +61,7 @@ def paged_attention(
         if implementation == "mosaic" and unsupported:
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
         if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q, key_weight, window)):
-            settings = {"causal": causal, "window": window, "scale": scale, "launch_dependents": launch_dependents}
+            settings = {"causal": causal, "window": window, "scale": scale, "launch_dependents": launch_dependents, "read_once": read_once}
             return mosaic.paged_attention(*arguments[:-1], **settings)
     unsupported = triton.unsupported(q.shape[-1], None if cached is None else cached[0].shape[1])
     chosen = dialect.select(implementation, unsupported, further=("mosaic",))

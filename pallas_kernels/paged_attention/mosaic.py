@@ -67,7 +67,21 @@ def is_faster(q, key_weight, window) -> bool:
 
 
 def paged_attention(
-    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, *, causal, window, scale, splits=None, launch_dependents=False
+    q,
+    positions,
+    cached,
+    table,
+    lengths,
+    fresh,
+    fresh_count,
+    key_weight,
+    *,
+    causal,
+    window,
+    scale,
+    splits=None,
+    launch_dependents=False,
+    read_once=False,
 ):
     """See `pallas_kernels.paged_attention.paged_attention`."""
     inputs = {"lengths": lengths, "positions": positions, "q": q, "table": table, "k": cached[0], "v": cached[1]}
@@ -85,7 +99,7 @@ def paged_attention(
     visible = visible if window is None else min(visible, window + q.shape[1])
     blocks = visible // KEYS + (window is not None)  # a window seldom begins where a block does
     if key_weight is None:
-        plan = mosaic_whole.Plan(q.shape, causal, window, scale)
+        plan = mosaic_whole.Plan(q.shape, causal, window, scale, read_once=read_once)
         plan = dataclasses.replace(plan, splits=splits or mosaic_whole.splits_for(plan, blocks))
         return mosaic_whole.attend(plan, inputs, {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, launch_dependents)[0]
     plan = mosaic_parts.Plan(q.shape, causal, window, scale)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, read_once
 from pallas_kernels.clusters import Mail
 from pallas_kernels.dialect import pl
 from pallas_kernels.paged_attention import mosaic_parts as parts
@@ -49,6 +49,8 @@ def clusters(size: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class Plan(parts.Plan):
     """How a call is cut into items, whose rows are the heads of one query after the other."""
+
+    read_once: bool = False  # see `paged_attention`
 
     @property
     def at_once(self) -> int:
@@ -160,6 +162,7 @@ def attend(plan: Plan, inputs, outputs, launch_dependents: bool):
 
 def _copy(plan, refs, item, place, slots):
     mosaic, pages = dialect.mosaic(), refs["pages"]
+    copy_keys = functools.partial(read_once.copy, mosaic) if plan.read_once else mosaic.copy_gmem_to_smem
 
     def copy(block, k_source, v_source, major, rows):
         low, high = parts.inside(item.span, block)
@@ -181,7 +184,7 @@ def _copy(plan, refs, item, place, slots):
                 @pl.when(seen)
                 def _(first=first, count=count, source=source, slot=slot, part=part):
                     piece = source.at[major, pl.ds(rows.start + first, count), item.head, pl.ds(part * PART, PART)]
-                    mosaic.copy_gmem_to_smem(piece, pages.at[slot, pl.ds(first, count)], refs["full"].at[slot])
+                    copy_keys(piece, pages.at[slot, pl.ds(first, count)], refs["full"].at[slot])
 
                 pl.when(jnp.logical_not(seen))(skip)
 

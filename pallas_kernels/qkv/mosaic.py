@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dialect
+from pallas_kernels import dialect, read_once
 from pallas_kernels.clusters import Mail
 from pallas_kernels.dialect import pl
 from pallas_kernels.packed import Packed
@@ -175,7 +175,7 @@ def _serve(mosaic, refs, *, cut, rows, batch, members, group, eps, value_norm, w
 
     def copy_weights(step):
         source = refs["w"].at[pl.ds(head * dim + block * BLOCK, BLOCK), pl.ds(first + step * cut.step, cut.step)]
-        mosaic.copy_gmem_to_smem(source, refs["weights"].at[warpgroup, step % cut.stages], there(step))
+        read_once.copy(mosaic, source, refs["weights"].at[warpgroup, step % cut.stages], there(step), interpret=interpret)
 
     def copy_rows(step):
         # Rows past the last are copied as zeros, but JAX 0.12 refuses a slice that it knows to end there.
