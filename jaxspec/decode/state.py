@@ -155,7 +155,7 @@ def init_state(
 def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeState:
     """Puts sequences into empty slots; `prefill` then computes them. slots: [B] int32, ids >= slots are ignored.
 
-    A sequence that has its `limit` of tokens already has ended.
+    A sequence that has its `limit` of tokens already has ended. One whose slot holds no page has computed nothing, whatever is said.
     """
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
@@ -164,12 +164,14 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
     zero, count = jnp.zeros_like(slots), slots.shape[0]
     filters = _no_filters(count) if requests.filters is None else requests.filters
     edited = edits.defaults(count) if requests.edits is None else requests.edits
+    computed = zero if requests.computed is None else requests.computed
+    computed = jnp.where(jnp.take(state.cache.held, slots, mode="fill", fill_value=0) > 0, computed, 0)
     return dataclasses.replace(
         state,
         tokens=state.tokens.at[slots, : requests.tokens.shape[1]].set(requests.tokens, mode="drop"),
         from_draft=put(state.from_draft, jnp.zeros((count, state.from_draft.shape[1]), jnp.bool_)),
         length=put(state.length, requests.length),
-        computed=put(state.computed, zero if requests.computed is None else requests.computed),
+        computed=put(state.computed, computed),
         prompt=put(state.prompt, requests.prompt),
         limit=put(state.limit, requests.limit),
         status=put(state.status, jnp.where(requests.length < requests.limit, RUNNING, FULL_LENGTH)),
@@ -201,9 +203,11 @@ def fork(state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Arr
 
     A source must have computed `rows` positions and no more, so that its rings and its drafter are where the copy is to go on; the
     tokens before, and the one after, must be those of both. sources, slots, rows: [B] int32, ids >= slots are ignored. Where there
-    are no pages for it the slots have computed nothing. May come before or after `admit` of the slots.
+    are no pages for it, or a source has computed something else, the slots have computed nothing. May come before or after `admit` of
+    the slots.
     """
-    cache, ok = paged.share(state.cache, sources, slots, rows)
+    as_said = jnp.take(state.computed, sources, mode="clip") == rows
+    cache, ok = paged.share(state.cache, jnp.where(as_said, sources, state.slots), slots, rows)
     into = jnp.where(sources < state.slots, slots, state.slots)
 
     def copy(part: Any) -> Any:
@@ -215,7 +219,7 @@ def fork(state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Arr
         state,
         cache=cache,
         drafter=jax.tree.map(copy, state.drafter, is_leaf=lambda part: isinstance(part, PagedKV)),
-        computed=state.computed.at[into].set(jnp.where(ok, rows, 0), mode="drop"),
+        computed=state.computed.at[into].set(jnp.where(ok & as_said, rows, 0), mode="drop"),
     )
 
 

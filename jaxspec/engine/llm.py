@@ -44,6 +44,7 @@ from jaxspec.text import TemplateOptions, Tokenizer
 from jaxspec.trees import packed_kinds, rounded_inputs
 
 STREAM_STEPS = 4  # rounds between two chunks of a stream
+ANSWER = {"role": "assistant", "content": "x"}  # any, to see how a template writes one in a history
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -310,11 +311,11 @@ class LLM:
         """
         return self._begin(prompt, either(params, sampling_params), steps)
 
-    def _begin(self, prompt: Any, params: Any, steps: int, *, keep: bool = False) -> Stream:
+    def _begin(self, prompt: Any, params: Any, steps: int, *, keep: int = 0) -> Stream:
         params = params_or_default(params)
         if params.n > 1:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
-        return Stream(self._serving.stream(self._requests([prompt], params, keep=keep)[0], integer("steps", steps, 1)))
+        return Stream(self._serving.stream(self._requests([prompt], params, keep=[keep])[0], integer("steps", steps, 1)))
 
     @heeded()
     def chat(
@@ -333,21 +334,24 @@ class LLM:
         template: tools, the functions that the model may call, as the template wants them; chat_template, a template in place of the
         checkpoint's; chat_template_kwargs, a dict of more names that the template knows; add_generation_prompt, False to leave out the
         opening of the model's turn; with that, continue_final_message=True to go on with the last message.
-        What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, or from the end of
-        its last prompt, only what is new is computed. Raises what `generate` raises, and ValueError for images and other content that is
+        What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, only what is new is
+        computed. Without thinking, Gemma 4's template writes an empty thought before an answer and leaves it out of the next prompt; then
+        the last answer is computed again too. Raises what `generate` raises, and ValueError for images and other content that is
         not text.
         """
         several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
-        prompts = []
+        prompts, keep = list[Prompt](), list[int]()
         for i, conversation in enumerate(conversations):
             try:
-                prompts.append(self._shown(self.chat_prompt(conversation, enable_thinking=enable_thinking, **template)))
+                prompt, repeated = self._conversation(conversation, enable_thinking, template)
             except ValueError as error:
                 if not several:
                     raise
                 raise ValueError(f"conversation {i}: {error}") from error
-        completions = self._generate(self._requests(prompts, either(params, sampling_params), keep=True), use_tqdm)
+            prompts.append(prompt)
+            keep.append(repeated)
+        completions = self._generate(self._requests(prompts, either(params, sampling_params), keep=keep), use_tqdm)
         return completions if several or len(completions) > 1 else completions[0]
 
     def stream_chat(
@@ -360,23 +364,33 @@ class LLM:
         **template: Unpack[TemplateOptions],
     ) -> Stream:
         """Answers one conversation and yields the text as it comes, as `stream` does. Arguments and errors as for `chat`."""
-        prompt = self._shown(self.chat_prompt(messages, enable_thinking=enable_thinking, **template))
-        return self._begin(prompt, params, steps, keep=True)
+        prompt, keep = self._conversation(messages, enable_thinking, template)
+        return self._begin(prompt, params, steps, keep=keep)
 
     def chat_prompt(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> list[int]:
         """The token ids of a conversation up to the model's turn: what `chat` generates from."""
         return self.tokenizer.conversation(messages, template, enable_thinking)
 
-    def _shown(self, ids: list[int]) -> Prompt:
-        """A prompt with the text of its ids."""
-        return {"prompt_token_ids": ids, "prompt": self.tokenizer.decode(ids, special=True)}
+    def _conversation(self, messages: Messages, enable_thinking: bool, template: TemplateOptions) -> tuple[Prompt, int]:
+        """A conversation's prompt with its text, and how many of its tokens the next turn begins with. These are all of them, but where the
+        template opens the model's turn with what it leaves out of a history, such as an empty thought."""
+        ids = self.chat_prompt(messages, enable_thinking=enable_thinking, **template)
+        shown: Prompt = {"prompt_token_ids": ids, "prompt": self.tokenizer.decode(ids, special=True)}
+        if not template.get("add_generation_prompt", True):
+            return shown, len(ids)
+        later: TemplateOptions = {**template, "add_generation_prompt": False}
+        try:
+            told = self.chat_prompt([*messages, ANSWER], enable_thinking=enable_thinking, **later)
+        except ValueError:  # a template that refuses such a turn
+            return shown, len(ids)
+        return shown, next((i for i, (one, other) in enumerate(zip(ids, told, strict=False)) if one != other), min(len(ids), len(told)))
 
-    def _requests(self, prompts: Sequence[Any], params: Any, *, keep: bool = False) -> list[Request]:
-        """Checked requests for a list of prompts."""
+    def _requests(self, prompts: Sequence[Any], params: Any, *, keep: Sequence[int] = ()) -> list[Request]:
+        """Checked requests for a list of prompts. keep: see `Request`, for each prompt; all 0 by default."""
         self._check_open()
         maker, pairs = self._maker, enumerate(zip(prompts, params_of(params, len(prompts)), strict=True))
         made = [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, self._draw_seed)]
-        return [dataclasses.replace(request, keep=keep) for request in made]
+        return [dataclasses.replace(request, keep=keep[request.prompt_index]) for request in made] if keep else made
 
     @property
     def _maker(self) -> Maker:

@@ -42,7 +42,7 @@ class Request:
     structure: Structure | None = None  # what its text must look like
     index: int = 0  # which of the prompt's n samples it is
     prompt_index: int = 0  # which of the call's prompts it belongs to
-    keep: bool = False  # whether its sequence is kept at its end, for a conversation that goes on
+    keep: int = 0  # how many tokens of its prompt the next turn of its conversation begins with; 0 where none is to come
 
     # Where it is. The host gives it a slot, and calls on the device report what became of it.
     slot: int = -1  # -1 while it has none

@@ -46,6 +46,7 @@ class Call(NamedTuple):
     report: decode.Report  # what it returns
     known: Sequence[int] = ()  # of how many tokens of each request the host knew when the call was made: the report tells of those after
     finished: Sequence[Request | None] = ()  # those whose prompts it computes to their ends, unless pages are lacking
+    number: int = 0  # its place in the order in which the device runs calls that tell how many pages are free
     variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
 
     def without(self, gone: Collection[Request]) -> Call | None:
@@ -90,6 +91,7 @@ class Runner:
         self.total_slots = settings.max_slots + min(settings.prefix_bytes // (two - one), settings.max_slots)
         self.held = Slots(self.total_slots)  # what each slot holds
         self._free: Any = settings.kv_pages  # free pages: a number, or the result of a call that is under way
+        self._numbers, self._told = itertools.count(1), 0  # of calls that tell of free pages, and which one `_free` is from
         self.programs = Programs(target, drafter, settings, slots=self.total_slots, placement=placement, times=self.times)
         self.pool = Pool(self.programs, structures, lambda: self.held.running)
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self.programs.state)  # on all devices of the shard
@@ -225,7 +227,7 @@ class Runner:
         self._written(some)
         columns = self._columns(some, size, goals[:size], known)
         last = [r for r, goal, rows in zip(some, goals, left, strict=False) if goal == r.goal and rows <= chunk]
-        return Call(some, size, NO_DRAFTS, self.programs.run(Prefill(size, chunk, needs), columns), known, last)
+        return Call(some, size, NO_DRAFTS, self.programs.run(Prefill(size, chunk, needs), columns), known, last, next(self._numbers))
 
     def used(self, requests: Sequence[Request]) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1."""
@@ -262,7 +264,7 @@ class Runner:
         steps, known = self.programs.steps_for(needs, steps, unread), [r.length for r in requests]
         columns = self._columns(requests, size, known, [steps] * size, [until_any] * size)
         report = self.programs.run(DecodeRounds(size, needs, *chosen), columns)
-        return Call(requests, size, chosen, report, known, variant=variant)
+        return Call(requests, size, chosen, report, known, number=next(self._numbers), variant=variant)
 
     def use(self, drafter: Drafter) -> None:
         """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings."""
@@ -283,7 +285,8 @@ class Runner:
         reports = self.programs.fetch([call.report for call in calls])
         wanted = self.adaptive is not None or self.watching or self.trial is not None
         for call, report in zip(calls, reports, strict=True):
-            self._free = int(report.free_pages)
+            if call.number > self._told:  # rounds that were queued behind others may be read before them
+                self._free, self._told = int(report.free_pages), call.number
             flags, verified, rounds, drafts = list[bool](), list[int](), 0, 0
             for row, request in enumerate(call.requests):
                 if request is None:
@@ -348,7 +351,7 @@ class Runner:
         """The log-probabilities of a whole text, by another pass over it in a free slot: entry i is of token i + 1, with the `count` most
         likely tokens. make_room: called where pages are lacking."""
         size, chunk = self.buckets.prefill[0]
-        reader = dataclasses.replace(request, prompt=request.tokens, output=[], goals=[], computed=0, keep=False)
+        reader = dataclasses.replace(request, prompt=request.tokens, output=[], goals=[], computed=0, keep=0)
         slot = self.held.idle()
         ended = [*self.held.ended, *([slot] if slot in self.held.kept else [])]
         try:
@@ -370,7 +373,7 @@ class Runner:
         """Gives the requests' slots back. It touches nothing on the device, so it may be called at any time, also twice."""
         for request in requests:
             complete = request.status in (decode.STOPPED, decode.FULL_LENGTH) and request.text.found is None
-            if request.keep and complete and request.slot >= 0 and request.computed == request.length - 1:
+            if request.keep == len(request.prompt) and complete and request.slot >= 0 and request.computed == request.length - 1:
                 self.held.keep(request.slot, request.tokens, writer=request.writer)
         self.held.take_from(requests)
 
@@ -390,7 +393,7 @@ class Runner:
             self.pool.clear()
         if self.programs.state is None:
             self.held.clear()
-            self._free = self.settings.kv_pages
+            self._free, self._told = self.settings.kv_pages, next(self._numbers)
             self.programs.begin()
 
     def _ids(self, requests: Sequence[Request], size: int) -> np.ndarray:
@@ -407,7 +410,8 @@ class Runner:
         taken = padded(ended, self.total_slots, self.total_slots), self._ids(requests, size), arrays
         free = self.programs.run(Admit(size), packed(taken))
         self.held.released(ended)
-        self._free = free
+        self._free, self._told = free, next(self._numbers)
 
     def _fork(self, source: int, slot: int, rows: int) -> None:
         self._free = self.programs.run(Fork(), np.asarray([[source, slot, rows]], np.int32))
+        self._told = next(self._numbers)

@@ -61,8 +61,9 @@ class Turn:
         left to do. Raises RuntimeError if other turns hold all slots."""
         runner = self._runner
         runner.ready()
-        self._readmit([r for r in self.active if r.slot < 0])
         self.waiting.extend(itertools.islice(self._requests, max(runner.free_slots + AHEAD - len(self.waiting), 0)))
+        runner.ready()
+        self._readmit([r for r in self.active if r.slot < 0])  # what gives the requests may have used the LLM, which made room
         if not (self.waiting or self.active):
             return False
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
@@ -244,13 +245,13 @@ class Turn:
         return any(goal >= least and common(request.tokens, r.prompt) > goal for r in ahead for goal in r.goals)
 
     def _plan(self, request: Request, rows: int) -> None:
-        """Decides at which rows its prompt is kept: where that saves most work for others, and at its end if the conversation may continue
-        from there. rows: how many of its rows are kept already."""
+        """Decides at which rows its prompt is kept: where that saves most work for others, and up to where its conversation may continue
+        from it. rows: how many of its rows are kept already."""
         if request.output:
             return
         prompt, page_size = request.prompt, self._runner.settings.page_size
         others = [r.prompt for r in self.waiting] + [other for other in self._seen if other is not prompt]
         goal = boundary(prompt, rows, others, page_size)
-        goals = {goal, len(prompt) - 1 if request.keep else 0}
+        goals = {goal, request.keep - 1}
         request.goals[:] = sorted(goal for goal in goals if goal >= rows + page_size)
         self._seen.append(prompt)

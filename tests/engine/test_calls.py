@@ -190,6 +190,71 @@ def test_what_calls_tell_of_is_read_before_it_is_overwritten(most, logprobs):
     assert Programs.steps_for(told, needs, 3, 1) == min(3, one)
 
 
+class Prompts:
+    """Requests, and None where there is none for the moment; before the nth of all of these it does something."""
+
+    def __init__(self, items, nth=0, does=None):
+        self.items, self.nth, self.does = collections.deque(enumerate(items)), nth, does
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        number, item = self.items.popleft() if self.items else (-1, None)
+        if self.does is not None and number == self.nth:
+            self.does()
+        if item is None:
+            raise StopIteration
+        return item
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_sequence_that_was_kept_without_its_pages_is_computed_again(over, monkeypatch):
+    """As where the host took pages for free that were not. over: whether the slot itself goes on, or is copied from."""
+    llm = llm_of(1 - over)
+    prompt, more = ids(22, 9), params(1, 3)
+    expected = alone([*prompt, 5], more)
+    begin(llm)
+    llm.chat([{"ids": prompt}], params(1, 2))
+    runner = llm._runner
+    slot, kept = next((slot, kept) for slot, kept in runner.held.kept.items() if len(kept.tokens) == len(prompt))
+    runner._release(list(runner.held.kept), [])  # what a copy without a page leaves
+    kept.over = over
+    runner.held._holds[slot] = kept
+    runner.programs.state = dataclasses.replace(runner.programs.state, computed=runner.programs.state.computed.at[slot].set(0))
+    llm.generate(ids(60, 4), params(20, 4))  # which takes those pages
+    found = llm.generate([*prompt, 5], more)[0]
+    assert found.token_ids == expected.token_ids and found.num_cached_tokens == len(prompt) - 1
+
+
+def test_the_newest_call_says_how_many_pages_are_free():
+    """Rounds that were queued behind others may be read after a call that came later."""
+    llm = llm_of(0)
+    begin(llm)
+    runner, requests = llm._runner, llm._requests([ids(9, 1)], params(60, 1))
+    runner.admit(requests)
+    runner.read([runner.prefill(requests, PLAIN)])
+    earlier, later = (runner.decode(requests, steps, unread=2) for steps in (1, 20))
+    runner.read([later._replace(requests=[None])])
+    free = runner.free_pages
+    runner.read([earlier])
+    assert runner.free_pages == free == int(runner.programs.state.cache.free_count)
+    runner.end(requests)
+
+
+@pytest.mark.parametrize("nth", [2, 3])
+def test_what_gives_prompts_may_take_the_room_of_those_before(nth):
+    """It uses the LLM, whose pages are then too few for both."""
+    llm, first, second = llm_of(0), (ids(20, 1), params(60, 1)), (ids(20, 2), params(60, 2))
+    expected = alone(*second), alone(*first)
+    begin(llm, 24)
+    inner = []
+    prompts = Prompts([first, None, None, None], nth, lambda: inner.extend(llm.generate(*second)))
+    (outer,) = llm.as_completed(prompts)
+    assert [c.token_ids for c in (*inner, outer)] == [c.token_ids for c in expected]
+    assert llm._runner.preemptions
+
+
 def test_no_slot_is_no_place():
     with pytest.raises(AssertionError, match="there is no slot for this request"):
         Slots(2).put(-1, Request.__new__(Request))

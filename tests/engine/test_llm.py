@@ -444,6 +444,17 @@ def test_a_conversation_goes_on_from_what_its_earlier_turns_computed(llm, monkey
     assert chat([*known, 3])[0] == 0
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+def test_what_is_kept_of_a_chat_is_what_its_next_turn_begins_with(llm, thinking):
+    """Without thinking the template writes an empty thought before an answer, which the next turn does not have."""
+    messages = [{"role": "user", "content": "hi"}]
+    prompt, keep = llm._conversation(messages, thinking, {})
+    later = [*messages, {"role": "assistant", "content": "So"}, {"role": "user", "content": "on"}]
+    told, ids = llm.chat_prompt(later, enable_thinking=thinking), prompt["prompt_token_ids"]
+    assert told[:keep] == ids[:keep] and (keep == len(ids)) == thinking and (thinking or told[keep] != ids[keep])
+    assert 0 < keep and llm._conversation(messages, thinking, {"add_generation_prompt": False})[1] <= keep
+
+
 @pytest.mark.parametrize(
     ("prompts", "changes", "error", "message"),
     [
