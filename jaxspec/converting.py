@@ -65,9 +65,9 @@ def convert(
     during the conversion; None is the default device alone. The result can be loaded onto any mesh. adapter: is merged into the target's
     weights, as `load` does, which are then written without it. revision, token, cache_dir, local_files_only: as for `load`.
 
-    Raises FileExistsError if the destination has any content, ValueError or FileNotFoundError for a source that `load` would refuse,
-    ValueError if several processes convert, or for a mount point, which no folder can replace. A conversion that fails or is killed
-    leaves no folder under the destination's name.
+    Raises FileExistsError if the destination has any content, NotADirectoryError if it is to lie in a file, ValueError or
+    FileNotFoundError for a source that `load` would refuse, ValueError if several processes convert, or for a mount point, which no folder
+    can replace. A conversion that fails or is killed leaves no folder under the destination's name.
     """
     source = checks.path("source", source, "a hub id, a folder or a bundled model")
     final, progress = Path(checks.path("destination", destination, "a folder")).expanduser().absolute(), watched(progress)
@@ -117,6 +117,8 @@ def _about(quantisation: Quantisation | None, tree: Any, prefix: str) -> dict[st
 
 
 def _check_destination(folder: Path) -> None:
+    if above := next((path for path in folder.parents if path.exists() and not path.is_dir()), None):
+        raise NotADirectoryError(f"{folder} cannot be: {above} is a file; expected a folder")
     if folder.is_dir() and not any(folder.iterdir()):
         if os.path.ismount(folder.resolve()):
             raise ValueError(f"{folder} is a mount point, which the finished folder could not replace; name a folder in it")

@@ -19,6 +19,7 @@ from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.checks import integer
 from jaxspec.drafters.base import NoDraft, fitted, num_draft_tokens_of
 from jaxspec.drafters.checking import check, check_members
+from jaxspec.drafters.registry import SAME
 from jaxspec.engine.intake import MAX_STOP_IDS
 from jaxspec.engine.memory import MemoryPlan, Sizes, fit, size, sizes_of
 from jaxspec.engine.params import Defaults
@@ -122,8 +123,10 @@ def released_pair(
 ) -> Pair:
     """The released target of a name such as "e4b", of which there need be no checkpoint, and a drafter, of which neither.
 
-    drafter: a name of `released.drafter_names`, or a checkpoint's. Raises ValueError or FileNotFoundError for what is neither.
+    drafter: a name of `released.drafter_names`, "same" for the MTP modules that a target's checkpoint holds, or a checkpoint's name. Raises
+    ValueError or FileNotFoundError for what is none of these.
     """
+    drafter = "modules" if drafter == SAME else drafter
     config = released.target_config(target)
     dtype = DTYPES[config.dtype]
     folder, planned = None, NoDraft()
@@ -132,7 +135,7 @@ def released_pair(
     if drafter in released.drafter_names():
         planned = released.abstract_drafter(drafter, target, config, dtype, quantize_drafter)
     elif drafter is not None:
-        folder = checkpoint.resolve(drafter, hub.of_others)
+        folder = released.resolve(drafter, hub.of_others)
         planned = drafters.abstract_drafter(folder, config, dtype, quantize_drafter)
     quantisation = asked_quantisation(config, dtype, quantize, quantize_embedding, quantize_activations)
     return Pair(None, config, {}, Defaults(), dtype, abstract_target(config, dtype, quantisation), quantisation, {}, folder, planned)
@@ -191,7 +194,7 @@ def plan(
     except ValueError as error:
         helps = list(_what_helps(pair, room, placement, sizes)) if room is not None and slots is None and pages is None else []
         more = f". With {', or '.join(helps)}, it fits" if helps else ""
-        if room is not None and used > USED_SHARE * room:
+        if room is not None and used > max(USED_SHARE * room, 0):
             more += f". Another {show(used)} are in use by this process; an LLM's are given back by its close()"
         raise ValueError(f"{error}{more}") from error
 

@@ -6,9 +6,11 @@ Only text parts. The targets' values are those of the released configs; the draf
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxspec import checkpoint, drafters
+from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.drafters import quantising
 from jaxspec.drafters.base import fitted
@@ -274,11 +276,16 @@ def abstract_drafter(name: str, shape: str, target: TargetConfig, dtype: Any, qu
         made = fitted(kind.from_checkpoint(None, config, target, dtype), target)
         asked = None if quantize is None else quantising.asked_quantisation(quantize, made, config, dtype)
         return quantising.quantised(made, asked)
+    return drafters.abstract_drafter(resolve(name), target, dtype, quantize)
+
+
+def resolve(name: str, hub: Hub = HUB) -> Path:
+    """The folder of a drafter's checkpoint. Raises FileNotFoundError, with the names that need none, for what is no checkpoint, and as
+    `checkpoint.resolve` does."""
     try:
-        folder = checkpoint.resolve(name)
+        return checkpoint.resolve(name, hub)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"drafter {error}; named drafters: {', '.join(drafter_names())}") from error
-    return drafters.abstract_drafter(folder, target, dtype, quantize)
 
 
 def _named_kinds() -> dict[str, Kind]:

@@ -329,6 +329,12 @@ def test_a_destination_that_exists(make, found, folders, tmp_path, monkeypatch):
         jaxspec.convert(folders[0], out, progress=False)
 
 
+def test_a_destination_within_a_file(folders, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file/more/out cannot be: .*file is a file; expected a folder"):
+        jaxspec.convert(folders[0], tmp_path / "file" / "more" / "out", progress=False)
+
+
 def test_a_link_and_a_mount_point(folders, tmp_path, monkeypatch):
     """A link to an empty folder stays one. A mount point cannot be replaced, which is said before weights are read."""
     (tmp_path / "real").mkdir()

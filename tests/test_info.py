@@ -9,6 +9,7 @@ import tiny
 
 import jaxspec
 from jaxspec import cli, loading
+from jaxspec.engine import memory
 from jaxspec.info import cards
 from jaxspec.released import TARGETS
 
@@ -96,7 +97,9 @@ def test_dtypes_quantisation_and_meshes_are_planned(capsys):
         return {line.split()[0]: line for line in lines if line[:1].strip()}
 
     plain = planned()
-    assert planned("--kv-dtype", "fp8")["page"].startswith("page        0.3 MB") and plain["page"].startswith("page        0.7 MB")
+    fp8 = planned("--kv-dtype", "fp8")
+    assert fp8["page"].startswith("page        0.3 MB") and plain["page"].startswith("page        0.7 MB")
+    assert [line["KV"].rpartition("; ")[2] for line in (fp8, plain)] == ["full 5,120 bytes a token", "full 10,240 bytes a token"]
     assert planned("--quantize", "int4")["weights"].startswith("weights     8.1 GB target")
     assert planned("--mesh", "tensor=2")["weights"].startswith("weights     11.9 GB target")
     assert "kv_dtype is 'int8'; available: 'auto'" in refused(capsys, "12b", "--kv-dtype", "int8")
@@ -115,12 +118,15 @@ def test_what_does_not_fit_is_told_what_would_help(capsys):
     assert "quantize=" not in text and "With tensor=2 (--mesh tensor=2), or" in text
     assert refused(capsys, "26b", "--memory", "40GB").endswith("or a smaller target, such as 12B, it fits\n")
     assert refused(capsys, "e2b", "--memory", "1GB").endswith("a larger memory_fraction allows more\n")
+    text = refused(capsys, "e2b", "--drafter", "mtp", "--memory", "24GB", "--max-slots", "1000")
+    assert "and 1000 slots with 64 pages " in text and ", calls " in text and "; there is 19.4 GB of it" in text
 
 
 def test_load_says_what_would_help_too(tmp_path, monkeypatch):
-    target = tiny.tiny_target(tmp_path / "target", hidden_size_per_layer_input=0, intermediate_size=4096)
+    target = tiny.tiny_target(tmp_path / "target", hidden_size=128, hidden_size_per_layer_input=0, intermediate_size=4096)
+    monkeypatch.setattr(memory, "UNPACKING", 0)
     monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
-    monkeypatch.setattr(loading, "memory_limit", lambda device: 6 * 2**20)
+    monkeypatch.setattr(loading, "memory_limit", lambda device: 52 * 2**20)
     helps = r"With quantize='int8' \(--quantize int8\), or tensor=2 \(--mesh tensor=2\), it fits"
     with pytest.raises(ValueError, match=f"the weights take .* MiB and 1 slots .*{helps}"):
         jaxspec.load(target, max_len=64, memory_fraction=0.5, progress=False)
@@ -133,9 +139,13 @@ def test_what_info_cannot_answer(capsys, monkeypatch):
     assert "neither a model is named nor --memory given, and this device does not say what memory it has" in refused(capsys)
     assert "drafter 'dflash' is there for config 26b, 31b" in refused(capsys, "e4b", "--drafter", "dflash")
     assert "expected a number and one of MB, GB, TB, MiB, GiB, TiB, such as 80GB, or a card: T4, " in refused(capsys, "--memory", "L5")
-    with monkeypatch.context() as patch:
-        patch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
-        assert "XLA_CLIENT_MEM_FRACTION is 'most' in the environment, expected a number such as 0.9" in refused(capsys, "L4")
+    for share in ("most", "2", "nan", "-1", "0"):
+        with monkeypatch.context() as patch:
+            patch.setenv("XLA_CLIENT_MEM_FRACTION", share)
+            expected = "expected more than 0 and at most 1, such as 0.9"
+            assert f"XLA_CLIENT_MEM_FRACTION is {share!r} in the environment, {expected}" in refused(capsys, "L4")
+    assert "'bogus' is neither" in (text := refused(capsys, "e2b", "--drafter", "bogus")) and "; named drafters: " in text
+    assert "drafter      MTPModules" not in text and "fits" in "\n".join(said(capsys, "step3p5", "--drafter", "same"))
     monkeypatch.setattr("jaxspec.engine.memory.memory_limit", lambda device: 24 * 2**30)
     monkeypatch.setattr(jax, "devices", lambda: [type("Gpu", (), {"device_kind": "G", "platform": "gpu", "compute_capability": "9.0"})()])
     assert said(capsys)[0] == "memory      24.00 GiB; memory_fraction 0.9 of it is 21.60 GiB"

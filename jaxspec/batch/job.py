@@ -137,11 +137,13 @@ class BatchJob:
         self._seen = None if self._input.checked else dict[int, int]()  # digest of an id -> its line
         self._open = contextlib.ExitStack()
         self._learning: Learning | None = None
+        self._made = list[Path]()  # files that were not there before
         if self._writes:
             with contextlib.ExitStack() as files:
                 if self.out is None:
                     self._out = io.FileIO(sys.stdout.fileno(), "w", closefd=False)
                 else:
+                    self._made = [path for path in (self.files.settings, self.out) if path is not None and not path.exists()]
                     self._settings = files.enter_context(open(self.files.settings, "a+b", buffering=0))
                     lock(self._settings, self.out)
                     self._out = files.enter_context(open(self.out, "ab", buffering=0))
@@ -158,6 +160,9 @@ class BatchJob:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        if self._made and not any(path.stat().st_size for path in self._made):  # the run was refused, or its settings would be there
+            for path in self._made:
+                path.unlink()
         self._open.close()
 
     def begin(

@@ -72,7 +72,8 @@ def _is_mlx(folder: Path, there: set[str]) -> bool:
         found = _object((folder / "config.json").read_bytes()).get("quantization")
         if isinstance(found, dict) and {"group_size", "bits"} <= found.keys():
             return True
-    return any(_metadata(folder / file).get("format") == "mlx" for file in sorted(there) if file.endswith(".safetensors"))
+    weights = (folder / file for file in sorted(there) if file.endswith(".safetensors"))
+    return any(_metadata(file).get("format") == "mlx" for file in weights if file.is_file())
 
 
 def _metadata(file: Path) -> dict[str, Any]:

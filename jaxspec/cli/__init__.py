@@ -18,6 +18,9 @@ from jaxspec.interrupts import heeded
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 if a batch could not serve some requests, 2 for what the user got wrong, 130
     when interrupted."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # closed, as some services start what they run
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     args = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):  # a model may write what a terminal cannot show
         if isinstance(stream, io.TextIOWrapper):

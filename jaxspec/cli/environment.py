@@ -3,6 +3,8 @@
 import logging
 import os
 
+from jaxspec.checks import number
+
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # either, and not both
 
 
@@ -20,6 +22,6 @@ def memory_share() -> float:
     """The share of a device's memory that JAX takes, after `prepare`."""
     name = next(name for name in MEMORY_VARIABLES if name in os.environ)
     try:
-        return float(os.environ[name])
+        return number(name, float(os.environ[name]), 0, 1, above=True)
     except ValueError as error:
-        raise ValueError(f"{name} is {os.environ[name]!r} in the environment, expected a number such as 0.9") from error
+        raise ValueError(f"{name} is {os.environ[name]!r} in the environment, expected more than 0 and at most 1, such as 0.9") from error

@@ -64,7 +64,7 @@ def _lines(args: argparse.Namespace, jax_fraction: float) -> list[str]:
     asked = {name: getattr(args, name) for name in ("adapter", *QUANTISED)}
     pair = describe.read(args.target, args.drafter, options.hub_of(args), **asked)
     shown = {} if args.memory is None else {"show": card.show}
-    found = list(describe.describe(pair, args.target, args.drafter, **shown))
+    found = list(describe.describe(pair, args.target, args.drafter, **shown, kv_dtype=args.kv_dtype or "auto"))
     if args.mesh is not None:
         found += describe.describe_mesh(pair, args.mesh, **shown)
     settings = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots, "kv_dtype": args.kv_dtype}

@@ -232,6 +232,8 @@ class Gemma4MTP:
             ids, vocab = np.asarray(self.masked_embedding.token_ordering), self.config.text.vocab_size
             if ids.min() < 0 or ids.max() >= vocab:
                 raise ValueError(f"token_ordering of the drafter {folder} has ids {ids.min()} .. {ids.max()}; expected 0 .. {vocab - 1}")
+            if (different := len(np.unique(ids))) != vocab:
+                raise ValueError(f"token_ordering of the drafter {folder} has {different} different ids; expected all {vocab}")
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """A pass for each draft. Of a centroid head those rows are counted that random centroids are expected to offer."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.drafters.blocks import plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, whole, whole_or
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, flag, part, positive, whole, whole_or
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
 
@@ -65,6 +65,10 @@ class BlockConfig:
     # What the config leaves open; the field that follows from it is as with the first value.
     undecided: Undecided | None = None
 
+    def __post_init__(self):
+        if self.block_size <= self.silent_rows:
+            raise ValueError(f"block_size is {self.block_size}, of which {self.silent_rows} guess nothing; expected more")
+
     @property
     def silent_rows(self) -> int:
         """Rows of a block at most that guess nothing."""
@@ -77,10 +81,10 @@ def plain_fields(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
 
     Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
     """
-    inner = {**config, **(config.get("transformer_layer_config") or {})}
-    dflash = config.get("dflash_config") or {}
+    inner = {**config, **part(config, "transformer_layer_config")}
+    dflash = part(config, "dflash_config")
     speculators = "speculators_model_type" in config
-    rope = inner.get("rope_parameters") or {}
+    rope = part(inner, "rope_parameters")
     if speculators and isinstance(rope.get(SLIDING), Mapping):
         inner["rope_parameters"] = rope[SLIDING]  # copied from the target, by kind of layer; vLLM's `algos.py` takes this one
     for field in ("attention_sink_bias", "attention_value_scale", "add_swa_attention_sink_bias"):
@@ -103,26 +107,26 @@ def plain_fields(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
         "draft_vocab_size": draft_vocab,
         "block_size": whole_or(dflash, "block_size", 0) or whole(config, "block_size"),
         "mask_token_id": mask_token(config, vocab),
-        "eps": float(inner.get("rms_norm_eps", 1e-6)),
+        "eps": positive(inner, "rms_norm_eps", 1e-6),
         "target_hidden_size": whole_or(config, "target_hidden_size", hidden),
         "num_target_layers": config.get("num_target_layers"),
         "own_head": own_head,
         "own_mask": "mask_embedding" in keys,
         "unread": unread_keys(speculators, own_head=own_head, own_embedding=False, own_d2t=draft_vocab != vocab),
-        "final_logit_softcapping": dflash.get("final_logit_softcapping", inner.get("final_logit_softcapping")),
-        SCALE: float(dflash.get(SCALE, config.get(SCALE, 1.0))),
-        "output_multiplier": float(dflash.get("output_multiplier", config.get("output_multiplier", 1.0))),
+        "final_logit_softcapping": positive(dflash if "final_logit_softcapping" in dflash else inner, "final_logit_softcapping", None),
+        SCALE: positive(dflash, SCALE, positive(config, SCALE, 1.0)),
+        "output_multiplier": positive(dflash, "output_multiplier", positive(config, "output_multiplier", 1.0)),
     }
 
 
 def mask_token(config: Mapping[str, Any], vocab_size: int) -> int:
     """The mask token's id, from the first place that has one. Raises ValueError for none, or for one that is no token."""
-    dflash = config.get("dflash_config") or {}
-    places = [("mask_token_id", dflash), *((f, config) for f in ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"))]
+    fields = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+    places = [("mask_token_id", part(config, "dflash_config")), *((field, config) for field in fields)]
     mask = next((place[name] for name, place in places if place.get(name) is not None), None)
-    if mask is None or not 0 <= mask < vocab_size:
-        raise ValueError(f"mask_token_id is {mask}; expected an id below vocab_size {vocab_size}")
-    return int(mask)
+    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < vocab_size:
+        raise ValueError(f"mask_token_id is {mask!r}; expected an id below vocab_size {vocab_size}")
+    return mask
 
 
 def _layers(
@@ -136,15 +140,15 @@ def _layers(
         kinds = [FULL if i < first else SLIDING for i in range(count)]
     if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
         raise ValueError(f"layer_types has {len(kinds)} entries of {sorted(set(kinds))}; expected {count} of {SLIDING!r} and {FULL!r}")
-    places = config.get("is_causal"), dflash.get("is_causal"), dflash.get("causal")
-    explicit = next((place for place in places if place is not None), None)
-    both_ways = config.get("sliding_window_non_causal", False)
-    causal = tuple(bool(explicit) if explicit is not None else kind == SLIDING and not both_ways for kind in kinds)
+    both_ways = flag(config, "sliding_window_non_causal")
+    places = (config, "is_causal"), (dflash, "is_causal"), (dflash, "causal")
+    explicit = next((flag(place, name) for place, name in places if place.get(name) is not None), None)
+    causal = tuple(explicit if explicit is not None else kind == SLIDING and not both_ways for kind in kinds)
     if dflash.get("use_swa") and SLIDING not in kinds:
         kinds = [SLIDING] * count
-    window = dflash.get("swa_window_size") or inner.get("sliding_window")
-    if SLIDING in kinds and not window:
-        raise ValueError(f"layer_types has {list(kinds).count(SLIDING)} sliding layers, and sliding_window is {window!r}")
+    window = (whole_or(dflash, "swa_window_size", 0) or whole_or(inner, "sliding_window", 0)) if SLIDING in kinds else None
+    if window == 0:
+        raise ValueError(f"layer_types has {list(kinds).count(SLIDING)} sliding layers, and there is no sliding_window")
     return tuple(plain_spec(inner, window if kind == SLIDING else None, rope_theta=1e6) for kind in kinds), causal
 
 

@@ -15,7 +15,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, whole, whole_or
+from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec, expect, indices, part, positive, whole, whole_or
 from jaxspec.model.layers import Linear, RMSNorm, Weight, head_logits
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -25,8 +25,8 @@ def named_taps(*configs: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The indices of hidden states that (parts of) a config name, None where they name none. vLLM and speculators take `aux` ids as
     such; `target_layer_ids` count layers, whose outputs are one further on. Raises ValueError if two of them say different things."""
     fields = {"eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
-    found = [(field, config[field], offset) for config in configs for field, offset in fields.items() if config.get(field)]
-    named = {tuple(int(i) + offset for i in ids) for _, ids, offset in found}
+    found = [(field, ids, offset) for config in configs for field, offset in fields.items() if (ids := indices(config, field))]
+    named = {tuple(i + offset for i in ids) for _, ids, offset in found}
     if len(named) > 1:
         listed = ", ".join(f"{field} {list(ids)}" for field, ids, _ in found)
         raise ValueError(f"config.json names different layers: {listed}; expected target_layer_ids one below the others, or one of them")
@@ -58,11 +58,11 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_the
     expect(config, "hidden_act", ("silu",))
     expect(config, "attention_bias", (False,))
     expect(config, "mlp_bias", (False,))
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = part(config, "rope_parameters") or part(config, "rope_scaling")
     by_layer = any(isinstance(value, Mapping) for value in scaling.values())
-    kind, part = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("partial_rotary_factor")
+    kind, share = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("partial_rotary_factor")
     expect(config, "partial_rotary_factor", (None, 1))
-    if kind != "default" or part not in (None, 1) or by_layer:
+    if kind != "default" or share not in (None, 1) or by_layer:
         raise ValueError(f"the drafter's RoPE is {dict(scaling)}; implemented: rope_type 'default' over whole heads")
     heads = whole(config, "num_attention_heads")
     kv_heads = whole_or(config, "num_key_value_heads", heads)
@@ -79,7 +79,7 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_the
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=float(scaling.get("rope_theta") or config.get("rope_theta") or rope_theta),
+        rope_theta=positive(scaling, "rope_theta", positive(config, "rope_theta", rope_theta)),
         rotary_angles=head_dim // 2,
         k_eq_v=False,
         kv_source=None,
@@ -88,7 +88,7 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_the
         top_k_experts=0,
         moe_intermediate_size=0,
         per_layer_input=0,
-        eps=float(config.get("rms_norm_eps", 1e-6)),
+        eps=positive(config, "rms_norm_eps", 1e-6),
     )
 
 

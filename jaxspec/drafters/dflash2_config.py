@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.drafters.block_config import FRESH_LAYERS, BlockConfig, fresh_config, plain_fields
 from jaxspec.drafters.blocks import named_taps
-from jaxspec.model.config import FULL, SLIDING, expect, whole
+from jaxspec.model.config import FULL, SLIDING, expect, part, whole
 from jaxspec.model.target import TargetConfig
 
 
@@ -29,7 +29,7 @@ class DFlash2Config(BlockConfig):
 
         Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
         """
-        dflash = config.get("dflash_config") or {}
+        dflash = part(config, "dflash_config")
         expect(config, "sample_from_anchor", (False, None))
         # A sliding layer sees the whole block unless the config says otherwise.
         fields = plain_fields({"sliding_window_non_causal": True, **config}, keys)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.drafters.block_config import SCALE, BlockConfig, Undecided, plain_fields
 from jaxspec.drafters.blocks import named_taps, plain_config
-from jaxspec.model.config import FULL, SLIDING, expect
+from jaxspec.model.config import FULL, SLIDING, expect, part, whole_or
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetConfig
 
@@ -34,7 +34,7 @@ def _undecided(config: Mapping[str, Any], hidden: int, target: TargetConfig) -> 
     """Gemma multiplies its embeddings by sqrt(hidden_size), and z-lab's configs for it do not say whether its drafters do. vLLM 0.33 and
     z-lab's newest code take the table's rows as they are; SGLang 0.5 and z-lab's pull request to vLLM (#41703) multiply them. speculators
     trains with the rows as they are."""
-    said = SCALE in config or SCALE in (config.get("dflash_config") or {})
+    said = SCALE in config or SCALE in part(config, "dflash_config")
     if said or "speculators_model_type" in config or not family_of(target).scales_embeddings:
         return None
     return Undecided(SCALE, (1.0, hidden**0.5))
@@ -42,11 +42,11 @@ def _undecided(config: Mapping[str, Any], hidden: int, target: TargetConfig) -> 
 
 def _taps(config: Mapping[str, Any], layers: int, depth: int) -> tuple[int, ...]:
     """Indices of hidden states, in the order in which the drafter's fc takes them."""
-    indices = named_taps(config.get("dflash_config") or {}, config)
+    indices = named_taps(part(config, "dflash_config"), config)
     if indices is not None:
         return indices
-    made_for = config.get("num_target_layers")
-    if made_for is None:
+    made_for = whole_or(config, "num_target_layers", 0)
+    if not made_for:
         raise ValueError(f"config.json has neither target_layer_ids nor num_target_layers, which this target's {depth} must equal")
     # As many as the drafter has layers, evenly from the second layer to the third from the end.
     ids = [made_for // 2] if layers == 1 else [round(1 + i * (made_for - 4) / (layers - 1)) for i in range(layers)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.drafters.block_config import ANCHOR, FRESH_LAYERS, BlockConfig, Undecided, fresh_config, mask_token, plain_fields
 from jaxspec.drafters.blocks import gemma_layers, named_taps, unread_keys
-from jaxspec.model.config import FULL, expect, flag, whole, whole_or
+from jaxspec.model.config import FULL, expect, flag, part, positive, whole, whole_or
 from jaxspec.model.target import TargetConfig
 
 GEMMA = "Gemma4DSparkModel"
@@ -38,7 +38,7 @@ class DSparkConfig(BlockConfig):
         Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
         """
         gemma = GEMMA in (config.get("architectures") or ())
-        taps = named_taps(config.get("dflash_config") or {}, config)
+        taps = named_taps(part(config, "dflash_config"), config)
         if taps is None:
             raise ValueError("config.json names no layers of the target; expected aux_hidden_state_layer_ids or target_layer_ids")
         rank, head = whole_or(config, "markov_rank", 0), config.get("markov_head_type", HEADS[0])
@@ -86,7 +86,7 @@ def _gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "target_hidden_size": whole_or(config, "target_hidden_size", hidden),
         "num_target_layers": config.get("num_target_layers"),
         "unread": unread_keys(True, own_head=False, own_embedding=False, own_d2t=False),
-        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "final_logit_softcapping": positive(config, "final_logit_softcapping", None),
         "input_embedding_scale": hidden**0.5,
         "first_row": 0,
     }

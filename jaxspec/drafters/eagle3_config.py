@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.drafters.blocks import gemma_layers, named_taps, plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, LayerSpec, flag, whole, whole_or
+from jaxspec.model.config import FULL, LayerSpec, flag, indices, part, positive, whole, whole_or
 from jaxspec.model.target import TargetConfig
 
 DRAFT_VOCABULARY = 32_000  # of a fresh drafter, where the target has more tokens
@@ -58,7 +58,7 @@ class Eagle3Config:
 
         Raises ValueError, naming what was found, for a drafter that this implementation does not have or that leaves open what it reads.
         """
-        inner = {**config, **(config.get("transformer_layer_config") or {})}
+        inner = {**config, **part(config, "transformer_layer_config")}
         gemma, speculators = GEMMA in (config.get("architectures") or ()), "speculators_model_type" in config
         hidden, vocab = whole(inner, "hidden_size"), whole(inner, "vocab_size")
         theirs = whole_or(config, "target_hidden_size", hidden)
@@ -92,22 +92,24 @@ class Eagle3Config:
             own_head=own_head,
             own_embedding=own_embedding,
             unread=kept,
-            final_logit_softcapping=inner.get("final_logit_softcapping"),
-            logit_scale=float(config.get("logit_scale") or 1.0),
+            final_logit_softcapping=positive(inner, "final_logit_softcapping", None),
+            logit_scale=positive(config, "logit_scale", 1.0),
         )
 
 
 def _taps(config: Mapping[str, Any], depth: int) -> tuple[int, ...]:
     """Indices of hidden states. The ids that SpecForge writes into `eagle_config` count layers, unlike those of the same name outside."""
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    nested = indices(part(config, "eagle_config"), "eagle_aux_hidden_state_layer_ids")
     named = named_taps(config, {"target_layer_ids": nested})
     return tuple(sorted(set(named or (2, depth // 2, depth - 3))))
 
 
 def _proposed(config: Mapping[str, Any]) -> int | None:
     """How many tokens a round a speculators config proposes."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return methods[0].get("speculative_tokens")
+    methods = part(config, "speculators_config").get("proposal_methods") or [{}]
+    if not isinstance(methods, list) or not isinstance(methods[0], Mapping):
+        raise ValueError(f"config.json has proposal_methods={methods!r}; expected a list of objects")
+    return whole_or(methods[0], "speculative_tokens", 0) or None
 
 
 def _plain_layers(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:

@@ -98,9 +98,9 @@ def planned(folder: Path, target: TargetConfig, dtype: Any, quantize: str | None
     config = checkpoint.read_config(folder)
     kind = kind_of(config)
     if kind is None:
-        found, architectures = config.get("model_type"), config.get("architectures")
-        known = ", ".join(map(repr, REGISTRY))
-        named = f" ({', '.join(architectures)})" if architectures else ""
+        found, known = config.get("model_type"), ", ".join(map(repr, REGISTRY))
+        others = [name for name in names_of(config) if name != found]
+        named = f" ({', '.join(others)})" if others else ""
         raise ValueError(f"the drafter {folder} has model_type {found!r}{named}; expected one of {known}")
     try:
         drafter = fitted(kind.from_checkpoint(folder, config, target, dtype), target)

@@ -188,7 +188,7 @@ def fit(
     slots: what was asked for; None for as many as fit beside the calls' temporaries when sequences are half as long as max_len on
     average, at most 64. pages: what was asked for; None for what all slots can fill, or as many as fit beside prompts' snapshots in
     an eighth of the memory that they share. show: how bytes are told, by default as `size` does. Raises ValueError with the numbers if
-    weights, slots and the pages of one sequence of max_len do not fit.
+    weights, slots, the pages of one sequence of max_len and the calls' temporaries do not fit.
     """
     if slots is None:
         slots = default_slots if room is None else most_slots(sizes, room, AUTO_SLOTS, pages, SHARE) or 1
@@ -197,13 +197,14 @@ def fit(
         pages = slots * sizes.width
         if left is not None:
             pages = min(pages, max((left - min(PREFIX_BYTES, left // 8)) // sizes.page, sizes.width))
-    if room is not None and sizes.kept(slots, pages) > room:
+    if room is not None and sizes.kept(slots, pages) + sizes.work(slots) > room:
         told = size if show is None else show
         learning = f", learning {told(sizes.learnt)}" if sizes.learnt else ""
         state = sizes.kept(slots, pages) - sizes.weights - sizes.learnt
+        calls = f", calls {told(sizes.work(slots))}" if sizes.kept(slots, pages) <= room else ""
         raise ValueError(
-            f"the weights take {told(sizes.weights)}{learning} and {slots} slots with {pages} pages {told(state)} of a device; there is "
-            f"{told(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction "
+            f"the weights take {told(sizes.weights)}{learning} and {slots} slots with {pages} pages {told(state)} of a device{calls}; "
+            f"there is {told(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction "
             "allows more"
         )
     return MemoryPlan(slots, pages, PREFIX_BYTES if left is None else min(PREFIX_BYTES, max(left - pages * sizes.page, 0)))

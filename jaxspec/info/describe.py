@@ -54,9 +54,12 @@ def read(target: str, drafter: str | None = None, hub: Hub = HUB, *, adapter: st
     return pair_of(target, drafter, hub, adapter=adapter, **asked)
 
 
-def describe(pair: Pair, target: str, drafter: str | None = None, show: Callable[[int], str] = size) -> Iterator[str]:
+def describe(
+    pair: Pair, target: str, drafter: str | None = None, show: Callable[[int], str] = size, *, kv_dtype: str = "auto"
+) -> Iterator[str]:
     """Yields lines about a target and a drafter. target, drafter: what the user called them. Sizes are of the text model. show: how bytes
-    are told."""
+    are told. kv_dtype: as in `jaxspec.load`, errors too."""
+    check_names(kv_dtype=kv_dtype)
     config, tree, dtype = pair.config, pair.target, pair.dtype
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
     window = max(layer.window or 0 for layer in config.layers)
@@ -79,7 +82,8 @@ def describe(pair: Pair, target: str, drafter: str | None = None, show: Callable
         yield f"quantised   {pair.quantisation.name}"
     if pair.changes:
         yield f"adapter     changes {len(pair.changes)} weights"
-    per_token = {kind: kv_bytes_per_token(config, kind, jnp.dtype(dtype).itemsize) for kind in (SLIDING, FULL)}
+    cached = jnp.dtype(KV_DTYPES[kv_dtype] or dtype).itemsize
+    per_token = {kind: kv_bytes_per_token(config, kind, cached) for kind in (SLIDING, FULL)}
     yield f"KV cache    sliding {per_token[SLIDING]:,} bytes a token, for the window; full {per_token[FULL]:,} bytes a token"
     if drafter is not None:
         draft, folder = pair.drafter, pair.drafter_folder

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxspec.checks import integer, number
 
@@ -21,6 +21,8 @@ TARGET_TYPES = ("gemma4", "gemma4_unified", *TEXT_TYPES)
 FLOATS = ("bfloat16", "float16", "float32", "float64")  # dtypes of weights
 CENTROIDS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}  # where an assistant's config says nothing
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +170,7 @@ def whole_or(config: Mapping[str, Any], field: str, default: int) -> int:
     return default if value is None else _checked(integer, field, value, 0) or default
 
 
-def positive(config: Mapping[str, Any], field: str, default: float) -> float:
+def positive(config: Mapping[str, Any], field: str, default: T) -> float | T:
     """The value of a field that is a number above 0, or the default where it is missing or null. Raises ValueError for another one."""
     value = config.get(field)
     return default if value is None else _checked(number, field, value, 0, above=True)
@@ -197,6 +199,11 @@ def section(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     return value
 
 
+def part(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """The same of a field that a config may lack, or have as null: then it holds none."""
+    return {} if config.get(field) is None else section(config, field)
+
+
 def expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> None:
     """Raises ValueError for another value than those that are implemented. A config that lacks the field means the first of them."""
     value = config.get(field, allowed[0])
@@ -211,6 +218,14 @@ def float_name(*configs: Mapping[str, Any]) -> str:
     if name not in FLOATS:
         raise ValueError(f"config.json has dtype={given!r}; expected {', '.join(map(repr, FLOATS))}")
     return name
+
+
+def indices(config: Mapping[str, Any], field: str) -> tuple[int, ...]:
+    """The value of a field that lists indices; none where it is missing or null. Raises ValueError for another one."""
+    given = config.get(field)
+    if given is not None and not isinstance(given, list | tuple):
+        raise ValueError(f"config.json has {field}={given!r}; expected a list of whole numbers")
+    return tuple(_checked(integer, field, i, 0) for i in given or ())
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -241,7 +256,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
     first_shared = max(count - shared, 0)
     ple = whole_or(text, "hidden_size_per_layer_input", 0)
     moe = flag(text, "enable_moe_block")
-    overrides, cap = _by_layer(text, count), text.get("final_logit_softcapping")
+    overrides = _by_layer(text, count)
     layers = []
     for i, kind in enumerate(kinds):
         source = None
@@ -288,7 +303,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         sliding_window=whole(text, "sliding_window"),
         rms_norm_eps=positive(text, "rms_norm_eps", 1e-6),
         max_position_embeddings=whole_or(text, "max_position_embeddings", 131_072),
-        final_logit_softcapping=None if cap is None else _checked(number, "final_logit_softcapping", cap, 0, above=True),
+        final_logit_softcapping=positive(text, "final_logit_softcapping", None),
         vocab_size_per_layer_input=whole_or(text, "vocab_size_per_layer_input", 0) if ple else 0,
         hidden_size_per_layer_input=ple,
         num_kv_shared_layers=shared,

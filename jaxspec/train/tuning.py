@@ -86,7 +86,7 @@ def distil(
     assert kind.objective is not None  # as of every kind that can be trained
     goal = dataclasses.replace(kind.objective, **objective or {})
     integer("the objective's steps", goal.steps, 1, how.length - 1)
-    integer("num_draft_tokens", num_draft_tokens, 0, how.length - 1)
+    integer("num_draft_tokens", num_draft_tokens, 1, how.length - 1)
     integer("self_generate", self_generate, 0)
     temperature = number("temperature", temperature, 0)
     folder = checkpoint.resolve(target)

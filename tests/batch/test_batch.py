@@ -47,6 +47,17 @@ def whole(requests, tmp_path):
     return sorted_lines(tmp_path / "whole.jsonl")
 
 
+def test_a_run_that_is_refused_leaves_no_file(requests, tmp_path):
+    """None, at least, that was not there before."""
+    (there := tmp_path / "there.jsonl").touch()
+    for out in (tmp_path / "out.jsonl", tmp_path / "out.parquet", there):
+        with pytest.raises(TypeError, match="seed"):
+            job.run_batch(FakeLLM(), requests, out, seed="x")
+        with pytest.raises(KeyError), job.BatchJob(requests, out):
+            raise KeyError  # as if a model could not be loaded
+    assert {path.name for path in tmp_path.iterdir()} - {requests.name} == {"there.jsonl"}
+
+
 def test_a_result_says_what_it_is_of_and_what_it_took(requests, tmp_path):
     out = tmp_path / "out.jsonl"
     job.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=3, token_ids=True)

@@ -259,6 +259,10 @@ def changed(layout: str, **changes) -> dict:
     return {**EAGLE3[layout], **changes}
 
 
+def proposing(tokens) -> dict:
+    return {"proposal_methods": [{"speculative_tokens": tokens}]}
+
+
 @pytest.mark.parametrize(
     ("config", "keys", "message"),
     [
@@ -289,6 +293,14 @@ def changed(layout: str, **changes) -> dict:
         (changed("eagle", layer_types=[SLIDING]), HEAD, r"layers have layer_types \['sliding_attention'\] and use_sliding_window None"),
         (changed("eagle", use_sliding_window=True), HEAD, r"layers have layer_types \[\] and use_sliding_window True"),
         (changed("eagle", intermediate_size=None), HEAD, "config.json lacks 'intermediate_size'"),
+        (changed("eagle", final_logit_softcapping=0), HEAD, "final_logit_softcapping is 0.0, expected a finite number of more than 0"),
+        (changed("eagle", logit_scale=-1), HEAD, "logit_scale is -1.0, expected a finite number of more than 0"),
+        (changed("eagle", eagle_aux_hidden_state_layer_ids="258"), HEAD, "layer_ids='258'; expected a list of whole numbers"),
+        (changed("eagle", eagle_config=[1]), HEAD, r"eagle_config=\[1\]; expected an object"),
+        (changed("eagle", rope_scaling="x"), HEAD, "rope_scaling='x'; expected an object"),
+        (changed("eagle", speculators_config={"proposal_methods": 5}), HEAD, "proposal_methods=5; expected a list of objects"),
+        (changed("eagle", speculators_config=proposing(-3)), HEAD, "speculative_tokens is -3, expected at least 0"),
+        (changed("eagle", speculators_config=proposing(2.5)), HEAD, "speculative_tokens is 2.5 of type float, expected an integer"),
         (changed("gemma", hidden_size_per_layer_input=4), HEAD, "layers have per_layer_input 4; implemented: none"),
         (changed("gemma", num_hidden_layers=2, layer_types=[SLIDING, FULL]), HEAD, "layers have window 8; implemented: none"),
         (changed("eagle", quantization_config={"quant_method": "fp8"}), HEAD, "quant_method 'fp8' with weight_block_size None .* served"),

@@ -141,6 +141,16 @@ def test_an_ordering_of_tokens_is_of_tokens(tmp_path):
     save_file(tensors, assistant / "model.safetensors")
     with pytest.raises(ValueError, match=r"token_ordering of the drafter .* has ids 0 \.\. 4096; expected 0 \.\. 4095"):
         drafters.load_drafter(assistant, Gemma4Config.from_hf(tiny.TARGET), jnp.float32, progress=False)
+    tensors["masked_embedding.token_ordering"][:8] = 9
+    save_file(tensors, assistant / "model.safetensors")
+    with pytest.raises(ValueError, match=r"token_ordering of the drafter .* has 40[89]\d different ids; expected all 4096"):
+        drafters.load_drafter(assistant, Gemma4Config.from_hf(tiny.TARGET), jnp.float32, progress=False)
+
+
+def test_the_error_for_no_drafter_names_the_config_as_it_is(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": [1], "model_type": "other"}')
+    with pytest.raises(ValueError, match="has model_type 'other'; expected one of 'gemma4_assistant'"):
+        drafters.abstract_drafter(tmp_path, CONFIG, jnp.float32)
 
 
 def proposing(number):
