@@ -211,14 +211,15 @@ def test_what_the_user_got_wrong_is_one_line_and_status_2(models, capsys, option
     assert captured.out == ""
 
 
-def test_closed_streams_are_empty_ones(models):
+def test_closed_streams_are_empty_ones(models, capsys, monkeypatch):
     """As services start what they run."""
-    script = "import sys; from jaxspec.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", script, "generate", *models, "--prompt", "-"]
-    closed = subprocess.run(["sh", "-c", '"$@" <&-', "sh", *command], capture_output=True, text=True, env=os.environ)
-    assert closed.returncode == 2 and closed.stderr == "jaxspec: prompt 0 is empty; expected at least one token\n"
-    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command[:3], "info", models[1]], capture_output=True, text=True, env=os.environ)
-    assert closed.returncode == 0 and not closed.stderr
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(["generate", *models, "--prompt", "-"]) == 2
+    sys.stdin.close()
+    assert capsys.readouterr().err == "jaxspec: prompt 0 is empty; expected at least one token\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["info", models[1]]) == 0
+    sys.stdout.close()
 
 
 def test_unknown_options_are_status_2(capsys):

@@ -16,7 +16,7 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> None:
     info = commands.add_parser("info", parents=[hub], help="describe a checkpoint, or what fits a GPU", description=text)
     text = "hub id, folder or bundled name; e2b, e4b, 12b, 26b or 31b for a released model's shape; or a GPU's name (default: none)"
     info.add_argument("target", metavar="MODEL", nargs="?", help=text)
-    info.add_argument("--drafter", help="also say whether this drafter fits")
+    info.add_argument("--drafter", help="also say whether this drafter fits: a checkpoint, or a kind such as mtp for a released shape")
     info.add_argument("--adapter", help="also say whether this LoRA adapter fits")
     info.add_argument("--quantize", metavar="KIND", help="as if the target's float weights were quantised: int8, int4 or fp8")
     info.add_argument("--quantize-embedding", metavar="KIND", help="as if its float token embedding were quantised: int8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxspec.checks import integer, number
@@ -223,7 +223,7 @@ def float_name(*configs: Mapping[str, Any]) -> str:
 def indices(config: Mapping[str, Any], field: str) -> tuple[int, ...]:
     """The value of a field that lists indices; none where it is missing or null. Raises ValueError for another one."""
     given = config.get(field)
-    if given is not None and not isinstance(given, list | tuple):
+    if given is not None and (isinstance(given, str) or not isinstance(given, Sequence)):
         raise ValueError(f"config.json has {field}={given!r}; expected a list of whole numbers")
     return tuple(_checked(integer, field, i, 0) for i in given or ())
 

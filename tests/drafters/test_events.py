@@ -50,7 +50,7 @@ def told(completions):
 
 def answer(llm, prompt, params):
     """The answer of a conversation that may go on."""
-    return llm._generate(llm._requests([prompt], params, keep=True))[0]
+    return llm._generate(llm._requests([prompt], params, keep=[len(prompt)]))[0]
 
 
 @pytest.mark.parametrize("kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])

@@ -95,7 +95,7 @@ def test_transformers_loads_what_is_written(trained):
         ({"--devices": "99"}, "devices is 99; found 8"),
         ({"--unroll": "0"}, "the objective's steps is 0, expected at least 1"),
         ({"--unroll": "100000"}, "the objective's steps is 100000, expected 1 .. 23"),
-        ({"--k": "-1"}, "num_draft_tokens is -1, expected 0 .. 23"),
+        ({"--k": "-1"}, "num_draft_tokens is -1, expected 1 .. 23"),
         ({"--self-generate": "-1"}, "self_generate is -1, expected at least 0"),
         ({"--temperature": "nan"}, "temperature is nan, expected a finite number of at least 0"),
         ({"--temperature": "-1"}, "temperature is -1.0, expected a finite number of at least 0"),
