@@ -79,7 +79,8 @@ def test_texts_are_the_same(drafter, models, interpreted):
     assert {2, 8} <= set(interpreted)
 
 
-@pytest.mark.parametrize("axes", [None, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=["one device", "two"])
+@pytest.mark.slow  # tests/kernels/test_guided_head.py has the choice with filters
+@pytest.mark.parametrize("axes", [None, {"tensor": 2}], ids=["one device", "two"])
 def test_texts_with_filters_are_the_same(axes, models, monkeypatch):
     """The target's rows read the guide where nothing but filters is asked for, and the table for whoever needs all logits."""
     filters = {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "ignore_eos": True, "max_tokens": 12}
@@ -114,7 +115,8 @@ def test_dflash_drafts_by_the_targets_guide(interpreted):
     assert {6, 8} <= set(interpreted)
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, pytest.param({"data": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2}], ids=str)
 def test_guides_lie_where_their_tables_do(axes, models, interpreted):
     """Each device has that of its part of the vocabulary, and chooses among that part."""
     wanted = texts(jaxspec.load(*models, **SETTINGS))

@@ -140,7 +140,7 @@ def test_only_kernels_read_such_results_on_several_devices(hopper, monkeypatch, 
     ("name", "batch", "quantize", "least", "waiting"),
     [
         ("E2B", 1, None, 11, 0),
-        ("E2B", 8, "int4", 6, 2),
+        pytest.param("E2B", 8, "int4", 6, 2, marks=pytest.mark.slow),
         pytest.param("E2B", 8, None, 5, 0, marks=pytest.mark.slow),
         pytest.param("31B", 1, "int4", 8, 4, marks=pytest.mark.slow),
         pytest.param("31B", 8, None, 4, 3, marks=pytest.mark.slow),
@@ -164,7 +164,7 @@ def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper,
         pytest.param("E2B", 8, {"float8_codes": 2, "float8_numbers": 2}, 0, marks=pytest.mark.slow),
         pytest.param("31B", 1, {"float8_numbers": 2}, 0, marks=pytest.mark.slow),
         pytest.param("31B", 8, {"float8_codes": 2}, 0, marks=pytest.mark.slow),
-        ("31B", 32, {"float8_codes": 1}, 1),
+        pytest.param("31B", 32, {"float8_codes": 1}, 1, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_before_a_product_round_its_rows(hopper, name, batch, alone, activated):

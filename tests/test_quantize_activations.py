@@ -81,6 +81,7 @@ def test_texts_are_others_and_the_same_with_drafts(folders, llm):
     assert not any(inputs(with_drafts.drafter).values())
 
 
+@pytest.mark.slow  # tests/kernels/test_float8_rows.py has the kernels
 def test_kernels_round_the_same_rows(wide):
     """Two of them a layer together with what comes before: see tests/test_launch_dependents.py."""
     scored = PARAMS.replace(max_tokens=1, prompt_logprobs=0)

@@ -87,7 +87,8 @@ def work(llm, seeds=range(8)):
     return [c.token_ids for c in llm.generate([[3, 5, 7, 11]] * len(params), params)]
 
 
-@pytest.mark.parametrize(("clear", "trials_in_all"), [(True, 6), pytest.param(False, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/engine/test_trials.py has trials that are lost
+@pytest.mark.parametrize(("clear", "trials_in_all"), [(True, 6), (False, 4)])
 def test_lost_trials_go_back(monkeypatch, clear, trials_in_all):
     """The weights in use stay, and those that lost are learnt on. If they are clearly worse for the third time, and no better than the last
     time, the master weights begin from those in use again, at half the rate. After some trials without gain, it ends."""
