@@ -79,7 +79,7 @@ def test_texts_are_the_same(drafter, models, interpreted):
     assert {2, 8} <= set(interpreted)
 
 
-@pytest.mark.slow  # tests/kernels/test_guided_head.py has the choice with filters
+@pytest.mark.slow  # tests/kernels/test_guided_head.py has the logits that filters choose among
 @pytest.mark.parametrize("axes", [None, {"tensor": 2}], ids=["one device", "two"])
 def test_texts_with_filters_are_the_same(axes, models, monkeypatch):
     """The target's rows read the guide where nothing but filters is asked for, and the table for whoever needs all logits."""

@@ -336,7 +336,7 @@ def test_a_rule_with_noise_of_its_own_judges_no_guess_of_another_text():
         np.testing.assert_array_equal(found, [text[5:9], alone, [8, 9, 7, 8]])
 
 
-@pytest.mark.slow  # tests/drafters/test_every_kind.py has such rules
+@pytest.mark.slow  # tests/engine/test_completions.py has such rules
 def test_with_a_rule_with_noise_of_its_own_a_seed_gives_its_text_again(monkeypatch):
     few_programs(monkeypatch)
     asked = jaxspec.SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
