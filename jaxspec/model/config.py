@@ -221,11 +221,12 @@ def float_name(*configs: Mapping[str, Any]) -> str:
 
 
 def indices(config: Mapping[str, Any], field: str) -> tuple[int, ...]:
-    """The value of a field that lists indices; none where it is missing or null. Raises ValueError for another one."""
+    """The value of a field that lists indices, of at least -1, which stands before the first; none where it is missing or null. Raises
+    ValueError for another one."""
     given = config.get(field)
     if given is not None and (isinstance(given, str) or not isinstance(given, Sequence)):
         raise ValueError(f"config.json has {field}={given!r}; expected a list of whole numbers")
-    return tuple(_checked(integer, field, i, 0) for i in given or ())
+    return tuple(_checked(integer, field, i, -1) for i in given or ())
 
 
 def _ids(value: Any) -> tuple[int, ...]:
