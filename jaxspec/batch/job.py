@@ -143,7 +143,7 @@ class BatchJob:
                 if self.out is None:
                     self._out = io.FileIO(sys.stdout.fileno(), "w", closefd=False)
                 else:
-                    self._made = [path for path in (self.files.settings, self.out) if path is not None and not path.exists()]
+                    self._made = [path.resolve() for path in (self.files.settings, self.out) if not path.exists()]
                     self._settings = files.enter_context(open(self.files.settings, "a+b", buffering=0))
                     lock(self._settings, self.out)
                     self._out = files.enter_context(open(self.out, "ab", buffering=0))
@@ -160,9 +160,9 @@ class BatchJob:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._made and not any(path.stat().st_size for path in self._made):  # the run was refused, or its settings would be there
+        if self._made and not os.fstat(self._settings.fileno()).st_size:  # the run was refused before it began
             for path in self._made:
-                path.unlink()
+                path.unlink(missing_ok=True)
         self._open.close()
 
     def begin(

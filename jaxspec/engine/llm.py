@@ -44,7 +44,7 @@ from jaxspec.text import TemplateOptions, Tokenizer
 from jaxspec.trees import packed_kinds, rounded_inputs
 
 STREAM_STEPS = 4  # rounds between two chunks of a stream
-ANSWER = {"role": "assistant", "content": "x"}  # any, to see how a template writes one in a history
+NEXT = ({"role": "assistant", "content": "x"}, {"role": "user", "content": "x"})  # any, to see how a template writes a history
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -380,8 +380,8 @@ class LLM:
             return shown, len(ids)
         later: TemplateOptions = {**template, "add_generation_prompt": False}
         try:
-            told = self.chat_prompt([*messages, ANSWER], enable_thinking=enable_thinking, **later)
-        except ValueError:  # a template that refuses such a turn
+            told = self.chat_prompt([*messages, *NEXT], enable_thinking=enable_thinking, **later)
+        except ValueError:  # a template that refuses such turns
             return shown, len(ids)
         return shown, next((i for i, (one, other) in enumerate(zip(ids, told, strict=False)) if one != other), min(len(ids), len(told)))
 

@@ -39,6 +39,8 @@ LOGIT = 21
 # Bytes of temporaries of a product with a packed matrix in XLA, which unpacks a piece at a time: its codes, numbers and weights. XLA's
 # program for 512 rows and the 31B's largest matrix takes 70 to 80 MiB beside its result.
 UNPACKING = 3 * UNPACKED_BYTES
+# By how much calls may exceed the room: their temporaries are the most that any need, and memory_fraction leaves a tenth of the memory.
+OVER = 9 / 8
 # Arrays of the logits of a draft step, float32, that an update holds at a time: some, and some for each draft step. XLA's program for an
 # H200 and the E2B's assistant takes 7 of them where 4 tokens are drafted.
 LOGITS, LOGITS_STEP = 4, 1
@@ -188,7 +190,7 @@ def fit(
     slots: what was asked for; None for as many as fit beside the calls' temporaries when sequences are half as long as max_len on
     average, at most 64. pages: what was asked for; None for what all slots can fill, or as many as fit beside prompts' snapshots in
     an eighth of the memory that they share. show: how bytes are told, by default as `size` does. Raises ValueError with the numbers if
-    weights, slots, the pages of one sequence of max_len and the calls' temporaries do not fit.
+    weights, slots, the pages of one sequence of max_len and, about, the calls' temporaries do not fit.
     """
     if slots is None:
         slots = default_slots if room is None else most_slots(sizes, room, AUTO_SLOTS, pages, SHARE) or 1
@@ -197,7 +199,7 @@ def fit(
         pages = slots * sizes.width
         if left is not None:
             pages = min(pages, max((left - min(PREFIX_BYTES, left // 8)) // sizes.page, sizes.width))
-    if room is not None and sizes.kept(slots, pages) + sizes.work(slots) > room:
+    if room is not None and max(sizes.kept(slots, pages), (sizes.kept(slots, pages) + sizes.work(slots)) / OVER) > room:
         told = size if show is None else show
         learning = f", learning {told(sizes.learnt)}" if sizes.learnt else ""
         state = sizes.kept(slots, pages) - sizes.weights - sizes.learnt

@@ -56,6 +56,14 @@ def test_a_run_that_is_refused_leaves_no_file(requests, tmp_path):
         with pytest.raises(KeyError), job.BatchJob(requests, out):
             raise KeyError  # as if a model could not be loaded
     assert {path.name for path in tmp_path.iterdir()} - {requests.name} == {"there.jsonl"}
+    (link := tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
+    with pytest.raises(TypeError, match="seed"):
+        job.run_batch(FakeLLM(), requests, link, seed="x")
+    assert link.is_symlink() and not link.exists()
+    (empty := tmp_path / "empty").touch()
+    for _ in range(2):
+        job.run_batch(FakeLLM(), empty, out := tmp_path / "none.jsonl")
+        out.unlink()  # with settings beside it, a run that began leaves it all the same
 
 
 def test_a_result_says_what_it_is_of_and_what_it_took(requests, tmp_path):
