@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-POLICY = "evict_first"  # of loads in the Triton dialect
+POLICY = "evict_first"  # a name that loads in the Triton dialect and PTX share
 
 
 def copy(mosaic: Any, source: Any, held: Any, barrier: Any, *, interpret: bool = False) -> None:
