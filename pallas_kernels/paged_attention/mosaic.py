@@ -23,8 +23,8 @@ from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 START = 4  # the time of a program's start and end, in units of the time for a block of keys
 MOST_SPLITS = 64
 # Items of the kernels for whole keys, for which they were the fastest: with fewer, what counts is how soon the first key comes. Since JAX
-# 0.12 the kernel for few rows is launched early, so fewer suffice.
-LEAST_ITEMS = 8 if jax.__version_info__ >= (0, 12) else 32
+# 0.12 the kernel for few rows is launched early, so one suffices.
+LEAST_ITEMS = 1 if jax.__version_info__ >= (0, 12) else 32
 LEAST_WIDE_ITEMS = 8  # the same of heads of 512
 LEAST_PROMPT_ITEMS = 32
 LEAST_ROTARY_ITEMS = 32  # of so few rows that `triton` needs one tile
