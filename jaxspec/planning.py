@@ -90,6 +90,8 @@ def pair_of(
         defaults = Defaults.of(generation)
         if (ends := len(eos_token_ids(config, generation))) > MAX_STOP_IDS:
             raise ValueError(f"eos_token_id has {ends} ids, expected at most {MAX_STOP_IDS}")
+        if set(range(config.vocab_size)) <= set(defaults.suppress_tokens):
+            raise ValueError(f"suppress_tokens has all {config.vocab_size} ids of the vocabulary, so no token could be chosen")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
     if ignored := Defaults.left_out(generation):

@@ -239,6 +239,10 @@ def test_a_generation_config_that_makes_no_sense_is_refused(folders, tmp_path, m
     wrong = edited(folders[0], tmp_path / "end", "generation_config.json", eos_token_id=["x"])
     with pytest.raises(ValueError, match="generation_config.json cannot be used: eos_token_id is 'x' of type str, expected an integer"):
         jaxspec.load(wrong, progress=False)
+    size = planning.pair_of(*folders).config.vocab_size
+    wrong = edited(folders[0], tmp_path / "none", "generation_config.json", suppress_tokens=list(range(size)))
+    with pytest.raises(ValueError, match=f"suppress_tokens has all {size} ids of the vocabulary, so no token could be chosen"):
+        jaxspec.load(wrong, progress=False)
 
 
 def test_what_requests_do_not_take_from_a_generation_config_is_said(folders, tmp_path):
