@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,19 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 SUFFIX = ".safetensors"
 SHOWN = 8  # files of a folder, in an error
-TRAINING = ("optimizer", "scheduler", "scaler", "rng_state", "training_args")  # how pickles begin that trainers leave beside weights
+# How pickles begin that trainers and accelerate leave beside weights.
+TRAINING = (
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "rng_state",
+    "training_args",
+    "random_states",
+    "sampler",
+    "dl_state_dict",
+    "custom_checkpoint",
+)
+PART = re.compile(r"^(.+)-\d+-of-\d+(\.\w+)$")  # a file that holds a part of the weights
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -67,12 +80,28 @@ def pickled_weights(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(PICKLES) and not name.startswith(TRAINING))
 
 
-def refuse_pickle(name: str, instead: str = WEIGHTS_FILE) -> str:
-    """The error message for a file that is a pickle. name: the file's. instead: the name that it should have."""
+def refuse_pickle(names: Sequence[str], instead: str = WEIGHTS_FILE) -> str:
+    """The error message for the first of these files, which are pickles, with the others that it is one of several parts with. instead:
+    the name that the weights' file should have."""
+    name, *others = names
+    part = PART.match(name)
+    parts = [name, *(other for other in others if part and (found := PART.match(other)) and found.groups() == part.groups())]
+    read = f"torch.load('{name}', weights_only=True).items()"
+    if len(parts) > 1:
+        read = f"(pair for name in {parts} for pair in torch.load(name, weights_only=True).items())"
     # Copies, since safetensors refuses tensors that share memory, as embedding and head do.
-    tensors = f"{{k: v.contiguous().clone() for k, v in torch.load('{name}', weights_only=True).items()}}"
-    convert = f"save_file({tensors}, '{instead}', {{'format': 'pt'}})"
+    convert = f"save_file({{k: v.contiguous().clone() for k, v in {read}}}, '{instead}', {{'format': 'pt'}})"
     return (
         f"{name} is a pickle, which can run code when it is read; expected safetensors. To convert it, where you trust it: "
         f'python -c "import torch; from safetensors.torch import save_file; {convert}"'
     )
+
+
+def unmerged(names: Iterable[str]) -> str:
+    """What makes weights of what a trainer left of several processes, or an empty text. names: of the files and folders that are there."""
+    there = set(names)
+    if "zero_to_fp32.py" in there:
+        return " (DeepSpeed's zero_to_fp32.py there merges what its processes saved)"
+    if any("_fsdp_" in name or name.endswith(".distcp") for name in there):
+        return " (`accelerate merge-weights` merges what processes with FSDP saved)"
+    return ""

@@ -39,6 +39,8 @@ def refuse_foreign(folder: Path, name: str) -> None:
     if not there & {WEIGHTS_FILE, INDEX_FILE, CONVERTED}:
         if ADAPTER_CONFIG in there and ("config.json" not in there or ADAPTER_WEIGHTS in there):
             about = _object((folder / ADAPTER_CONFIG).read_bytes())
+            if "peft_type" not in about and "fine_tune_type" in about:
+                raise ValueError(f"{name!r} is an adapter for MLX; {MLX}")
             kind, base = about.get("peft_type"), about.get("base_model_name_or_path") or "TARGET"
             raise ValueError(
                 f"{name!r} is an adapter ({kind}) and no model of its own; expected the model that it was made for and the adapter beside "
@@ -47,7 +49,7 @@ def refuse_foreign(folder: Path, name: str) -> None:
         refuse_listed(name, there)
         pickles = pickled_weights(there)
         if pickles and not any(file.endswith(".safetensors") for file in there):
-            raise ValueError(refuse_pickle(pickles[0]))
+            raise ValueError(refuse_pickle(pickles))
     pointer = next(
         (file for file in sorted(there) if file.endswith((".safetensors", "tokenizer.json")) and _is_pointer(folder / file)), None
     )

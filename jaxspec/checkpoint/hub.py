@@ -67,7 +67,7 @@ def located(name: str | os.PathLike[str], hub: Hub, patterns: Sequence[str]) -> 
             raise ValueError(f"revision is {hub.revision!r}, but {text!r} is no model of a hub, and has no revisions")
         return path
     if path.suffix in PICKLES:
-        raise ValueError(refuse_pickle(path.name))
+        raise ValueError(refuse_pickle([path.name]))
     if path.is_file():
         refuse_file(path)
     match = HUB_ID.fullmatch(text)

@@ -85,7 +85,8 @@ def load_weights(
 
 
 def _unwrapped(stored: Mapping[str, Stored], leaves: Mapping[str, Any], possible: Sequence[str]) -> Mapping[str, Stored]:
-    """The tensors of a file without what a module around the model put before their keys: "_orig_mod.", "module.", "language_model."."""
+    """The tensors of a file without what a module around the model put before their keys, as "language_model." or
+    "base_model.model."."""
     tables = [prefix + path for path in leaves if path.endswith("embed_tokens.weight") for prefix in possible]
     if stored.keys() & set(tables):
         return stored
@@ -157,7 +158,10 @@ def _sources(
     ValueError that lists all that does not fit."""
     quantised = [key for key in stored if QUANTISED.search(key)]
     if quantised and quantisation is None:
-        raise ValueError(f"{folder} holds quantised weights ({quantised[0]}); only float checkpoints can be loaded")
+        raise ValueError(
+            f"{folder} holds quantised weights ({quantised[0]}), and no config there says how; expected a quantization_config in "
+            "config.json, or float weights"
+        )
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     sources, problems, known = {}, [], set()
     for path, leaf in leaves.items():

@@ -83,12 +83,14 @@ def read_adapter(name: str | os.PathLike[str], hub: Hub) -> Adapter:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         pickles = pickled_weights(path.name for path in folder.iterdir())
         if pickles:
-            raise ValueError(refuse_pickle(pickles[0], ADAPTER_WEIGHTS))
+            raise ValueError(refuse_pickle(pickles, ADAPTER_WEIGHTS))
     return Adapter(text, config, read_header(folder / ADAPTER_WEIGHTS))
 
 
 def _refuse_kinds(name: str, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
+    if kind is None and "fine_tune_type" in config:
+        raise ValueError(f"the adapter {name!r} is one for MLX; expected PEFT's, or the model that mlx_lm.fuse --de-quantize makes of it")
     if kind != "LORA":
         raise ValueError(f"the adapter {name!r} has peft_type {kind!r}; served is 'LORA', merge others with PEFT's merge_and_unload")
     for setting, reason in REASONS.items():
@@ -251,7 +253,13 @@ class _Matching:
         for module, tensor in self.rows.items():
             ids = self._rows_of(module)
             shape = self.shapes.get(f"{module}.weight", (0, 0))
-            if tensor.shape != (len(ids), shape[-1]) or any(not 0 <= id < shape[0] for id in ids):
+            if module == HEAD:  # which is the embedding's table here
+                other = self.rows.get(EMBEDDING)
+                if other is None or self._rows_of(EMBEDDING) != ids or not same_numbers(other, tensor):
+                    self.problems.append(
+                        f"{HEAD}.token_adapter: not that of {EMBEDDING}, which is the same table; expected rows of both alike"
+                    )
+            elif tensor.shape != (len(ids), shape[-1]) or any(not 0 <= id < shape[0] for id in ids):
                 self.problems.append(
                     f"{module}.token_adapter: found {tensor.describe()} for trainable_token_indices {list(ids)}; expected rows of "
                     f"{list(shape)}"

@@ -12,13 +12,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE, pickled_weights, read_json, refuse_pickle
+from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE, pickled_weights, read_json, refuse_pickle, unmerged
 from jaxspec.checkpoint.layout import raise_misfits
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 INTEGERS = {"I64": np.int64, "I32": np.int32}
 CODES = {"U8": np.uint8, "I8": np.int8, "U32": np.uint32, "F8_E4M3": ml_dtypes.float8_e4m3fn}  # of quantised weights and their scales
 NUMPY_DTYPES = {name: np.dtype(kind) for name, kind in (FLOATS | INTEGERS | CODES).items()}
+WRAPPERS = ("_orig_mod.", "module.")  # which torch.compile and parallel training put around a model
 COMPARED = 1 << 20  # numbers of two tensors that are compared at a time
 
 
@@ -100,37 +101,47 @@ def _nbytes(entry: Mapping[str, Any]) -> int:
 
 def read_folder(folder: Path) -> dict[str, Stored]:
     """Every tensor of a checkpoint, by key, unread: those of model.safetensors, or of the files that model.safetensors.index.json names.
+    Which tensors a file holds, its own header says: tools that change a checkpoint may leave the index as it was. Keys are those without
+    the names of wrappers that all begin with.
 
-    Raises FileNotFoundError if a file is missing, ValueError for a broken index, a file outside the folder, or weights in a pickle.
+    Raises FileNotFoundError if a file is missing, ValueError for a broken index, a file outside the folder, a tensor that is in two files
+    with other numbers, or weights in a pickle.
     """
     folder = Path(folder)
-    if (folder / WEIGHTS_FILE).exists():
-        return read_header(folder / WEIGHTS_FILE)
+    stored = read_header(folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else _read_parts(folder)
+    while wrapper := next((name for name in WRAPPERS if stored and all(key.startswith(name) for key in stored)), None):
+        stored = {key.removeprefix(wrapper): tensor for key, tensor in stored.items()}
+    return stored
+
+
+def _read_parts(folder: Path) -> dict[str, Stored]:
+    """What is in the files that an index names."""
     if not (folder / INDEX_FILE).exists():
         pickles = pickled_weights(path.name for path in folder.iterdir())
         if pickles:
-            raise ValueError(refuse_pickle(pickles[0]))
-        raise FileNotFoundError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; found {sorted(p.name for p in folder.iterdir())}")
+            raise ValueError(refuse_pickle(pickles))
+        found = sorted(path.name for path in folder.iterdir())
+        raise FileNotFoundError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; found {found}{unmerged(found)}")
     index = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"{folder / INDEX_FILE} has no weight_map of tensor to file name")
-    headers = {name: read_header(_inside(folder, name)) for name in sorted(set(index.values()))}
-    problems = [f"{key}: not in {name}, where {INDEX_FILE} has it" for key, name in index.items() if key not in headers[name]]
-    problems += [f"{key}: in {name}, but not in {INDEX_FILE}" for name, held in headers.items() for key in held if index.get(key) != name]
+    stored, problems = dict[str, Stored](), list[str]()
+    for name in sorted(set(index.values())):
+        for key, tensor in read_header(_inside(folder, name)).items():
+            first = stored.setdefault(key, tensor)
+            if first is not tensor and not same_numbers(first, tensor):
+                problems.append(f"{key}: in {first.file.name} and, with other numbers, in {name}")
     raise_misfits(folder, problems)
-    return {key: headers[name][key] for key, name in index.items()}
+    return stored
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """folder / name. Raises ValueError if that lies outside the folder; the hub's cache may link to its own blobs."""
+    """folder / name. Raises ValueError if that lies outside the folder. Links are followed, as those of the hub's cache."""
     if not name or "\0" in name or name == ".":
         raise ValueError(f"{folder / INDEX_FILE} names the file {name!r}; expected a file in its folder")
-    path, roots = folder / name, [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":
-        roots.append(folder.resolve().parents[1] / "blobs")
-    if Path(name).is_absolute() or ".." in Path(name).parts or not any(path.resolve().is_relative_to(root) for root in roots):
+    if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{folder / INDEX_FILE} names {name!r}, which is outside its folder")
-    return path
+    return folder / name
 
 
 def same_numbers(a: Stored, b: Stored) -> bool:

@@ -156,7 +156,8 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 LEFT_OUT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stop_strings", "bad_words_ids", "begin_suppress_tokens", "sequence_bias"), (None, [], {})),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "penalty_alpha", "exponential_decay_length_penalty"), (None,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("watermarking_config", "forced_decoder_ids", "force_words_ids", "constraints", "top_h"), (None,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_new_tokens", "min_length"), (None, 0)),
     **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (None, 1)),
 }
 

@@ -118,6 +118,10 @@ class Gemma4Config:
         read = _text_config(config, {}) if model_type in TEXT_TYPES else _text_config(section(config, "text_config"), config)
         if not read.kv_owners:
             raise ValueError(f"num_kv_shared_layers is {read.num_kv_shared_layers}; a target of {len(read.layers)} layers shares fewer")
+        if read.hidden_size_per_layer_input and read.vocab_size_per_layer_input < read.vocab_size:
+            raise ValueError(
+                f"vocab_size_per_layer_input is {read.vocab_size_per_layer_input}; expected at least vocab_size, {read.vocab_size}"
+            )
         return read
 
 
@@ -270,6 +274,10 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         wide = flag(text, "use_double_wide_mlp") and i >= first_shared > 0
         heads, kv_heads, head_dim, k_eq_v = _attention_dims(text, i, kind, overrides)
         theta, angles = _rope(text, kind, head_dim)
+        if k_eq_v and not angles:
+            raise ValueError(
+                f"rope_parameters of {kind} rotate none of {head_dim} numbers; with attention_k_eq_v, expected at least a pair"
+            )
         layers.append(
             LayerSpec(
                 kind=kind,
@@ -371,7 +379,7 @@ def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[float, int
     fraction = _checked(number, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 0, 1)
     rope_type = rope.get("rope_type", "default")
     known = rope_type == "proportional" or rope_type == "default" and fraction == 1.0
-    if not known or float(rope.get("factor", 1.0)) != 1.0:
+    if not known or (1.0 if rope.get("factor") is None else _checked(number, "factor", rope["factor"], 0)) != 1.0:
         raise ValueError(
             f"rope_parameters of {kind} are {dict(rope)}; implemented: rope_type 'default' over whole heads or 'proportional', "
             "with factor 1"

@@ -308,17 +308,17 @@ def test_all_that_does_not_fit_is_listed_before_anything_is_read(tmp_path: Path,
 
 def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
     """It shows what is missing and what is there in its place, as where a wrapper's name stands before each key."""
-    put(tmp_path, {f"_orig_mod.{i:03}.weight": np.zeros(3, np.float32) for i in range(30)})
+    put(tmp_path, {f"outer.{i:03}.weight": np.zeros(3, np.float32) for i in range(30)})
     with pytest.raises(ValueError, match=r"\d+ problems:") as error:
         load(tmp_path, abstract("E2B"))
     lines = str(error.value).splitlines()
     assert len(lines) == 22
     assert re.fullmatch(r"  \.\.\. \d+ more", lines[11])
     assert lines[1].startswith("  model.embed_tokens.weight: missing")
-    assert lines[-1].startswith("  _orig_mod.029.weight: unknown, found F32")
+    assert lines[-1].startswith("  outer.029.weight: unknown, found F32")
 
 
-@pytest.mark.parametrize("outer", ["_orig_mod.", "module.", "base_model.model.", "language_model."])
+@pytest.mark.parametrize("outer", ["_orig_mod.", "module.", "module._orig_mod.", "base_model.model.", "language_model."])
 @pytest.mark.parametrize("member", ["E2B", "12B"])
 def test_names_of_modules_around_the_model_are_left_out(member: str, outer: str, tmp_path: Path) -> None:
     tensors = stored(member)
@@ -353,7 +353,11 @@ def test_lm_head_of_the_same_numbers_in_another_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"])
 def test_quantised_by_name(name: str, tmp_path: Path) -> None:
     tensors = stored("12B") | {f"model.layers.0.mlp.up_proj.{name}": np.zeros((48, 4), np.float32)}
-    refuse(put(tmp_path, tensors), abstract("12B"), rf"quantised weights \(model\.layers\.0\.mlp\.up_proj\.{name}\); only float")
+    refuse(
+        put(tmp_path, tensors),
+        abstract("12B"),
+        rf"quantised weights \(model\.layers\.0\.mlp\.up_proj\.{name}\), and no config there says how",
+    )
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.uint8, "U8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])
@@ -435,20 +439,45 @@ def test_a_pickle_converts_as_the_error_says(tmp_path: Path, monkeypatch: pytest
     assert_same(load(tmp_path, abstract("12B")), plain("12B"))
 
 
+def test_parts_in_pickles_convert_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = list(oracle.target("12B")[0].state_dict().items())
+    for n in range(2):
+        torch.save(dict(pairs[n::2]), tmp_path / f"pytorch_model-0000{n + 1}-of-00002.bin")
+    torch.save({}, tmp_path / "random_states_0.pkl")
+    with pytest.raises(ValueError, match="^pytorch_model-00001-of-00002.bin is a pickle") as error:
+        load(tmp_path, abstract("12B"))
+    monkeypatch.chdir(tmp_path)
+    exec(str(error.value).split('python -c "')[1].removesuffix('"'), {})
+    assert_same(load(tmp_path, abstract("12B")), plain("12B"))
+
+
 def test_what_a_trainer_leaves_is_no_checkpoint(tmp_path: Path) -> None:
-    for name in ("optimizer.pt", "rng_state_0.pth", "scheduler.pt", "training_args.bin"):
+    for name in ("optimizer.pt", "rng_state_0.pth", "scheduler.pt", "training_args.bin", "random_states_0.pkl", "sampler.bin"):
         (tmp_path / name).touch()
     refuse(tmp_path, abstract("12B"), r"has neither model\.safetensors nor ", FileNotFoundError)
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    refuse(tmp_path, abstract("12B"), r"\(`accelerate merge-weights` merges", FileNotFoundError)
+    (tmp_path / "zero_to_fp32.py").touch()
+    refuse(tmp_path, abstract("12B"), r"\(DeepSpeed's zero_to_fp32.py there merges", FileNotFoundError)
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/model.safetensors", "a/../../model.safetensors", "linked.safetensors"])
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/model.safetensors", "a/../../model.safetensors"])
 def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     put(tmp_path, stored("12B"))
-    (folder / "linked.safetensors").symlink_to(tmp_path / "model.safetensors")
     index(folder, {key: name for key in stored("12B")})
     refuse(folder, abstract("12B"), f"names '{name}', which is outside its folder")
+
+
+def test_links_to_parts_are_followed(tmp_path: Path) -> None:
+    """As of somebody who tries another config with the same weights."""
+    for folder in (original := tmp_path / "original", linked := tmp_path / "linked"):
+        folder.mkdir()
+    shard(original, stored("12B"), files=2)
+    for file in original.iterdir():
+        (linked / file.name).symlink_to(file)
+    assert_same(load(linked, abstract("12B")), plain("12B"))
 
 
 @pytest.mark.parametrize("name", ["", ".", "a\0b"], ids=["nothing", "dot", "zero"])
@@ -457,14 +486,21 @@ def test_an_index_names_files(name: str, tmp_path: Path) -> None:
     refuse(tmp_path, abstract("12B"), "index.json names the file '.*'; expected a file in its folder")
 
 
-def test_an_index_and_its_files_agree(tmp_path: Path) -> None:
+def test_an_index_says_which_files_there_are_and_these_what_is_in_them(tmp_path: Path) -> None:
+    """Tools that drop, add or move a tensor leave the index as it was."""
     weight_map = shard(tmp_path, stored("12B"), files=2)
-    key, other = "model.norm.weight", "model.embed_tokens.weight"
+    key = "model.norm.weight"
     missing = tmp_path / weight_map[key]
-    index(tmp_path, {k: v for k, v in weight_map.items() if k != key})
-    refuse(tmp_path, abstract("12B"), rf"{key}: in {missing.name}, but not in {INDEX}")
-    index(tmp_path, weight_map | {"extra": weight_map[other]})
-    refuse(tmp_path, abstract("12B"), f"extra: not in {weight_map[other]}, where {INDEX} has it")
+    other = next(name for name in weight_map.values() if name != missing.name)
+    for changed in ({k: v for k, v in weight_map.items() if k != key}, weight_map | {"extra": other}, weight_map | {key: other}):
+        index(tmp_path, changed)
+        assert_same(load(tmp_path, abstract("12B")), plain("12B"))
+    index(tmp_path, weight_map | {"extra": "extra.safetensors"})
+    for copied in (True, False):
+        put(tmp_path, {key: stored("12B")[key] + (0 if copied else 1)}, "extra.safetensors")
+        if copied:
+            assert_same(load(tmp_path, abstract("12B")), plain("12B"))
+    refuse(tmp_path, abstract("12B"), rf"{key}: in extra.safetensors and, with other numbers, in {missing.name}")
     index(tmp_path, weight_map)
     missing.unlink()
     refuse(tmp_path, abstract("12B"), f"has no {missing.name}", FileNotFoundError)

@@ -211,6 +211,14 @@ def test_mlx(folders, capsys, tmp_path):
         refuse(folder, f"{name}' is a model for MLX; expected a checkpoint in Hugging Face's layout: take the model", capsys, tmp_path)
 
 
+def test_an_adapter_for_mlx(folders, capsys, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "num_layers": 16}))
+    save_file({"a": np.zeros(2, np.float32)}, tmp_path / "adapters.safetensors")
+    refuse(tmp_path, "is an adapter for MLX; expected a checkpoint in Hugging Face's layout", capsys, tmp_path / "x")
+    with pytest.raises(ValueError, match="is one for MLX; expected PEFT's"):
+        jaxspec.load(folders[0], adapter=tmp_path)
+
+
 def test_an_adapter_in_place_of_a_target(capsys, tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()

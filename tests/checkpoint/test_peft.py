@@ -276,6 +276,15 @@ def test_tokens_that_the_table_does_not_have(tmp_path):
     refuse(made.target, edited, r"embed_tokens.token_adapter: found F32 \[2, 32\] for trainable_token_indices \[3, 131\]")
 
 
+def test_tokens_of_the_head_alone(tmp_path):
+    made = adapters.adapted(
+        adapters.text_model("31B"), tmp_path, target_modules=["q_proj"], trainable_token_indices={"lm_head": [3, 5]}, r=2
+    )
+    refuse(
+        made.target, made.adapter, "lm_head.token_adapter: not that of embed_tokens, which is the same table; expected rows of both alike"
+    )
+
+
 def test_an_adapter_of_the_towers_alone(plain, tmp_path):
     edited = adapters.edited(plain.adapter, tmp_path / "edited")
     tensors = load_file(edited / "adapter_model.safetensors")

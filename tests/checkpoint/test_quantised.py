@@ -121,6 +121,11 @@ FORMATS = {
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
         files.gptq(4, sym=False, version=2),
     ),
+    "gptq-2-format": (
+        "E2B",
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "format": "GPTQ_v2"},
+        files.gptq(4, sym=False, version=2),
+    ),
     "awq": ("31B", {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, files.awq()),
 }
 

@@ -135,6 +135,8 @@ def test_defaults_are_those_of_the_generation_config():
         Defaults.of({"do_sample": "false"})
     assert Defaults.left_out({**pocket, "num_beams": 1, "stop_strings": None, "bad_words_ids": []}) == []
     assert Defaults.left_out({"num_beams": 4, "stop_strings": ["x"], "typical_p": 1.0}) == ["stop_strings", "num_beams"]
+    assert Defaults.left_out({"min_length": 3, "watermarking_config": {"bias": 2.5}}) == ["watermarking_config", "min_length"]
+    assert Defaults.left_out({"min_length": 0, "watermarking_config": None}) == []
 
 
 def test_unknown_fields_are_refused():

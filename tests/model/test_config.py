@@ -159,6 +159,11 @@ def test_assistant(name: str) -> None:
             {"rope_parameters": {SLIDING: {"partial_rotary_factor": -1, "rope_theta": 1e4}}},
             "partial_rotary_factor is -1.0",
         ),
+        ({"rope_parameters": {SLIDING: {"factor": "x", "rope_theta": 1e4}}}, "factor is 'x' of type str, expected a number"),
+        (
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100},
+            "vocab_size_per_layer_input is 100; expected at least vocab_size, ",
+        ),
         ({"rope_parameters": {SLIDING: {"rope_theta": 0}}}, "rope_theta is 0.0, expected a finite number of more than 0"),
         ({"initializer_range": "x"}, "wrong value: initializer_range is 'x' of type str, expected a number"),
         ({"rope_parameters": {SLIDING: {"factor": 8.0, "rope_theta": 1e4}}}, "with factor 1"),

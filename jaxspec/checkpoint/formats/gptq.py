@@ -94,14 +94,20 @@ def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *
     left_float = _left_float(config, told)
     if own:
         raise ValueError(f"{told} has settings of single layers (dynamic); expected none")
-    packing, version = config.get("packing_format", "auto_round:auto_gptq"), str(config.get("version", "gemm")).lower()
+    packing, version = (
+        config.get("packing_format", "auto_round:auto_gptq"),
+        str(config.get("version") or config.get("format") or "gemm").lower(),
+    )
     if method == "auto-round" and packing != "auto_round:auto_gptq":
         raise ValueError(f"{told} has packing_format {packing!r}; served is 'auto_round:auto_gptq'")
     if awq and (version != "gemm" or not config.get("zero_point", True)):
         raise ValueError(f"{told} has version {version!r} and zero_point {config.get('zero_point')!r}; served is 'gemm' with zero points")
+    layout = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+    if method == "gptq" and layout not in ("gptq", "gptq_v2"):
+        raise ValueError(f"{told} has format {layout!r}; served are 'gptq' and 'gptq_v2'")
     zeros = awq or not config.get("sym", True)
     scheme = Scheme(f"int{bits}", None if group == -1 else group, zeros, scale_dtype)
-    made = Columns(scheme, bits, awq, plus=0 if awq or config.get("checkpoint_format") == "gptq_v2" else 1)
+    made = Columns(scheme, bits, awq, plus=0 if awq or layout == "gptq_v2" else 1)
     left_out = (*names_in(config, "modules_to_not_convert"), *left_float)
 
     def format_of(name: str) -> Format | None:
