@@ -36,6 +36,7 @@ from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
 DRAFTER = "drafter"
+CHAT_TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templates that have names
 
 
 def convert(
@@ -136,6 +137,8 @@ def _write(folder: Path, source: Path, weights: Any, dtype: np.dtype, changes: M
         wanted = path.suffix in (".json", ".jinja") or path.name.startswith("tokenizer")
         if path.is_file() and wanted and path.name not in ("config.json", INDEX_FILE, CONVERTED):
             shutil.copyfile(path, folder / path.name)
+    if (templates := source / CHAT_TEMPLATES).is_dir():
+        shutil.copytree(templates, folder / CHAT_TEMPLATES)
     config = checkpoint.read_config(source) | {"dtype": dtype.name} | dict(changes)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     arrays = folder / fused.ARRAYS_FOLDER

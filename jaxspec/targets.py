@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec import checkpoint, drafters
 from jaxspec.checkpoint import from_floats
@@ -17,6 +19,7 @@ from jaxspec.checkpoint.files import CONVERTED
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.checkpoint.peft import read_adapter
 from jaxspec.checkpoint.quantisation import Quantisation, with_packed, with_rounded_inputs
+from jaxspec.checkpoint.safetensors import FLOATS
 from jaxspec.checks import integer
 from jaxspec.model.families import family_named, family_of
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -29,8 +32,11 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}  # that weights may 
 
 
 def read_target(folder: Path) -> tuple[TargetConfig, dict[str, Any]]:
-    """The config and the generation config in a target's folder. Raises FileNotFoundError, or ValueError for what is no target."""
+    """The config and the generation config in a target's folder. Where the config names no dtype, it is the weights', if they are there.
+    Raises FileNotFoundError, or ValueError for what is no target."""
     raw = checkpoint.read_config(folder)
+    if not any(part.get(name) for part in (raw, raw.get("text_config")) if isinstance(part, Mapping) for name in ("dtype", "torch_dtype")):
+        raw = raw | _dtype_of_weights(folder)
     try:
         config = family_named(raw.get("model_type")).read(raw)
         checkpoint.read_quantisation(folder, raw)  # raises for a format that is not served
@@ -38,6 +44,19 @@ def read_target(folder: Path) -> tuple[TargetConfig, dict[str, Any]]:
         hint = "; it is a drafter, to be given as drafter=" if drafters.is_drafter(raw) else ""
         raise ValueError(f"the target {folder} cannot be loaded: {error}{hint}") from error
     return config, checkpoint.read_generation_config(folder)
+
+
+def _dtype_of_weights(folder: Path) -> dict[str, str]:
+    """The dtype that most of a checkpoint's float numbers have, as a config names it; nothing where there are no weights."""
+    try:
+        stored = checkpoint.read_headers(folder)
+    except (FileNotFoundError, ValueError):  # raised again, with more about it, where weights are read
+        return {}
+    bytes_of = collections.Counter[str]()
+    for tensor in stored.values():
+        bytes_of[tensor.dtype] += tensor.nbytes
+    found = max((name for name in FLOATS if bytes_of[name]), key=lambda name: bytes_of[name], default=None)
+    return {} if found is None else {"dtype": np.dtype(FLOATS[found]).name}
 
 
 def read_quantisation(folder: Path) -> Quantisation | None:

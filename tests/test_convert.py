@@ -175,6 +175,22 @@ def test_another_dtype(folders, tmp_path):
     assert_same(loading.load_target(wide, abstract(), progress=False), loading.load_target(target, abstract()))
 
 
+def test_what_a_config_does_not_say_is_read_from_the_weights(folders, tmp_path):
+    """As transformers does: else float32 would be rounded to bfloat16 without a word. And chat templates with names go along."""
+    shutil.copytree(folders[0], source := tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    inner = {key: value for key, value in config.get("text_config", {}).items() if key not in ("dtype", "torch_dtype")}
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    (source / "config.json").write_text(json.dumps(config | ({"text_config": inner} if inner else {})))
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("TOOLS")
+    assert targets.read_target(source)[0].dtype == "float32"
+    jaxspec.convert(source, to := tmp_path / "converted")
+    assert {leaf.dtype for leaf in fused.stored_shapes(to).values()} == {np.dtype(np.float32)}
+    assert json.loads((to / "config.json").read_text())["dtype"] == "float32"
+    assert (to / "additional_chat_templates" / "tool_use.jinja").read_text() == "TOOLS"
+
+
 def test_from_one_mesh_to_another(folders, tmp_path):
     target, _, converted = folders
     wanted = loading.load_target(target, abstract())
