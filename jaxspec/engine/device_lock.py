@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 
@@ -35,11 +35,19 @@ class DeviceLock:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for lock in self._locks:
-                stack.enter_context(lock.held)
+        with _held(self._locks):
             for last in [last for lock in self._locks if (last := lock.last()) not in (None, self)]:
                 last.settle()
             for lock in self._locks:
                 lock.last = weakref.ref(self)
             yield
+
+
+@contextlib.contextmanager
+def _held(locks: Sequence[_Lock]) -> Iterator[None]:
+    """Holds all locks. `with` takes a lock and remembers it in one step, between which no interrupt comes, as it can in an ExitStack."""
+    if not locks:
+        yield
+        return
+    with locks[0].held, _held(locks[1:]):
+        yield

@@ -192,7 +192,8 @@ class LLM:
         With adaptive verification, see `load`, this also compiles and times rounds that guess fewer tokens or none, and rounds that verify
         some of their guesses. From then on calls take those that acceptance and these times make fastest. The tokens are the same."""
         self._check_open()
-        needs = self._needs([r for p in params or [SamplingParams()] for r in self._requests([[0]], p)])
+        seeded = [p if p.seed is not None else p.replace(seed=0) for p in params or [SamplingParams()]]  # none of the LLM's seeds is drawn
+        needs = self._needs([r for p in seeded for r in self._requests([[0]], p)])
 
         def requests(count: int) -> list[Request]:
             return self._requests([[0]] * count, SamplingParams(max_tokens=self.max_len, ignore_eos=True, seed=0))

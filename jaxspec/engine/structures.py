@@ -60,6 +60,7 @@ class Structures:
         self._known = collections.OrderedDict[str, Structure]()
         self._lock = threading.Lock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._begun: concurrent.futures.Future[None] | None = None
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -67,15 +68,20 @@ class Structures:
 
     def of(self, params: StructuredOutputsParams) -> Structure:
         """The structure that params ask for. Raises ValueError if it cannot be served and that is soon known."""
-        begin()  # or the first one would take longer than WAIT
         with self._lock:
             known = self._known.pop(params.expression, None)
             if known is None:
-                self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxspec-automata")
+                if self._pool is None:
+                    # There too, where no interrupt comes, which would leave locks behind.
+                    pool = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-automata")
+                    self._begun = pool.submit(begin)
+                    self._pool = pool
                 known = Structure(params.label, self._pool.submit(self._build, params.label, params.expression))
             self._known[params.expression] = known
             while len(self._known) > KNOWN:
                 self._known.popitem(last=False)
+        if self._begun is not None:
+            concurrent.futures.wait([self._begun])  # or the first one would take longer than WAIT
         # Processes that compute together must admit the same requests at the same time.
         concurrent.futures.wait([known.future], WAIT if jax.process_count() == 1 else None)
         if known.failure is not None:

@@ -1,5 +1,7 @@
 """Who computes while others do, on devices that wait for each other."""
 
+import gc
+import sys
 import threading
 
 import jax
@@ -27,6 +29,38 @@ def test_those_that_share_a_device_take_turns():
         assert not free(ours) and not free(other)
         raise ZeroDivisionError
     assert free(ours) and free(other) and free(overlapping)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_interrupt_while_it_is_taken_leaves_it_free(count):
+    """At each line in turn, of this module and of those that it calls."""
+    lock, places = DeviceLock(jax.devices()[:count]), 0
+
+    def interrupt(frame, event, _):
+        nonlocal left
+        left -= event in ("call", "line")
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt
+
+    while True:
+        left, entered = places, False
+        try:
+            sys.settrace(interrupt)
+            with lock():
+                sys.settrace(None)
+                entered = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        gc.collect()
+        assert free(lock), places
+        if entered:
+            break
+        places += 1
+    assert places > 10
 
 
 def test_without_such_devices_each_has_a_lock_of_its_own():

@@ -303,7 +303,9 @@ def test_nothing_compiles_after_warmup(load, parrot, expected, monkeypatch, caps
     made = llm.stats.compilations
     assert made <= 8
     monkeypatch.setattr(llm, "progress", True)
-    llm.warmup(params(0), params(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "_draw_seed", lambda: pytest.fail("later requests would have other seeds"))
+        llm.warmup(params(0), params(1, seed=None))
     assert f"{made}/{made} " in capsys.readouterr().err  # a bar runs to its end though nothing is missing
     assert compiled  # the listener hears what JAX does
     compiled.clear()

@@ -308,6 +308,17 @@ def test_automata_are_built_beside_the_device(llm, monkeypatch):
         llm.generate([PROMPT], params(1, regex="slow[^\\s\\S]"))
 
 
+def test_the_thread_that_asks_takes_no_lock_of_who_builds(llm, monkeypatch):
+    """An interrupt there would leave it taken."""
+    began = []
+    monkeypatch.setattr(structures, "begin", lambda: began.append(threading.current_thread().name))
+    made = structures.Structures(llm.tokenizer, llm.target.config.vocab_size, 1000, 1000)
+    for word in ("one", "two"):
+        assert made.of(StructuredOutputsParams(choice=(word, "else"))).future.result(30).automaton.states > 3
+    assert began == ["jaxspec-automata_0"]
+    made.close()
+
+
 def test_an_expression_without_a_small_automaton_fails_alone(llm, monkeypatch):
     builder = Builder(seconds=0.5)
     monkeypatch.setattr(automaton, "BUILDER", builder)
