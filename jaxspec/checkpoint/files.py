@@ -16,17 +16,7 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 SUFFIX = ".safetensors"
 SHOWN = 8  # files of a folder, in an error
 # How pickles begin that trainers and accelerate leave beside weights.
-TRAINING = (
-    "optimizer",
-    "scheduler",
-    "scaler",
-    "rng_state",
-    "training_args",
-    "random_states",
-    "sampler",
-    "dl_state_dict",
-    "custom_checkpoint",
-)
+TRAINING = tuple("optimizer scheduler scaler rng_state training_args random_states sampler dl_state_dict custom_checkpoint".split())
 PART = re.compile(r"^(.+)-\d+-of-\d+(\.\w+)$")  # a file that holds a part of the weights
 
 

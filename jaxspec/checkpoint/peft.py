@@ -90,7 +90,7 @@ def read_adapter(name: str | os.PathLike[str], hub: Hub) -> Adapter:
 def _refuse_kinds(name: str, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind is None and "fine_tune_type" in config:
-        raise ValueError(f"the adapter {name!r} is one for MLX; expected PEFT's, or the model that mlx_lm.fuse --de-quantize makes of it")
+        raise ValueError(f"the adapter {name!r} is one for MLX; expected a folder that PEFT's save_pretrained wrote")
     if kind != "LORA":
         raise ValueError(f"the adapter {name!r} has peft_type {kind!r}; served is 'LORA', merge others with PEFT's merge_and_unload")
     for setting, reason in REASONS.items():

@@ -215,7 +215,7 @@ def test_an_adapter_for_mlx(folders, capsys, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "num_layers": 16}))
     save_file({"a": np.zeros(2, np.float32)}, tmp_path / "adapters.safetensors")
     refuse(tmp_path, "is an adapter for MLX; expected a checkpoint in Hugging Face's layout", capsys, tmp_path / "x")
-    with pytest.raises(ValueError, match="is one for MLX; expected PEFT's"):
+    with pytest.raises(ValueError, match="is one for MLX; expected a folder that PEFT's save_pretrained wrote"):
         jaxspec.load(folders[0], adapter=tmp_path)
 
 

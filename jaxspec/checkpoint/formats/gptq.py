@@ -94,10 +94,8 @@ def read(method: str, config: Mapping[str, Any], keys: Collection[str] | None, *
     left_float = _left_float(config, told)
     if own:
         raise ValueError(f"{told} has settings of single layers (dynamic); expected none")
-    packing, version = (
-        config.get("packing_format", "auto_round:auto_gptq"),
-        str(config.get("version") or config.get("format") or "gemm").lower(),
-    )
+    packing = config.get("packing_format", "auto_round:auto_gptq")
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
     if method == "auto-round" and packing != "auto_round:auto_gptq":
         raise ValueError(f"{told} has packing_format {packing!r}; served is 'auto_round:auto_gptq'")
     if awq and (version != "gemm" or not config.get("zero_point", True)):
