@@ -172,7 +172,7 @@ def test_saving_and_loading(tmp_path, prefix):
 def test_another_vocabulary_is_refused(tmp_path):
     target = tiny.tiny_target(tmp_path / "target")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps({**TEXT, "vocab_size": 4160}))
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**TEXT, "vocab_size": 4160, "vocab_size_per_layer_input": 4160}))
     with pytest.raises(
         ValueError, match="the drafter .*other cannot be used with this target: the draft model has vocab_size 4160, the target 4096"
     ):
