@@ -45,7 +45,7 @@ def load_weights(
 
     abstract: the tree; where it has a member `layouts`, that says how a file holds its leaves: see `layout.layouts_of`. prefixes: what
     may stand before our paths in the file's keys; we take the first that occurs. The file's may lack "model.", as of a model that
-    transformers saved without its head, and those of float weights may begin with a wrapper's name, such as torch.compile's "_orig_mod.".
+    transformers saved without its head, and those of float weights may begin with a wrapper's name, such as "language_model.".
     skip: keys that start with any of these are ignored. quantisation: how a file holds the matrices that are a `Packed` in the tree. These
     three are unused for a converted folder.
     changes: by key without a prefix, what an adapter makes of float weights, before they are quantised.
