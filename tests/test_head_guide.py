@@ -65,6 +65,7 @@ def texts(llm):
     return [done.token_ids for done in llm.generate(["def f(x):", "class A:"], PARAMS)]
 
 
+@pytest.mark.slow  # tests/kernels/test_guided_head.py has the choice of a head with a guide
 @pytest.mark.parametrize("drafter", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["assistant", "a draft model"])
 def test_texts_are_the_same(drafter, models, interpreted):
     """Greedy and sampled; the rows of the target and those of the drafter read guides."""

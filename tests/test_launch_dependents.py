@@ -125,7 +125,10 @@ def step_on(devices, name, batch):
 
 
 # least: so many kernels at least launch dependents, in two layers and the assistant's passes.
-@pytest.mark.parametrize(("name", "batch", "least"), [("31B", 1, 140), ("31B", 32, 115), ("26B-A4B", 8, 135)])
+@pytest.mark.parametrize(
+    ("name", "batch", "least"),
+    [pytest.param("31B", 1, 140, marks=pytest.mark.slow), pytest.param("31B", 32, 115, marks=pytest.mark.slow), ("26B-A4B", 8, 135)],
+)
 def test_only_kernels_read_such_results_on_several_devices(hopper, monkeypatch, name, batch, least):
     table = mailboxes.mailbox_table([2**44 + 2**30 * n for n in range(4)])[None]
     monkeypatch.setattr(all_reduce, "mailbox_tables", lambda groups: table)
@@ -145,7 +148,7 @@ def test_only_kernels_read_such_results_on_several_devices(hopper, monkeypatch, 
         pytest.param("31B", 1, "int4", 8, 4, marks=pytest.mark.slow),
         pytest.param("31B", 8, None, 4, 3, marks=pytest.mark.slow),
         pytest.param("26B-A4B", 1, None, 13, 0, marks=pytest.mark.slow),
-        ("26B-A4B", 8, "int8", 14, 6),
+        pytest.param("26B-A4B", 8, "int8", 14, 6, marks=pytest.mark.slow),
     ],
 )
 def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper, name, batch, quantize, least, waiting):
@@ -157,14 +160,15 @@ def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper,
 
 # Kernels that do nothing but round, of each layer. Norms round the rows of two of the E2B's six products, and of the 31B's four. With many
 # rows an activation rounds too.
+@pytest.mark.slow  # tests/kernels/test_float8_rows.py has the kernels
 @pytest.mark.parametrize(
     ("name", "batch", "alone", "activated"),
     [
         ("E2B", 1, {"float8_numbers": 4}, 0),
-        pytest.param("E2B", 8, {"float8_codes": 2, "float8_numbers": 2}, 0, marks=pytest.mark.slow),
-        pytest.param("31B", 1, {"float8_numbers": 2}, 0, marks=pytest.mark.slow),
-        pytest.param("31B", 8, {"float8_codes": 2}, 0, marks=pytest.mark.slow),
-        pytest.param("31B", 32, {"float8_codes": 1}, 1, marks=pytest.mark.slow),
+        ("E2B", 8, {"float8_codes": 2, "float8_numbers": 2}, 0),
+        ("31B", 1, {"float8_numbers": 2}, 0),
+        ("31B", 8, {"float8_codes": 2}, 0),
+        ("31B", 32, {"float8_codes": 1}, 1),
     ],
 )
 def test_kernels_before_a_product_round_its_rows(hopper, name, batch, alone, activated):

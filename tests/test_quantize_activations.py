@@ -70,6 +70,7 @@ def inputs(tree):
     return {path: leaf.inputs for path, leaf in leaves_by_path(tree, whole=(Packed,)).items() if is_packed(leaf)}
 
 
+@pytest.mark.slow  # below are the products; tests/drafters/test_quantised_target.py has texts
 def test_texts_are_others_and_the_same_with_drafts(folders, llm):
     """Of all matrices of the layers the rows are rounded; tests/checkpoint/test_quantised.py has the logits."""
     assert set(inputs(llm.target).values()) == {"fp8"} and "layers.0.per_layer_input_gate.weight" in inputs(llm.target)
@@ -215,6 +216,7 @@ def test_a_drafter_learns_beside_it(wide, tmp_path, monkeypatch, axes):
             assert_near(texts(llm), expected)
 
 
+@pytest.mark.slow  # tests/test_cli.py has the commands
 def test_commands_have_it(folders, tmp_path, capsys):
     """Texts and a plan; a batch is not resumed with other activations; a conversion has no such option."""
     asked = ["--quantize", "fp8", "--quantize-activations", "fp8"]

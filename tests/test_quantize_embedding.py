@@ -50,6 +50,7 @@ def copied(folder, to, tensors, config=None):
     return to
 
 
+@pytest.mark.slow  # tests/drafters/test_quantised_target.py has texts, tests/model/test_embedding.py rows
 def test_texts_are_those_of_the_dequantised_embedding(folders, llm, tmp_path):
     """With a drafter, and by the numbers of compressed-tensors; all else stays float."""
     assert packed_paths(llm.target) == {"embed_tokens.weight"} and llm.target.dtype == jnp.float32

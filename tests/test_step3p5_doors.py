@@ -66,6 +66,7 @@ def alone(folder):
     return texts(jaxspec.load(folder, **SETTINGS))
 
 
+@pytest.mark.slow  # tests/drafters/test_step3p5_modules.py has the modules
 def test_the_modules_of_the_same_folder(folder, alone):
     """Texts through the chat template and without are those of the target alone, with as many drafts as there are modules."""
     llm = jaxspec.load(folder, "same", **SETTINGS)
@@ -162,6 +163,7 @@ def test_quantised_here(folder):
         jaxspec.load(folder, quantize_embedding="int8", **SETTINGS)
 
 
+@pytest.mark.slow  # tests/test_convert.py converts Gemma's, the released names are looked at above
 def test_conversion(folder, alone, tmp_path):
     """The target and its modules, loaded again, also onto a mesh."""
     made = jaxspec.convert(folder, tmp_path / "made", drafter="same", progress=False)

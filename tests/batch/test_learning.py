@@ -62,6 +62,7 @@ def texts(*paths):
     return {record["id"]: record["text"] for path in paths for record in read_lines(path)}
 
 
+@pytest.mark.slow  # tests/engine/test_learn.py has an LLM that learns, tests/batch/test_batch.py jobs that are killed
 def test_a_job_that_learns_writes_the_same_texts_and_a_drafter(folders, lines, plain, tmp_path, monkeypatch):
     out, told = tmp_path / "out.jsonl", []
     monkeypatch.setattr("tqdm.std.tqdm.set_postfix_str", lambda bar, text, refresh: told.append(text))

@@ -611,6 +611,7 @@ def test_a_rule_may_make_tokens_of_drafts_that_the_target_would_not_choose():
     assert_equal(numbers(loop(again, ROWS, always_wrong, 1, **rule), "rounds"), numbers(state, "rounds"))
 
 
+@pytest.mark.slow  # tests/drafters/test_every_kind.py has texts over such a cache
 def test_any_number_of_drafts_over_a_float8_cache():
     """With scales, and the assistant reading what the target stored: the tokens of one at a time, but not those of a float32 cache."""
 

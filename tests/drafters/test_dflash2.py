@@ -107,6 +107,7 @@ def reference(layout: str, w: dict[str, np.ndarray], table: np.ndarray, taps: np
     return np.stack(candidates), np.stack(scores)
 
 
+@pytest.mark.slow  # the golden rounds above are of the reference
 @pytest.mark.parametrize("layout", DFLASH2)
 def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
     """After prompts in chunks that end anywhere, and after rounds in which 0 to 7 drafts are accepted, the drafts are the formulas'."""

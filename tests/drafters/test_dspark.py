@@ -126,7 +126,7 @@ def reference(layout: str, w: dict[str, np.ndarray], table: np.ndarray, taps: np
     return np.stack(logits)
 
 
-@pytest.mark.parametrize("layout", ["speculators", pytest.param("rnn", marks=pytest.mark.slow), "gemma"])
+@pytest.mark.parametrize("layout", ["gemma", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("speculators", "rnn"))])
 def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
     """After prompts in chunks that end anywhere, and after rounds in which 0 to 7 drafts are accepted, the drafts are the formulas'."""
     model, w = kinds.drafter("dspark" if layout == "speculators" else f"dspark {layout}"), tensors(layout, folder)

@@ -158,8 +158,8 @@ class Reference:
 ACCEPTED = [(0, 3, 7, 1, 5), (7, 0, 2, 4, 0), (6, 5, 0, 7, 2)]
 
 
-# The golden rounds are those of the first layout.
-@pytest.mark.parametrize("layout", ["speculators", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("eagle", "gemma"))])
+@pytest.mark.slow  # the golden rounds above are those of the first layout
+@pytest.mark.parametrize("layout", ["speculators", "eagle", "gemma"])
 def test_drafts_of_whole_rounds(layout: str, folder: Path) -> None:
     """After prompts in chunks that end anywhere, and after rounds in which 0 to 7 drafts are accepted, the drafts are the formulas'."""
     model, w = kinds.drafter(NAMES[layout]), tensors(layout, folder)

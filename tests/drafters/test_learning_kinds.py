@@ -122,6 +122,7 @@ def _floats(tree):
     return [x for x in map(np.asarray, jax.tree.leaves(tree)) if x.dtype.kind == "f"]
 
 
+@pytest.mark.slow  # tests/engine/test_learn.py has an LLM that learns
 def test_a_loss_that_is_not_finite_ends_learning_and_not_the_job(monkeypatch):
     llm = engines.llm_of.__wrapped__("assistant")
     expected, step = work(llm), Learner.step

@@ -133,7 +133,8 @@ CHUNKS = {1: 5, 2: 5, 3: 2}  # by count: more than the window of modules, and le
 ROUNDS = ((7, [0, 7, 3, 1, 2]), (7, [5, 0, 6, 4, 0]), (0, [0] * 5), (1, [1, 0, 1, 0, 1]), (7, [2, 4, 0, 7, 5]))
 
 
-@pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2))])
+@pytest.mark.slow  # test_step3p5_modules.py has the guesses of whole texts
+@pytest.mark.parametrize("count", [1, 2, 3])
 def test_guesses_of_whole_rounds(count):
     """After prompts of 1 to 22 tokens in chunks, and after every round, past the window."""
     state = rounds.started(modules(count), chunk=CHUNKS[count])

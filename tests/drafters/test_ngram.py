@@ -138,6 +138,7 @@ def looking():
 PROMPTS = ["def __repr__(self):\n    return", "| 1 | 2 |\n" * 4, "class Stack:\n    def __init__(self", "import", "    def test_"]
 
 
+@pytest.mark.slow  # below sequences that are preempted keep their counts
 def test_rounds_that_find_nothing_draft_nothing(looking):
     """A batch of requests of all kinds in few slots: greedy and sampled, of different lengths, with stop strings and stop tokens that end
     them within a block."""
@@ -158,6 +159,7 @@ def test_rounds_that_find_nothing_draft_nothing(looking):
     assert named["vllm:spec_decode_num_drafts"].value == guessed and named["vllm:spec_decode_num_draft_tokens"].value == guesses
 
 
+@pytest.mark.slow  # below the counts of sequences that give way
 def test_streams_count_what_was_found_too(looking):
     asked = jaxspec.SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
     before, (whole,) = looking.stats, looking.generate([PROMPTS[1]], asked)

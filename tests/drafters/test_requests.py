@@ -128,6 +128,7 @@ def test_a_sequence_that_gave_way_goes_on_where_it_was(accept):
     assert sum(c.stats.accepted for c in found) > 10
 
 
+@pytest.mark.slow  # tests/engine/test_calls.py has such prompts
 def test_what_prompts_begin_with_is_computed_once():
     llm = llm_of("modules")
     short = SamplingParams(seed=3, max_tokens=9, **PLAIN)

@@ -138,7 +138,8 @@ def paged(drafter):
     return dataclasses.replace(drafter, page_size=rounds.PAGE)
 
 
-@pytest.mark.parametrize("ks", [(5, 0), *(pytest.param(ks, marks=pytest.mark.slow) for ks in ((1,), (2,), (3,), (7,), (3, 0, 5)))], ids=str)
+@pytest.mark.slow  # below are the guesses of the loop, and test_every_kind.py has texts with modules
+@pytest.mark.parametrize("ks", [(1,), (2,), (3,), (7,), (5, 0), (3, 0, 5)], ids=str)
 def test_texts_are_those_of_the_target_alone(pair, texts, ks):
     """For every K, below and above the number of modules, and one that changes; of sequences that begin and end apart."""
     target, drafter, _ = pair
@@ -146,7 +147,8 @@ def test_texts_are_those_of_the_target_alone(pair, texts, ks):
     np.testing.assert_array_equal(rounds.tokens(state), texts)
 
 
-@pytest.mark.parametrize("made", [pytest.param(NGram, marks=pytest.mark.slow), lambda: paged(small())], ids=["ngram", "draft model"])
+@pytest.mark.slow  # test_every_kind.py has their texts
+@pytest.mark.parametrize("made", [NGram, lambda: paged(small())], ids=["ngram", "draft model"])
 def test_other_drafters(pair, texts, made):
     drafter = made()
     state = rounds.ended(pair[0], drafter, rounds.started(drafter, pair[0]), 3)

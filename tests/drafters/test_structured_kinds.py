@@ -79,6 +79,7 @@ def test_texts_match_whatever_is_verified(rows):
     assert texts("assistant", 3, rows=rows)[0] == without_drafts()
 
 
+@pytest.mark.slow  # tests/engine/test_structured.py has such texts, tests/decode/test_trees.py trees
 def test_texts_match_on_every_path_of_a_tree():
     assert texts("assistant", 3, tree=DraftTree.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]))[0] == without_drafts()
 

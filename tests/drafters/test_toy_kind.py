@@ -129,6 +129,7 @@ def test_a_bench_knows_its_shape_and_bytes(named, folder, tmp_path):
     assert (read.drafter, read.drafter_kv) == (2 * 4 * (2 * tiny.VOCAB * 32 + 32 * 32), 0)
 
 
+@pytest.mark.slow  # tests/engine/test_learn.py has an LLM that learns
 def test_it_learns_and_load_spreads_it(tmp_path):
     target = tiny.tiny_target(tmp_path / "target", hidden_size_per_layer_input=0)
     data = tmp_path / "data.txt"

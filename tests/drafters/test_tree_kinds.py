@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("unoptimised")
 TREE = DraftTree.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [0, 1, 0], [0, 1, 1], [1, 0, 0], [0, 1, 0, 0]])
 CHAIN = DraftTree.of([[0] * depth for depth in range(1, 5)])
 GROWING = [kind for kind in LAYOUTS if hasattr(kinds.drafter(kind), "draft_tree")]
-FEW = ["eagle3", "dspark"]
+FEW = ["eagle3"]
 
 
 def some(kind_names):

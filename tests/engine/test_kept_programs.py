@@ -79,6 +79,7 @@ def test_a_second_start_lowers_nothing_that_was_kept(folders, as_on_a_gpu, lower
     assert run(folders) == first and files(as_on_a_gpu) == kept and cut.stat().st_size > size // 2
 
 
+@pytest.mark.slow  # above are those of one device
 @pytest.mark.parametrize("structured", [False, True])
 def test_programs_on_a_mesh_and_of_structured_texts_are_kept_too(folders, as_on_a_gpu, lowered, structured):
     settings = {"mesh": None if structured else jaxspec.mesh(data=2, tensor=2)}

@@ -41,6 +41,7 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(arrays(a), arrays(b), strict=True))
 
 
+@pytest.mark.slow  # below an LLM learns, is interrupted and goes on
 def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeypatch):
     """A run that is killed after a save goes on from there: its weights in use, master weights and moments are the same."""
     monkeypatch.setattr(trials, "LEAST", 1)

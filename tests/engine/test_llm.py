@@ -136,7 +136,7 @@ def test_a_batch_in_few_slots_equals_decoding_by_hand(llm, expected):
     assert completions[3].token_ids == expected[3] and len(expected[3]) == 1
 
 
-@pytest.mark.parametrize("k", [0, 4, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [4, *(pytest.param(k, marks=pytest.mark.slow) for k in (0, 7))])
 def test_any_number_of_drafts_and_any_batch_gives_the_same_tokens(load, parrot, expected, speculative, k, monkeypatch):
     if k != K:  # that of K drafts has programs for one sequence and for eight, the others for eight
         few_programs(monkeypatch)

@@ -226,6 +226,7 @@ def params(seed):
     return jaxspec.SamplingParams(max_tokens=40, temperature=float(seed % 2), seed=seed, ignore_eos=True, top_k=0, top_p=1.0)
 
 
+@pytest.mark.slow  # above is how it chooses
 def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
     """Its tokens are those of a fixed K, its counts those of the rounds as they were, and nothing is compiled on the way."""
     llm = jaxspec.load(*folders, max_slots=1, max_len=128, progress=False)
@@ -281,6 +282,7 @@ def test_what_cannot_adapt_is_refused(folders, settings, error, message):
         jaxspec.load(*folders, **{"adaptive_verification": True, "progress": False, **settings})
 
 
+@pytest.mark.slow  # tests/decode/test_verification.py has such rounds
 def test_rounds_of_few_rows_change_no_text(folders, monkeypatch):
     """Five requests in three slots, which have too few pages for all three, with rounds of ever other shapes: the texts are those without
     drafts, and what was verified counts, of sequences that were preempted too."""

@@ -36,6 +36,7 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.slow  # tests/decode/test_trees.py has chains and trees in turn
 def test_few_sequences_have_trees_and_more_have_chains(folders, calls, monkeypatch):
     """Six requests that end one after the other: chains while more than four decode, then trees, and texts as without drafts."""
     monkeypatch.setattr(buckets, "PREFILL_ROWS", buckets.PREFILL_CHUNK)  # one program for prompts of every length

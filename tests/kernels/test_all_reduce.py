@@ -89,7 +89,9 @@ def on(devices, function, *args, mail=True):
     return run(tables, np.arange(devices, dtype=np.int32), *args)
 
 
-@pytest.mark.parametrize("devices, many", [(3, triton.LEAST_IN_TWO_STEPS), (2, 2), (3, 2), (4, 3)])
+@pytest.mark.parametrize(
+    "devices, many", [(3, triton.LEAST_IN_TWO_STEPS), (2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 2), (4, 3)))]
+)
 def test_the_protocol_adds_up_and_gathers_turn_after_turn(monkeypatch, devices, many):
     """Sums of several shapes follow one another, alone and with the norm that reads them, and gathers; some turns are past 2**32. So
     `many` rows are summed in two steps."""

@@ -141,6 +141,7 @@ def test_few_rows_take_the_kernels_on_a_gpu(gpu, rows, guided_rows):
 likely = jax.jit(likely_logits, static_argnames=("implementation",))
 
 
+@pytest.mark.slow  # below is the choice among them
 @settings(max_examples=8)
 @given(
     rows=st.integers(1, 9),

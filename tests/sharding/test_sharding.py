@@ -44,6 +44,7 @@ def texts(load):
     return [[c.token_ids for c in llm.generate(PROMPTS, params)] for params in (GREEDY, SAMPLED)]
 
 
+@pytest.mark.slow  # tests/engine/test_calls.py has calls over two shards, tests/sharding/test_mesh_tokens.py tokens
 def test_data_shards_take_requests_side_by_side(load, texts, monkeypatch):
     """Each has slots, pages and programs of its own; streams, log-probabilities and calls that take turns work across them. While they
     compute, and while what adds up is tried, others that share devices wait."""

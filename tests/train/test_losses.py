@@ -53,7 +53,7 @@ def test_target_loss_is_the_cross_entropy_of_the_tokens_that_were_written():
     assert np.mean(right) == 1  # its own greedy text
 
 
-@pytest.mark.parametrize("kind", ["mtp", "dflash2", "dspark", "eagle3"])
+@pytest.mark.parametrize("kind", ["mtp", "dspark", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash2", "eagle3"))])
 def test_distil_loss_is_the_mean_of_its_steps(kind):
     """The sum in NumPy, from the guesses of every place: a centroid head's, a shortlist's, a draft vocabulary's, and a confidence's."""
     drafter, texts = small.drafter(kind), batch()
