@@ -22,6 +22,7 @@ from jaxspec import checkpoint
 from jaxspec.checkpoint.files import refuse_to_replace
 from jaxspec.drafters.registry import load_drafter, save_trained
 from jaxspec.engine.accounts import Accounts
+from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.memory import learning_bytes, memory_limit, memory_used, size
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -61,6 +62,8 @@ class Learning:
     def __init__(self, learner: Learner, origin: Origin, shards: Shards, accounts: Accounts, placement: Placement, lock: Any):
         self._learner, self._shards, self._accounts = learner, shards, accounts
         self._placement, self._lock = placement, lock
+        # An update sums over all devices. Where calls do not, the LLM's lock is none of the devices'.
+        self._sums = lock if placement.summing_devices else DeviceLock(placement.devices if placement.size > 1 else ())
         self.origin = origin  # of the weights in use, which are its own
         self._candidate: Any = None  # those on trial
         self._trial: Comparison | None = None
@@ -192,8 +195,9 @@ class Learning:
         if len(self._runners) == 1:  # it waited for what would have been computed anyhow
             begun = time.perf_counter()
         try:
-            for _ in range(self._together):
-                self._learner.step()
+            with self._sums():
+                for _ in range(self._together):
+                    self._learner.step()
         except FloatingPointError as error:
             warnings.warn(f"the drafter learns no more: {error}; the weights in use stay", RuntimeWarning, stacklevel=2)
             self._end(str(error))

@@ -34,7 +34,7 @@ from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.sharding.placement import Placement
-from jaxspec.trees import nbytes
+from jaxspec.trees import bytes_per_device, nbytes
 
 
 class Call(NamedTuple):
@@ -85,8 +85,8 @@ class Runner:
         self.times = Times(clock)  # where the device's time went
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
-        sizes = settings.state_sizes
-        one, two = (nbytes(jax.eval_shape(functools.partial(init_state, target, drafter, slots=n, **sizes))) for n in (1, 2))
+        states = (functools.partial(init_state, target, drafter, slots=n, **settings.state_sizes) for n in (1, 2))
+        one, two = (bytes_per_device(placement.layout(drafter, state).shapes) for state in states)
         # Slots of the state: those that run and those for snapshots.
         self.total_slots = settings.max_slots + min(settings.prefix_bytes // (two - one), settings.max_slots)
         self.held = Slots(self.total_slots)  # what each slot holds

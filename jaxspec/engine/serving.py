@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ class Serving:
     ):
         self._shards, self._accounts, self._lock = shards, accounts, lock
         self.learning: Learning | None = None
+        self._over = collections.deque[Turn | Turns]()  # turns that are over, and may still hold slots
         self._tokenizer, self._vocab_size, self._needs_of, self._check_open = tokenizer, vocab_size, needs_of, check_open
 
     def together(self, requests: list[Request]) -> Iterator[list[Completion]]:
@@ -95,12 +97,20 @@ class Serving:
         try:
             yield turn
         finally:
+            self._over.append(turn)  # first: if an interrupt keeps it from being closed here, the next step closes it
             with self._lock():
-                turn.close()
+                self._close_over()
+
+    def _close_over(self) -> None:
+        """Frees the slots of turns that are over."""
+        while self._over:
+            self._over[0].close()
+            self._over.popleft()
 
     def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """One step of a turn. False once nothing is left to do."""
         self._check_open()
+        self._close_over()
         if self.learning is not None:
             self.learning.between()
         going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]), meanwhile)

@@ -33,7 +33,7 @@ class Settings:
     kv_dtype: Any = None  # dtype of the target's cache; None for the dtype of its weights
     kv_pages: int | None = None  # full-attention pages that all sequences of a data shard share; None for as many as they can fill
     page_size: int = PAGE  # positions in a page
-    prefix_bytes: int = PREFIX_BYTES  # bytes of a data shard for snapshots of prompts, in slots beside those that run
+    prefix_bytes: int = PREFIX_BYTES  # bytes of a device for snapshots of prompts, in slots beside those that run
     # Blocks of 128 states, and different sets of allowed tokens, of all structured outputs that a data shard holds at a time.
     structured_blocks: int = 256
     structured_rows: int = 8192

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy as np
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.turn import AHEAD, SEEN, Turn
+from jaxspec.engine.turn import AHEAD, SEEN, Turn, no_slots
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs
 
@@ -63,6 +65,15 @@ class _Dealt(collections.deque[Request]):
         return self
 
 
+def _fulfil(step: concurrent.futures.Future[bool], work: Callable[[], bool]) -> None:
+    """Does the work of a step that was not cancelled."""
+    if step.set_running_or_notify_cancel():
+        try:
+            step.set_result(work())
+        except BaseException as error:
+            step.set_exception(error)
+
+
 class Turns:
     """The turns of one call on all data shards, with the methods of one `Turn`. Requests are dealt out one by one to the shard that has the
     fewest; a conversation goes where it was kept before. `active` and `end` cover only the shards that are not stepping."""
@@ -74,7 +85,9 @@ class Turns:
         needs_of: Callable[[list[Request]], Needs],
         kinds: dict[tuple, Request],
     ):
-        self._shards, self._requests, self._next = shards, requests, next(requests, None)
+        self._shards, self._requests = shards, requests
+        self._read = collections.deque[Request]()  # requests that no shard has yet; some, as long as there are more to read
+        self._read_on()
         self._dealt = [_Dealt() for _ in shards.runners]
         parts = zip(shards.runners, self._dealt, shards.seen, strict=True)
         self._turns = [Turn(runner, dealt, needs_of, seen, kinds) for runner, dealt, seen in parts]
@@ -91,16 +104,19 @@ class Turns:
     @property
     def waiting(self) -> bool:
         """Whether there are requests without a slot."""
-        return self._next is not None or any(map(len, self._dealt)) or any(self._turns[i].waiting for i in self._resting)
+        return bool(self._read) or any(map(len, self._dealt)) or any(self._turns[i].waiting for i in self._resting)
 
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Starts a step on every idle shard that has something to do, and waits until a step of one of them is done. meanwhile: called in
         between. Returns False once nothing is left to do. Raises RuntimeError if other calls hold all slots."""
         self._shards.take(self)
         self._deal()
+        self._shards.take(self)  # what gives the requests may have used the LLM
         for i in self._resting:
             if self._load(i):
-                self._stepping[self._shards.pool.submit(self._turns[i].step, steps)] = i
+                step = concurrent.futures.Future[bool]()
+                self._stepping[step] = i  # first, so that an interrupt finds it here
+                self._shards.pool.submit(_fulfil, step, functools.partial(self._turns[i].step, steps))
         if not self._stepping:
             return False
         meanwhile()
@@ -123,11 +139,14 @@ class Turns:
         return self._turns[free].score(request, count)
 
     def wait(self) -> None:
-        """Waits until no shard is stepping. The next `step` takes in the results."""
+        """Waits until no shard is stepping. The next `step` takes in the results, and begins anew what has not begun."""
+        for step in list(self._stepping):
+            if step.cancel():
+                del self._stepping[step]
         concurrent.futures.wait(self._stepping)
 
     def close(self) -> None:
-        """Frees all slots."""
+        """Frees all slots. If an interrupt cuts it short, it is to be called again."""
         self.wait()
         self._stepping.clear()
         for turn, dealt in zip(self._turns, self._dealt, strict=True):
@@ -135,21 +154,36 @@ class Turns:
             dealt.clear()
         self._shards.leave(self)
 
+    def _read_on(self) -> None:
+        self._read.extend(itertools.islice(self._requests, 1))
+
+    def _stuck(self, i: int) -> bool:
+        """Whether other calls hold all slots of a shard, so that what it was dealt waits for them. One that had a slot takes it back."""
+        turn = self._turns[i]
+        return not (turn.active or self._shards.runners[i].free_slots or (turn.waiting and turn.waiting[0].order >= 0))
+
     def _load(self, i: int) -> int:
         return len(self._dealt[i]) + len(self._turns[i].waiting) + len(self._turns[i].active)
 
     def _deal(self) -> None:
         """Deals requests to the shards that are not stepping, a few more than they have slots for."""
         runners, resting = self._shards.runners, self._resting
-        if self._next is None:  # the requests may have stopped for a while
-            self._next = next(self._requests, None)
-        while self._next is not None:
+        for i in resting:
+            if self._stuck(i):
+                self._read.extendleft(reversed([*self._turns[i].waiting, *self._dealt[i]]))
+                self._turns[i].waiting.clear()
+                self._dealt[i].clear()
+        if not self._read:  # the requests may have stopped for a while
+            self._read_on()
+        while self._read:
             room = {i: runners[i].free_slots + AHEAD - self._load(i) + len(self._turns[i].active) for i in resting}
             usable = [i for i in resting if room[i] > 0 and (self._turns[i].active or runners[i].free_slots)]
             if not usable:
                 if self._stepping or any(map(self._load, resting)):
                     return
-                usable = resting  # where others hold all slots, the turn says so
-            request, self._next = self._next, next(self._requests, None)
+                raise no_slots(sum(runner.settings.max_slots for runner in runners))
+            request = self._read.popleft()
+            if not self._read:
+                self._read_on()
             kept = {i: runners[i].held.find(request.tokens)[1] if request.keep else 0 for i in usable}
             self._dealt[max(usable, key=lambda i: (kept[i], -self._load(i)))].append(request)

@@ -27,6 +27,12 @@ ENOUGH = 0.5
 POLL = 0.05  # seconds that a step waits at most where there is nothing to do but to build automata
 SOON = 8  # rounds of a step at most while a request waits for its automaton
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
+HELD = "held by open streams; close some, or load with more max_slots"
+
+
+def no_slots(count: int) -> RuntimeError:
+    """What is wrong where other calls hold all slots."""
+    return RuntimeError(f"all {count} slots are {HELD}")
 
 
 class Turn:
@@ -75,8 +81,9 @@ class Turn:
                 concurrent.futures.wait(building, POLL, concurrent.futures.FIRST_COMPLETED)
             return True
         if not self.active:
-            what = f"all {runner.settings.max_slots} slots are" if not runner.free_slots else "the memory of structured outputs is"
-            raise RuntimeError(f"{what} held by open streams; close some, or load with more max_slots")
+            if not runner.free_slots:
+                raise no_slots(runner.settings.max_slots)
+            raise RuntimeError(f"the memory of structured outputs is {HELD}")
         needs = self._needs_of(list(self._kinds.values()))
         if needs.structured:
             runner.pool.begin()

@@ -9,13 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jaxspec import checks
 from jaxspec.collectives import DATA, TENSOR
 
 
 def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh of the first data * tensor devices. Raises ValueError if there are fewer, and as `check` does."""
+    """A mesh of the first data * tensor devices. Raises TypeError for what is no integer, ValueError for one below 1 or if there are fewer
+    devices, and as `check` does."""
+    data, tensor = checks.integer(DATA, data, 1), checks.integer(TENSOR, tensor, 1)
     devices = jax.devices()
-    if data < 1 or tensor < 1 or data * tensor > len(devices):
+    if data * tensor > len(devices):
         raise ValueError(f"a mesh of data={data} times tensor={tensor} devices was asked for; found {len(devices)} devices")
     made = Mesh(np.asarray(devices[: data * tensor]).reshape(data, tensor), (DATA, TENSOR))
     check(made)
@@ -23,11 +26,14 @@ def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:
 
 
 def check(mesh: Mesh) -> None:
-    """Raises TypeError for what is no mesh, ValueError for one of other axes or one that spreads data over processes."""
+    """Raises TypeError for what is no mesh, ValueError for one of other axes, one that names a device twice, or one that
+    spreads data over processes."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh is {mesh!r}, expected a Mesh, as jaxspec.mesh(data=2, tensor=4) makes it")
     if mesh.axis_names != (DATA, TENSOR):
         raise ValueError(f"mesh has axes {mesh.axis_names}, expected 'data' and 'tensor' in this order")
+    if len(set(mesh.devices.flat)) < mesh.size:
+        raise ValueError(f"the mesh of {mesh.size} devices names one of them twice: found {[str(device) for device in mesh.devices.flat]}")
     data, processes = mesh.shape[DATA], _processes(mesh)
     if data > 1 and processes > 1:
         raise ValueError(
@@ -55,7 +61,7 @@ def abstract_mesh_of(text: str) -> AbstractMesh:
 def axes_of(text: str) -> dict[str, int]:
     """The axes of a mesh that a text asks for, at least 1 long. Raises ValueError."""
     pairs = [part.partition("=") for part in text.split(",")]
-    sizes = {axis.strip(): int(size) for axis, _, size in pairs if size.strip().isdigit()}
+    sizes = {axis.strip(): int(size) for axis, _, size in pairs if size.strip().isdecimal()}
     if len(sizes) != len(pairs) or set(sizes) - {DATA, TENSOR} or 0 in sizes.values():
         raise ValueError(f"the mesh is {text!r}; expected 'data=N', 'tensor=N' or both with a comma between them")
     return sizes

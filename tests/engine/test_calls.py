@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import random
+import time
 import types
 
 import jax
@@ -31,7 +32,7 @@ from jaxspec.engine.programs import STEPS, Programs
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
-from jaxspec.engine.shards import Shards
+from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.slots import Slots
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
@@ -296,6 +297,131 @@ def test_prompts_that_stop_for_a_while_go_on(shards):
         if len(done) + 1 < len(asked):
             waiting.append(len(done) + 1)
     assert sorted(done) == list(range(8))
+
+
+@pytest.fixture
+def stepping(monkeypatch):
+    """The runners that step, one of them more slowly. None is stepped, or loses its requests, while it does."""
+    inside, seconds, step, close = set(), {}, turn.Turn.step, turn.Turn.close
+
+    def stepped(one, *args):
+        assert one._runner not in inside
+        inside.add(one._runner)
+        time.sleep(seconds.setdefault(one._runner, 0.03 * len(seconds)))
+        try:
+            return step(one, *args)
+        finally:
+            inside.discard(one._runner)
+
+    def closed(one):
+        assert one._runner not in inside
+        close(one)
+
+    monkeypatch.setattr(turn.Turn, "step", stepped)
+    monkeypatch.setattr(turn.Turn, "close", closed)
+    return inside
+
+
+def all_free(llm):
+    return all(runner.free_slots == runner.settings.max_slots for runner in llm._shards.runners)
+
+
+def test_what_gives_prompts_and_what_takes_texts_may_use_all_shards(stepping, monkeypatch):
+    """Other calls wait for the steps of the call that has taken the shards."""
+    llm, out = llm_of(0, shards=2), set()
+    begin(llm)
+    shards, submit = llm._shards, llm._shards.pool.submit
+
+    def owned(*args):
+        assert shards._owner is not None
+        return submit(*args)
+
+    monkeypatch.setattr(shards.pool, "submit", owned)
+    asked = [(ids(9, i), params([1, 5, 20, 60][i % 4], i)) for i in range(20)]
+    left = collections.deque(enumerate(asked))
+
+    class Prompts:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not left or len(out) >= 4:
+                raise StopIteration
+            number, request = left.popleft()
+            out.add(number)
+            same(llm.generate([9], params(2, number))[0], [9], params(2, number))
+            return request
+
+    for completion in llm.as_completed(Prompts()):
+        same(completion, *asked[completion.prompt_index])
+        out.discard(completion.prompt_index)
+        llm.generate([[9]] * 4, params(30, 0))
+    assert not left and not out and all_free(llm)
+
+
+def test_a_shard_whose_slots_others_hold_passes_requests_on():
+    llm, streams = llm_of(2, shards=2), []
+    begin(llm)
+    asked = [(ids(9, i), params(3 if i % 2 == 0 else 50, i, prompt_logprobs=1)) for i in range(12)]
+    for completion in llm.as_completed(asked):
+        same(completion, *asked[completion.prompt_index])
+        if llm.free_slots and len(streams) < llm.max_slots - 1:
+            streams.append(llm.stream([9], params(80, 0)))
+            next(streams[-1])
+    assert len(streams) == 3
+    streams.append(llm.stream([9], params(80, 0)))
+    next(streams[-1])
+    with pytest.raises(RuntimeError, match="^all 4 slots are held by open streams"):
+        llm.generate([9], params(1, 0))
+    for stream in streams:
+        stream.close()
+    assert all_free(llm)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_interrupt_as_slots_are_freed_loses_none(shards, monkeypatch):
+    """The next call frees them."""
+    llm, kind = llm_of(0, shards), turn.Turn if shards == 1 else Turns
+    begin(llm)
+    iterator, close, interrupts = llm.as_completed([(ids(9, i), params(40, i)) for i in range(9)]), kind.close, [KeyboardInterrupt]
+    next(iterator)
+
+    def interrupted(one):
+        if interrupts:
+            raise interrupts.pop()
+        close(one)
+
+    monkeypatch.setattr(kind, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        iterator.close()
+    assert not all_free(llm)
+    same(llm.generate([9], params(2, 0))[0], [9], params(2, 0))
+    assert all_free(llm)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("nth", [1, 2, 5])
+def test_an_interrupt_as_a_step_is_handed_over(queued, nth, stepping, monkeypatch):
+    """queued: whether the shard's thread will do it."""
+    llm, handed = llm_of(0, shards=2), []
+    begin(llm)
+    submit, asked = llm._shards.pool.submit, [(ids(9, i), params(10, i)) for i in range(9)]
+
+    def interrupted(*args):
+        handed.append(args)
+        if len(handed) == nth:
+            if queued:
+                submit(*args)
+            raise KeyboardInterrupt
+        return submit(*args)
+
+    monkeypatch.setattr(llm._shards.pool, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.as_completed(asked))
+    assert all_free(llm)
+    for completion in llm.as_completed(asked):
+        same(completion, *asked[completion.prompt_index])
+    assert not stepping and all_free(llm)
 
 
 def test_what_requests_leave_behind_does_not_grow(work):

@@ -5,13 +5,16 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from locks import free
 from quick import few_programs
 
 import jaxspec
 from jaxspec import Learn, SamplingParams
 from jaxspec.engine import learn as engine_learn
 from jaxspec.engine import trials
+from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.learn import learner_of
+from jaxspec.learning.learner import Learner
 
 LEARN = Learn(share=0.9, batch=4, length=32, anchors=8, rate=1e-2, every=1)
 SIZES = {"num_draft_tokens": 2, "max_slots": 4, "max_len": 64, "progress": False}
@@ -75,3 +78,15 @@ def test_meshes_learn_what_one_device_learns(folders, axes, monkeypatch):
                 if learning.stats.taken:
                     break
         assert learning.stats.taken and learning.stats.updates >= engine_learn.TOGETHER * (axes.get("data", 1) > 1)
+
+
+@pytest.mark.slow  # as above
+def test_updates_that_sum_over_devices_begin_one_after_the_other(folders, monkeypatch):
+    """Calls of data shards alone share no lock with those of other LLMs. Updates do: two that wait for each other's devices would hang."""
+    found, step = [], Learner.step
+    monkeypatch.setattr(Learner, "step", lambda self: found.append(free(DeviceLock(jax.devices()[1:2]))) or step(self))
+    with loaded(folders, data=2) as llm, llm.learn(LEARN):
+        assert free(DeviceLock(jax.devices()[:2]))
+        for _ in range(4):
+            texts(llm)
+    assert found and not any(found)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 from locks import free
 
 import jaxspec
-from jaxspec import cli, decode, sharding
+from jaxspec import cli, decode, planning, sharding
+from jaxspec.engine import memory
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
@@ -142,10 +143,41 @@ def test_meshes_that_cannot_be_used_are_refused():
         mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), axes)
         with pytest.raises(ValueError, match=rf"mesh has axes \('{axes[0]}', 'data'\), expected 'data' and 'tensor' in this order"):
             jaxspec.load("pocket", mesh=mesh, progress=False)
-    for text in ("tensor", "tensor=x", "pipeline=2", "tensor=2,", "tensor=2,tensor=4"):
+    for size, told in ((2.0, "2.0 of type float"), ("2", "'2' of type str"), (True, "True of type bool")):
+        with pytest.raises(TypeError, match=f"^tensor is {told}, expected an integer"):
+            sharding.mesh(tensor=size)
+    with pytest.raises(ValueError, match="^data is 0, expected at least 1"):
+        sharding.mesh(data=0)
+    twice = jax.sharding.Mesh(np.asarray(jax.devices()[:1] * 2).reshape(1, 2), ("data", "tensor"))
+    with pytest.raises(ValueError, match="^the mesh of 2 devices names one of them twice"):
+        jaxspec.load("pocket", mesh=twice, progress=False)
+    for text in ("tensor", "tensor=x", "pipeline=2", "tensor=2,", "tensor=2,tensor=4", "tensor=\u00b2"):
         with pytest.raises(ValueError, match=f"^the mesh is '{text}'; expected 'data=N', 'tensor=N' or both"):
             sharding.mesh_of(text)
     assert dict(sharding.mesh_of("data=2, tensor=4").shape) == {"data": 2, "tensor": 4}
+
+
+def test_a_mesh_that_jax_makes_is_one_of_ours():
+    """Whatever the type of its axes: some of our programs leave it to the compiler how intermediate results lie."""
+    made = jax.make_mesh((2, 4), ("data", "tensor"))
+    assert sharding.placement_of(made).mesh == jaxspec.mesh(data=2, tensor=4)
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2, "tensor": 2}])
+def test_snapshots_of_prompts_are_as_many_as_planned(folders, load, axes, monkeypatch):
+    placement = sharding.placement_of(jaxspec.mesh(**axes))
+    sizes, _ = planning.plan(
+        planning.pair_of(*folders, dtype=lambda _: jnp.float32),
+        None,
+        placement=placement,
+        max_len=60,
+        num_draft_tokens=2,
+        kernels=False,
+        default_slots=3,
+    )
+    monkeypatch.setattr(memory, "PREFIX_BYTES", 2 * sizes.slot)
+    runner = load(mesh=jaxspec.mesh(**axes), max_slots=3 * placement.shards)._runner
+    assert runner.total_slots == 3 + 2
 
 
 def test_a_vocabulary_that_a_mesh_does_not_divide_lies_on_every_device():
