@@ -102,8 +102,9 @@ def choose_tiles(
         return waves * (steps + START) * step + parts
 
     if padded > 64:
-        tried = [tiles for shape in ((3, 1, 2), (2, 1, 2), (1, 2, 2)) for tiles in fitting(*shape)]
-        return min(tried or next(filter(None, (fitting(*shape) for shape in ((2, 1, 1), (1, 1, 2), (1, 1, 1))))), key=time)
+        usual, others = ((3, 1, 2), (2, 1, 2), (1, 2, 2)), ((2, 1, 1), (1, 1, 2), (1, 1, 1))
+        tried = ([tiles for shape in shapes for tiles in fitting(*shape)] for shapes in (usual, others))
+        return min(next(filter(None, tried)), key=time)
     if matrices == 1:
         widest = [(4, 1, 2)] if bits == 8 and padded >= WIDEST_ROWS and outputs >= WIDEST_OUTPUTS else []
         shapes = (*widest, (1 if outputs <= FEW_OUTPUTS else 2, 2, 4), (2, 2, 2), (2, 1, 1))
