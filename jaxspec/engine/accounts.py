@@ -48,6 +48,9 @@ class Accounts:
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """The time of this context is spent generating."""
+        if self._begun is not None:  # what gives the requests may use the LLM
+            yield
+            return
         self._begun = self.clock()
         try:
             yield

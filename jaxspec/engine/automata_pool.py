@@ -45,7 +45,7 @@ class Pool:
     def bytes_by_label(self) -> dict[str, int]:
         """Bytes of device memory of each structure."""
         found = collections.Counter[str]()
-        for structure, held in self._held.items():
+        for structure, held in list(self._held.items()):  # others may compute meanwhile
             words = -(-len(structure.future.result().vocabulary.length) // 32)
             found[structure.label] += len(held.blocks) * BLOCK * (2 * SAME + 2 + 4 + 1) + len(held.rows) * 4 * words
         return dict(found)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +33,7 @@ class DeviceLock:
         # All take the locks in the same order, so that no two of them wait for each other.
         shared = [self._of.setdefault(device, _Lock()) for device in sorted(devices, key=lambda device: device.id)]
         self._locks = shared or [_Lock()]
+        self._inside = 0  # how often the thread that is inside has entered
         # Waits for threads that still give the devices work after the context was left. Called before somebody else enters.
         self.settle: Callable[[], None] = lambda: None
 
@@ -40,7 +44,33 @@ class DeviceLock:
                 last.settle()
             for lock in self._locks:
                 lock.last = weakref.ref(self)
+            with self._entered():
+                yield
+
+    @contextlib.contextmanager
+    def if_free(self) -> Iterator[bool]:
+        """A context that never waits: True in it says that nobody was inside, this thread neither, and that others have to wait until the
+        context is left. It settles nothing, so it is for work of the host alone."""
+        taken = list[Any]()
+        try:
+            # C alone runs here, so that no interrupt comes between taking a lock and remembering it.
+            taken.extend(itertools.takewhile(operator.methodcaller("acquire", False), [lock.held for lock in self._locks]))
+            if len(taken) < len(self._locks) or self._inside:
+                yield False
+            else:
+                with self._entered():
+                    yield True
+        finally:
+            collections.deque(map(operator.methodcaller("release"), taken), 0)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        before = self._inside
+        try:
+            self._inside = before + 1
             yield
+        finally:
+            self._inside = before
 
 
 @contextlib.contextmanager

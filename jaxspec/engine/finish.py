@@ -34,16 +34,26 @@ def final_logprobs(
     params, of_output, of_prompt = request.params, request.logprobs if request.in_loop else None, None
     if request.failed or not request.rescored:
         return of_output, of_prompt
-    asked = None if request.in_loop else params.logprobs
-    count, prompt_count = (vocab_size if n == -1 else n or 0 for n in (asked, params.prompt_logprobs))
-    # The next power of two, so that few programs serve all requests.
-    most = max(LEAST_SCORED, 1 << (max(count, prompt_count) - 1).bit_length())
-    found = score(request, min(most, vocab_size))
-    if asked is not None:
+    count, prompt_count = _counts(request, vocab_size)
+    found = score(request, likely_scored(request, vocab_size))
+    if not request.in_loop and params.logprobs is not None:
         of_output = named(request.output, jax.tree.map(lambda x: x[len(request.prompt) - 1 :], found), count, tokenizer)
     if params.prompt_logprobs is not None:
         of_prompt = [None, *named(request.prompt[1:].tolist(), found, prompt_count, tokenizer)]
     return of_output, of_prompt
+
+
+def likely_scored(request: Request, vocab_size: int) -> int:
+    """How many likely tokens another pass over a text gives at each row: the next power of two, so that few programs serve all requests."""
+    most = max(LEAST_SCORED, 1 << (max(_counts(request, vocab_size)) - 1).bit_length())
+    return min(most, vocab_size)
+
+
+def _counts(request: Request, vocab_size: int) -> tuple[int, int]:
+    """How many likely tokens of its output, if the decode loop does not give them, and of its prompt a request asks for."""
+    of_output = None if request.in_loop else request.params.logprobs
+    count, prompt_count = (vocab_size if n == -1 else n or 0 for n in (of_output, request.params.prompt_logprobs))
+    return count, prompt_count
 
 
 def named(tokens: Sequence[int], found: Logprobs, count: int, tokenizer: Tokenizer) -> Named:

@@ -148,26 +148,38 @@ class Learning:
         Raises ValueError where there is no `out`."""
         if self._out is None:
             raise ValueError("out is None, so that there is nowhere to write the drafter to")
+        with self._lock():
+            self._shards.take(None)
+            self._save(self._out)
+
+    def _save(self, out: Path) -> None:
         begun = time.perf_counter()
         assert self.origin.folder is not None
         config, generation = checkpoint.read_config(self.origin.folder), checkpoint.read_generation_config(self.origin.folder)
-        save_trained(self._out, self.origin.weights, config, generation)
+        save_trained(out, self.origin.weights, config, generation)
         if self.going:
             self._mend()
-            checkpoints.save(self._out / STATE, self._learner.steps, *self._learner.state)
+            checkpoints.save(out / STATE, self._learner.steps, *self._learner.state)
         self._pace.cost(time.perf_counter() - begun)
         self._saved = self._pace.passed
 
     def close(self) -> None:
-        """Ends learning, and writes the drafter a last time if there is an `out`. A second call does nothing."""
+        """Ends learning, and writes the drafter a last time if there is an `out`; if that fails, it raises why once learning has ended. A
+        second call does nothing."""
         with self._lock():
             self._shards.take(None)
             if self._learner.masters is None:
                 return
-            if self._out is not None:
-                self.save()
+            failed = None
+            try:
+                if self._out is not None:
+                    self.save()
+            except Exception as error:
+                failed = error
             self._end("closed")
             self._learner.close()
+            if failed is not None:
+                raise failed
 
     @property
     def _runners(self) -> Sequence[Runner]:

@@ -22,6 +22,7 @@ from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.device_lock import DeviceLock
+from jaxspec.engine.finish import likely_scored
 from jaxspec.engine.html import llm_html
 from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of
 from jaxspec.engine.learn import Learning, Origin, check, check_room, learner_of
@@ -81,7 +82,7 @@ class LLM:
         self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults or Defaults()
         self._lock = DeviceLock(placement.summing_devices)
         vocab_size = self.config.vocab_size
-        self._structures = Structures(tokenizer, vocab_size, settings.structured_blocks, settings.structured_rows)
+        self._structures = Structures(tokenizer, vocab_size, settings.structured_blocks, settings.structured_rows, self._check_open)
         runners = list[Runner]()
         reading = readings.comparison_of(drafter, settings)
         self._accounts = Accounts(runners, settings.most_accepted, Watch(drafter, settings.accept), reading)
@@ -115,11 +116,17 @@ class LLM:
         streams that are open raise RuntimeError from now on. A second call does nothing."""
         with self._lock():
             if not self._closed:
-                if self._serving.learning is not None:
-                    self._serving.learning.close()
+                failed = None
+                try:
+                    if self._serving.learning is not None:
+                        self._serving.learning.close()
+                except Exception as error:  # the drafter could not be written
+                    failed = error
                 self._closed, self._whole = True, None
                 self._shards.close()
                 self._structures.close()
+                if failed is not None:
+                    raise failed
 
     def _check_open(self) -> None:
         if self._closed:
@@ -146,6 +153,7 @@ class LLM:
     @property
     def free_slots(self) -> int:
         """Slots that no call and no stream holds."""
+        self._serving.settle(waits=False)
         return sum(runner.free_slots for runner in self._shards.runners)
 
     @property
@@ -165,6 +173,7 @@ class LLM:
     @property
     def stats(self) -> Stats:
         """Totals since the LLM was loaded. The difference of two is what happened in between."""
+        self._serving.settle(waits=False)
         learning = self._serving.learning
         return self._accounts.stats(learning=None if learning is None else learning.stats)
 
@@ -186,21 +195,24 @@ class LLM:
 
     @heeded()
     def warmup(self, *params: SamplingParams) -> None:
-        """Compiles everything that a run with requests of these params can use, with a progress bar. Without params: what requests that say
-        nothing use. Requests that need more (filters; penalties and the like; logprobs) compile it when they come.
+        """Compiles everything that requests of these params can use, those of each by themselves and all beside each other, with a progress
+        bar. Without params: what requests that say nothing use. Requests that need more (filters; penalties and the like; logprobs)
+        compile it when they come.
 
         With adaptive verification, see `load`, this also compiles and times rounds that guess fewer tokens or none, and rounds that verify
         some of their guesses. From then on calls take those that acceptance and these times make fastest. The tokens are the same."""
         self._check_open()
         seeded = [p if p.seed is not None else p.replace(seed=0) for p in params or [SamplingParams()]]  # none of the LLM's seeds is drawn
-        needs = self._needs([r for p in seeded for r in self._requests([[0]], p)])
+        asked = [r for p in seeded for r in self._requests([[0]], p)]
+        needs = list(dict.fromkeys((self._needs(asked), *(self._needs([r]) for r in asked))))
+        scores = {likely_scored(r, self.config.vocab_size) for r in asked if r.rescored}
 
         def requests(count: int) -> list[Request]:
             return self._requests([[0]] * count, SamplingParams(max_tokens=self.max_len, ignore_eos=True, seed=0))
 
         with self._lock():
             self._shards.take(None)
-            warm_up(self._shards.runners, needs, self.adaptive, requests, self.progress)
+            warm_up(self._shards.runners, needs, scores, self.adaptive, requests, self.progress)
 
     def learn(self, share: float | Learn = 0.05, out: str | os.PathLike[str] | None = None, **settings: Any) -> Learning:
         """Lets the drafter learn from the texts that are written from now on, between calls of the device. Texts stay the same.
@@ -215,21 +227,21 @@ class LLM:
         Raises ValueError for a drafter that has nothing to learn ("ngram", none), an acceptance rule other than "coupled", or settings out
         of range; FileExistsError if `out` holds a checkpoint, such as a drafter that learnt before, and `resume` is not set; RuntimeError
         while the LLM learns already, ImportError without optax, MemoryError if a device lacks the room: `load` with `learn` plans it."""
-        self._check_open()
         learn = share if isinstance(share, Learn) else Learn(share=share, out=out, **settings)
-        before = self._serving.learning
-        if before is not None and before.going:
-            raise RuntimeError("the drafter of this LLM learns already; close that first")
-        target, origin, placement = self._whole
-        origin = origin if before is None else before.origin
-        check(origin.weights, self.settings.accept.name, self.num_draft_tokens)
-        check_room(self.target, origin.weights, learn, self.num_draft_tokens, self.max_len, placement)
         with self._lock():
+            self._check_open()
+            before = self._serving.learning
+            if before is not None and before.going:
+                raise RuntimeError("the drafter of this LLM learns already; close that first")
+            target, origin, placement = self._whole
+            origin = origin if before is None else before.origin
+            check(origin.weights, self.settings.accept.name, self.num_draft_tokens)
+            check_room(self.target, origin.weights, learn, self.num_draft_tokens, self.max_len, placement)
             self._shards.take(None)
             sizes = {"num_draft_tokens": self.num_draft_tokens, "max_len": self.max_len}
             learner = learner_of(target, origin.weights, learn, placement=placement, **sizes)
-            self._serving.learning = Learning(learner, origin, self._shards, self._accounts, placement, self._lock)
-        return self._serving.learning
+            learning = self._serving.learning = Learning(learner, origin, self._shards, self._accounts, placement, self._lock)
+        return learning
 
     @heeded()
     def generate(
@@ -270,6 +282,7 @@ class LLM:
 
     def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises what `generate` would raise for this prompt with these params; computes nothing."""
+        self._check_open()
         self._maker.requests(0, prompt, SamplingParams() if params is None else params, lambda: 0)
 
     def _read(self, items: Iterable[Any], params: SamplingParams) -> Iterator[Request]:
@@ -291,10 +304,14 @@ class LLM:
         show = self.progress and len(requests) > 1 if use_tqdm is None else bool(use_tqdm)
         made = use_tqdm if callable(use_tqdm) else tqdm
         parts = contextlib.closing(self._serving.together(requests))  # pyright: ignore[reportArgumentType]
-        with self._lock(), made(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar, parts as parts:
-            for some in parts:
-                done |= {(c.prompt_index, c.index): c for c in some}
-                bar.update(len(some))
+        with self._lock():
+            try:
+                with made(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar, parts as parts:
+                    for some in parts:
+                        done |= {(c.prompt_index, c.index): c for c in some}
+                        bar.update(len(some))
+            finally:
+                self._serving.settle()
         return [done[request.prompt_index, request.index] for request in requests]
 
     def stream(
@@ -316,7 +333,8 @@ class LLM:
         params = params_or_default(params)
         if params.n > 1:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
-        return Stream(self._serving.stream(self._requests([prompt], params, keep=[keep])[0], integer("steps", steps, 1)))
+        chunks = self._serving.stream(self._requests([prompt], params, keep=[keep])[0], integer("steps", steps, 1))
+        return Stream(chunks, self._serving.settle)
 
     @heeded()
     def chat(

@@ -123,8 +123,9 @@ class Runner:
             self._free = int(self.programs.fetch(self._free))
         return self._free
 
-    def programs_for(self, needs: Needs, adaptive: bool = False) -> list[Program]:
-        """All programs that requests with these needs use. adaptive: whether calls choose the shape of rounds."""
+    def programs_for(self, needs: Needs, scores: Collection[int] = (), adaptive: bool = False) -> list[Program]:
+        """All programs that requests with these needs use. scores: numbers of likely tokens, of texts that are scored. adaptive: whether
+        calls choose the shape of rounds."""
         most = self.settings.num_draft_tokens
         shapes = {size: round_shapes(size, most) if adaptive else (RoundShape(most),) for size in self.chain_sizes}
         tree = self._tree
@@ -135,6 +136,7 @@ class Runner:
             *(Admit(size) for size in self.buckets.admit),
             Fork(),
             *((PlaceStates(), FillMasks()) if needs.structured else ()),
+            *(Score(*self.buckets.prefill[0], count) for count in scores),
         ]
 
     @property
@@ -148,12 +150,12 @@ class Runner:
         tree = self.settings.tree
         return None if tree is None else RoundShape(tree.depth, tree=tree)
 
-    def warmup(self, needs: Needs, adaptive: bool = False) -> Iterator[str]:
-        """Compiles every program that requests with these needs use, and gives a line about each that is ready."""
+    def warmup(self, programs: Collection[Program], *, structured: bool) -> Iterator[str]:
+        """Compiles programs, and gives a line about each that is ready. structured: whether some are of structured texts."""
         self.ready()
-        if needs.structured:
+        if structured:
             self.pool.begin()
-        return self.programs.compile(self.programs_for(needs, adaptive))
+        return self.programs.compile(programs)
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Puts requests into slots, together with the rows of their tokens that are kept. `prefill` computes the rest. There must be slots
@@ -282,6 +284,8 @@ class Runner:
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests what they report. Returns whether a call lacked pages and left its requests as they
         were."""
+        if not calls:
+            return False
         reports = self.programs.fetch([call.report for call in calls])
         wanted = self.adaptive is not None or self.watching or self.trial is not None
         for call, report in zip(calls, reports, strict=True):

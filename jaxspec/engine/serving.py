@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
 
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.completion import Chunk, Completion
@@ -15,7 +17,7 @@ from jaxspec.engine.learn import Learning
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.shards import Shards, Turns
-from jaxspec.engine.turn import Turn
+from jaxspec.engine.turn import Turn, wait_for
 from jaxspec.interrupts import heeded
 from jaxspec.sampling.choice import Needs
 from jaxspec.text import Tokenizer
@@ -42,26 +44,32 @@ class Serving:
     ):
         self._shards, self._accounts, self._lock = shards, accounts, lock
         self.learning: Learning | None = None
-        self._over = collections.deque[Turn | Turns]()  # turns that are over, and may still hold slots
+        self._over = collections.deque[Callable[[], object]]()  # what is still to be done about turns that are over
         self._tokenizer, self._vocab_size, self._needs_of, self._check_open = tokenizer, vocab_size, needs_of, check_open
 
     def together(self, requests: list[Request]) -> Iterator[list[Completion]]:
         """Runs requests to their ends, with the lock held throughout, and gives completions as they come."""
-        ended: list[Request] = []
+        ended, failed = list[Request](), list[Exception]()
         with self._lock(), self._accounts.timed(), self._turn(requests) as turn:
-            while some := self._advance(turn, ended):
-                yield some
+            while (some := self._advance(turn, ended, failed)) or turn.expected:
+                if some:
+                    yield some
+                else:
+                    wait_for(turn.expected)
 
     def apart(self, requests: Iterator[Request]) -> Iterator[Completion]:
-        """The same with requests that are read as slots come free. The lock is free whenever the caller has a completion."""
-        ended: list[Request] = []
+        """The same with requests that are read as slots come free. The lock is free whenever the caller has a completion, and while all
+        that is left waits for automata."""
+        ended, failed = list[Request](), list[Exception]()
         with self._turn(requests) as turn:
             while True:
                 with heeded(), self._lock(), self._accounts.timed():  # not while the caller has a completion: the hook is the process's
-                    completions = self._advance(turn, ended)
-                if not completions:
+                    completions = self._advance(turn, ended, failed)
+                    expected = turn.expected
+                if not (completions or expected):
                     return
                 yield from completions
+                wait_for(expected)
 
     def stream(self, request: Request, steps: int) -> Generator[Chunk, None, None]:
         """Gives the text of one request as it comes, what `steps` rounds add at a time."""
@@ -69,11 +77,16 @@ class Serving:
         try:
             with self._turn([request]) as turn:
                 while True:
+                    expected: Sequence[Any] = ()
                     with heeded(), self._lock(), self._accounts.timed():
-                        while len(request.output) == known and not request.ended:
+                        while len(request.output) == known and not (request.ended or expected):
                             self._step(turn, steps)
+                            expected = turn.expected
                         new, piece = look(request, self._tokenizer)
                         completion = self._completion(request, turn) if turn.end() else None
+                    if expected:
+                        wait_for(expected)
+                        continue
                     logprobs = request.logprobs[known:] if request.in_loop else None
                     known = len(request.output)
                     if completion is not None:
@@ -82,9 +95,8 @@ class Serving:
                     yield Chunk(piece, new, logprobs=logprobs)
         finally:
             if request.output and not sys.is_finalizing():
-                with self._lock():
-                    if not request.accounted:
-                        self._accounts.add(request)
+                self._over.append(functools.partial(self._account, request))
+                self.settle(waits=False)
 
     @contextlib.contextmanager
     def _turn(self, requests: Iterable[Request]) -> Iterator[Turn | Turns]:
@@ -94,23 +106,37 @@ class Serving:
         for request in known:
             request.asked = self._accounts.clock()
         turn = self._shards.turn(iter(requests), self._needs_of, {r.profile: r for r in known})
+        dropped = False
         try:
             yield turn
+        except GeneratorExit:
+            dropped = True
+            raise
         finally:
-            self._over.append(turn)  # first: if an interrupt keeps it from being closed here, the next step closes it
-            with self._lock():
-                self._close_over()
+            self._over.append(turn.close)  # first: if an interrupt comes before it is called, the next step calls it
+            self.settle(waits=not dropped)
 
-    def _close_over(self) -> None:
-        """Frees the slots of turns that are over."""
+    def settle(self, *, waits: bool = True) -> None:
+        """Frees the slots of turns that are over, and counts their requests. waits: whether it waits for the lock. It may not where a
+        generator is closed: the garbage collector does that in any thread, and while that holds any lock, this one too. Then whoever
+        computes next does it."""
+        with self._lock() if waits else self._lock.if_free() as entered:
+            if entered is not False:
+                self._settle()
+
+    def _settle(self) -> None:
         while self._over:
-            self._over[0].close()
+            self._over[0]()
             self._over.popleft()
+
+    def _account(self, request: Request) -> None:
+        if not request.accounted:
+            self._accounts.add(request)
 
     def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """One step of a turn. False once nothing is left to do."""
         self._check_open()
-        self._close_over()
+        self._settle()
         if self.learning is not None:
             self.learning.between()
         going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]), meanwhile)
@@ -119,10 +145,11 @@ class Serving:
                 request.first_token_seconds = self._accounts.clock() - request.asked
         return going
 
-    def _advance(self, turn: Turn | Turns, ended: list[Request]) -> list[Completion]:
-        """Runs a turn until there are completions, and returns them; none once the turn is over. ended: requests that have ended and whose
-        completions are still to be made, carried from one call of this to the next; that work is done while the device computes
-        prompts for others."""
+    def _advance(self, turn: Turn | Turns, ended: list[Request], failed: list[Exception]) -> list[Completion]:
+        """Runs a turn until there are completions, and returns them; none once the turn is over, or if it waits for automata alone.
+
+        Two lists are carried from one call of this to the next. ended: requests that have ended and whose completions are still to be made;
+        that work is done while the device computes prompts for others. failed: an error that is raised once these are returned."""
         completions: list[Completion] = []
 
         def complete() -> None:
@@ -134,7 +161,16 @@ class Serving:
 
         going = True
         while going and not completions:
-            going = self._step(turn, meanwhile=complete)
+            if failed:
+                raise failed.pop()
+            try:
+                going = self._step(turn, meanwhile=complete)
+            except Exception as error:
+                if not (ended or completions):
+                    raise
+                failed.append(error)
+                complete()
+                break
             for request in turn.active:
                 if request.params.stop:
                     look(request, self._tokenizer)
@@ -142,6 +178,8 @@ class Serving:
             # Another pass over a text makes calls, which it cannot do in the middle of a step.
             if not turn.waiting or any(request.rescored for request in ended):
                 complete()
+            if turn.expected:
+                break
         return completions
 
     def _completion(self, request: Request, turn: Turn | Turns) -> Completion:

@@ -8,13 +8,14 @@ import concurrent.futures
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.turn import AHEAD, SEEN, Turn, no_slots
+from jaxspec.engine.turn import AHEAD, SEEN, Turn, no_slots, wait_for
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs
 
@@ -65,6 +66,13 @@ class _Dealt(collections.deque[Request]):
         return self
 
 
+def _step(turn: Turn, steps: int) -> bool:
+    """A step of a shard. If its requests wait for automata, so does its thread for a moment, as others may be at work."""
+    going = turn.step(steps)
+    wait_for(turn.expected)
+    return going
+
+
 def _fulfil(step: concurrent.futures.Future[bool], work: Callable[[], bool]) -> None:
     """Does the work of a step that was not cancelled."""
     if step.set_running_or_notify_cancel():
@@ -87,7 +95,6 @@ class Turns:
     ):
         self._shards, self._requests = shards, requests
         self._read = collections.deque[Request]()  # requests that no shard has yet; some, as long as there are more to read
-        self._read_on()
         self._dealt = [_Dealt() for _ in shards.runners]
         parts = zip(shards.runners, self._dealt, shards.seen, strict=True)
         self._turns = [Turn(runner, dealt, needs_of, seen, kinds) for runner, dealt, seen in parts]
@@ -106,6 +113,13 @@ class Turns:
         """Whether there are requests without a slot."""
         return bool(self._read) or any(map(len, self._dealt)) or any(self._turns[i].waiting for i in self._resting)
 
+    @property
+    def expected(self) -> list[concurrent.futures.Future[Any]]:
+        """See `Turn.expected`."""
+        if self._stepping or self.active:
+            return []
+        return [future for turn in self._turns for future in turn.expected]
+
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Starts a step on every idle shard that has something to do, and waits until a step of one of them is done. meanwhile: called in
         between. Returns False once nothing is left to do. Raises RuntimeError if other calls hold all slots."""
@@ -116,7 +130,7 @@ class Turns:
             if self._load(i):
                 step = concurrent.futures.Future[bool]()
                 self._stepping[step] = i  # first, so that an interrupt finds it here
-                self._shards.pool.submit(_fulfil, step, functools.partial(self._turns[i].step, steps))
+                self._shards.pool.submit(_fulfil, step, functools.partial(_step, self._turns[i], steps))
         if not self._stepping:
             return False
         meanwhile()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import threading
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
 from jaxspec.engine.completion import Chunk
 
@@ -16,8 +16,10 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
     It holds a slot until it is read to its end or closed, or until nobody has it any more. Several threads may use it; they take turns.
     """
 
-    def __init__(self, chunks: Generator[Chunk, None, None]):
-        self._chunks, self._lock = chunks, threading.Lock()
+    def __init__(self, chunks: Generator[Chunk, None, None], settle: Callable[[], None]):
+        """settle: frees the slot of a stream that was closed."""
+        self._chunks, self._settle = chunks, settle
+        self._lock = threading.RLock()  # a signal's handler that reads it, while it is read, is refused by the generator
         self._awaited = collections.deque[asyncio.Future[Chunk | None]]()  # pieces whose `await` was cancelled before they came
 
     def __iter__(self) -> Stream:
@@ -31,6 +33,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         """Ends the text here and frees its slot. A second call does nothing."""
         with self._lock:
             self._chunks.close()
+        self._settle()
 
     def __aiter__(self) -> Stream:
         return self

@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import threading
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -53,10 +54,12 @@ class Structure:
 
 
 class Structures:
-    """Builds automata for one tokenizer, on a thread of its own. blocks, rows: of a pool, in which each must fit."""
+    """Builds automata for one tokenizer, on a thread of its own. blocks, rows: of a pool, in which each must fit. check_open: raises
+    once no more are to be built."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, blocks: int, rows: int):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, blocks: int, rows: int, check_open: Callable[[], None] = lambda: None):
         self._tokenizer, self._vocab_size, self.blocks, self.rows = tokenizer, vocab_size, blocks, rows
+        self._check_open = check_open
         self._known = collections.OrderedDict[str, Structure]()
         self._lock = threading.Lock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -69,6 +72,7 @@ class Structures:
     def of(self, params: StructuredOutputsParams) -> Structure:
         """The structure that params ask for. Raises ValueError if it cannot be served and that is soon known."""
         with self._lock:
+            self._check_open()
             known = self._known.pop(params.expression, None)
             if known is None:
                 if self._pool is None:
@@ -84,6 +88,8 @@ class Structures:
             concurrent.futures.wait([self._begun])  # or the first one would take longer than WAIT
         # Processes that compute together must admit the same requests at the same time.
         concurrent.futures.wait([known.future], WAIT if jax.process_count() == 1 else None)
+        if known.future.cancelled():
+            self._check_open()
         if known.failure is not None:
             raise ValueError(f"structured_outputs: {known.failure}")
         return known
@@ -102,5 +108,6 @@ class Structures:
         return built
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +28,17 @@ ENOUGH = 0.5
 POLL = 0.05  # seconds that a step waits at most where there is nothing to do but to build automata
 SOON = 8  # rounds of a step at most while a request waits for its automaton
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
-HELD = "held by open streams; close some, or load with more max_slots"
 
 
 def no_slots(count: int) -> RuntimeError:
     """What is wrong where other calls hold all slots."""
-    return RuntimeError(f"all {count} slots are {HELD}")
+    return RuntimeError(f"all {count} slots are held by open streams; close some, or load with more max_slots")
+
+
+def wait_for(expected: Sequence[concurrent.futures.Future[Any]]) -> None:
+    """Waits a moment for the first of these, if there are any."""
+    if expected:
+        concurrent.futures.wait(expected, POLL, concurrent.futures.FIRST_COMPLETED)
 
 
 class Turn:
@@ -64,7 +70,7 @@ class Turn:
         rows of prompts or the next rounds may be under way when it returns; the next step reads them.
 
         meanwhile: work for the host, called while the device computes rows of prompts, if there are any. Returns False once nothing is
-        left to do. Raises RuntimeError if other turns hold all slots."""
+        left to do; True at once, if there are automata that are `expected`. Raises RuntimeError if other turns hold all slots."""
         runner = self._runner
         runner.ready()
         self.waiting.extend(itertools.islice(self._requests, max(runner.free_slots + AHEAD - len(self.waiting), 0)))
@@ -77,13 +83,14 @@ class Turn:
         self._admit()
         if not self.active and self._expecting:
             meanwhile()
-            if building := [r.structure.future for r in self.waiting if r.structure and not r.structure.future.done()]:
-                concurrent.futures.wait(building, POLL, concurrent.futures.FIRST_COMPLETED)
             return True
         if not self.active:
             if not runner.free_slots:
                 raise no_slots(runner.settings.max_slots)
-            raise RuntimeError(f"the memory of structured outputs is {HELD}")
+            if self.waiting[0].order >= 0 and (others := [r for r in runner.held.running if r.structure is not None]):
+                self._preempt(others[-1])  # likewise
+                return True
+            raise RuntimeError("the memory of structured outputs is held by open streams; close some")
         needs = self._needs_of(list(self._kinds.values()))
         if needs.structured:
             runner.pool.begin()
@@ -118,6 +125,13 @@ class Turn:
         if starved and not any(r.ended for r in self.active):  # the pages of one that has ended come free anyway
             self.make_room()
         return True
+
+    @property
+    def expected(self) -> list[concurrent.futures.Future[Any]]:
+        """The automata that are being built, if there is nothing to do before one of them is there."""
+        if self.active or not self._expecting:
+            return []
+        return [r.structure.future for r in self.waiting if r.structure and not r.structure.future.done()]
 
     def end(self) -> list[Request]:
         """Takes out the requests that have ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tqdm.auto import tqdm
 
@@ -17,20 +17,28 @@ from jaxspec.sampling.choice import Needs
 WARM, TIMED, CALLS = 3, 4, 3
 
 
-def warm_up(runners: Sequence[Runner], needs: Needs, adaptive: bool, requests: Callable[[int], list[Request]], progress: bool) -> None:
-    """Compiles all programs that requests with these needs use, with a progress bar. If calls are to choose the shape of rounds, it then
-    times rounds of each, if that is not done yet, and the runners choose from then on.
+def warm_up(
+    runners: Sequence[Runner],
+    needs: Sequence[Needs],
+    scores: Collection[int],
+    adaptive: bool,
+    requests: Callable[[int], list[Request]],
+    progress: bool,
+) -> None:
+    """Compiles all programs that requests with some needs use, with a progress bar. If calls are to choose the shape of rounds, it then
+    times rounds of each with the first needs, if that is not done yet, and the runners choose from then on.
 
-    runners: of all data shards. requests: makes so many requests, as `measured` takes them.
+    runners: of all data shards. scores: numbers of likely tokens, of texts that are scored. requests: makes so many requests, as `measured`
+    takes them.
     """
-    total = len(runners) * len(runners[0].programs_for(needs, adaptive))
-    with tqdm(total=total, desc="Compiling", disable=not progress) as bar:
+    programs = list(dict.fromkeys(p for some in needs for p in runners[0].programs_for(some, scores, adaptive)))
+    with tqdm(total=len(runners) * len(programs), desc="Compiling", disable=not progress) as bar:
         for runner in runners:
-            for line in runner.warmup(needs, adaptive):
+            for line in runner.warmup(programs, structured=any(some.structured for some in needs)):
                 bar.set_postfix_str(line)
                 bar.update()
         if adaptive and runners[0].adaptive is None:
-            costs = measured(runners[0], needs, requests)
+            costs = measured(runners[0], needs[0], requests)
             for runner in runners:
                 runner.adaptive = Adaptive(costs) if costs else None
 
@@ -40,16 +48,19 @@ def measured(runner: Runner, needs: Needs, requests: Callable[[int], list[Reques
 
     Everything must be compiled. requests: makes so many requests with short prompts, which end at max_len only.
     """
-    costs, settings = {}, runner.settings
+    costs, settings, watched = {}, runner.settings, runner.watched
     rounds = min(TIMED, ((settings.max_len - 2) // (settings.most_accepted + 1) - WARM) // CALLS - 2)
     if rounds < 1 or runner.free_slots < settings.max_slots:
         return None
-    for size in runner.chain_sizes:
-        for shape in round_shapes(size, settings.num_draft_tokens):
-            cost = _cost(runner, requests(size), rounds, needs, shape)
-            if cost is None:
-                return None
-            costs[size, shape] = cost
+    try:
+        for size in runner.chain_sizes:
+            for shape in round_shapes(size, settings.num_draft_tokens):
+                cost = _cost(runner, requests(size), rounds, needs, shape)
+                if cost is None:
+                    return None
+                costs[size, shape] = cost
+    finally:
+        runner.watched = watched  # these texts are nobody's
     return costs
 
 

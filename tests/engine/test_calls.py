@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import random
+import threading
 import time
 import types
 
@@ -34,6 +35,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.slots import Slots
+from jaxspec.engine.stream import Stream
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sampling.choice import PLAIN
@@ -481,6 +483,88 @@ def test_a_stream_that_is_closed_is_counted_while_nobody_else_computes(monkeypat
     before = llm.stats.requests
     stream.close()
     assert others == [False] and llm.stats.requests == before + 1
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_stream_that_nobody_has_any_more_waits_for_nobody(shards):
+    """The garbage collector may come to it while its thread, or another one, computes. Who computes next frees its slot and counts it."""
+    llm = llm_of(0, shards)
+    begin(llm)
+    requests = llm.stats.requests
+
+    def begun():
+        stream = llm.stream(STREAMED, params(40, 7))
+        next(stream)
+        return stream
+
+    inside, over = threading.Event(), threading.Event()
+
+    def compute():
+        with llm._lock():
+            inside.set()
+            over.wait(60)
+
+    stream, thread = begun(), threading.Thread(target=compute)
+    thread.start()
+    inside.wait(60)
+    del stream
+    gc.collect()
+    assert not all_free(llm) and llm.free_slots < llm.max_slots
+    over.set()
+    thread.join()
+    assert llm.free_slots == llm.max_slots and llm.stats.requests == requests + 1
+    stream = begun()
+    with llm._lock():
+        del stream
+        gc.collect()
+        assert llm.free_slots < llm.max_slots
+    same(llm.generate([9], params(2, 0))[0], [9], params(2, 0))
+    assert all_free(llm) and llm.stats.requests == requests + 3
+
+
+def test_a_stream_does_not_wait_for_itself():
+    def chunks():
+        yield stream.close()
+
+    stream = Stream(chunks(), lambda: None)
+    with pytest.raises(ValueError, match="generator already executing"):
+        next(stream)
+
+
+def test_what_is_done_comes_before_an_error():
+    """The bad item is read as slots come free, those of sequences that have ended then."""
+    llm, ended, end = llm_of(0), [], turn.Turn.end
+    begin(llm)
+    asked = [(ids(9, i), params(5 + i, i)) for i in range(TOTAL + turn.AHEAD + 4)]
+    expected = [alone(*each).token_ids for each in asked]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turn.Turn, "end", lambda self: (found := end(self), ended.extend(r.prompt_index for r in found))[0])
+        found = llm.as_completed([*asked, ([], params(1, 0)), *asked])
+        done = []
+        with pytest.raises(ValueError, match=f"prompt {len(asked)}"):
+            for completion in found:
+                assert completion.token_ids == expected[completion.prompt_index]
+                done.append(completion.prompt_index)
+    assert sorted(done) == sorted(ended) and ended
+    assert all_free(llm)
+
+
+def test_time_counts_once_where_calls_are_within_calls():
+    accounts = llm_of(0)._accounts
+    with accounts.timed():
+        time.sleep(0.02)
+        with accounts.timed():
+            time.sleep(0.01)
+        assert accounts.seconds > 0.03
+        time.sleep(0.01)
+    assert 0.04 < accounts.seconds == accounts.seconds
+
+
+def test_a_step_without_calls_waits_for_none(monkeypatch):
+    """The wait would count as the device's work."""
+    runner = llm_of(0)._runner
+    monkeypatch.setattr(runner.programs, "fetch", lambda _: pytest.fail("there is nothing to wait for"))
+    assert not runner.read([])
 
 
 class Load:

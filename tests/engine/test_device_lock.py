@@ -31,6 +31,35 @@ def test_those_that_share_a_device_take_turns():
     assert free(ours) and free(other) and free(overlapping)
 
 
+def test_one_that_is_taken_is_not_waited_for():
+    first, second, third, *_ = jax.devices()
+    ours, other = DeviceLock([first, second]), DeviceLock([second, third])
+    with ours.if_free() as entered:
+        assert entered and not free(ours) and not free(other)
+        with ours.if_free() as again:
+            assert not again
+    for holder in (ours, other):
+        inside, over, found = threading.Event(), threading.Event(), []
+
+        def hold(holder=holder, inside=inside, over=over):
+            with holder():
+                inside.set()
+                over.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        inside.wait(60)
+        with ours.if_free() as entered:
+            found.append(entered)
+        over.set()
+        thread.join()
+        assert found == [False] and free(ours) and free(other)
+    with ours(), ours.if_free() as entered:
+        assert not entered
+    with ours.if_free() as entered:
+        assert entered
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_interrupt_while_it_is_taken_leaves_it_free(count):
     """At each line in turn, of this module and of those that it calls."""

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from locks import free
 from quick import few_programs
 from tiny import tiny_assistant
 
 import jaxspec
 from jaxspec import Learn, SamplingParams, released
 from jaxspec.engine import learn as engine_learn
+from jaxspec.engine import llm as llm_module
 from jaxspec.engine import memory, trials
 from jaxspec.learning.update import split
 from jaxspec.model import gemma4
@@ -123,6 +125,30 @@ def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path):
         assert same(learner.masters, split(llm.learning.origin.weights)[0]) and not learner.lost
         while llm.learning.stats.updates == updates:
             assert texts(llm) == expected
+
+
+def test_who_learns_writes_or_ends_holds_the_lock(folders, tmp_path, monkeypatch):
+    held, check_room, save = [], llm_module.check_room, engine_learn.save_trained
+    with jaxspec.load(*folders, **SIZES) as llm:
+        monkeypatch.setattr(llm_module, "check_room", lambda *args: held.append(not free(llm._lock)) or check_room(*args))
+        monkeypatch.setattr(engine_learn, "save_trained", lambda *args: held.append(not free(llm._lock)) or save(*args))
+        with llm.learn(dataclasses.replace(LEARN, out=tmp_path / "out")) as learning:
+            learning.save()
+            with pytest.raises(RuntimeError, match="learns already"):
+                llm.learn(LEARN)
+        assert held == [True] * 3
+
+
+def test_an_llm_is_closed_even_if_its_drafter_cannot_be_written(folders, tmp_path):
+    llm = jaxspec.load(*folders, learn=dataclasses.replace(LEARN, out=tmp_path / "out"), **SIZES)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    (tmp_path / "out").write_text("a file now")
+    with pytest.raises(OSError, match="out"):
+        llm.close()
+    assert not llm.learning.going and llm.learning._learner.masters is None
+    llm.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        llm.generate("x")
 
 
 @pytest.mark.slow

@@ -233,8 +233,11 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
     prompts, each = [[5, 6, 7], [8, 9], [10]], [params(0), params(1), params(2)]
     fixed = llm.generate(prompts, each)  # K = 3, as the drafter says: nothing is known of costs yet
     assert {out.stats.drafted for out in fixed} == {3 * out.stats.steps for out in fixed}
+    runner = llm._runner
+    runner.watching = True
     llm.warmup(each[1])
-    runner, made = llm._runner, llm.stats.compilations
+    made = llm.stats.compilations
+    assert not runner.watched.any()
     assert set(runner.adaptive.costs) == {(1, RoundShape(k)) for k in (0, 2, 3)} and all(c > 0 for c in runner.adaptive.costs.values())
     assert llm.stats.steps == sum(out.stats.steps for out in fixed)  # what was timed counts nowhere
 

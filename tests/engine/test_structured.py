@@ -10,6 +10,7 @@ import random
 import re
 import string
 import threading
+import time
 
 import jsonschema
 import pytest
@@ -215,6 +216,74 @@ def test_a_full_pool_makes_requests_wait(small):
     blocks, rows = sum((h.blocks for h in held), []), sum((h.rows for h in held), [])
     assert len(set(blocks)) == len(blocks) and set(blocks) <= {1, 2, 3}
     assert len(set(rows)) == len(rows) and set(rows) <= set(range(1, 60))
+
+
+def test_a_stream_that_gave_way_comes_before_one_that_took_its_room(small):
+    """Each of the texts fills the pool. Whoever is read goes on, and the other one waits."""
+    first, second = ((PROMPT, params(i, regex=f"[{letters}]{{45}}")) for i, letters in enumerate(("ab", "cd")))
+    expected = [small.generate(*asked)[0].text for asked in (first, second)]
+    streams = [small.stream(*first, steps=2)]
+    texts = [next(streams[0]).text]
+    small._runner.preempt(small._runner.held.running[-1])  # as where pages are lacking
+    streams.append(small.stream(*second, steps=2))
+    texts.append(next(streams[1]).text)
+    for i in (0, 1, 0):
+        texts[i] += next(streams[i]).text
+    for i, stream in enumerate(streams):
+        assert texts[i] + "".join(chunk.text for chunk in stream) == expected[i]
+
+
+def test_other_calls_do_not_wait_for_an_automaton(llm, monkeypatch):
+    go, begun = threading.Event(), threading.Event()
+    build = structures.automaton_of
+
+    def slow(expression):
+        begun.set()
+        assert go.wait(60)
+        return build(expression)
+
+    monkeypatch.setattr(structures, "automaton_of", slow)
+    monkeypatch.setattr(structures, "WAIT", 0.01)
+    found = []
+    readers = [
+        lambda: found.append(next(llm.as_completed([(PROMPT, params(1, regex="wait(a|b)"))]))),
+        lambda: found.extend(chunk.completion for chunk in llm.stream(PROMPT, params(2, regex="wait(c|d)")) if chunk.completion),
+    ]
+    threads = [threading.Thread(target=reader) for reader in readers]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(60)
+    assert len(llm.generate([PROMPT] * 3, params(0))) == 3  # in all slots
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(completion.text[:4] for completion in found) == ["wait", "wait"]
+
+
+def test_a_call_that_waits_as_the_llm_is_closed_says_so(folders, monkeypatch):
+    closed, build = threading.Event(), structures.automaton_of
+    monkeypatch.setattr(structures, "automaton_of", lambda expression: closed.wait(60) and build(expression))
+    monkeypatch.setattr(structures, "WAIT", 60)
+    with jaxspec.load(folders[0], max_slots=1, max_len=32, progress=False) as llm:
+        told = []
+
+        def ask(letter):
+            with pytest.raises(RuntimeError, match="^the LLM of .* is closed; load it again"):
+                llm.generate([PROMPT], params(0, regex=letter))
+            told.append(letter)
+
+        threads = [threading.Thread(target=ask, args=(letter,)) for letter in "abc"]
+        for thread in threads:
+            thread.start()
+        while len(llm._structures._known) < len(threads):
+            time.sleep(0.01)
+    closed.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(told) == ["a", "b", "c"]
+    for ask in (llm.check, llm.generate):
+        with pytest.raises(RuntimeError, match="^the LLM of .* is closed; load it again"):
+            ask(PROMPT, params(0, regex="d"))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
