@@ -51,23 +51,23 @@ class Serving:
         """Runs requests to their ends, with the lock held throughout, and gives completions as they come."""
         ended, failed = list[Request](), list[Exception]()
         with self._lock(), self._accounts.timed(), self._turn(requests) as turn:
-            while (some := self._advance(turn, ended, failed)) or turn.expected:
+            going = True
+            while going:
+                some, going = self._advance(turn, ended, failed)
                 if some:
                     yield some
-                else:
-                    wait_for(turn.expected)
+                wait_for(turn.expected)
 
     def apart(self, requests: Iterator[Request]) -> Iterator[Completion]:
         """The same with requests that are read as slots come free. The lock is free whenever the caller has a completion, and while all
         that is left waits for automata."""
         ended, failed = list[Request](), list[Exception]()
         with self._turn(requests) as turn:
-            while True:
+            going = True
+            while going:
                 with heeded(), self._lock(), self._accounts.timed():  # not while the caller has a completion: the hook is the process's
-                    completions = self._advance(turn, ended, failed)
+                    completions, going = self._advance(turn, ended, failed)
                     expected = turn.expected
-                if not (completions or expected):
-                    return
                 yield from completions
                 wait_for(expected)
 
@@ -145,8 +145,8 @@ class Serving:
                 request.first_token_seconds = self._accounts.clock() - request.asked
         return going
 
-    def _advance(self, turn: Turn | Turns, ended: list[Request], failed: list[Exception]) -> list[Completion]:
-        """Runs a turn until there are completions, and returns them; none once the turn is over, or if it waits for automata alone.
+    def _advance(self, turn: Turn | Turns, ended: list[Request], failed: list[Exception]) -> tuple[list[Completion], bool]:
+        """Runs a turn until there are completions or it waits for automata alone. Returns completions, and whether there may be more.
 
         Two lists are carried from one call of this to the next. ended: requests that have ended and whose completions are still to be made;
         that work is done while the device computes prompts for others. failed: an error that is raised once these are returned."""
@@ -180,7 +180,7 @@ class Serving:
                 complete()
             if turn.expected:
                 break
-        return completions
+        return completions, going or bool(completions)
 
     def _completion(self, request: Request, turn: Turn | Turns) -> Completion:
         if self.learning is not None:
