@@ -272,8 +272,8 @@ class LLM:
         SamplingParams. An iterator that has no more is asked again as long as sequences are under way, so it may have more by then.
         params: for the items that bring none.
         When an item is read that is not valid, this raises what `generate` raises, with the item's number; `check` tells beforehand. Such
-        an item, an exception in `prompts` or in the consumer, or closing the iterator ends all unfinished requests and frees the slots. What
-        has ended before an item was read comes before its error.
+        an item, an exception in `prompts` or in the consumer, or closing the iterator ends all unfinished requests and frees the slots.
+        What has ended before an item was read comes before its error.
         While it computes, and while it waits for `prompts`, other threads' calls wait. Between two completions it computes nothing but
         keeps its slots: other calls run in the slots that are left, or raise RuntimeError. So read it to its end or close it.
         """
