@@ -87,8 +87,11 @@ class Structures:
         if self._begun is not None:
             concurrent.futures.wait([self._begun])  # or the first one would take longer than WAIT
         # Processes that compute together must admit the same requests at the same time.
-        concurrent.futures.wait([known.future], WAIT if jax.process_count() == 1 else None)
-        if known.future.cancelled():
+        try:
+            known.future.exception(WAIT if jax.process_count() == 1 else None)
+        except TimeoutError:
+            pass
+        except concurrent.futures.CancelledError:
             self._check_open()
         if known.failure is not None:
             raise ValueError(f"structured_outputs: {known.failure}")

@@ -168,6 +168,7 @@ def test_a_drafter_whose_reading_is_open_is_refused():
         engine_learn.check(drafter, "coupled", 4)
 
 
+@pytest.mark.slow  # tests/engine/test_learn.py has an LLM that learns, and what is refused
 def test_an_llm_learns_once_at_a_time_and_a_drafter_without_a_folder_is_not_written(tmp_path):
     llm = engines.llm_of.__wrapped__("assistant")
     with pytest.raises(ValueError, match="but the drafter comes from no checkpoint"):

@@ -211,6 +211,7 @@ def test_a_round_costs_what_it_adds_to_a_call(monkeypatch, max_len, found):
     runner = types.SimpleNamespace(
         settings=Settings(num_draft_tokens=3, max_slots=1, max_len=max_len),
         free_slots=1,
+        watched=0,
         chain_sizes=Buckets(1, max_len).decode,
         admit=lambda active: None,
         end=lambda active: None,

@@ -129,7 +129,7 @@ def test_a_piece_whose_wait_was_cancelled_comes_next():
         yield "three"
 
     async def read():
-        stream = Stream(pieces())
+        stream = Stream(pieces(), lambda: None)
         found = [await anext(stream)]
         waiting = asyncio.ensure_future(anext(stream))
         assert await asyncio.to_thread(wanted.wait, 60)

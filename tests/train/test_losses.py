@@ -107,7 +107,7 @@ def one(drafter, guess, p, truth, q, b, at):
 
 
 # A head of centroids, a shortlist, a confidence and a draft vocabulary; the losses of the others are the same sums.
-OFTEN = ("mtp", "dflash2", "dspark", "eagle3")
+OFTEN = ("mtp", "dspark")
 
 
 @pytest.mark.parametrize("kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
