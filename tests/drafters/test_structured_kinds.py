@@ -31,7 +31,6 @@ EXPRESSIONS = [
     "",
     f"(?:{LETTERS[8]}|{LETTERS[9]}{LETTERS[10]})+{LETTERS[12]}?",
 ]
-FEW = ["assistant"]
 
 
 def vocabulary():
@@ -68,7 +67,8 @@ def without_drafts():
     return texts(None)[0]
 
 
-@pytest.mark.parametrize("kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.slow) for k in LAYOUTS])
+@pytest.mark.slow  # tests/engine/test_structured.py has such texts with an assistant
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_texts_match_and_are_those_without_drafts(kind):
     assert texts(kind, 3)[0] == without_drafts()
 
