@@ -209,7 +209,8 @@ class OnMesh(Placement):
 def placement_of(mesh: Mesh | AbstractMesh | None) -> Placement:
     """The placement on a mesh, which is not checked yet; None for one device."""
     if isinstance(mesh, Mesh):
-        mesh = Mesh(mesh.devices, mesh.axis_names)  # the axes of `jax.make_mesh` are of type Explicit; the compiler is to spread sums here
+        # Our programs leave it to the compiler how results are spread; the axes of `jax.make_mesh`, of type Explicit, do not.
+        mesh = Mesh(mesh.devices, mesh.axis_names)
     return ONE_DEVICE if mesh is None else OnMesh(mesh)
 
 
