@@ -64,10 +64,10 @@ def takes_codes(rows: int, w: Packed) -> bool:
 
 
 def choose_tiles(
-    rows: int, outputs: int, inputs: int, bits: int, *, matrices: int = 1, splits: int | None = 1, codes: bool = False
+    rows: int, outputs: int, inputs: int, bits: int, *, matrices: int = 1, splits: int | None = 1, codes: bool = False, slim: bool = False
 ) -> Tiles:
     """The tiles for a product of `rows` rows with [matrices, outputs, inputs] codes of so many bits. splits: as for `linear`. codes:
-    whether rows are codes of 8 bits too."""
+    whether rows are codes of 8 bits too. slim: whether programs of many rows must leave registers for those of other kernels."""
     padded, blocks = -(-rows // 8) * 8, inputs // BLOCK
 
     def fitting(wide: int, deep: int, step: int) -> list[Tiles]:
@@ -103,7 +103,8 @@ def choose_tiles(
 
     if padded > 64:
         usual, others = ((3, 1, 2), (2, 1, 2), (1, 2, 2)), ((2, 1, 1), (1, 1, 2), (1, 1, 1))
-        tried = ([tiles for shape in shapes for tiles in fitting(*shape)] for shapes in (usual, others))
+        choices = (others[1:], usual, others) if slim else (usual, others)
+        tried = ([tiles for shape in shapes for tiles in fitting(*shape)] for shapes in choices)
         return min(next(filter(None, tried)), key=time)
     if matrices == 1:
         widest = [(4, 1, 2)] if bits == 8 and padded >= WIDEST_ROWS and outputs >= WIDEST_OUTPUTS else []
@@ -139,22 +140,22 @@ def partials(x, w, splits: int | None = None, *, launch_dependents: bool = False
 
 def gated(x, gate_up, activation=GELU, *, codes: bool = False, launch_dependents: bool = False):
     """See `pallas_kernels.linear.gated`. An activation other than GELU's takes a second kernel."""
-    few = gate_up.shape[-2] // BLOCK < LEAST_TILES
+    few = gate_up.shape[-2] // BLOCK < LEAST_TILES  # as in the dense part of a mixture, beside which its router's kernels run
     if few or activation != GELU or x.shape[0] > (MOST_GATED if gate_up.size < LARGE else MOST_GATED_LARGE):
-        parts = _alone(x, gate_up.flat(), None if few else 1, launch_dependents=True)
+        parts = _alone(x, gate_up.flat(), None if few else 1, launch_dependents=True, slim=few)
         return (activated_codes if codes else activated)(parts, activation, x.dtype, launch_dependents=launch_dependents)
     return _call(x, gate_up, 2, _tiles(x, gate_up, matrices=2), x.dtype, launch_dependents)[0]
 
 
-def _alone(x: jax.Array | Rounded, w: Packed, splits: int | None, launch_dependents: bool = False) -> jax.Array:
+def _alone(x: jax.Array | Rounded, w: Packed, splits: int | None, launch_dependents: bool = False, slim: bool = False) -> jax.Array:
     """The product in x's dtype [1, N, O], or its parts in float32."""
-    tiles = _tiles(x, w, splits)
+    tiles = _tiles(x, w, splits, slim=slim)
     return _call(x, w, 1, tiles, x.dtype if tiles.splits == 1 else jnp.float32, launch_dependents)
 
 
-def _tiles(x: jax.Array | Rounded, w: Packed, splits: int | None = 1, matrices: int = 1) -> Tiles:
+def _tiles(x: jax.Array | Rounded, w: Packed, splits: int | None = 1, matrices: int = 1, slim: bool = False) -> Tiles:
     *_, outputs, inputs = w.shape
-    settings = {"matrices": matrices, "splits": splits, "codes": takes_codes(x.shape[0], w)}
+    settings = {"matrices": matrices, "splits": splits, "codes": takes_codes(x.shape[0], w), "slim": slim}
     return choose_tiles(x.shape[0], outputs, inputs, KINDS[w.kind].bits, **settings)
 
 

@@ -35,6 +35,7 @@ ACTIVATED = 1024  # outputs of a program of `activated`
 LEAST_COLUMNS = 4
 # A matrix of so few weights is read again for each block of rows, from the L2 cache: most weights, most rows, least rows of a block.
 SMALL, SMALL_ROWS, ROW_BLOCK = 1 << 20, 160, 16
+SMALL_PROGRAMS = 2  # most programs of a multiprocessor that share the sums of such a product
 PROGRAM_BYTES = 98_304  # of shared memory: an L4 has 101,376 for a program, an H200 room for two such programs
 IN_FLIGHT = 65_536  # bytes of weights in flight for each multiprocessor
 
@@ -88,7 +89,7 @@ def choose_tiles(rows: int, columns: int, width: int, itemsize: int, *, matrices
     if matrices * columns * width <= SMALL and rows > ROW_BLOCK and itemsize == 2 and not tile:
         for block, height in ((16, ROW_BLOCK), (32, ROW_BLOCK), (64, ROW_BLOCK), (64, 2 * ROW_BLOCK), (64, 4 * ROW_BLOCK)):
             programs, count = pl.cdiv(columns, block) * pl.cdiv(rows, height), 1
-            while splits is None and count < min(MOST_SPLITS, width // 512) and programs * (count + 1) <= cores:
+            while splits is None and count < min(MOST_SPLITS, width // 512) and programs * (count + 1) <= SMALL_PROGRAMS * cores:
                 count += 1
             if programs <= cores:
                 return Tiles(min(block, columns), count, SLICES[-1], 4, LEAST_STAGES + 1, height)

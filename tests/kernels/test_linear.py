@@ -103,7 +103,8 @@ def test_small_matrices_are_read_by_blocks_of_rows():
     # As few programs as run at once, or else a program has all rows.
     assert [(t.columns, t.rows) for t in (choose_tiles(rows, 1536, 256, 2) for rows in (32, 128))] == [(32, 16), (64, 32)]
     assert [choose_tiles(rows, 2560, 256, 2).rows for rows in (64, 128, 160)] == [32, 64, 64]
-    assert choose_tiles(32, 256, 2048, 2, splits=None) == Tiles(16, 4, 64, 4, 4, 16)  # as many parts as fill the GPU
+    assert choose_tiles(32, 256, 2048, 2, splits=None) == Tiles(16, 4, 64, 4, 4, 16)  # of 512 inputs at least
+    assert choose_tiles(160, 128, 2816, 2, splits=None) == Tiles(16, 3, 64, 4, 4, 16)  # as many parts as run at once
     assert choose_tiles(16, 256, 1536, 2).rows == choose_tiles(32, 256, 1536, 4).rows == choose_tiles(32, 1024, 1536, 2).rows == 0
     small, wide = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 1536), (1536, 1536)))
     assert (triton.most_rows(small), triton.most_rows(wide)) == (160, 64)
