@@ -57,12 +57,14 @@ class KeptPrograms:
             if dialect.mosaic_obstacle() is None:
                 dialect.mosaic()  # its import tells XLA of the kernels' custom call
             found = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()), execution_devices=self._devices)
-            os.utime(path)
-            return found
         except Exception as error:  # of any kind: a file that was cut off, a driver that refuses it
             warnings.warn(f"the kept program {path} cannot be used and is compiled anew: {error}", RuntimeWarning, stacklevel=2)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return None
+        with contextlib.suppress(OSError):  # where others' files may only be read, or another process has just removed it
+            os.utime(path)
+        return found
 
     def keep(self, path: Path, compiled: Any) -> None:
         """Writes a program there, if it is of a kind that can be written."""
@@ -71,8 +73,13 @@ class KeptPrograms:
             content = pickle.dumps(serialize_executable.serialize(compiled))
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(content)
-            os.replace(file.name, path)
+                try:
+                    file.write(content)
+                    file.flush()  # a full disk may not show before
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
             self._tidy()
 
     def _tidy(self) -> None:

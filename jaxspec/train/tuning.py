@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint import safetensors
-from jaxspec.checkpoint.files import INDEX_FILE, WEIGHTS_FILE
+from jaxspec.checkpoint.files import CONVERTED, SUFFIX
 from jaxspec.checks import integer, number
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
@@ -213,7 +213,7 @@ def _drafter(
     if isinstance(init, str | os.PathLike):
         folder = checkpoint.resolve(init)
         config, generation = checkpoint.read_config(folder), checkpoint.read_generation_config(folder)
-        if (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists():
+        if (folder / CONVERTED).exists() or any(path.name.removesuffix(".index.json").endswith(SUFFIX) for path in folder.iterdir()):
             found = abstract_drafter(folder, model.config, jnp.float32)
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")

@@ -3,8 +3,11 @@
 They are kept on GPUs. XLA can also write the programs for a CPU, but for those with a sort, so the tests take the CPU for one."""
 
 import dataclasses
+import errno
 import os
+import tempfile
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +128,41 @@ def test_the_least_used_files_go_first(as_on_a_gpu, monkeypatch):
     assert keeps.read(first)(jnp.ones(4)).tolist() == [2.0] * 4  # which makes it the newest
     keeps.keep(third, made)
     assert first.exists() and third.exists() and not second.exists()
+
+
+def test_a_folder_that_may_only_be_read_gives_its_programs(as_on_a_gpu, monkeypatch):
+    keeps = kept_programs.KeptPrograms(as_on_a_gpu, jax.devices()[:1], ["a fact"])
+    kept, bad = map(keeps.path, ("kept", "bad"))
+    keeps.keep(kept, jax.jit(lambda x: x + 1).lower(jnp.zeros(4)).compile())
+    bad.write_bytes(b"no program")
+
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert keeps.read(kept)(jnp.ones(4)).tolist() == [2.0] * 4
+    with pytest.warns(RuntimeWarning, match="cannot be used and is compiled anew"):
+        assert keeps.read(bad) is None
+
+
+def test_a_full_disk_keeps_no_pieces(as_on_a_gpu, monkeypatch):
+    keeps = kept_programs.KeptPrograms(as_on_a_gpu, jax.devices()[:1], ["a fact"])
+    made = jax.jit(lambda x: x + 1).lower(jnp.zeros(4)).compile()
+    named = tempfile.NamedTemporaryFile
+
+    def no_room():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(*arguments, **settings):
+        monkeypatch.setattr(file := named(*arguments, **settings), "flush", no_room)
+        return file
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    keeps.keep(keeps.path("a program"), made)
+    assert files(as_on_a_gpu) == set()
 
 
 def test_where_programs_are_kept(folders, monkeypatch, tmp_path):

@@ -111,6 +111,24 @@ def test_what_cannot_be_used_is_said_at_the_door(trained, capsys, changes, messa
     assert message in capsys.readouterr().err
 
 
+def test_a_converted_drafter_is_gone_on_from(target, trained, tmp_path):
+    given = trained[1][trained[1].index("--init") + 1]
+    converted = jaxspec.convert(target, tmp_path / "float", drafter=given, dtype="float32", progress=False) / "drafter"
+    packed = jaxspec.convert(target, tmp_path / "packed", drafter=given, quantize_drafter="int8", progress=False) / "drafter"
+    texts = Batch(np.ones((1, 24), np.int32), np.zeros(1, np.int32), np.full(1, 24, np.int32))
+
+    def first(init):
+        return tuning._drafter("mtp", init, {}, tuning._target(target, jnp.float32), texts, 0)[0]
+
+    assert all(map(np.array_equal, *(jax.tree.leaves(first(init)) for init in (converted, given))))
+    with pytest.raises(ValueError, match=r"the weights of init .*drafter are quantised \(int8\); a drafter that is trained is float"):
+        first(packed)
+    (converted / "jaxspec.json").unlink()
+    (converted / "other.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match="other.safetensors"):
+        first(converted)
+
+
 def test_two_runs_do_not_write_into_one_folder(trained, capsys):
     """As where a run was stopped, but a process of its was not."""
     out, command = trained
