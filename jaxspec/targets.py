@@ -80,7 +80,7 @@ def quantisation_of(
     """
     found = read_quantisation(folder)
     asked = asked_quantisation(config, dtype, quantize, quantize_embedding, quantize_activations, found)
-    if quantize is not None and found is not None:
+    if quantize is not None and found is not None and not found.dense:
         raise ValueError(f"quantize is {quantize!r}, but the weights in {folder} are quantised already ({found.name}); expected None")
     if quantize_embedding is not None and found is not None and found.embedding is not None:
         raise ValueError(f"quantize_embedding is {quantize_embedding!r}, but the embedding in {folder} is quantised already; expected None")
@@ -102,7 +102,8 @@ def asked_quantisation(
     """What `load` is asked to make of a target's float weights and of its activations, beside what is quantised already (`found`). Raises
     ValueError for a `quantize`, `quantize_embedding` or `quantize_activations` that does not exist."""
     scales = from_floats.scale_dtype(config.dtype, dtype)
-    found = found if quantize is None else from_floats.quantisation(quantize, scales)
+    if quantize is not None:
+        found = dataclasses.replace(from_floats.quantisation(quantize, scales), kv_scales=found.kv_scales if found is not None else {})
     found = found if quantize_embedding is None else from_floats.with_embedding(found, quantize_embedding, scales)
     return found if quantize_activations is None else _with_activations(found, quantize_activations)
 
@@ -137,7 +138,7 @@ def adapter_changes(
     """What the adapter of a name makes of the weights in a target's folder, to be given to `load_target`. quantisation: of the weights
     there. Raises as `peft.read_adapter` does, and ValueError for an adapter that does not fit the target and for weights that are
     quantised already."""
-    if quantisation is not None:
+    if quantisation is not None and not quantisation.dense:
         raise ValueError(
             f"the adapter {os.fspath(name)!r} cannot be merged into {folder}, whose weights are quantised ({quantisation.name}); expected "
             "the float weights, which quantize= can quantise once it is merged"

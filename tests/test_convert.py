@@ -411,6 +411,8 @@ def test_another_version(copy):
     [
         ({"name": "x"}, "its 'quantised' cannot be read: KeyError"),
         ({"name": "x", "schemes": [{"kind": "int3", "group": 32, "zeros": False, "scale_dtype": "float32"}]}, "it has codes of int3"),
+        ({"schemes": [{"kind": "int8", "group": "x", "zeros": False, "scale_dtype": "float32"}]}, "it has groups of 'x' with scales in"),
+        ({"schemes": [{"kind": "int8", "group": 32, "zeros": False, "scale_dtype": "x"}]}, "it has groups of 32 with scales in 'x'"),
         ([], "its 'quantised' cannot be read: TypeError"),
     ],
 )

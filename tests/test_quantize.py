@@ -1,6 +1,7 @@
 """Float weights that are quantised as they load: what they become, that they convert, and what is refused."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import quantised_files as files
 import tiny
 from quick import few_programs
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import checkpoint, cli, sharding, targets
@@ -126,6 +127,25 @@ def loaded(folder):
     config, _ = targets.read_target(folder)
     quantisation = targets.read_quantisation(folder)
     return targets.load_target(folder, targets.abstract_target(config, jnp.bfloat16, quantisation), quantisation, progress=False)
+
+
+def test_a_config_for_the_cache_alone_leaves_float_weights(folders, tmp_path):
+    """As a recipe for the cache alone writes it: weights may be quantised and trained, and the cache keeps its scales."""
+    folder = shutil.copytree(folders[0], tmp_path / "target")
+    config = checkpoint.read_config(folder)
+    cache = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    settings = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": cache, "ignore": []}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    tensors = load_file(folder / "model.safetensors")
+    prefix = next(key for key in tensors if "layers.0.self_attn" in key).partition("self_attn")[0]
+    scales = {f"{prefix}self_attn.{name}_scale": np.asarray([value], np.float32) for name, value in (("attn.k", 0.5), ("attn.v", 2))}
+    save_file(tensors | scales, folder / "model.safetensors", {"format": "pt"})
+    config, _ = targets.read_target(folder)
+    for quantize in (None, "int8"):
+        quantisation = targets.quantisation_of(folder, config, jnp.float32, quantize)
+        found = targets.load_target(folder, targets.abstract_target(config, jnp.float32, quantisation), quantisation, progress=False)
+        assert found.kv_scales == ((0, 0.5, 2.0),) and any(map(is_packed, weights_of(found))) == (quantize is not None)
+    assert targets.read_quantisation(folder).dense and not quantisation.dense
 
 
 @pytest.mark.slow  # tests/sharding/test_packed.py has packed matrices on a mesh

@@ -78,6 +78,7 @@ class Quantisation:
     kv_scales: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
     embedding: Format | None = None  # of the token embedding, which is the head too, or None where it is float
     inputs: str | None = None  # what rows of products with matrices of this kind are rounded to: see `packed.Packed`
+    dense: bool = False  # whether a config says that all weights are float, as one for the cache alone does
 
     def format_for(self, name: str) -> Format | None:
         """The format of a module, the token embedding among them, or None where it has float weights."""

@@ -156,7 +156,7 @@ def finetune(
     how, out = Run(**run), Path(out)
     folder = checkpoint.resolve(target)
     quantisation = read_quantisation(folder)
-    if quantisation is not None:
+    if quantisation is not None and not quantisation.dense:
         raise ValueError(f"the target {folder} is quantised ({quantisation.name}); only float weights can be trained")
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     model = _target(folder, jnp.float32)

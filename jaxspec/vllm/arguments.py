@@ -198,7 +198,7 @@ def quantize_of(model: Any, quantization: str | None, hub: Hub = HUB) -> str | N
         return None
     folder = checkpoint.resolve(model, hub, weights=False)
     found = checkpoint.read_quantisation(folder, checkpoint.read_config(folder))
-    if found is not None:
+    if found is not None and not found.dense:
         if FORMATS.get(str(quantization)) != found.name.split()[0].lower():
             raise ValueError(f"quantization is {quantization!r}, but the weights of {os.fspath(model)!r} are quantised as {found.name}")
         return None

@@ -21,8 +21,8 @@ SERVED = (
     f"compressed-tensors ({compressed_tensors.SERVED}), modelopt ({', '.join(modelopt.ALGORITHMS)}), gptq, auto-round, awq, fp8 in blocks"
 )
 SCALE_KEY = re.compile(r"(\.weight_scale|experts\.\w+_proj_scale|\.scales)$")
-# compressed-tensors names the scale of a layer's keys self_attn.k_scale, ModelOpt self_attn.k_proj.k_scale.
-KV_SCALE = re.compile(r"(model\.|language_model\.)*layers\.(?P<layer>\d+)\.self_attn\.([kv]_proj\.)?(?P<name>[kv])_scale")
+# compressed-tensors names the scale of a layer's keys self_attn.k_scale, ModelOpt self_attn.k_proj.k_scale, vLLM self_attn.attn.k_scale.
+KV_SCALE = re.compile(r"(model\.|language_model\.)*layers\.(?P<layer>\d+)\.self_attn\.((attn|[kv]_proj)\.)?(?P<name>[kv])_scale")
 
 
 def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation | None:

@@ -27,7 +27,10 @@ def read(config: Mapping[str, Any], *, scale_dtype: str, fused_float_experts: bo
     groups, named = config.get("config_groups") or {}, config.get("format") or "dense"
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise ValueError(f"config_groups is {groups!r}; expected an object of name to object")
-    _refuse_transforms(config.get("transform_config") or {})
+    transforms = config.get("transform_config")
+    if transforms is not None and not isinstance(transforms, Mapping):
+        raise ValueError(f"transform_config is {transforms!r}; expected an object")
+    _refuse_transforms(transforms or {})
     formats: dict[str, Format | None] = {}  # by rule
     for name, group in groups.items():
         made = _format(name, group, group.get("format") or named, scale_dtype)
@@ -41,7 +44,7 @@ def read(config: Mapping[str, Any], *, scale_dtype: str, fused_float_experts: bo
         rule = targets.match(module, classes)
         return None if rule is None else formats[rule]
 
-    return Quantisation(f"compressed-tensors {named}", format_of)
+    return Quantisation(f"compressed-tensors {named}", format_of, dense=not any(formats.values()))
 
 
 def _refuse_transforms(config: Mapping[str, Any]) -> None:
@@ -58,8 +61,8 @@ def _refuse_transforms(config: Mapping[str, Any]) -> None:
 def _format(name: str, group: Mapping[str, Any], named: str, scale_dtype: str) -> Format | None:
     """How the modules of a group are held; None where their weights are float."""
     where = f"config_groups.{name} of the quantization_config"
-    inputs, weights = group.get("input_activations") or {}, group.get("weights")
-    if not all(isinstance(part or {}, Mapping) for part in (inputs, weights)):
+    inputs, weights = group.get("input_activations"), group.get("weights")
+    if not all(part is None or isinstance(part, Mapping) for part in (inputs, weights)):
         raise ValueError(f"{where} has weights {weights!r} and input_activations {inputs!r}; expected objects")
     static = inputs and not inputs.get("dynamic") and inputs.get("type", "int") == "int"
     if group.get("output_activations") or static:

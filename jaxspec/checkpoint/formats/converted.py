@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.checkpoint.formats.matrices import SCALE_NAMES
 from jaxspec.checkpoint.layout import layouts_of
 from jaxspec.checkpoint.quantisation import EMBEDDING, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import Stored
@@ -56,6 +57,9 @@ def read(about: Mapping[str, Any]) -> Quantisation:
     formats = [Converted(Scheme(**scheme)) for scheme in about["schemes"]]
     if unknown := {form.scheme.kind for form in formats} - set(KINDS):
         raise ValueError(f"it has codes of {', '.join(sorted(map(str, unknown)))}; known are {', '.join(KINDS)}")
+    for scheme in (form.scheme for form in formats):
+        if not (scheme.group is None or type(scheme.group) is int and scheme.group > 0) or scheme.scale_dtype not in SCALE_NAMES:
+            raise ValueError(f"it has groups of {scheme.group!r} with scales in {scheme.scale_dtype!r}")
     modules = {name: formats[index] for name, index in about["modules"].items()}
     embedding = next((form for name, form in modules.items() if name.endswith(EMBEDDING)), None)
     scales = {int(layer): (keys, values) for layer, (keys, values) in about["kv_scales"].items()}
