@@ -89,7 +89,7 @@ class BenchReport:
     config: str
     drafter: str
     dtype: str
-    quantize: str | None  # what the target's float weights were quantised to
+    quantize: str | None  # what the target's float weights were quantised to, or how its checkpoint's are
     quantize_embedding: str | None  # and its token embedding
     quantize_activations: str | None  # and what its matrices are multiplied with
     quantize_drafter: str | None  # what the drafter's were quantised to

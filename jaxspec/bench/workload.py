@@ -26,7 +26,7 @@ from jaxspec.sampling.filters import CANDIDATES
 from jaxspec.sharding.layout import Layout
 from jaxspec.sharding.placement import ONE_DEVICE, OneDeviceLayout, Placement, placement_of
 from jaxspec.targets import DTYPES, abstract_target
-from jaxspec.trees import bytes_per_device
+from jaxspec.trees import bytes_per_device, packed_kinds
 from pallas_kernels import dialect, lm_head
 from pallas_kernels.dialect import IMPLEMENTATIONS
 from pallas_kernels.lm_head.guided import MOST_LIKELY_ROWS
@@ -95,10 +95,10 @@ class BenchPlan:
     config: str  # the target's name or folder
     drafter: str  # the drafter's
     dtype: str
-    quantize: str | None  # how the target's float weights are quantised
+    quantize: str | None  # how the target's float weights are quantised, or how its checkpoint's are
     quantize_embedding: str | None  # how its token embedding is
     quantize_activations: str | None  # what rows of products with its matrices are rounded to
-    quantize_drafter: str | None  # how the drafter's float weights are
+    quantize_drafter: str | None  # how the drafter's are, in either way
     target_tree: Any  # of ShapeDtypeStructs
     drafter_tree: Any  # of ShapeDtypeStructs
     batches: tuple[int, ...]  # batch sizes to decode, each at each of the temperatures
@@ -201,6 +201,9 @@ def plan_bench(
     work = Workload(count, accept, None if rows is None else rows // placement.shards, grown, **workload)
     _check(work, target_config, batches, temperatures, prefill)
     cells = tuple(batches), tuple(temperatures), tuple(prefill)
+    if quantize is None and (stored := released.target_quantisation(config, target_config, DTYPES[dtype], None, None, None)):
+        quantize = None if stored.dense else stored.name
+    quantize_drafter = quantize_drafter or " and ".join(packed_kinds(draft)) or None
     names = config, drafter, dtype, quantize, quantize_embedding, quantize_activations, quantize_drafter
     made = BenchPlan(*names, target, draft, *cells, work, placement)
     for batch in [*batches, *[1] * len(prefill)]:

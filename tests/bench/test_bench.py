@@ -369,6 +369,16 @@ def test_a_step_reads_guides_in_place_of_heads():
     assert read(**filters | {"top_k": 129})[0] == of_drafter
 
 
+def test_a_plan_says_how_a_checkpoint_is_quantised(tmp_path):
+    asked = {"quantize": "int4", "quantize_drafter": "int8"}
+    pair = jaxspec.convert("pocket", tmp_path / "pair", drafter="pocket-mtp", progress=False, **asked)
+    settings = {"context": 16, "tokens": 8, "batches": (1,)}
+    of_folder = workload.plan_bench(str(pair), str(pair / "drafter"), **settings)
+    of_floats = workload.plan_bench("pocket", "pocket-mtp", **settings)
+    assert (of_folder.quantize, of_folder.quantize_drafter) == ("int4", "int8")
+    assert (of_floats.quantize, of_floats.quantize_drafter) == (None, None)
+
+
 def test_a_round_of_a_tree_has_a_row_for_each_node():
     plan = workload.plan_bench("pocket", "pocket-mtp", tree=7, batches=(4,), context=64, tokens=32)
     assert plan.work.round == Round.of_tree(DraftTree.default(7)) and plan.work.rows_each == 8
