@@ -22,6 +22,7 @@ from jaxspec.loading import load
 
 AHEAD = 2  # rows that `map` reads ahead, for each slot
 # The columns that a batch gets, with the name of their types in numpy. Those of object hold str or None.
+MISSING = ("NAType", "NaTType", "MaskedConstant")  # the types of cells without a value: pandas', and NumPy's of masked arrays
 COLUMNS = {
     "text": object,
     "prompt_tokens": np.int64,
@@ -170,7 +171,7 @@ class Generator:
         rows = []
         for at, (asked, *name) in enumerate(zip(*values, strict=True)):
             try:
-                rows.append(_Row(made, at, *self._request(_plain(asked), *map(_plain, name))))
+                rows.append(_Row(made, at, *self._request(_plain(asked), *map(_id, name))))
             except Exception as error:
                 made.fail(at, error)
         made.left = len(rows)
@@ -353,8 +354,16 @@ def _with_columns(batch: Any, new: Mapping[str, list[Any]]) -> Any:
     return batch
 
 
+def _id(value: Any) -> Any:
+    """The id in a cell. pandas makes floats of a column of integers that lacks some."""
+    value = _plain(value)
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
 def _plain(value: Any) -> Any:
     """A cell as JSON would have it, without the arrays and missing values that tables make of it."""
+    if type(value).__name__ in MISSING:
+        return None
     if isinstance(value, np.ndarray | list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):

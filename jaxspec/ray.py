@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from jaxspec.checks import integer
+from jaxspec.checks import integer, number, path
 from jaxspec.engine.params import SamplingParams
 from jaxspec.generator import Generator, check_params
 
@@ -28,7 +28,7 @@ def generate(
     gpus_per_replica: float | None = None,
     cpus_per_replica: float = 0,
     batch_size: int = 256,
-    checkpoint_path: str | None = None,
+    checkpoint_path: str | os.PathLike[str] | None = None,
     cache_dir: str | None = None,
     **settings: Any,
 ) -> Any:
@@ -55,19 +55,26 @@ def generate(
     check_params(sampling_params)
     if settings.get("mesh") is not None:
         raise ValueError("mesh names devices of this process, which replicas do not have; expected gpus_per_replica, or tensor")
+    if isinstance(replicas, tuple) and len(replicas) != 2:
+        raise ValueError(f"replicas is {replicas}, expected a number, or the least and the most")
     for count in replicas if isinstance(replicas, tuple) else (replicas,):
         integer("replicas", count, 1)
+    integer("batch_size", batch_size, 1)
+    number("cpus_per_replica", cpus_per_replica, 0)
     if gpus_per_replica is None:
         gpus_per_replica = 1 if _has_gpus() else 0
-    if gpus_per_replica < 0 or gpus_per_replica > 1 and gpus_per_replica != int(gpus_per_replica):
+    if (gpus := number("gpus_per_replica", gpus_per_replica, 0)) > 1 and gpus != int(gpus):
         raise ValueError(f"gpus_per_replica is {gpus_per_replica}, expected a part of one, or a number of whole ones")
     if gpus_per_replica > 1 and "tensor" not in settings:
         settings["tensor"] = int(gpus_per_replica)
     if checkpoint_path is not None:
         if id_column is None:
             raise ValueError("checkpoint_path is given and id_column is not; expected the column by which rows are known again")
+        checkpoint_path = os.fspath(path("checkpoint_path", checkpoint_path, "a folder"))
         if "://" not in checkpoint_path:  # Ray wants a whole path
             checkpoint_path = os.path.abspath(checkpoint_path)
+        # With a context of its own: what else is made of the caller's dataset has nothing to do with this checkpoint.
+        dataset = type(dataset).copy(dataset, _deep_copy=True)
         dataset.context.checkpoint_config = data.checkpoint.CheckpointConfig(id_column, checkpoint_path, delete_checkpoint_on_success=False)
     arguments = {
         "target": target,

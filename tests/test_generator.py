@@ -153,6 +153,18 @@ def test_a_bad_row_has_its_error_and_the_others_their_texts(generator, texts):
     assert found["error"][5] == "id is 1.5, expected a text or an integer"
 
 
+def test_cells_without_a_value_and_what_tables_make_of_others(generator):
+    pd = pytest.importorskip("pandas", reason="needs pandas")
+    given = pd.DataFrame({"id": [1, None, 3], "prompt": pd.array([PROMPTS[0], PROMPTS[1], pd.NA], dtype="string")})  # of floats and texts
+    found = generator(given)
+    whole = generator({"id": [1], "prompt": [PROMPTS[0]]})
+    assert found["text"][0] == whole["text"][0]
+    assert found["error"].tolist()[1:] == ["id is None, expected a text or an integer", "the column 'prompt' has no value here"]
+    odd = generator({"id": [1, 2, 3], "prompt": [np.ma.masked, pd.NaT, b"x"]})["error"].tolist()
+    none = "the column 'prompt' has no value here"
+    assert odd == [none, none, "the prompt is of type bytes, expected a str or a list of token ids"]
+
+
 def test_a_row_that_raises_while_it_is_served_has_its_error(generator, texts, monkeypatch):
     def arrays_of(requests, *sizes):
         if any(len(request.prompt) == poison for request in requests):

@@ -1,6 +1,7 @@
 """Batch generation on Ray: what an actor makes of its rows, and, in the slow run, a local Ray. There a replica that is killed is started
 again, and every row comes once, with the text it has without Ray."""
 
+import copy
 import json
 import os
 import signal
@@ -106,6 +107,7 @@ def test_rows_that_were_written_are_left_out_by_the_next_run(cluster, folders, t
         settings = SETTINGS | {"checkpoint_path": str(tmp_path / "checkpoint"), "batch_size": BLOCK, "gpus_per_replica": 0}
         out = tmp_path / f"out-{last}"
         jaxspec.ray.generate(read, *folders, **settings).write_parquet(str(out))
+        assert read.context.checkpoint_config is None and read.count() == last
         found += pq.read_table(out).to_pylist()
         assert len(found) == last
         for path in parquet_files.glob("*.later"):
@@ -119,18 +121,23 @@ class Recorded:
     def __init__(self, batch_size=256):
         self.context, self.batch_size = SimpleNamespace(checkpoint_config=None), batch_size
 
+    def copy(self, _deep_copy):
+        assert _deep_copy
+        return copy.deepcopy(self)
+
     def repartition(self, *, target_num_rows_per_block):
         assert target_num_rows_per_block == self.batch_size
         return self
 
     def map_batches(self, function, **asked):
-        return function, asked
+        self.asked = function, asked
+        return self
 
 
 def test_an_actor_gives_each_row_its_text(folders):
     """As Ray makes the actor and hands it a batch: one row cannot be served, and the others have the texts that they have one by one."""
     rows, bad = ROWS[:BLOCK], {"id": "bad", "prompt": "", "n": 0}
-    actor, asked = jaxspec.ray.generate(Recorded(BLOCK), *folders, **SETTINGS, gpus_per_replica=0, batch_size=BLOCK)
+    actor, asked = jaxspec.ray.generate(Recorded(BLOCK), *folders, **SETTINGS, gpus_per_replica=0, batch_size=BLOCK).asked
     assert (asked["batch_size"], asked["batch_format"]) == (BLOCK, "pyarrow")
     replica = actor(**asked["fn_constructor_kwargs"])
     found = {row["id"]: row for row in replica(pa.Table.from_pylist([*rows, bad])).to_pylist()}
@@ -148,7 +155,7 @@ def test_what_ray_is_asked_for(monkeypatch):
         ({"gpus_per_replica": 0.5}, 0.5, 0, None),
         ({"gpus_per_replica": 0}, None, 0, None),
     ):
-        function, asked = jaxspec.ray.generate(Recorded(), "pocket", replicas=(1, 3), **given)
+        function, asked = jaxspec.ray.generate(Recorded(), "pocket", replicas=(1, 3), **given).asked
         assert function is jaxspec.ray.Replica and (asked.get("num_gpus"), asked.get("num_cpus")) == (gpus, cpus)
         assert asked["fn_constructor_kwargs"]["arguments"].get("tensor") == tensor
         assert (asked["compute"].min_size, asked["compute"].max_size) == (1, 3)
@@ -169,11 +176,22 @@ def test_a_replica_has_its_share_of_memory_and_the_cache(monkeypatch):
     assert "XLA_CLIENT_MEM_FRACTION" not in made[-1]
 
 
+def test_a_checkpoint_is_of_the_result_alone(tmp_path):
+    given, folders = Recorded(), [tmp_path / "first", tmp_path / "second"]
+    settings = {"id_column": "id", "gpus_per_replica": 0}
+    made = [jaxspec.ray.generate(given, "pocket", checkpoint_path=folder, **settings) for folder in folders]
+    assert given.context.checkpoint_config is None
+    assert [dataset.context.checkpoint_config.checkpoint_path for dataset in made] == [*map(str, folders)]
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [
         ({"mesh": "tensor=2"}, "mesh names devices of this process, which replicas do not have; expected gpus_per_replica, or tensor"),
         ({"replicas": 0}, r"replicas is 0, expected at least 1"),
+        ({"replicas": (1, 2, 3)}, r"replicas is \(1, 2, 3\), expected a number, or the least and the most"),
+        ({"batch_size": 0}, "batch_size is 0, expected at least 1"),
+        ({"cpus_per_replica": -1}, "cpus_per_replica is -1.0, expected a finite number of at least 0"),
         ({"gpus_per_replica": 1.5}, "gpus_per_replica is 1.5, expected a part of one, or a number of whole ones"),
         ({"checkpoint_path": "/x"}, "checkpoint_path is given and id_column is not"),
         ({"sampling_params": SamplingParams(seed=1)}, r"sampling_params\.seed is 1, which all rows would share"),

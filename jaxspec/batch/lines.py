@@ -105,13 +105,14 @@ def name_of(number: int, values: Any) -> Any:
     return values.get("custom_id") if openai.is_line(values) else values.get("id", number)
 
 
-def derived_seed(seed: int, name: str | int) -> int:
-    """The seed of a request that names none, from the seed of its job and its id alone. It has 53 bits, which any JSON reader keeps."""
-    text = f"{seed} {json.dumps(name)}"
+def derived_seed(seed: int, name: Any) -> int:
+    """The seed of a request that names none, from the seed of its job and its id alone, or from what it asks for where it has no id. It has
+    53 bits, which any JSON reader keeps."""
+    text = f"{seed} {json.dumps(name, sort_keys=True)}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 11
 
 
 def _digest(request: Mapping[str, Any]) -> int:
     """64 bits, never 0, that tell requests apart. The order of keys and the spacing of the line do not matter."""
-    text = json.dumps(request, sort_keys=True).encode()
+    text = json.dumps(request, sort_keys=True, default=repr).encode()  # what is no JSON is refused by who reads it
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") | 1

@@ -50,6 +50,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         except asyncio.CancelledError:
             coming.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody need ask for it
             self._awaited.append(coming)
+            del self  # a notebook keeps the error with this frame: a stream that nobody else has must come to its end
             raise
         if chunk is None:
             raise StopAsyncIteration

@@ -163,6 +163,7 @@ def test_a_row_has_the_seed_of_its_id_wherever_it_stands(tmp_path):
         texts.append({record["id"]: record["text"] for record in read_lines(out)})
     assert texts[0] == texts[1] and texts[2] == {name: text for name, text in texts[0].items() if name in texts[2]}
     assert derived_seed(5, 3) != derived_seed(5, "3")
+    assert derived_seed(5, [{"role": "user", "content": "x"}]) == derived_seed(5, [{"content": "x", "role": "user"}])
 
 
 def test_standard_input_and_output(tmp_path, monkeypatch, capfd):

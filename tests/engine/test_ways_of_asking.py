@@ -142,6 +142,39 @@ def test_a_piece_whose_wait_was_cancelled_comes_next():
     assert asyncio.run(read()) == ["one", "two", "three"]
 
 
+def test_a_stream_whose_loop_was_stopped_ends_though_the_error_is_kept():
+    """As a notebook keeps the error of a cell that was stopped: there is no name by which the stream could be closed."""
+    wanted, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def pieces() -> Any:
+        try:
+            yield "one"
+            wanted.set()
+            assert go_on.wait(60)
+            yield "two"
+        finally:
+            ended.set()
+
+    async def read():
+        async for _ in Stream(pieces(), lambda: None):
+            pass
+
+    async def stopped():
+        waiting = asyncio.ensure_future(read())
+        assert await asyncio.to_thread(wanted.wait, 60)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError) as error:
+            await waiting
+        go_on.set()
+        assert await asyncio.to_thread(ended.wait, 10), error
+
+    gc.disable()
+    try:
+        asyncio.run(stopped())
+    finally:
+        gc.enable()
+
+
 def test_a_conversation_is_written_as_asked(llm):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
     turn = llm.chat(messages, PARAMS)
