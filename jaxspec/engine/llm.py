@@ -354,6 +354,8 @@ class LLM:
         template: tools, the functions that the model may call, as the template wants them; chat_template, a template in place of the
         checkpoint's; chat_template_kwargs, a dict of more names that the template knows; add_generation_prompt, False to leave out the
         opening of the model's turn; with that, continue_final_message=True to go on with the last message.
+        A completion's text leaves out special tokens, such as those that mark a tool call; llm.tokenizer.decode(completion.token_ids,
+        special=True) has them.
         What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, only what is new is
         computed. Without thinking, Gemma 4's template writes an empty thought before an answer and leaves it out of the next prompt; then
         the last answer is computed again too. Raises what `generate` raises, and ValueError for images and other content that is
@@ -379,13 +381,14 @@ class LLM:
         messages: Messages,
         params: SamplingParams | None = None,
         *,
+        sampling_params: SamplingParams | None = None,
         enable_thinking: bool = False,
         steps: int = STREAM_STEPS,
         **template: Unpack[TemplateOptions],
     ) -> Stream:
         """Answers one conversation and yields the text as it comes, as `stream` does. Arguments and errors as for `chat`."""
         prompt, keep = self._conversation(messages, enable_thinking, template)
-        return self._begin(prompt, params, steps, keep=keep)
+        return self._begin(prompt, either(params, sampling_params), steps, keep=keep)
 
     def chat_prompt(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> list[int]:
         """The token ids of a conversation up to the model's turn: what `chat` generates from."""

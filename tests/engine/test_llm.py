@@ -443,7 +443,7 @@ def test_a_conversation_goes_on_from_what_its_earlier_turns_computed(llm, monkey
     cached, known = chat([*known, 400, 401])
     assert cached == 41  # all but the last token, whose K and V did not exist yet
     assert chat([*known[:50], 402])[0] == 0
-    chunks = list(llm.stream_chat([{"ids": [*known, 404]}], params(1, max_tokens=3), steps=1))
+    chunks = list(llm.stream_chat([{"ids": [*known, 404]}], sampling_params=params(1, max_tokens=3), steps=1))
     assert chunks[-1].completion.num_cached_tokens == len(known) - 1
     # A longer prompt is kept at its end too, for a history that leaves parts of an answer out.
     cached, long = chat(range(600, 670), max_tokens=20)
