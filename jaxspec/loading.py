@@ -15,7 +15,7 @@ from jaxspec.checkpoint.hub import Hub
 from jaxspec.checks import integer, path
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.decode.round import check_tree_rule
-from jaxspec.drafters.base import Drafter, check_tree
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.learn import Origin
 from jaxspec.engine.learn import check as check_learning
@@ -186,7 +186,7 @@ def load(
         raise ValueError(f"adaptive_verification is True and {obstacle}")
     if grown is not None:
         check_tree_rule(rule)
-        check_tree(pair.drafter, grown, config)
+        pair.check_tree(grown)
         if not count:
             raise ValueError("tree is given and num_draft_tokens is 0; expected drafts")
         if placement.size > 1:

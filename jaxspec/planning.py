@@ -17,13 +17,14 @@ from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.checks import integer
-from jaxspec.drafters.base import NoDraft, fitted, num_draft_tokens_of
+from jaxspec.drafters.base import NoDraft, check_tree, fitted, num_draft_tokens_of
 from jaxspec.drafters.checking import check, check_members
 from jaxspec.drafters.registry import SAME
 from jaxspec.engine.intake import MAX_STOP_IDS
 from jaxspec.engine.memory import MemoryPlan, Sizes, fit, size, sizes_of
 from jaxspec.engine.params import Defaults
 from jaxspec.learning.settings import Learn
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sharding.placement import ONE_DEVICE, Placement, abstract_placement_of
 from jaxspec.targets import (
@@ -62,9 +63,17 @@ class Pair:
         """Drafts a round: what was asked for, by default what the drafter's generation config or its kind says. Raises TypeError or
         ValueError for a number that cannot be, and for a drafter of another's making that breaks the protocol with that many."""
         count = num_draft_tokens_for(self.drafter, self.drafter_folder, asked, max_len)
-        if not type(self.drafter).__module__.startswith("jaxspec."):  # ours have tests
-            check(self.drafter, self.target, num_draft_tokens=count)
+        self._check(num_draft_tokens=count)
         return count
+
+    def check_tree(self, tree: DraftTree) -> None:
+        """Raises as `drafters.base.check_tree`, and TypeError or ValueError for a drafter of another's making that breaks the protocol."""
+        check_tree(self.drafter, tree, self.config)
+        self._check(num_draft_tokens=tree.depth, tree=tree)
+
+    def _check(self, **asked: Any) -> None:
+        if not type(self.drafter).__module__.startswith("jaxspec."):  # ours have tests
+            check(self.drafter, self.target, **asked)
 
 
 def pair_of(

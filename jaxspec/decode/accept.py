@@ -149,7 +149,7 @@ def coupled_path(tree: DraftTree, drafts: jax.Array, choices: jax.Array) -> tupl
     """The same of a tree: accepts a node exactly when it is what the target chose after its parent and all nodes on the way to it were
     accepted, so that at most one node of each depth is.
 
-    drafts: [B, N] int32, of which siblings differ, or are below 0. choices: [B, N + 1] int32, the target's choice after the root and after
+    drafts: [B, N] int32, an id below 0 for none. choices: [B, N + 1] int32, the target's choice after the root and after
     each node. Returns path: [B, D + 1] int32, the row of the tree at depth 0, 1, ... that is accepted, 0 where none is; and accepted: [B]
     int32, 0 .. D.
     """
@@ -158,7 +158,7 @@ def coupled_path(tree: DraftTree, drafts: jax.Array, choices: jax.Array) -> tupl
     row = jnp.where(whole, jnp.arange(1, tree.rows, dtype=jnp.int32)[None, :], 0)
     at_depth = jnp.asarray(np.asarray(tree.depths[1:])[None, :] == np.arange(tree.depth + 1)[:, None])
     path = jnp.max(jnp.where(at_depth[None], row[:, None, :], 0), axis=2)
-    return path, jnp.sum(whole, axis=1, dtype=jnp.int32)
+    return path, jnp.sum(path > 0, axis=1, dtype=jnp.int32)  # not of `whole`: siblings may be equal, and one of them is enough
 
 
 def _synthetic(drafts: jax.Array, uniforms: jax.Array, rates: tuple[float, ...]) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxspec.collectives import full_logits
 from jaxspec.decode.round import NO_DRAFTS, Round
 from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
-from jaxspec.decode.state import DecodeState
+from jaxspec.decode.state import DecodeState, nobody_past
 from jaxspec.drafters.base import Drafter, Observed
 from jaxspec.model.rows import Rows
 from jaxspec.model.target import TargetModel
@@ -32,11 +32,16 @@ def prefill(
 ) -> DecodeState:
     """Computes up to `chunk` (static) more rows of each slot's known tokens; a slot whose prompt is done chooses its first token.
 
-    slots: [B] int32, ids >= slots stand for no sequence. until: [B] int32, how many rows a slot may have computed afterwards; None for
-    all. A slot is ready to decode once computed == length - 1. A resumed sequence, which knows more than its prompt, has its anchor
-    already and chooses nothing. round: static, of the rounds that follow; how many tokens they draft, and how they accept them, makes no
-    difference here. automata: as for `spec_step`.
+    slots: [B] int32, each at most once; ids below 0 and >= slots stand for no sequence. until: [B] int32, how many rows a slot may have
+    computed afterwards; None for all. A slot is ready to decode once computed == length - 1. A resumed sequence, which knows more than its
+    prompt, has its anchor already and chooses nothing. round: static, of the rounds that follow; how many tokens they draft, and how they
+    accept them, makes no difference here. automata: as for `spec_step`.
     """
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}, expected at least 1")
+    if not len(slots):
+        return state
+    slots = nobody_past(state.slots, slots)
     rows = gather_slots(state, slots, round.needs, target, automata)
     resumed = rows.length > rows.prompt
     todo = rows.length - resumed.astype(jnp.int32)
@@ -70,10 +75,11 @@ def score(
 ) -> tuple[DecodeState, Logprobs]:
     """Computes up to `chunk` more rows of each slot's known tokens, and the log-probabilities of the tokens after them.
 
-    For sequences that are admitted to be read, not continued: the drafter sees nothing of them. slots: [B] int32, ids >= slots stand
-    for no sequence. count (static): most likely tokens to report at each position. Returns the state and Logprobs of [B, chunk]: entry
-    j is of position computed + 1 + j, as far as the token there is known.
+    For sequences that are admitted to be read, not continued: the drafter sees nothing of them. slots: as for `prefill`. count (static):
+    most likely tokens to report at each position. Returns the state and Logprobs of [B, chunk]: entry j is of position computed + 1 + j,
+    as far as the token there is known.
     """
+    slots = nobody_past(state.slots, slots)
     rows = gather_slots(state, slots, PLAIN, target)
     todo = jnp.where(slots < state.slots, jnp.clip(rows.length - rows.computed, 0, chunk), 0)
     state, todo = reserve_rows(state, slots, rows.computed, todo, chunk)

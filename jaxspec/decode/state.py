@@ -152,15 +152,23 @@ def init_state(
     )
 
 
-def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeState:
-    """Puts sequences into empty slots; `prefill` then computes them. slots: [B] int32, ids >= slots are ignored.
+def nobody_past(count: int, slots: jax.Array) -> jax.Array:
+    """Slot ids where all that stand for no sequence are `count` or more: an index below 0 would be counted from the end."""
+    return jnp.where(slots < 0, count, slots)
 
-    A sequence that has its `limit` of tokens already has ended. One whose slot holds no page has computed nothing, whatever is said.
+
+def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeState:
+    """Puts sequences into empty slots; `prefill` then computes them. slots: [B] int32, each at most once; ids below 0 and >= slots are
+    ignored.
+
+    A sequence that has its `limit` of tokens already has ended; so has one of max_len tokens. One whose slot holds no page has computed
+    nothing, whatever is said.
     """
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[slots].set(value.astype(field.dtype), mode="drop")
 
+    slots, limit = nobody_past(state.slots, slots), jnp.minimum(requests.limit, state.tokens.shape[1])
     zero, count = jnp.zeros_like(slots), slots.shape[0]
     filters = _no_filters(count) if requests.filters is None else requests.filters
     edited = edits.defaults(count) if requests.edits is None else requests.edits
@@ -173,8 +181,8 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         length=put(state.length, requests.length),
         computed=put(state.computed, computed),
         prompt=put(state.prompt, requests.prompt),
-        limit=put(state.limit, requests.limit),
-        status=put(state.status, jnp.where(requests.length < requests.limit, RUNNING, FULL_LENGTH)),
+        limit=put(state.limit, limit),
+        status=put(state.status, jnp.where(requests.length < limit, RUNNING, FULL_LENGTH)),
         stop_ids=put(state.stop_ids, requests.stop_ids),
         seed=put(state.seed, requests.seed),
         temperature=put(state.temperature, requests.temperature),
@@ -189,7 +197,8 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
 
 
 def release(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """Empties slots and returns their pages. slots: [B] int32, each at most once; ids >= slots are ignored."""
+    """Empties slots and returns their pages. slots: [B] int32, each at most once; ids below 0 and >= slots are ignored."""
+    slots = nobody_past(state.slots, slots)
     return dataclasses.replace(
         state,
         cache=paged.release(state.cache, slots),
@@ -201,11 +210,12 @@ def release(state: DecodeState, slots: jax.Array) -> DecodeState:
 def fork(state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Array) -> DecodeState:
     """Gives slots, which hold no pages, the first `rows` computed rows of other slots: the cache's and the drafter's view of them.
 
-    A source must have computed `rows` positions and no more, so that its rings and its drafter are where the copy is to go on; the
-    tokens before, and the one after, must be those of both. sources, slots, rows: [B] int32, ids >= slots are ignored. Where there
-    are no pages for it, or a source has computed something else, the slots have computed nothing. May come before or after `admit` of
-    the slots.
+    A source must have computed `rows` positions and no more, so that its rings and its drafter are where the copy is to go on; the tokens
+    before, and the one after, must be those of both. sources, slots, rows: [B] int32, ids below 0 and >= slots are ignored. Where there are
+    no pages for it, or a source has computed something else, the slots have computed nothing. May come before or after `admit` of the
+    slots.
     """
+    sources, slots = (nobody_past(state.slots, ids) for ids in (sources, slots))
     as_said = jnp.take(state.computed, sources, mode="clip") == rows
     cache, ok = paged.share(state.cache, jnp.where(as_said, sources, state.slots), slots, rows)
     into = jnp.where(sources < state.slots, slots, state.slots)

@@ -17,10 +17,11 @@ import numpy as np
 from jaxspec.decode.accept import coupled_path
 from jaxspec.decode.round import Round
 from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
-from jaxspec.decode.state import VERIFIED_ROUNDS, DecodeState
+from jaxspec.decode.state import VERIFIED_ROUNDS, DecodeState, nobody_past
 from jaxspec.decode.verification import best_prefixes, seen, survival
-from jaxspec.drafters.base import Drafter, Observed, Target, check_tree, drafted
+from jaxspec.drafters.base import Drafter, Drafts, Observed, Target, check_tree, drafted
 from jaxspec.model.attention import store_path
+from jaxspec.model.paged_kv import has_room
 from jaxspec.model.rows import Rows, take_row, take_rows
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.automata import Automata
@@ -32,14 +33,23 @@ def spec_step(
 ) -> DecodeState:
     """One round for each slot of the list that is ready to decode: draft, verify, accept, append, observe. The others stay as they are.
 
-    slots: [B] int32, ids >= slots stand for no sequence. round: static. automata: of the structured texts, needed if
-    `round.needs.structured`. Where full pages run out the state is `starved` and no slot changes. Raises ValueError where the acceptance
-    rule has no rate for a draft, and for a `round` that does not fit itself, the drafter or the target.
+    slots: [B] int32, each at most once; ids below 0 and >= slots stand for no sequence. round: static. automata: of the structured texts,
+    needed if `round.needs.structured`. Where full pages run out the state is `starved` and no slot changes. Raises ValueError where the
+    acceptance rule has no rate for a draft, for a `round` that does not fit itself, the drafter, the target or the state, and for a drafter
+    that gives something else than the tokens that it was asked for.
     """
+    return _step(target, drafter, state, nobody_past(state.slots, slots), round=round, automata=automata)
+
+
+def _step(
+    target: TargetModel, drafter: Drafter, state: DecodeState, slots: jax.Array, *, round: Round, automata: Automata | None
+) -> DecodeState:
     round.check(len(slots))
     rows, k, tree = gather_slots(state, slots, round.needs, target, automata), round.num_draft_tokens, round.tree
     if tree is not None:
         check_tree(drafter, tree, target.config)
+    if not all(has_room(state.cache, spec, k + 1) for spec in target.config.layers):
+        raise ValueError(f"the round has {k} draft tokens; the state was made for fewer: see `init_state`")
     start, room = rows.computed, state.tokens.shape[1] - rows.computed
     count = jnp.where(rows.ready, jnp.minimum(room, k + 1), 0)
     state, count = reserve_rows(state, slots, start, count, k + 1)
@@ -49,7 +59,14 @@ def spec_step(
         anchor = state.tokens.at[slots, start].get(mode="clip")
         view = Target(target, state.cache, slots, anchor, start, round.attention, round.draft_attention)
         drafting = round.accept.drafting(rows.sampling, rows.rounds)
-        drafts, drafter_state = drafted(drafter, state.drafter, view, drafting, k if tree is None else tree)
+        drafts, drafter_state = Drafts.joined((), len(slots)), state.drafter
+        if k:
+            drafts, drafter_state = drafted(drafter, state.drafter, view, drafting, k if tree is None else tree)
+        if drafts.tokens.shape != (len(slots), round.drafts) or drafts.tokens.dtype != jnp.int32:
+            raise ValueError(
+                f"the drafter {type(drafter).__name__} gives tokens {drafts.tokens.dtype} {list(drafts.tokens.shape)}; expected int32 "
+                f"{[len(slots), round.drafts]}"
+            )
         # An id below 0 is no token, which nothing accepts; one past the vocabulary is none either.
         drafts = dataclasses.replace(drafts, tokens=jnp.where(drafts.tokens < target.config.vocab_size, drafts.tokens, -1))
     with jax.named_scope("verify"):
@@ -119,8 +136,12 @@ def decode_loop(
     """Repeats `spec_step` on the device until the host is needed.
 
     That is when no slot of the list is ready to decode any more, after `max_steps` steps, when full pages ran out
-    (`state.starved`), or, with `until_any`, as soon as one more slot has ended or failed.
+    (`state.starved`), or, with `until_any`, as soon as one more slot has ended or failed. A slot whose known tokens `prefill` has not
+    computed to the end is not ready. Other arguments and errors: as for `spec_step`.
     """
+    slots = nobody_past(state.slots, slots)
+    if not len(slots):
+        return state
 
     def running(state: DecodeState) -> jax.Array:
         return jnp.sum(gather_slots(state, slots, PLAIN, target).ready)
@@ -134,7 +155,7 @@ def decode_loop(
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry
-        return step + 1, spec_step(target, drafter, state, slots, round=round, automata=automata)
+        return step + 1, _step(target, drafter, state, slots, round=round, automata=automata)
 
     state = dataclasses.replace(state, starved=jnp.zeros_like(state.starved))
     return jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))[1]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.checks import integer
 from jaxspec.drafters.kind import kind_without_weights
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.paged_kv import PagedKV
@@ -65,9 +66,10 @@ class Target:
 @struct.dataclass
 class Drafts:
     """Guessed tokens. tokens: [B, K] int32; ids that the vocabulary does not have are rejected. logits: [B, K, C] float32, what each was
-    chosen from, before temperature; None if a guess has no distribution (a lookup). ids: [B, K, C] int32, the candidates' token ids; None
-    if candidate i is token i. confidence: [B, K] float32, the probability that each is accepted if those before it are, by which rounds
-    choose what to verify; None where the drafter has no opinion.
+    chosen from by `sampling.choose`, before temperature; None if a guess was made in another way (a lookup): the rules "standard" and
+    "block" take them for what they say. ids: [B, K, C] int32, the candidates' token ids; None if candidate i is token i. confidence: [B, K]
+    float32, the probability that each is accepted if those before it are, by which rounds choose what to verify; None where the drafter has
+    no opinion.
 
     A round that does not use the logits or the confidence costs nothing for them: they are never computed.
     """
@@ -150,9 +152,9 @@ class Drafter(Protocol):
         ...
 
     def draft(self, state: Any, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, Any]:
-        """Guesses the tokens at positions length + 1 .. length + K, and gives the new state. Guesses are chosen with
-        `sampling.choose` at those positions. The new state is kept for every slot, those of no running sequence too; what of the
-        guesses became text, `observe` tells."""
+        """Guesses the tokens at positions length + 1 .. length + K, and gives the new state. K is what a round asks for, from 1 to what
+        `init` was told; a round without drafts does not ask. Guesses are chosen with `sampling.choose` at those positions. The new state is
+        kept for every slot, those of no running sequence too; what of the guesses became text, `observe` tells."""
         ...
 
 
@@ -189,7 +191,7 @@ def fitted(drafter: Any, target: TargetConfig) -> Any:
 def num_draft_tokens_of(drafter: Any) -> int:
     """Drafts a round where nobody asked for a number: what the drafter says, else 4."""
     named = getattr(drafter, "num_draft_tokens", None)
-    return NUM_DRAFT_TOKENS if named is None else named
+    return NUM_DRAFT_TOKENS if named is None else integer(f"num_draft_tokens of the drafter {type(drafter).__name__}", named, 0)
 
 
 def check_tree(drafter: Any, tree: DraftTree, target: TargetConfig) -> None:

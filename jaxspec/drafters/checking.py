@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import Drafts, Observed, Target, num_draft_tokens_of
+from jaxspec.drafters.base import Drafts, Observed, Target, drafted, num_draft_tokens_of
+from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import Sampling
@@ -19,11 +20,12 @@ FAILURES = (TypeError, ValueError, AttributeError, IndexError)
 SLOTS, BATCH, MAX_LEN = 3, 2, 64  # of the state that is tried
 
 
-def check(drafter: Any, target: TargetModel, *, num_draft_tokens: int | None = None) -> None:
+def check(drafter: Any, target: TargetModel, *, num_draft_tokens: int | None = None, tree: DraftTree | None = None) -> None:
     """Raises TypeError or ValueError, with what was found and what was expected, for a drafter that breaks the protocol.
 
     drafter: one that is bound to the target (`base.fitted`); of weights or of ShapeDtypeStructs. target: the same. num_draft_tokens: K,
-    by default the drafter's own. `load` calls it; it traces init, draft and observe once or twice, for 2 sequences.
+    by default the drafter's own. tree: of drafts, which it is to guess too. `load` calls it; it traces init, draft and observe once or
+    twice, for 2 sequences.
     """
     check_members(drafter)
     count = num_draft_tokens_of(drafter) if num_draft_tokens is None else num_draft_tokens
@@ -31,8 +33,9 @@ def check(drafter: Any, target: TargetModel, *, num_draft_tokens: int | None = N
     view = _View(drafter, target, count)
     state = view.state()
     view.compare(state, view.observed_by(state), "observe")
-    if count:
-        view.compare(state, view.observed_by(view.drafted(state)), "draft, then observe,")
+    for asked in (count, min(count, 1), tree):  # rounds may ask for fewer than K
+        if asked:
+            view.compare(state, view.observed_by(view.drafted(state, asked)), "draft, then observe,")
 
 
 def check_members(drafter: Any) -> None:
@@ -97,21 +100,22 @@ class _View:
         )
         return self.call("observe", lambda d, s, rows: d.observe(s, rows), state, block)
 
-    def drafted(self, state: Any) -> Any:
-        """The state after drafts, which are checked."""
+    def drafted(self, state: Any, asked: int | DraftTree) -> Any:
+        """The state after drafts, which are checked: a chain of so many, or a tree."""
+        member, count = ("draft_tree", asked.nodes) if isinstance(asked, DraftTree) else ("draft", asked)
         sizes = {"slots": SLOTS, "max_len": MAX_LEN, "num_draft_tokens": self.count, "dtype": self.target.dtype}
         cache = jax.eval_shape(lambda target: target.init_cache(**sizes), self.target)
         view = Target(self.target, cache, _int32(BATCH), _int32(BATCH), _int32(BATCH), "xla", "xla")
         sampling = Sampling(_array(jnp.uint32, BATCH, 2), _array(jnp.float32, BATCH))
-        found = self.call("draft", lambda d, s, v, how: d.draft(s, v, how, self.count), state, view, sampling)
+        found = self.call(member, lambda d, s, v, how: drafted(d, s, v, how, asked), state, view, sampling)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Drafts)):
             said = f"a tuple of {', '.join(type(x).__name__ for x in found)}" if isinstance(found, tuple) else _told(found)
-            raise TypeError(f"draft of the drafter {self.name} gives {said}; expected the pair (Drafts, state)")
-        self._check_drafts(found[0])
+            raise TypeError(f"{member} of the drafter {self.name} gives {said}; expected the pair (Drafts, state)")
+        self._check_drafts(found[0], member, count)
         return found[1]
 
-    def _check_drafts(self, drafts: Drafts) -> None:
-        wanted = (BATCH, self.count)
+    def _check_drafts(self, drafts: Drafts, member: str, count: int) -> None:
+        wanted = (BATCH, count)
         dtypes = {"tokens": jnp.int32, "logits": jnp.float32, "ids": jnp.int32, "confidence": jnp.float32}
         for what, dtype in dtypes.items():
             array: Any = getattr(drafts, what)
@@ -121,17 +125,16 @@ class _View:
             fits = shape is not None and shape[:2] == wanted and len(shape) == (2 if of_each else 3)
             if not fits or getattr(array, "dtype", None) != dtype:
                 expected = [*wanted] if of_each else [*wanted, "C"]
+                asked = f"K = {count}" if member == "draft" else f"a tree of {count} nodes"
                 raise ValueError(
-                    f"draft of the drafter {self.name} gives {what} {_told(array)}; expected {jnp.dtype(dtype).name} "
-                    f"[{', '.join(map(str, expected))}] for {BATCH} sequences and K = {self.count}"
+                    f"{member} of the drafter {self.name} gives {what} {_told(array)}; expected {jnp.dtype(dtype).name} "
+                    f"[{', '.join(map(str, expected))}] for {BATCH} sequences and {asked}"
                 )
         if drafts.logits is not None:
             candidates = self.target.config.vocab_size if drafts.ids is None else drafts.ids.shape[2]
             if drafts.logits.shape[2] != candidates:
-                of = "the vocabulary has" if drafts.ids is None else "there are ids"
-                raise ValueError(
-                    f"draft of the drafter {self.name} gives logits of {drafts.logits.shape[2]} candidates; expected {candidates}, as {of}"
-                )
+                of, found = "the vocabulary has" if drafts.ids is None else "there are ids", drafts.logits.shape[2]
+                raise ValueError(f"{member} of the drafter {self.name} gives logits of {found} candidates; expected {candidates}, as {of}")
 
     def compare(self, before: Any, after: Any, member: str) -> None:
         """Raises ValueError for a state that is not of the structure of init's. member: what gave it."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.decode.state import DecodeState
@@ -138,7 +139,7 @@ class OneDevice(Placement):
         return tree
 
     def put(self, tree: Any) -> Any:
-        return tree
+        return jax.tree.map(jnp.asarray, tree)
 
     def spread(self, tree: Any) -> Any:
         return guided(tree) if self.head_guides else tree

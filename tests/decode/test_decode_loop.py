@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -628,3 +629,65 @@ def test_any_number_of_drafts_over_a_float8_cache():
     assert np.any(expected != texts())
     stored = [pools for pools in found.cache.layers if pools is not None]
     assert all(pools.k.dtype == jnp.float8_e4m3fn and pools.scales.tolist() == [0.5, 0.25] for pools in stored)
+
+
+def test_ids_below_zero_stand_for_no_sequence_too():
+    """The last slot, which such an index would mean, holds a sequence."""
+    some, others = [0, 1, 2], [3, 4, SLOTS - 1]
+    state = prefill(admit(empty(), [*some, *others]), [*some, *others])
+    before = jax.tree.map(np.asarray, state)
+    nobody = np.asarray([*some, *[-1] * (SLOTS - len(some))], np.int32)
+    state = jit_loop(target(), parrot(), state, nobody, 1000, False, round=decode.Round(4))
+    assert_same(numbers(state, "tokens", some), rows=some)
+    for name in ("tokens", "length", "computed", "rounds", "status"):
+        assert np.array_equal(numbers(state, name, others), numbers(before, name, others))
+    state = jit_release(state, np.where(padded([]) >= SLOTS, -3, 0).astype(np.int32))
+    assert (numbers(state, "status", others) == RUNNING).all()
+    state = loop(state, others, parrot(), 4)
+    assert_same(numbers(state, "tokens", others), rows=[3, 4, 5])
+
+
+def test_a_limit_past_the_end_is_the_end():
+    state = run(parrot(), 4, limit=MAX_LEN + 20)
+    assert_same(numbers(state, "tokens"))
+    assert (numbers(state, "length") == MAX_LEN).all() and (numbers(state, "status") == FULL_LENGTH).all()
+
+
+@struct.dataclass
+class OwnNumber:
+    """A drafter that always guesses as many tokens, whatever it is asked for."""
+
+    tokens: jax.Array
+    taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    def init(self, slots, max_len, num_draft_tokens):
+        return ()
+
+    def observe(self, state, rows):
+        return state
+
+    def draft(self, state, target, sampling, num_draft_tokens):
+        return Drafts(jnp.broadcast_to(self.tokens, (len(target.slots), len(self.tokens)))), state
+
+
+def test_what_does_not_fit_a_round_is_told_when_it_is_traced():
+    def traced(drafter, k, slots=SLOTS):
+        state = dataclasses.replace(empty(), drafter=())
+        jax.eval_shape(functools.partial(decode.spec_step, round=decode.Round(k)), target(), drafter, state, np.zeros(slots, np.int32))
+
+    two = OwnNumber(jnp.zeros(2, jnp.int32))
+    for k in (0, 2):  # a round without drafts asks for none
+        traced(two, k)
+    for drafter, k, found in ((two, 1, "int32 [7, 2]"), (two, 4, "int32 [7, 2]"), (OwnNumber(jnp.zeros(2)), 2, "float32 [7, 2]")):
+        with pytest.raises(ValueError, match=re.escape(f"the drafter OwnNumber gives tokens {found}; expected int32 [7, {k}]")):
+            traced(drafter, k)
+    with pytest.raises(ValueError, match="the round has 8 draft tokens; the state was made for fewer"):
+        traced(NoDraft(), MAX_K + 1)
+    with pytest.raises(ValueError, match="chunk is 0, expected at least 1"):
+        decode.prefill(target(), NoDraft(), empty(), padded([]), chunk=0)
+
+
+def test_a_call_for_no_slots_changes_nothing():
+    state, none = dataclasses.replace(empty(), drafter=()), np.zeros(0, np.int32)
+    assert decode.prefill(target(), NoDraft(), state, none, chunk=4) is state
+    assert decode.decode_loop(target(), NoDraft(), state, none, 5, round=decode.Round(0)) is state

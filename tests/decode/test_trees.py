@@ -186,6 +186,15 @@ def test_a_node_is_kept_exactly_as_far_as_the_target_chooses_it():
     assert set(np.asarray(accepted).tolist()) == set(range(tree.depth + 1))
 
 
+def test_equal_siblings_count_once():
+    tree = DraftTree.of([[0], [1], [2], [0, 0], [1, 0]])
+    drafts = jnp.asarray([[7, 7, 8, 9, 9], [7, 7, 8, 9, 3], [8, 7, 7, 9, 9], [1, 1, 1, 1, 1]], jnp.int32)
+    choices = jnp.broadcast_to(jnp.asarray([7, 9, 9, 9, 5, 5], jnp.int32), (4, 6))
+    path, accepted = coupled_path(tree, drafts, choices)
+    assert accepted.tolist() == [2, 2, 2, 0]
+    assert [p[: n + 1] for p, n in zip(path.tolist(), accepted.tolist(), strict=True)] == [[0, 2, 5], [0, 2, 4], [0, 3, 5], [0]]
+
+
 def test_candidates_rank_by_what_they_are_chosen_by():
     rng, ranked, chosen = np.random.default_rng(1), jax.jit(best, static_argnums=3), jax.jit(choose)
     logits = jnp.asarray(rng.standard_normal((3, 2, 9)), jnp.float32).at[2, 1, 2:].set(-jnp.inf)

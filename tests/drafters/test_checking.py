@@ -17,6 +17,7 @@ from jaxspec.decode import accept
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
+from jaxspec.model.draft_tree import DraftTree
 
 TARGET = gemma4.abstract(Gemma4Config.from_hf(tiny.TARGET), jnp.float32)
 KINDS = {"none": "31b", "ngram": "31b", "mtp": "e2b", "eagle3": "31b", "dflash": "31b", "modules": "12b", "e2b": "26b"}
@@ -77,6 +78,12 @@ WRONG = {
         r"gives tokens float32 \[2, 4\]; expected int32 \[2, 4\] for 2 sequences and K = 4",
     ),
     "K - 1": (draft_with(lambda d, s: (Drafts(d.tokens[:, 1:]), s)), ValueError, r"gives tokens int32 \[2, 3\]; expected int32 \[2, 4\]"),
+    "its own K": (
+        broken(draft=lambda self, s, target, how, k: (Drafts(jnp.tile(target.anchor[:, None], (1, 4))), s)),
+        ValueError,
+        r"gives tokens int32 \[2, 4\]; expected int32 \[2, 1\] for 2 sequences and K = 1",
+    ),
+    "a text for K": (broken(num_draft_tokens="3"), TypeError, "num_draft_tokens of the drafter Broken is '3' of type str, expected an int"),
     "no tokens": (draft_with(lambda d, s: (Drafts(None), s)), ValueError, r"gives tokens missing; expected int32 \[2, 4\]"),
     "logits": (
         draft_with(lambda d, s: (dataclasses.replace(d, logits=jnp.zeros((2, 4, 7))), s)),
@@ -135,6 +142,27 @@ def test_what_breaks_the_protocol_is_told(way):
         return drafters.check(drafter, TARGET)
     with pytest.raises(error, match=message):
         drafters.check(drafter, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("guessed", "error", "message"),
+    [
+        (lambda anchor: Drafts(jnp.tile(anchor[:, None], (1, 7))), None, ""),
+        (
+            lambda anchor: Drafts(jnp.tile(anchor[:, None], (1, 3))),
+            ValueError,
+            r"draft_tree .* int32 \[2, 7\] for .* a tree of 7 nodes",
+        ),
+        (lambda anchor: jnp.zeros(3), TypeError, r"draft_tree .* gives .*; expected the pair \(Drafts, state\)"),
+    ],
+)
+def test_trees_are_checked_too(guessed, error, message, folders, monkeypatch):
+    drafter = broken(draft_tree=lambda self, s, target, how, tree: (guessed(target.anchor), s)[: 2 if error is not TypeError else 1])
+    if error is None:
+        return drafters.check(drafter, TARGET, tree=DraftTree.default(7))
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(error, match=message):
+        jaxspec.load(folders[0], drafter, tree=7, progress=False)
 
 
 def test_load_checks_an_object_before_weights_are_read(folders, monkeypatch):
