@@ -21,8 +21,8 @@ from jaxspec.interrupts import heeded
 from jaxspec.loading import load
 
 AHEAD = 2  # rows that `map` reads ahead, for each slot
-# The columns that a batch gets, with the name of their types in numpy. Those of object hold str or None.
 MISSING = ("NAType", "NaTType", "MaskedConstant")  # the types of cells without a value: pandas', and NumPy's of masked arrays
+# The columns that a batch gets, with the name of their types in numpy. Those of object hold str or None.
 COLUMNS = {
     "text": object,
     "prompt_tokens": np.int64,

@@ -149,9 +149,8 @@ def coupled_path(tree: DraftTree, drafts: jax.Array, choices: jax.Array) -> tupl
     """The same of a tree: accepts a node exactly when it is what the target chose after its parent and all nodes on the way to it were
     accepted, so that at most one node of each depth is.
 
-    drafts: [B, N] int32, an id below 0 for none. choices: [B, N + 1] int32, the target's choice after the root and after
-    each node. Returns path: [B, D + 1] int32, the row of the tree at depth 0, 1, ... that is accepted, 0 where none is; and accepted: [B]
-    int32, 0 .. D.
+    drafts: [B, N] int32, an id below 0 for none. choices: [B, N + 1] int32, the target's choice after the root and after each node. Returns
+    path: [B, D + 1] int32, the row of the tree at depth 0, 1, ... that is accepted, 0 where none is; and accepted: [B] int32, 0 .. D.
     """
     equal = drafts == choices[:, tree.parents]
     whole = jnp.all(~jnp.asarray(tree.seen[1:, 1:])[None] | equal[:, None, :], axis=2)

@@ -37,7 +37,9 @@ def stored_quantisation(folder: Path, config: Mapping[str, Any], drafter: Any) -
     config: its config.json. drafter: of ShapeDtypeStructs. Raises ValueError for a format that is not read here, by its name; and the
     result's `format_of` for matrices that this class of drafters takes in float alone."""
     found = checkpoint.read_quantisation(folder, config)
-    if found is None or found.dense or (folder / CONVERTED).exists():
+    if found is None or found.dense:
+        return None
+    if (folder / CONVERTED).exists():
         return found
     unquantised, name = getattr(drafter, "unquantised", None), type(drafter).__name__
     if unquantised is None:

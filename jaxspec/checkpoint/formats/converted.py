@@ -63,4 +63,5 @@ def read(about: Mapping[str, Any]) -> Quantisation:
     modules = {name: formats[index] for name, index in about["modules"].items()}
     embedding = next((form for name, form in modules.items() if name.endswith(EMBEDDING)), None)
     scales = {int(layer): (keys, values) for layer, (keys, values) in about["kv_scales"].items()}
-    return Quantisation(about["name"], lambda name: modules.get(EXPERT.sub("experts.*.", name)), scales, embedding)
+    held = (lambda name: modules.get(EXPERT.sub("experts.*.", name)), scales, embedding)
+    return Quantisation(about["name"], *held, dense=not modules)
