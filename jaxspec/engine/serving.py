@@ -114,17 +114,19 @@ class Serving:
             raise
         finally:
             self._over.append(turn.close)  # first: if an interrupt comes before it is called, the next step calls it
-            self.settle(waits=not dropped)
+            self.settle(waits=not dropped, turn=turn)
 
-    def settle(self, *, waits: bool = True) -> None:
+    def settle(self, *, waits: bool = True, turn: Turn | Turns | None = None) -> None:
         """Frees the slots of turns that are over, and counts their requests. waits: whether it waits for the lock. It may not where a
-        generator is closed: the garbage collector does that in any thread, and while that holds any lock, this one too. Then whoever
-        computes next does it."""
+        generator is closed: the garbage collector does that in any thread, and while that holds any lock, this one too. Nor does it wait
+        for shards then, but for those that step for `turn`, which is over. Whoever computes next does what is left."""
         with self._lock() if waits else self._lock.if_free() as entered:
-            if entered is not False:
+            if entered is not False and (waits or not self._shards.serves_others(turn)):
                 self._settle()
 
     def _settle(self) -> None:
+        if self._over:
+            self._shards.rest()  # the threads of shards read and change what is freed here
         while self._over:
             self._over[0]()
             self._over.popleft()

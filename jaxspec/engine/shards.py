@@ -37,9 +37,18 @@ class Shards:
 
     def take(self, owner: Turns | None) -> None:
         """Lets another call step, once the steps of the last one are done. owner: the call's turns; None for work outside of turns."""
-        if self._owner is not None and self._owner is not owner:
-            self._owner.wait()
+        if self._owner is not owner:
+            self.rest()
         self._owner = owner
+
+    def serves_others(self, turn: Any) -> bool:
+        """Whether a shard is stepping for another call than the one whose turn is given."""
+        return self._owner is not None and self._owner is not turn and self._owner.stepping
+
+    def rest(self) -> None:
+        """Waits until no shard is stepping."""
+        if self._owner is not None:
+            self._owner.wait()
 
     def leave(self, owner: Turns) -> None:
         """Forgets a call that is over, with its requests and whatever they were read from."""
@@ -103,6 +112,11 @@ class Turns:
     @property
     def _resting(self) -> list[int]:
         return [i for i in range(len(self._turns)) if i not in self._stepping.values()]
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a shard is at work on a step, or about to be."""
+        return not all(step.done() for step in list(self._stepping))
 
     @property
     def active(self) -> list[Request]:
@@ -176,28 +190,41 @@ class Turns:
         turn = self._turns[i]
         return not (turn.active or self._shards.runners[i].free_slots or (turn.waiting and turn.waiting[0].order >= 0))
 
-    def _load(self, i: int) -> int:
-        return len(self._dealt[i]) + len(self._turns[i].waiting) + len(self._turns[i].active)
-
-    def _deal(self) -> None:
-        """Deals requests to the shards that are not stepping, a few more than they have slots for."""
-        runners, resting = self._shards.runners, self._resting
-        for i in resting:
+    def _take_back(self) -> None:
+        """Takes back what shards that are stuck were dealt."""
+        for i in self._resting:
             if self._stuck(i):
                 self._read.extendleft(reversed([*self._turns[i].waiting, *self._dealt[i]]))
                 self._turns[i].waiting.clear()
                 self._dealt[i].clear()
+
+    def _load(self, i: int) -> int:
+        return len(self._dealt[i]) + len(self._turns[i].waiting) + len(self._turns[i].active)
+
+    def _usable(self) -> list[int]:
+        """The shards that are not stepping and can have one more request."""
+
+        def has_room(i: int) -> bool:
+            free, active = self._shards.runners[i].free_slots, len(self._turns[i].active)
+            return free + AHEAD - self._load(i) + active > 0 and bool(active or free)
+
+        return [i for i in self._resting if has_room(i)]
+
+    def _deal(self) -> None:
+        """Deals requests to the shards that are not stepping, a few more than they have slots for."""
+        runners = self._shards.runners
+        self._take_back()
         if not self._read:  # the requests may have stopped for a while
             self._read_on()
         while self._read:
-            room = {i: runners[i].free_slots + AHEAD - self._load(i) + len(self._turns[i].active) for i in resting}
-            usable = [i for i in resting if room[i] > 0 and (self._turns[i].active or runners[i].free_slots)]
+            if (usable := self._usable()) and len(self._read) == 1:
+                self._read_on()
+                self._take_back()  # what gives the requests may have taken slots
+                usable = self._usable()
             if not usable:
-                if self._stepping or any(map(self._load, resting)):
+                if self._stepping or any(map(self._load, self._resting)):
                     return
                 raise no_slots(sum(runner.settings.max_slots for runner in runners))
             request = self._read.popleft()
-            if not self._read:
-                self._read_on()
             kept = {i: runners[i].held.find(request.tokens)[1] if request.keep else 0 for i in usable}
             self._dealt[max(usable, key=lambda i: (kept[i], -self._load(i)))].append(request)

@@ -380,6 +380,44 @@ def test_a_shard_whose_slots_others_hold_passes_requests_on():
     assert all_free(llm)
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_streams_end_between_the_steps_of_other_calls(dropped, stepping):
+    """A completion comes while another shard is still stepping: what its thread works with stays as it is."""
+    llm, asked = llm_of(0, shards=2), [(ids(9, i), params([1, 5, 20, 60][i % 4], i)) for i in range(20)]
+    begin(llm)
+    streams, beside = [llm.stream([9], params(80, i)) for i in range(4)], 0
+    for stream in streams:
+        next(stream)
+    del stream
+    for completion in llm.as_completed(asked):
+        same(completion, *asked[completion.prompt_index])
+        if streams:
+            beside += bool(stepping)
+            stream = streams.pop()
+            stream = None if dropped else stream.close()
+    assert beside and all_free(llm)
+
+
+def test_what_gives_prompts_may_take_the_slot_of_what_it_gave():
+    """It goes to another shard."""
+    llm, streams = llm_of(2, shards=2), []
+    begin(llm)
+
+    def asked():
+        for i in range(4):
+            yield ids(9, i), params(5, i)
+            if i < 3:
+                streams.append(llm.stream([9], params(80, i)))
+                next(streams[-1])
+
+    for completion in llm.as_completed(asked()):
+        same(completion, ids(9, completion.prompt_index), params(5, completion.prompt_index))
+    assert len(streams) == 3 and llm.free_slots == 1
+    for stream in streams:
+        stream.close()
+    assert all_free(llm)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_an_interrupt_as_slots_are_freed_loses_none(shards, monkeypatch):
     """The next call frees them."""
