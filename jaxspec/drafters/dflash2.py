@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.collectives import shard_of
+from jaxspec.collectives import full_logits, shard_of
 from jaxspec.drafters import blocks
 from jaxspec.drafters.base import Drafts, Target
 from jaxspec.drafters.block_drafter import BlockAttention, BlockDrafter, BlockState, Leaves, keys_of
@@ -122,17 +122,29 @@ class DFlash2(BlockDrafter):
             return Drafts.joined([], target.slots.shape[0]), state
         rows = self.rows(state, target, num_draft_tokens)[:, 1:]
         logits, _ = self.candidates(target.model, rows, target.draft_attention)
-        unary, ids = best_candidates(logits, self.config.selector_top_k, shard_of(logits, None, sampling.shard))
+        unary, ids = self.among(logits, sampling)
         selector = self.candidate_selector
         projected, successors = selector.hidden_projection(rows, dtype=jnp.float32), selector.successors(ids)
         previous, steps = target.anchor, []
         for k in range(num_draft_tokens):
-            edges = jnp.sum(selector.following(previous, projected[:, k])[:, None] * successors[:, k], axis=-1)
-            scores, among = (unary[:, k] + edges)[:, None], ids[:, k : k + 1]
-            token, scores, sampling = draw(scores, target.length[:, None] + k + 1, sampling, among)
+            own, among, following = (x[:, k : k + 1] for x in (unary, ids, successors))
+            if (constraint := sampling.constraint) is not None:  # who may come is known after the drafts before
+                masked = constraint.masked(logits[:, k : k + 1], constraint.state[:, None], sampling.shard)
+                own, among = self.among(masked, sampling)
+                following = selector.successors(among)
+            edges = jnp.sum(selector.following(previous, projected[:, k])[:, None] * following[:, 0], axis=-1)
+            token, scores, sampling = draw(own + edges[:, None], target.length[:, None] + k + 1, sampling, among)
             steps.append((token, scores, among))
             previous = token[:, 0]
         return Drafts.joined(steps, target.slots.shape[0]), state
+
+    def among(self, logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+        """The candidates of drafts, the best as the logits are edited: their logits as they are, [B, T, top_k], and their ids."""
+        if sampling.tables is None:
+            return best_candidates(logits, self.config.selector_top_k, shard_of(logits, None, sampling.shard))
+        logits = full_logits(logits, sampling.shard)
+        _, ids = best_candidates(sampling.tables.applied(logits), self.config.selector_top_k)
+        return jnp.take_along_axis(logits, ids, axis=-1), ids
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:
         """One pass, however many drafts it makes; of the codebooks, rows alone."""

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
+from typing import Any
 
 import formulas
 import jax
@@ -27,6 +28,7 @@ from jaxspec.drafters import dflash2
 from jaxspec.drafters.dflash2 import DFlash2, DFlash2Config
 from jaxspec.model.config import Gemma4Config
 from jaxspec.model.layers import Linear
+from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.filters import best_candidates
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -69,6 +71,40 @@ def test_golden_rounds(tmp_path: Path) -> None:
         close(scores, wanted("sampled.scores"))
         best = np.argmax(scores / 0.8 + tensors[f"input.round{number}.sampled.gumbel"], axis=-1)
         np.testing.assert_array_equal(np.take_along_axis(np.asarray(ids), best[..., None], axis=-1)[..., 0], tokens)
+
+
+class Only:
+    """A constraint that lets some tokens come, whatever came before."""
+
+    def __init__(self, ids):
+        self.ids, self.state = jnp.asarray(ids, jnp.int32), jnp.zeros(2, jnp.int32)
+
+    def masked(self, logits, states, shard, ids=None):
+        ids = jnp.arange(logits.shape[-1])[None, None] if ids is None else ids
+        return jnp.where(jnp.isin(ids, self.ids), logits, -jnp.inf)
+
+    def after(self, tokens):
+        return self
+
+
+@pytest.mark.parametrize("by", ["constraint", "edits"])
+def test_candidates_are_those_that_may_come(by: str, tmp_path: Path) -> None:
+    """They are none of the best without the request's edits, or without what a structured text must be."""
+    tensors, config, weights, target = formulas.golden("dflash2")
+    model: Any = drafters.load_drafter(write_checkpoint(tmp_path, config, weights), target.config, jnp.float32, progress=False)
+    model = dataclasses.replace(model, page_size=5, lm_head=Linear(jnp.asarray(tensors["target.lm_head.weight"])))
+    count, vocab = model.num_draft_tokens, target.config.vocab_size
+    _, state, view, _ = next(iter(formulas.golden_rounds(tensors, model, target, count)))
+    free, _ = model.draft(state, view, greedy(2), count)
+    few = [i for i in range(vocab) if i not in np.asarray(free.ids)][-3:]
+    assert len(few) == 3
+    constraint: Any = Only(few) if by == "constraint" else None
+    asked = edits.defaults(2)
+    asked = dataclasses.replace(asked, allowed=asked.allowed.at[:, :3].set(jnp.asarray(few)))
+    known, stops = jnp.zeros((2, 4), jnp.int32), jnp.full((2, 1), -1)
+    tables = edits.tables(asked, known, jnp.ones(2, jnp.int32), jnp.full(2, 4), stops, vocab) if by == "edits" else None
+    drafts, _ = model.draft(state, view, dataclasses.replace(greedy(2), constraint=constraint, tables=tables), count)
+    assert np.isin(drafts.tokens[0], few).all()
 
 
 NAMES = {"speculators": "dflash2", "z-lab": "dflash2 z-lab"}
