@@ -192,7 +192,7 @@ def _rejection(
     if drafts.logits is None:  # each guess came without an alternative
         q = Distribution(jnp.ones((*tokens.shape, 1), jnp.float32), tokens[..., None])
     else:
-        q = Distribution(*probabilities(drafts.logits, drafting, drafts.ids))
+        q = Distribution(*probabilities(drafts.logits, drafting, drafts.ids, positions[:, :count]))
     accepted, weight = keep(p, q, tokens, uniform(sampling.seed, ACCEPTANCE, rounds, count))
     left = rest(p, q, accepted, weight)
     fresh = Sampling(stream_seed(sampling.seed, RESIDUAL, rounds), jnp.ones_like(sampling.temperature))

@@ -122,7 +122,8 @@ class DFlash2(BlockDrafter):
             return Drafts.joined([], target.slots.shape[0]), state
         rows = self.rows(state, target, num_draft_tokens)[:, 1:]
         logits, _ = self.candidates(target.model, rows, target.draft_attention)
-        unary, ids = self.among(logits, sampling)
+        positions = target.length[:, None] + jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None, :]
+        unary, ids = self.among(logits, positions, sampling)
         selector = self.candidate_selector
         projected, successors = selector.hidden_projection(rows, dtype=jnp.float32), selector.successors(ids)
         previous, steps = target.anchor, []
@@ -130,20 +131,20 @@ class DFlash2(BlockDrafter):
             own, among, following = (x[:, k : k + 1] for x in (unary, ids, successors))
             if (constraint := sampling.constraint) is not None:  # who may come is known after the drafts before
                 masked = constraint.masked(logits[:, k : k + 1], constraint.state[:, None], sampling.shard)
-                own, among = self.among(masked, sampling)
+                own, among = self.among(masked, positions[:, k : k + 1], sampling)
                 following = selector.successors(among)
             edges = jnp.sum(selector.following(previous, projected[:, k])[:, None] * following[:, 0], axis=-1)
-            token, scores, sampling = draw(own + edges[:, None], target.length[:, None] + k + 1, sampling, among)
+            token, scores, sampling = draw(own + edges[:, None], positions[:, k : k + 1], sampling, among)
             steps.append((token, scores, among))
             previous = token[:, 0]
         return Drafts.joined(steps, target.slots.shape[0]), state
 
-    def among(self, logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    def among(self, logits: jax.Array, positions: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
         """The candidates of drafts, the best as the logits are edited: their logits as they are, [B, T, top_k], and their ids."""
         if sampling.tables is None:
             return best_candidates(logits, self.config.selector_top_k, shard_of(logits, None, sampling.shard))
         logits = full_logits(logits, sampling.shard)
-        _, ids = best_candidates(sampling.tables.applied(logits), self.config.selector_top_k)
+        _, ids = best_candidates(sampling.tables.applied(logits, None, positions), self.config.selector_top_k)
         return jnp.take_along_axis(logits, ids, axis=-1), ids
 
     def bytes_read(self, target: TargetModel, *, batch: int, num_draft_tokens: int, context: float) -> tuple[float, float]:

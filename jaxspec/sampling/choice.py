@@ -109,7 +109,7 @@ def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax
     logits: [B, T, C] float32, over the whole vocabulary, the device's `sampling.shard` of it, or candidates. positions: [B, T] int32.
     ids: [B, T, C] int32, the candidates' token ids; None if candidate i is token i.
     """
-    logits, ids = allowed(logits, sampling, ids)
+    logits, ids = allowed(logits, sampling, ids, positions)
     shard = shard_of(logits, ids, sampling.shard)
     first = jnp.int32(0) if shard is None else shard.first
     values = _values(logits, positions, sampling, ids, first)
@@ -123,7 +123,7 @@ def best(logits: jax.Array, positions: jax.Array, sampling: Sampling, count: int
     """The `count` (static) tokens that `choose` would choose first, then if it could not have that one, and so on: [B, T, count] int32.
 
     Arguments as for `choose`. -1 where there are not so many candidates."""
-    logits, ids = allowed(logits, sampling, ids)
+    logits, ids = allowed(logits, sampling, ids, positions)
     logits = logits if ids is not None else full_logits(logits, sampling.shard)
     values = _values(logits, positions, sampling, ids, jnp.int32(0))
     most = min(count, values.shape[-1])
@@ -212,26 +212,31 @@ def likely_logits(
     return logits.reshape(*hidden.shape[:-1], -1)
 
 
-def allowed(logits: jax.Array, sampling: Sampling, ids: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+def allowed(
+    logits: jax.Array, sampling: Sampling, ids: jax.Array | None, positions: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
     """The logits that `choose` chooses by, with -inf for what may not be chosen, and the candidates' token ids or None.
 
-    logits, ids: as for `choose`. What is returned may have fewer candidates.
+    logits, ids, positions: as for `choose`; without positions edits leave stop ids alone. What is returned may have fewer candidates.
     """
     if sampling.tables is not None:
         logits = logits if ids is not None else full_logits(logits, sampling.shard)
-        logits = sampling.tables.applied(logits, ids)
+        logits = sampling.tables.applied(logits, ids, positions)
     if sampling.filters is not None:
         logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters, shard_of(logits, ids, sampling.shard))
     return logits, ids
 
 
-def probabilities(logits: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """The distribution that `choose` draws from, [B, T, C] float32, and the candidates' token ids or None. logits, ids: as for `choose`.
+def probabilities(
+    logits: jax.Array, sampling: Sampling, ids: jax.Array | None = None, positions: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The distribution that `choose` draws from, [B, T, C] float32, and the candidates' token ids or None. logits, ids, positions: as for
+    `choose`; positions only matter with edits.
 
     It is over the whole vocabulary or over candidates, never over a shard. A greedy row has one 1. A row is all 0 if its largest logit
     is not finite, since nothing can be drawn from it.
     """
-    logits, ids = allowed(logits, sampling, ids)
+    logits, ids = allowed(logits, sampling, ids, positions)
     logits = logits if ids is not None else full_logits(logits, sampling.shard)
     temperature = sampling.temperature[:, None, None]
     some = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))

@@ -38,17 +38,28 @@ class Tables:
     seen: jax.Array  # [B, V] bool: whether an id is in the prompt or the output
     count: jax.Array  # [B, V] int32: how often an id is in the output
     recent: jax.Array  # [B, 15] int32: the last tokens of the output, after -2 if it has fewer
+    prompt: jax.Array  # [B] int32: tokens of the prompt
     produced: jax.Array  # [B] int32: tokens of the output
     stop_ids: jax.Array  # [B, N] int32, padded with -1
 
-    def applied(self, logits: jax.Array, ids: jax.Array | None = None) -> jax.Array:
-        """Logits with biases and penalties alone, for rows that see no drafts.
+    def applied(self, logits: jax.Array, ids: jax.Array | None = None, positions: jax.Array | None = None) -> jax.Array:
+        """Logits with biases and penalties, for rows that see no drafts; bad words are left out.
 
-        logits: [B, T, C] float32; ids: [B, T, C] int32, their token ids, or None for the whole vocabulary.
+        logits: [B, T, C] float32; ids: [B, T, C] int32, their token ids, or None for the whole vocabulary. positions: [B, T] int32, of the
+        tokens that they choose, so that no stop id comes before min_tokens; None leaves stop ids alone.
         """
         if ids is None:
-            return self._value(logits, self.bias[:, None], self.seen[:, None], self.count[:, None])
-        return self._value(logits, _at(self.bias, ids), _at(self.seen, ids), _at(self.count, ids))
+            value = self._value(logits, self.bias[:, None], self.seen[:, None], self.count[:, None])
+        else:
+            value = self._value(logits, _at(self.bias, ids), _at(self.seen, ids), _at(self.count, ids))
+        if positions is None:
+            return value
+        early = (positions - self.prompt[:, None] < self.edits.min_tokens[:, None])[..., None] & (self.stop_ids >= 0)[:, None, :]
+        stops = jnp.where(early, self.stop_ids[:, None, :], NOBODY)
+        if ids is not None:
+            return jnp.where(jnp.any(ids[..., None] == stops[:, :, None, :], axis=-1), -jnp.inf, value)
+        slot, at = jnp.arange(len(value))[:, None, None], jnp.arange(value.shape[1])[None, :, None]
+        return value.at[slot, at, stops].set(-jnp.inf, mode="drop")
 
     def verified(self, logits: jax.Array, drafts: jax.Array, first: jax.Array | None = None) -> jax.Array:
         """Logits with all edits, for rows of a block whose row i chooses the token after drafts 0 .. i - 1.
@@ -120,6 +131,7 @@ def tables(edits: Edits, tokens: jax.Array, prompt: jax.Array, length: jax.Array
         seen=jnp.zeros(shape, bool).at[slot, known].set(True, mode="drop"),
         count=jnp.zeros(shape, jnp.int32).at[slot, output].add(1, mode="drop"),
         recent=jnp.where(last >= prompt[:, None], recent, -2),
+        prompt=prompt,
         produced=length - prompt,
         stop_ids=stop_ids,
     )

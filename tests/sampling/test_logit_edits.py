@@ -131,12 +131,28 @@ def test_drafters_choose_with_the_biases_and_penalties_of_their_candidates():
     tables = jax.jit(logit_edits.tables, static_argnums=5)(asked, TOKENS, PROMPT, KNOWN, STOPS, VOCAB)
     sampling = Sampling(jnp.zeros((BATCH, 2), jnp.uint32), jnp.zeros(BATCH, jnp.float32), tables=tables)
     row, position = LOGITS[:, :1], np.zeros((BATCH, 1), np.int32)
-    applied = jax.jit(logit_edits.Tables.applied)(tables, row)
+    applied = jax.jit(logit_edits.Tables.applied)(tables, row, None, position)
     assert np.array_equal(choose(row, position, sampling), np.argmax(applied, -1)) and not np.array_equal(applied, row)
     ids = np.broadcast_to(np.array([7, 1, 11, 0], np.int32), (BATCH, 1, 4))
     few = np.take_along_axis(row, ids, -1)
-    assert np.array_equal(tables.applied(few, ids), np.take_along_axis(np.asarray(applied), ids, -1))
+    assert np.array_equal(tables.applied(few, ids, position), np.take_along_axis(np.asarray(applied), ids, -1))
     assert set(np.asarray(choose(few, position, sampling, jnp.asarray(ids))).ravel()) <= {7, 1, 11}
+
+
+def test_drafters_choose_no_stop_id_before_min_tokens():
+    """As the target, which chooses the token at a position by the row before it."""
+    asked, position = edits_of({"min_tokens": 5}), KNOWN[:, None] + np.arange(K + 1, dtype=np.int32)
+    tables = jax.jit(logit_edits.tables, static_argnums=5)(asked, TOKENS, PROMPT, KNOWN, STOPS, VOCAB)
+    wanted = np.asarray(verified(asked, LOGITS, DRAFTS)) == -np.inf
+    assert wanted.any()
+    found = np.asarray(jax.jit(logit_edits.Tables.applied)(tables, LOGITS, None, position))
+    assert np.array_equal(found == -np.inf, wanted)
+    ids = np.broadcast_to(np.array([7, 5, 2, 0], np.int32), (BATCH, K + 1, 4))
+    few = np.take_along_axis(LOGITS, ids, -1)
+    assert np.array_equal(tables.applied(few, ids, position) == -np.inf, np.take_along_axis(wanted, ids, -1))
+    sampling = Sampling(jnp.zeros((BATCH, 2), jnp.uint32), jnp.zeros(BATCH, jnp.float32), tables=tables)
+    chosen = np.asarray(choose(LOGITS, position, sampling))
+    assert not np.take_along_axis(wanted, chosen[..., None], -1).any()
 
 
 def test_lists_have_room_for_what_a_request_may_ask():
