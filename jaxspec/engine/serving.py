@@ -121,7 +121,7 @@ class Serving:
         generator is closed: the garbage collector does that in any thread, and while that holds any lock, this one too. Nor does it wait
         for shards then, but for those that step for `turn`, which is over. Whoever computes next does what is left."""
         with self._lock() if waits else self._lock.if_free() as entered:
-            if entered is not False and (waits or not self._shards.serves_others(turn)):
+            if entered is not False and (waits or self._shards.may_rest(turn)):
                 self._settle()
 
     def _settle(self) -> None:

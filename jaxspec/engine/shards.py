@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from jaxspec.engine.turn import AHEAD, SEEN, Turn, no_slots, wait_for
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs
 
+THREADS = "jaxspec-shard"  # how the names of shards' threads begin
+
 
 class Shards:
     """The runners of all data shards. While it steps, each runs on its own thread. At any time, only one call has steps under way."""
@@ -26,7 +29,7 @@ class Shards:
     def __init__(self, runners: Sequence[Runner]):
         self.runners = list(runners)
         self.seen = [collections.deque[np.ndarray](maxlen=SEEN) for _ in runners]
-        self.pool = concurrent.futures.ThreadPoolExecutor(len(self.runners), "jaxspec-shard")
+        self.pool = concurrent.futures.ThreadPoolExecutor(len(self.runners), THREADS)
         self._owner: Turns | None = None
 
     def turn(self, requests: Iterator[Request], needs_of: Callable[[list[Request]], Needs], kinds: dict[tuple, Request]) -> Turn | Turns:
@@ -41,9 +44,12 @@ class Shards:
             self.rest()
         self._owner = owner
 
-    def serves_others(self, turn: Any) -> bool:
-        """Whether a shard is stepping for another call than the one whose turn is given."""
-        return self._owner is not None and self._owner is not turn and self._owner.stepping
+    def may_rest(self, turn: Any) -> bool:
+        """Whether the end of a turn that was dropped may wait for shards: for its own alone, and not in a shard's thread, where the garbage
+        collector may find it."""
+        if self._owner is None or not self._owner.stepping:
+            return True
+        return self._owner is turn and not threading.current_thread().name.startswith(THREADS)
 
     def rest(self) -> None:
         """Waits until no shard is stepping."""
@@ -92,8 +98,9 @@ def _fulfil(step: concurrent.futures.Future[bool], work: Callable[[], bool]) -> 
 
 
 class Turns:
-    """The turns of one call on all data shards, with the methods of one `Turn`. Requests are dealt out one by one to the shard that has the
-    fewest; a conversation goes where it was kept before. `active` and `end` cover only the shards that are not stepping."""
+    """The turns of one call on all data shards, with the methods of one `Turn`. Requests are dealt out one by one to the shard that has
+    the fewest of the call's, then to the one with most free slots; a conversation goes where it was kept before. `active` and `end`
+    cover only the shards that are not stepping."""
 
     def __init__(
         self,
@@ -227,4 +234,4 @@ class Turns:
                 raise no_slots(sum(runner.settings.max_slots for runner in runners))
             request = self._read.popleft()
             kept = {i: runners[i].held.find(request.tokens)[1] if request.keep else 0 for i in usable}
-            self._dealt[max(usable, key=lambda i: (kept[i], -self._load(i)))].append(request)
+            self._dealt[max(usable, key=lambda i: (kept[i], -self._load(i), runners[i].free_slots))].append(request)

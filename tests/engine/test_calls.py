@@ -381,21 +381,62 @@ def test_a_shard_whose_slots_others_hold_passes_requests_on():
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_streams_end_between_the_steps_of_other_calls(dropped, stepping):
+def test_streams_end_between_the_steps_of_other_calls(dropped, monkeypatch):
     """A completion comes while another shard is still stepping: what its thread works with stays as it is."""
-    llm, asked = llm_of(0, shards=2), [(ids(9, i), params([1, 5, 20, 60][i % 4], i)) for i in range(20)]
+    llm, step, close, inside = llm_of(0, shards=2), turn.Turn.step, turn.Turn.close, []
+    asked = [(ids(9, i), params(3, i)) for i in range(8)]
     begin(llm)
-    streams, beside = [llm.stream([9], params(80, i)) for i in range(4)], 0
+    streams = [llm.stream([9], params(80, i)) for i in range(4)]
     for stream in streams:
         next(stream)
     del stream
+
+    def stepped(one, *args):
+        if one._runner is llm._runner:
+            return step(one, *args)
+        inside.append(one._runner)
+        time.sleep(0.3)  # the other shard is done sooner
+        going = step(one, *args)
+        inside.remove(one._runner)
+        return going
+
+    def closed(one):
+        assert one._runner not in inside
+        close(one)
+
+    monkeypatch.setattr(turn.Turn, "step", stepped)
+    monkeypatch.setattr(turn.Turn, "close", closed)
     for completion in llm.as_completed(asked):
-        same(completion, *asked[completion.prompt_index])
-        if streams:
-            beside += bool(stepping)
+        if streams and inside:
             stream = streams.pop()
             stream = None if dropped else stream.close()
-    assert beside and all_free(llm)
+        same(completion, *asked[completion.prompt_index])
+    assert len(streams) < 4
+    streams.clear()
+    llm.generate([9], params(1, 0))
+    assert all_free(llm)
+
+
+def test_an_iterator_that_is_dropped_in_the_thread_of_its_shard(monkeypatch):
+    """As where the garbage collector finds it there. The shard's step does not wait for itself."""
+    llm, step, go, dropped = llm_of(0, shards=2), turn.Turn.step, threading.Event(), threading.Event()
+    begin(llm)
+    held = [llm.as_completed([(ids(9, i), params(2 if i % 2 else 60, i)) for i in range(2)])]
+
+    def stepped(one, *args):
+        going = step(one, *args)
+        if held and any(request.params.max_tokens == 60 for request in one.active):
+            assert go.wait(60)
+            held.clear()
+            dropped.set()
+        return going
+
+    monkeypatch.setattr(turn.Turn, "step", stepped)
+    assert next(held[0]).prompt_index == 1
+    go.set()
+    assert dropped.wait(20)
+    same(llm.generate([9], params(2, 0))[0], [9], params(2, 0))
+    assert all_free(llm)
 
 
 def test_what_gives_prompts_may_take_the_slot_of_what_it_gave():
