@@ -24,8 +24,8 @@ def check(drafter: Any, target: TargetModel, *, num_draft_tokens: int | None = N
     """Raises TypeError or ValueError, with what was found and what was expected, for a drafter that breaks the protocol.
 
     drafter: one that is bound to the target (`base.fitted`); of weights or of ShapeDtypeStructs. target: the same. num_draft_tokens: K,
-    by default the drafter's own. tree: of drafts, which it is to guess too. `load` calls it; it traces init, draft and observe once or
-    twice, for 2 sequences.
+    by default the drafter's own. tree: of drafts, which it is to guess too. `load` calls it; it traces init, draft and observe a few
+    times, for 2 sequences.
     """
     check_members(drafter)
     count = num_draft_tokens_of(drafter) if num_draft_tokens is None else num_draft_tokens
@@ -33,7 +33,7 @@ def check(drafter: Any, target: TargetModel, *, num_draft_tokens: int | None = N
     view = _View(drafter, target, count)
     state = view.state()
     view.compare(state, view.observed_by(state), "observe")
-    for asked in (count, min(count, 1), tree):  # rounds may ask for fewer than K
+    for asked in dict.fromkeys((count, min(count, 1), tree)):  # rounds may ask for fewer than K
         if asked:
             view.compare(state, view.observed_by(view.drafted(state, asked)), "draft, then observe,")
 

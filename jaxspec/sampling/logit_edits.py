@@ -54,8 +54,7 @@ class Tables:
             value = self._value(logits, _at(self.bias, ids), _at(self.seen, ids), _at(self.count, ids))
         if positions is None:
             return value
-        early = (positions - self.prompt[:, None] < self.edits.min_tokens[:, None])[..., None] & (self.stop_ids >= 0)[:, None, :]
-        stops = jnp.where(early, self.stop_ids[:, None, :], NOBODY)
+        stops = self._early_stops(positions - self.prompt[:, None])
         if ids is not None:
             return jnp.where(jnp.any(ids[..., None] == stops[:, :, None, :], axis=-1), -jnp.inf, value)
         slot, at = jnp.arange(len(value))[:, None, None], jnp.arange(value.shape[1])[None, :, None]
@@ -78,8 +77,7 @@ class Tables:
             raw = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
             value = self._value(raw, _at(self.bias, ids), jnp.ones(ids.shape, bool), _at(self.count, ids) + again)
             edited = edited.at[slot, at, ids].set(value, mode="drop")
-        early = (self.produced[:, None, None] + row < self.edits.min_tokens[:, None, None]) & (self.stop_ids >= 0)[:, None, :]
-        stops = jnp.where(early, self.stop_ids[:, None, :], NOBODY)
+        stops = self._early_stops(self.produced[:, None] + row[..., 0])
         known = jnp.concatenate([self.recent, drafts], axis=1)
         window = row + jnp.arange(MAX_BAD_WORD_TOKENS - 1, dtype=jnp.int32)[None, None, :]
         before = known[slot, jnp.broadcast_to(window, (batch, *window.shape[1:]))][:, :, None, :]
@@ -87,6 +85,11 @@ class Tables:
         complete = jnp.all((prefix == -1) | (prefix == before), axis=-1) & (last >= 0)
         forbidden = jnp.concatenate([stops, jnp.where(complete, last, NOBODY)], axis=-1)
         return edited.at[slot, at, forbidden].set(-jnp.inf, mode="drop")
+
+    def _early_stops(self, at: jax.Array) -> jax.Array:
+        """The stop ids that may not be token `at`, [B, T] int32, of the output, and NOBODY for others: [B, T, N]."""
+        early = (at < self.edits.min_tokens[:, None])[..., None] & (self.stop_ids >= 0)[:, None, :]
+        return jnp.where(early, self.stop_ids[:, None, :], NOBODY)
 
     def _value(self, logits: jax.Array, bias: jax.Array, seen: jax.Array, count: jax.Array) -> jax.Array:
         repetition, frequency, presence = (x[:, None, None] for x in (self.edits.repetition, self.edits.frequency, self.edits.presence))

@@ -654,17 +654,10 @@ def test_a_limit_past_the_end_is_the_end():
 
 
 @struct.dataclass
-class OwnNumber:
+class OwnNumber(NoDraft):
     """A drafter that always guesses as many tokens, whatever it is asked for."""
 
-    tokens: jax.Array
-    taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
-
-    def init(self, slots, max_len, num_draft_tokens):
-        return ()
-
-    def observe(self, state, rows):
-        return state
+    tokens: jax.Array | None = None
 
     def draft(self, state, target, sampling, num_draft_tokens):
         return Drafts(jnp.broadcast_to(self.tokens, (len(target.slots), len(self.tokens)))), state
@@ -675,10 +668,10 @@ def test_what_does_not_fit_a_round_is_told_when_it_is_traced():
         state = dataclasses.replace(empty(), drafter=())
         jax.eval_shape(functools.partial(decode.spec_step, round=decode.Round(k)), target(), drafter, state, np.zeros(slots, np.int32))
 
-    two = OwnNumber(jnp.zeros(2, jnp.int32))
+    two = OwnNumber(tokens=jnp.zeros(2, jnp.int32))
     for k in (0, 2):  # a round without drafts asks for none
         traced(two, k)
-    for drafter, k, found in ((two, 1, "int32 [7, 2]"), (two, 4, "int32 [7, 2]"), (OwnNumber(jnp.zeros(2)), 2, "float32 [7, 2]")):
+    for drafter, k, found in ((two, 1, "int32 [7, 2]"), (two, 4, "int32 [7, 2]"), (OwnNumber(tokens=jnp.zeros(2)), 2, "float32 [7, 2]")):
         with pytest.raises(ValueError, match=re.escape(f"the drafter OwnNumber gives tokens {found}; expected int32 [7, {k}]")):
             traced(drafter, k)
     with pytest.raises(ValueError, match="the round has 8 draft tokens; the state was made for fewer"):
