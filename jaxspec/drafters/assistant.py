@@ -117,7 +117,7 @@ class Gemma4MTP:
         token, steps = target.anchor[:, None], []
         for k in range(1, num_draft_tokens + 1):
             out, hidden = self.step(target.model.embed(token), hidden, position, keys, attention)
-            logits, ids = self.candidates(out, attention, self._open_centroids(sampling))
+            logits, ids = self.candidates(out, attention, self._centroid_bias(sampling))
             if sampling.constraint is None:
                 token = self.choose(out, (logits, ids), target.length[:, None] + k, sampling, attention)
             else:
@@ -133,7 +133,7 @@ class Gemma4MTP:
             token, hidden = token[:, level.inner], hidden[:, level.inner]
             out, hidden = self.step(target.model.embed(token), hidden, jnp.broadcast_to(position, token.shape), keys, attention)
             at, hidden = target.length + depth, hidden[:, level.parent]
-            logits, ids = self.candidates(out, attention, self._open_centroids(branching.of_rows(level)))
+            logits, ids = self.candidates(out, attention, self._centroid_bias(branching.of_rows(level), token.shape[1]))
             if branching.states is None and level.width == 1:  # by the kernels that need no logits in memory
                 at = jnp.broadcast_to(at[:, None], token.shape)
                 token = self.choose(out, (logits, ids), at, sampling, attention)[:, level.parent]
@@ -173,12 +173,12 @@ class Gemma4MTP:
         return out, self.post_projection(out, implementation=attention)
 
     def candidates(
-        self, out: jax.Array, implementation: str = "auto", open_centroids: jax.Array | None = None
+        self, out: jax.Array, implementation: str = "auto", centroid_bias: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of an output, and the token ids that they belong to.
 
-        out: [B, T, h]. open_centroids: [B * T, C] bool, of a centroid head those to choose from; None for all. With a centroid head: the
-        tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
+        out: [B, T, h]. centroid_bias: [B * T, C] float32, added to the products that a centroid head chooses centroids by. With such a head:
+        the tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
         """
         if self.masked_embedding is None:
             logits = head_logits(out, self.model.embed_tokens.weight_to_guess_by(out, implementation), implementation)
@@ -187,17 +187,22 @@ class Gemma4MTP:
                 logits = suppress(logits, self.suppress_tokens, self.model.embed_tokens.shard)
             return logits, None
         rows = out.reshape(-1, out.shape[-1])
-        settings = {**self._centroid_settings, "open_centroids": open_centroids, "implementation": implementation}
+        settings = {**self._centroid_settings, "bias": centroid_bias, "implementation": implementation}
         logits, ids = centroid_head.candidates(rows, *self._centroid_head, **settings)
         return logits.reshape(*out.shape[:2], -1), ids.reshape(*out.shape[:2], -1)
 
-    def _open_centroids(self, sampling: Sampling) -> jax.Array | None:
-        """The centroids with a token that may come next, [B, C] bool; None where all tokens may come, or without a centroid head."""
-        constraint, head = sampling.constraint, self.masked_embedding
-        if constraint is None or head is None:
+    def _centroid_bias(self, sampling: Sampling, count: int = 1) -> jax.Array | None:
+        """For `count` rows of each sequence the largest bias of a token of each centroid, -inf where none may come: [B * count, C] float32.
+        None where no token has a bias and all may come, or without a centroid head."""
+        constraint, tables, head = sampling.constraint, sampling.tables, self.masked_embedding
+        if head is None or constraint is None and tables is None:
             return None
-        allowed = constraint.allowed(head.token_ordering)
-        return jnp.any(allowed.reshape(allowed.shape[0], self.config.num_centroids, -1), axis=-1)
+        bias = jnp.zeros((1, head.token_ordering.shape[0]), jnp.float32)
+        if tables is not None:
+            bias = jnp.repeat(jnp.take(tables.bias, head.token_ordering, axis=1), count, axis=0)
+        if constraint is not None:
+            bias = jnp.where(constraint.allowed(head.token_ordering), bias, -jnp.inf)
+        return jnp.max(bias.reshape(bias.shape[0], self.config.num_centroids, -1), axis=-1)
 
     def choose(
         self,

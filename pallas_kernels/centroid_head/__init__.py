@@ -19,24 +19,23 @@ def candidates(
     *,
     top_k: int,
     suppressed: tuple[int, ...] = (),
-    open_centroids: jax.Array | None = None,
+    bias: jax.Array | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """The tokens of each row's best centroids, and their logits.
 
     hidden: [N, h]; centroids: [C, h]; table: [V, h], all of one dtype. token_ordering: [V] int32, the V / C token ids of centroid 0, then
-    those of centroid 1, and so on. top_k: how many centroids a row takes. The best have the largest product with hidden, in float32; of
-    equal ones the lower wins. suppressed: token ids whose logits are -inf. open_centroids: [N, C] bool, those that a row takes before
-    all others, None for all alike.
+    those of centroid 1, and so on. top_k: how many centroids a row takes. The best have the largest product with hidden, in float32, to
+    which `bias`, [N, C] float32, is added first; of equal ones the lower wins. suppressed: token ids whose logits are -inf.
 
     Returns logits [N, top_k * V / C] float32 and ids [N, top_k * V / C] int32, by ascending centroid. Raises ValueError for arrays that
     do not fit each other, and for an `implementation` that is unknown or cannot serve them.
     """
     chosen = _selected(hidden, centroids, token_ordering, table, top_k, suppressed, implementation)
     if chosen == "xla":
-        return reference.candidates(hidden, centroids, token_ordering, table, top_k, suppressed, open_centroids)
+        return reference.candidates(hidden, centroids, token_ordering, table, top_k, suppressed, bias)
     interpret = chosen == "triton-interpret"
-    return triton.candidates(hidden, centroids, token_ordering, table, top_k, suppressed, open_centroids, interpret=interpret)
+    return triton.candidates(hidden, centroids, token_ordering, table, top_k, suppressed, bias, interpret=interpret)
 
 
 def choose(

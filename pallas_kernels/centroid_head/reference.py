@@ -9,11 +9,10 @@ from pallas_kernels.lm_head.reference import best, capped
 from pallas_kernels.noise import perturbed
 
 
-def centroid_scores(hidden: jax.Array, centroids: jax.Array, open_centroids: jax.Array | None = None) -> jax.Array:
-    """The product of each row with each centroid, -inf where one is not open. [N, h] and [C, h] -> [N, C] float32. open_centroids: [N, C]
-    bool, None where all are."""
+def centroid_scores(hidden: jax.Array, centroids: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """The product of each row with each centroid, and its bias: [N, h], [C, h] and [N, C] float32, or None -> [N, C] float32."""
     scores = jax.lax.dot_general(hidden, centroids, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return scores if open_centroids is None else jnp.where(open_centroids, scores, -jnp.inf)
+    return scores if bias is None else scores + bias
 
 
 def candidates(
@@ -23,10 +22,10 @@ def candidates(
     table: jax.Array,
     top_k: int,
     suppressed: tuple[int, ...],
-    open_centroids: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.centroid_head.candidates`."""
-    scores = centroid_scores(hidden, centroids, open_centroids)
+    scores = centroid_scores(hidden, centroids, bias)
     _, selected = jax.lax.top_k(scores, top_k)
     ordering = token_ordering.reshape(centroids.shape[0], -1)
     ids = jnp.take(ordering, jnp.sort(selected, axis=-1), axis=0).reshape(hidden.shape[0], -1)

@@ -103,12 +103,12 @@ def candidates(
     table: jax.Array,
     top_k: int,
     suppressed: tuple[int, ...],
-    open_centroids: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.centroid_head.candidates`."""
-    selected = select_largest(centroid_scores(hidden, centroids, open_centroids), top_k, interpret=interpret)
+    selected = select_largest(centroid_scores(hidden, centroids, bias), top_k, interpret=interpret)
     each = table.shape[0] // centroids.shape[0]
     programs = pl.cdiv(top_k * each, TILE)
     run = _launch(candidates_kernel, "centroid_candidates", each, suppressed, hidden.shape[0], top_k * each, programs, interpret)

@@ -39,6 +39,9 @@ LEAST_ROWS, LEAST_ROWS_OF_PARTS, MOST_FASTEST, LEAST_WEIGHTS = 17, 9, {1: 96, 2:
 FEW_ROWS, FEW_ROWS_WEIGHTS, FEW_ROWS_SINCE = 32, 1 << 18, (0, 12)
 # Parts of products with matrices of fewer weights, which leave out the pass that adds them up.
 PARTS_ROWS, PARTS_WEIGHTS = (97, 128), (1 << 20, 30 << 20)
+# A gated pair of so many weights with so few outputs is the dense part of a mixture of experts. The kernels that choose experts may run beside
+# it, in a graph of a JAX that lets them. XLA's product of so many rows would leave them no multiprocessor; programs of whole tiles do.
+DENSE_ROWS, DENSE_OUTPUTS, DENSE_WEIGHTS, DENSE_SINCE = (65, 192), 64 * BLOCK, 1 << 23, (0, 12)
 SHARED_MEMORY = 230_000  # of a program, without its barriers
 MOST_STAGES, FEW_STAGES = 12, 4
 MOST_LONG = {1: 96, 2: 64}  # rows up to which a step may have 128 inputs, by the number of matrices
@@ -111,10 +114,18 @@ def is_fastest(rows: int, w: jax.Array, matrices: int = 1, splits: int | None = 
     size = math.prod(w.shape)
     if rows <= FEW_ROWS and not pads(rows) and size >= FEW_ROWS_WEIGHTS and jax.__version_info__ >= FEW_ROWS_SINCE:
         return True
+    if _is_dense_part(rows, w.shape[-2], w.shape[-1], matrices):
+        return jax.__version_info__ >= DENSE_SINCE
     if size >= LEAST_WEIGHTS[matrices]:
         return (LEAST_ROWS_OF_PARTS if splits is None else LEAST_ROWS) <= rows <= MOST_FASTEST[matrices]
     of_parts = matrices == 1 and splits is None and PARTS_WEIGHTS[0] < size < PARTS_WEIGHTS[1]
     return of_parts and PARTS_ROWS[0] <= rows <= PARTS_ROWS[1]
+
+
+def _is_dense_part(rows: int, outputs: int, width: int, matrices: int) -> bool:
+    """Whether [matrices, outputs, width] weights are such a pair, and so many rows too many for other products of it."""
+    small = outputs <= DENSE_OUTPUTS and matrices * outputs * width >= DENSE_WEIGHTS
+    return matrices == 2 and small and DENSE_ROWS[0] <= rows <= DENSE_ROWS[1]
 
 
 def pads(rows: int) -> bool:
@@ -160,7 +171,7 @@ def choose_tiles(rows: int, outputs: int, width: int, *, matrices: int = 1, spli
                 yield Tiles(height, splits=count, rows_left=True)
         yield Tiles(BLOCK, stream=True, cluster=1 if rows <= MANY_ROWS else 2)
 
-    chosen = min(forms(), key=time)
+    chosen = Tiles(BLOCK) if _is_dense_part(rows, outputs, width, matrices) else min(forms(), key=time)
     long = staged(dataclasses.replace(chosen, step=128))
     return long if rows <= MOST_LONG[matrices] and width % 128 == 0 and long.stages >= FEW_STAGES else staged(chosen)
 

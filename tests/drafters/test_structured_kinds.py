@@ -98,15 +98,16 @@ def test_texts_of_rejection_sampling_match(kind, rule):
 
 
 @pytest.mark.parametrize("tree", [None, pytest.param(DraftTree.default(6), marks=pytest.mark.slow)])
-def test_drafts_are_masked(tree):
-    """Where one token alone may come, every draft is it, so that all are accepted: also behind a centroid head, whose best centroids do
-    not have it."""
-    expression = f"{LETTERS[33]}{{30}}"
+def test_drafts_are_what_may_come(tree):
+    """Where one token alone may come, or has a bias that no other has a chance against, every draft is it, so that all are accepted: also
+    behind a centroid head, whose best centroids do not have it."""
     drafter = kinds.weights(KINDS["assistant"](), 3)
+    ways = {"structured_outputs": {"regex": f"{LETTERS[33]}{{30}}"}}, {"allowed_token_ids": [33]}, {"logit_bias": {33: 100.0}}
     with few_programs():
         settings = Settings(num_draft_tokens=3, max_slots=3, max_len=64, page_size=8, tree=tree, progress=False)
         with LLM(rounds.target(), drafter, tiny.Letters(), settings, eos_token_ids=EOS) as llm:
             llm._structures.__dict__["vocabulary"] = vocabulary()
-            llm._needs = lambda requests: Needs(structured=True)
-            found = llm.generate([[2, 3]], SamplingParams(temperature=1.0, seed=1, structured_outputs={"regex": expression}))[0]
-    assert found.text == LETTERS[33] * 30 and found.stats.acceptance_length > 3.5
+            llm._needs = lambda requests: Needs(edits=True, structured=True)
+            found = llm.generate([[2, 3]] * 3, [SamplingParams(temperature=1.0, seed=1, max_tokens=31, **way) for way in ways])
+    for way, completion in zip(ways, found, strict=True):
+        assert completion.text[:30] == LETTERS[33] * 30 and completion.stats.acceptance_length > 3.5, way

@@ -72,16 +72,17 @@ def test_both_give_the_best_centroids_tokens_and_choose_among_them(rows, centroi
     check(problem(rows, centroids, each, width, dtype), max(1, round(part * centroids)), suppressed)
 
 
-def test_open_centroids_come_before_all_others():
-    """Also where fewer are open than a row takes: of the rest, the first come."""
+def test_centroids_are_chosen_with_their_bias():
+    """Also where fewer than a row takes have another one than -inf: of the rest, the first come."""
     arrays, _, _ = problem(6, 24, 5, 8, "float32")
     hidden, centroids, ordering, _ = arrays
-    is_open = np.random.default_rng(0).random((6, 24)) < np.linspace(0, 0.9, 6)[:, None]
-    scores = np.where(is_open, choices.exact(hidden) @ choices.exact(centroids).T, -np.inf)
+    rng = np.random.default_rng(0)
+    bias = np.where(rng.random((6, 24)) < np.linspace(0, 0.9, 6)[:, None], rng.normal(0, 9, (6, 24)), -np.inf).astype(np.float32)
+    scores = choices.exact(hidden) @ choices.exact(centroids).T + bias
     selected = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :7], axis=1)
     ids = ordering.reshape(24, -1)[selected].reshape(6, -1)
     for implementation in BOTH:
-        found = run_candidates(*arrays, top_k=7, open_centroids=is_open, implementation=implementation)[1]
+        found = run_candidates(*arrays, top_k=7, bias=bias, implementation=implementation)[1]
         np.testing.assert_array_equal(found, ids, err_msg=implementation)
 
 
