@@ -177,8 +177,8 @@ class Gemma4MTP:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Float32 logits of an output, and the token ids that they belong to.
 
-        out: [B, T, h]. centroid_bias: [B * T, C] float32, added to the products that a centroid head chooses centroids by. With such a head:
-        the tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
+        out: [B, T, h]. centroid_bias: [B * T, C] float32, added to the products that a centroid head chooses centroids by. With such a
+        head: the tokens of the best centroids, [B, T, C] each; else all tokens, [B, T, V] and None.
         """
         if self.masked_embedding is None:
             logits = head_logits(out, self.model.embed_tokens.weight_to_guess_by(out, implementation), implementation)

@@ -58,7 +58,7 @@ class Request:
     nodes: list[int] = dataclasses.field(default_factory=list)  # the same on all paths of a tree
     goals: list[int] = dataclasses.field(default_factory=list)  # rows at which its prompt is to be kept for others, ascending
     shared: int = 0  # rows of its prompt that had been computed for others
-    # In a trial whose variants are apart, the variant that alone has computed what its slot holds, see `Trial.writer`; else None.
+    # What stands for the weights of a drafter with K and V of its own that alone have computed what its slot holds; None if several have.
     writer: object = None
 
     # What it has.

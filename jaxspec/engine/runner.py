@@ -94,6 +94,7 @@ class Runner:
         self._numbers, self._told = itertools.count(1), 0  # of calls that tell of free pages, and which one `_free` is from
         self.programs = Programs(target, drafter, settings, slots=self.total_slots, placement=placement, times=self.times)
         self.pool = Pool(self.programs, structures, lambda: self.held.running)
+        self._writer = self.held.writer = self._new_writer()  # of the drafter in use, see `Request.writer`
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self.programs.state)  # on all devices of the shard
 
     @property
@@ -269,9 +270,17 @@ class Runner:
         return Call(requests, size, chosen, report, known, number=next(self._numbers), variant=variant)
 
     def use(self, drafter: Drafter) -> None:
-        """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings."""
+        """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings. What other weights
+        have computed serves no prompt any more."""
+        self._use(drafter, self._writer if drafter is self.drafter else self._new_writer())
+
+    def _use(self, drafter: Drafter, writer: object) -> None:
         self.drafter = self.programs.drafter = drafter
-        self.trial = self.held.writer = None
+        self._writer = self.held.writer = writer
+        self.trial = None
+
+    def _new_writer(self) -> object:
+        return object() if self.drafter_owns_kv else None
 
     def _shape(self, size: int, sequences: int, needs: Needs) -> RoundShape:
         if self.adaptive is None or size not in self.adaptive.sizes:
@@ -335,15 +344,21 @@ class Runner:
             )
         if self.trial is not None:
             raise ValueError(f"a trial of {' and '.join(self.trial.comparison.names)} is open; expected none")
+        for name, weights in trial.variants.items():
+            if weights is self.drafter:  # what it has computed before serves its calls
+                trial.writers[name] = self._writer
         self.trial = trial
         self.settle()
 
     def settle(self) -> None:
         """Takes the variant of the next call; after the verdict of a trial that is the drafter, from now on."""
-        if self.trial is not None and self.trial.verdict is not None:
-            self.use(self.trial.weights)
-        elif self.trial is not None:
-            self.programs.drafter, self.held.writer = self.trial.weights, self.trial.writer
+        if self.trial is None:
+            return
+        weights, writer = self.trial.weights, self.trial.writer if self.trial.apart else self._writer
+        if self.trial.verdict is None:
+            self.programs.drafter, self.held.writer = weights, writer
+        else:
+            self._use(weights, writer)
 
     def _written(self, requests: Sequence[Request]) -> None:
         """Notes that the next call computes rows of these requests."""

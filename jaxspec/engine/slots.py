@@ -36,7 +36,7 @@ class Slots:
     def __init__(self, count: int):
         self._holds: list[object] = [None] * count
         self._clock = itertools.count()  # counts how often kept sequences were made or served
-        self.writer: object = None  # the writer of the next call; if there is one, kept sequences of others serve no prompt
+        self.writer: object = None  # that of the next call; if there is one, kept sequences of others serve no prompt
 
     @property
     def running(self) -> list[Request]:

@@ -138,7 +138,7 @@ class Trial:
             raise ValueError(f"variants are called {sorted(variants)}; expected {sorted(comparison.names)}")
         self.comparison, self.apart = comparison, apart
         self.variants, self._rounds = dict(variants), turn
-        self._writers = {name: object() for name in variants}
+        self.writers: dict[str, object] = {name: object() for name in variants}  # what stands for each variant in `Request.writer`
         self._turn = comparison.names[0]
         self._seen = collections.defaultdict[str, Tally](Tally)  # of the pair that is under way
 
@@ -159,8 +159,8 @@ class Trial:
 
     @property
     def writer(self) -> object:
-        """What stands for the variant of the next call where variants are apart; else None."""
-        return self._writers[self.name] if self.apart and self.verdict is None else None
+        """What stands for the variant of the next call."""
+        return self.writers[self.name]
 
     def see(self, name: str, tally: Tally) -> None:
         """Takes in what a call of a variant did."""

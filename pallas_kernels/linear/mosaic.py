@@ -39,8 +39,8 @@ LEAST_ROWS, LEAST_ROWS_OF_PARTS, MOST_FASTEST, LEAST_WEIGHTS = 17, 9, {1: 96, 2:
 FEW_ROWS, FEW_ROWS_WEIGHTS, FEW_ROWS_SINCE = 32, 1 << 18, (0, 12)
 # Parts of products with matrices of fewer weights, which leave out the pass that adds them up.
 PARTS_ROWS, PARTS_WEIGHTS = (97, 128), (1 << 20, 30 << 20)
-# A gated pair of so many weights with so few outputs is the dense part of a mixture of experts. The kernels that choose experts may run beside
-# it, in a graph of a JAX that lets them. XLA's product of so many rows would leave them no multiprocessor; programs of whole tiles do.
+# A gated pair of so many weights and so few outputs is the dense part of a mixture of experts. The kernels that choose experts may run
+# beside it, in a graph of a JAX that lets them. XLA's product of so many rows leaves them no multiprocessor; programs of whole tiles do.
 DENSE_ROWS, DENSE_OUTPUTS, DENSE_WEIGHTS, DENSE_SINCE = (65, 192), 64 * BLOCK, 1 << 23, (0, 12)
 SHARED_MEMORY = 230_000  # of a program, without its barriers
 MOST_STAGES, FEW_STAGES = 12, 4

@@ -7,6 +7,7 @@ that drafts are accepted now and then and stop ids come anywhere, the shapes suc
 import dataclasses
 
 import engines
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from jaxspec import SamplingParams
 from jaxspec.decode.accept import rule_of
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
+from jaxspec.engine.trials import Comparison, Trial
 from jaxspec.model.config import FULL
 from jaxspec.model.draft_tree import DraftTree
 
@@ -157,6 +159,29 @@ def test_pages_that_running_sequences_share_are_given_up_last():
         assert [c.num_cached_tokens for c in found] == [0, 40, 40, 40, 40, 40]
     for prompt, c in zip(fixed(6, 50, shared=41), found, strict=True):
         same(c, alone(prompt, SamplingParams(seed=1, max_tokens=20, **PLAIN)))
+
+
+def test_what_other_weights_have_computed_serves_no_prompt():
+    """The drafter has K and V of its own. Those of other weights would cost acceptance as long as a prompt is kept."""
+    llm, short = llm_of("modules"), SamplingParams(seed=3, max_tokens=3, **PLAIN)
+    runner, mine = llm._runner, llm.drafter
+
+    def cached():
+        return [c.num_cached_tokens for c in llm.generate(fixed(2, 50, shared=37), short)]
+
+    with only(llm):
+        assert cached() == [0, 36]
+        runner.use(mine)
+        assert min(cached()) >= 36
+        trial = Trial({"mine": mine, "new": jax.tree.map(jnp.copy, mine)}, Comparison("new", "mine"), apart=True, turn=10**6)
+        runner.begin_trial(trial)
+        assert cached() == [0, 36]
+        trial.comparison.verdict = "mine"
+        runner.settle()
+        assert runner.drafter is mine and min(cached()) >= 36  # of those from before the trial
+        runner.use(trial.variants["new"])
+        assert cached() == [0, 36]
+        runner.use(mine)
 
 
 def test_a_long_prompt_lets_others_decode_between_its_chunks(monkeypatch):

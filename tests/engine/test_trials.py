@@ -159,7 +159,7 @@ def test_an_llm_keeps_the_better_drafter_and_its_texts():
     runner.begin_trial(trial)
     with pytest.raises(ValueError, match="a trial of spoilt and good is open; expected none"):
         runner.begin_trial(Trial({"spoilt": good, "good": good}, comparison))
-    see, writers = trial.see, {writer: name for name, writer in trial._writers.items()}
+    see, writers = trial.see, {writer: name for name, writer in trial.writers.items()}
 
     def seeing(name, tally):
         running = [writers.get(request.writer) for request in runner.held.running]
@@ -176,7 +176,7 @@ def test_an_llm_keeps_the_better_drafter_and_its_texts():
     assert llm.stats.preemptions > 0
     lengths = {name: tally.acceptance_length for name, tally in comparison.tallies.items()}
     assert lengths["good"] > lengths["spoilt"] + 0.3
-    assert runner.programs.drafter is good and runner.held.writer is None
+    assert runner.programs.drafter is good and runner.held.writer is trial.writers["good"]
 
 
 def test_only_the_coupled_rule_allows_a_trial():
