@@ -240,7 +240,7 @@ def load(
         defaults=pair.defaults,
         placement=placement,
         name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
-        origin=Origin(loaded, pair.drafter_folder),
+        origin=Origin(loaded, pair.drafter_folder, config),
     )
     if learning is not None:
         llm.learn(learning)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.engine.acceptance_watch import Watch
+from jaxspec.engine.device_clock import Compiling
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.stats import RoundStats, Stats
@@ -29,16 +30,12 @@ class Accounts:
     def __init__(self, runners: Sequence[Runner], most_accepted: int, watch: Watch, reading: Comparison | None):
         self._runners, self._most_accepted, self._watch, self._reading = runners, most_accepted, watch, reading
         self._totals = Stats()  # of requests that have ended
-        self.beside = 0.0  # seconds spent on compiling beside the runners' programs
+        self.compiling = Compiling()  # of all runners and of what else compiles
         self._begun: float | None = None  # since when a call has been computing, by `clock`
-
-    @property
-    def compile_seconds(self) -> float:
-        return self.beside + max((runner.programs.compile_seconds for runner in self._runners), default=0.0)
 
     def clock(self) -> float:
         """A clock, in seconds, that stands still while programs are compiled."""
-        return time.perf_counter() - self.compile_seconds
+        return time.perf_counter() - self.compiling.seconds
 
     @property
     def seconds(self) -> float:
@@ -76,7 +73,7 @@ class Accounts:
             busy_seconds=times.busy_seconds,
             host_times=tuple(times.host_times),
             compilations=sum(len(runner.programs.compiled) for runner in runners),
-            compile_seconds=self.compile_seconds,
+            compile_seconds=self.compiling.seconds,
             preemptions=sum(runner.preemptions for runner in runners),
             state_bytes=sum(runner.state_bytes for runner in runners),
             weight_bytes=runners[0].weight_bytes,

@@ -1,22 +1,54 @@
-"""Where the time of one device goes."""
+"""Where the time of one device goes, and how long threads compile."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 HOST_TIMES = 61  # entries of the histogram of host times; the last counts all times above a third of a second
 SHORTEST, OCTAVE = 1e-5, 4  # the longest time of the first entry, in seconds; entries for each doubling
 
 
+class Compiling:
+    """How long one of several threads compiled, or some of them at once."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads = threading.Lock(), 0
+        self._before, self._begun = 0.0, 0.0  # for how long before, and since when if threads compile now
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._before + (time.perf_counter() - self._begun if self._threads else 0.0)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """The thread compiles in this context."""
+        with self._lock:
+            self._threads += 1
+            if self._threads == 1:
+                self._begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads -= 1
+                if not self._threads:
+                    self._before += time.perf_counter() - self._begun
+
+
 class Times:
     """How long one device works on a runner's calls, and how long the host takes in between.
 
-    clock: in seconds; it stands still where time does not count. busy_seconds and host_times are those of `Stats`.
+    clock: in seconds; it stands still where time does not count. compiling: what counts the time of compiling, perhaps with that of
+    other runners. busy_seconds and host_times are those of `Stats`.
     """
 
-    def __init__(self, clock: Callable[[], float]):
-        self._clock, self._idle = clock, 0.0
+    def __init__(self, clock: Callable[[], float], compiling: Compiling | None = None):
+        self._clock, self._idle, self.compiling = clock, 0.0, compiling or Compiling()
         self._begun: float | None = None  # since when the device has been busy, as far as is known
         self._before = 0.0  # for how long it was busy before that
         self._done = 0.0  # when the host last found a call to be done

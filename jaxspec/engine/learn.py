@@ -36,6 +36,7 @@ from jaxspec.sharding.placement import Placement
 
 if TYPE_CHECKING:
     from jaxspec.learning.learner import Learner
+    from jaxspec.model.target import TargetConfig
 
 CURRENT, CANDIDATE = "current", "candidate"
 STATE = "learning"  # folder of the state from which a killed run resumes
@@ -47,10 +48,12 @@ RECENT = 1000.0  # rounds after which one counts half, in the acceptance length 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a drafter comes from. weights: as `Placement.place` lays them out. folder: of its checkpoint, None if there is none."""
+    """Where a drafter comes from. weights: as `Placement.place` lays them out. folder: of its checkpoint, and config: of its target as that
+    one's checkpoint has it; None if there is no checkpoint."""
 
     weights: Any
     folder: Path | None = None
+    config: TargetConfig | None = None
 
 
 class Learning:
@@ -115,10 +118,9 @@ class Learning:
 
     def compile(self) -> None:
         """Compiles what learning runs, if that is not done yet."""
-        before = self._learner.compile_seconds
-        self._learner.compile()
-        if self._learner.compile_seconds > before:
-            self._accounts.beside += self._learner.compile_seconds - before
+        if not self._learner.compiled:
+            with self._accounts.compiling():
+                self._learner.compile()
             self._pace.expected = self._learner.step_seconds
 
     def add(self, request: Request) -> None:
@@ -270,7 +272,7 @@ class Learning:
 
     def _begin_at(self, out: Path) -> None:
         """Makes sure that `out` can be written, and goes on from there if that was asked for. Raises ValueError or FileExistsError."""
-        if self.origin.folder is None:
+        if self.origin.folder is None or self.origin.config is None:
             raise ValueError(f"out is {str(out)!r}, but the drafter comes from no checkpoint, whose config.json would be written there")
         if not checkpoints.steps_of(out / STATE):
             if not self._learner.learn.resume:
@@ -278,8 +280,8 @@ class Learning:
             return
         if not self._learner.learn.resume:
             raise FileExistsError(f"{out} holds a drafter that learnt before; give resume=True to go on from it, or another folder")
-        target = self._runners[0].target
-        weights = load_drafter(out, target.config, target.dtype, place=self._placement.place, progress=False)
+        dtype = self._runners[0].target.dtype
+        weights = load_drafter(out, self.origin.config, dtype, place=self._placement.place, progress=False)
         if jax.tree.structure(weights) != jax.tree.structure(self.origin.weights) or _shapes(weights) != _shapes(self.origin.weights):
             there, given = type(weights).__name__, type(self.origin.weights).__name__
             found = f"another drafter that learnt, {there}" if there != given else f"a {there} that learnt, of another size or config"

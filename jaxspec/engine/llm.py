@@ -88,6 +88,7 @@ class LLM:
         self._accounts = Accounts(runners, settings.most_accepted, Watch(drafter, settings.accept), reading)
         with self._lock():
             own, more = settings.of_shard(placement.shards), {"structures": self._structures, "clock": lambda: self._accounts.seconds}
+            more |= {"compiling": self._accounts.compiling}
             for (theirs, its), part in placement.split((target, drafter)):
                 trial = None if reading is None else readings.trial_of(its, part, reading)
                 runners.append(Runner(theirs, its if trial is None else trial.weights, own, part, **more))

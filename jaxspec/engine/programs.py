@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NoReturn
 
@@ -236,7 +235,6 @@ class Programs:
         self._weights, self._models = jax.tree.flatten((target, drafter))
         self._leaves: Any = None  # of the state
         self.compiled: dict[Program, Callable[..., Any]] = {}
-        self.compile_seconds = 0.0  # spent on making programs ready
         self.automata: Any = None  # those of structured texts; None until there are any
         self._times, self._whole = times, placement.sharding(WHOLE)
         self._layout: Any = placement.layout(drafter, functools.partial(init_state, target, drafter, slots=slots, **settings.state_sizes))
@@ -326,8 +324,7 @@ class Programs:
                 yield str(program)
             else:
                 missing.append(program)
-        begun = time.perf_counter()
-        with self._explained(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        with self._times.compiling(), self._explained(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             try:
                 pending = {pool.submit(self._compiler(program)): program for program in missing}
                 for done in concurrent.futures.as_completed(pending):
@@ -337,16 +334,13 @@ class Programs:
             except BaseException:  # an interrupt waits for the programs that are being compiled, and not for all
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        self.compile_seconds += time.perf_counter() - begun
 
     def ready(self, program: Program) -> Callable[..., Any]:
         """The program, compiled. If it has to be compiled now, a line of progress says so."""
         if program not in self.compiled:
-            begun = time.perf_counter()
             told = tqdm(desc=f"Compiling {program}", bar_format="{desc}", leave=False, disable=not self.settings.progress)
-            with self._explained(), told:
+            with self._times.compiling(), self._explained(), told:
                 self.compiled[program] = self._compiler(program)()
-            self.compile_seconds += time.perf_counter() - begun
         return self.compiled[program]
 
     def run(self, program: Program, *args: Any) -> Any:

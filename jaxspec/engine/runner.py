@@ -20,7 +20,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import arrays_of, init_state, packed
 from jaxspec.engine.automata_pool import Pool
 from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, smallest, useful_rows
-from jaxspec.engine.device_clock import Times
+from jaxspec.engine.device_clock import Compiling, Times
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import Request
 from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
@@ -59,7 +59,7 @@ class Runner:
     """Puts requests into slots, computes their prompts and decodes them. One call at a time: the caller holds a lock.
 
     target, drafter: the weights of one data shard, as its placement spreads them. settings: those of one data shard, see
-    `Settings.of_shard`. structures: makes the automata of structured texts. clock: in seconds, what `times` go by.
+    `Settings.of_shard`. structures: makes the automata of structured texts. clock: in seconds, what `times` go by. compiling: see `Times`.
 
     Idle slots beside those that run hold snapshots of prompts. These share pages, which they give up when running sequences need them.
     """
@@ -73,6 +73,7 @@ class Runner:
         *,
         structures: Structures,
         clock: Callable[[], float] = time.perf_counter,
+        compiling: Compiling | None = None,
     ):
         self.settings = settings
         self.target: Any = target  # this and the next: None once it is closed
@@ -82,7 +83,7 @@ class Runner:
         self.trial: Trial | None = None  # of two variants of the drafter, as long as it is open; see `begin_trial`
         self.watching = False  # whether `watched` counts
         self.watched = np.zeros(2)  # rounds with drafts, and accepted drafts, of calls with the drafter in use
-        self.times = Times(clock)  # where the device's time went
+        self.times = Times(clock, compiling)  # where the device's time went
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
         states = (functools.partial(init_state, target, drafter, slots=n, **settings.state_sizes) for n in (1, 2))

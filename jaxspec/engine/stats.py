@@ -186,6 +186,8 @@ class Stats:
     counts times up to 10 us * 2^(i/4). See `host_seconds`."""
     first_token_seconds: float = 0.0
     """Time until the first token was known, summed over requests."""
+    begun: int = 0
+    """Requests that had a first token; the others failed before, or were stopped."""
     compilations: int = 0
     """Programs that were made ready, by compiling or from the persistent cache."""
     compile_seconds: float = 0.0
@@ -218,6 +220,7 @@ class Stats:
             histogram=_added(self.histogram, rounds.histogram),
             rounds_by_draft=_added(self.rounds_by_draft, rounds.rounds_by_draft),
             first_token_seconds=self.first_token_seconds + rounds.first_token_seconds,
+            begun=self.begun + bool(len(rounds.from_draft)),
         )
 
     def __sub__(self, earlier: Stats) -> Stats:
@@ -252,7 +255,7 @@ class Stats:
     @property
     def time_to_first_token(self) -> float:
         """Seconds from a call until a request's first token was known, on average; waiting for a slot included, compiling not."""
-        return self.first_token_seconds / self.requests if self.requests else 0.0
+        return self.first_token_seconds / self.begun if self.begun else 0.0
 
     def host_seconds(self, share: float = 0.5) -> float:
         """What the host took at most, in this share of turns, between two calls of the device; to about a tenth. 0.0 before the first."""

@@ -62,7 +62,6 @@ class Learner:
         self.texts = Reservoir(learn.texts, learn.seed)
         self.steps = 0  # updates so far
         self.loss = math.nan  # of the last update
-        self.compile_seconds = 0.0
         self.step_seconds = 0.0  # of an update, measured when it was compiled
         self._shape = parts(learn, target.config.vocab_size, placement.shards)
         self._tx = optimizer(rate_of(learn.rate))
@@ -86,7 +85,7 @@ class Learner:
 
         self._update: Any = updater(loss, self._tx, self._rounded, seed=learn.seed, accumulate=self._shape[0], shardings=self._shardings)
         self._candidate: Any = jax.jit(self._rounded, out_shardings=None if whole is None else jax.tree.map(lambda x: x.sharding, drafter))
-        self._compiled: Any = None
+        self.compiled: Any = None  # the update, once `compile` has been called
 
     @property
     def lost(self) -> bool:
@@ -100,8 +99,8 @@ class Learner:
 
     def compile(self) -> None:
         """Compiles the update, once, and times it, by updates that change nothing."""
-        if self._compiled is None:
-            begun, nothing = time.perf_counter(), self._arguments(self._empty(), 0.0)[2:]
+        if self.compiled is None:
+            nothing = self._arguments(self._empty(), 0.0)[2:]
             update = compiled(self._update, self.masters, self.moments, *nothing)
             kept = jax.tree.map(jnp.copy, self.moments)
             try:
@@ -112,8 +111,7 @@ class Learner:
             finally:
                 self.moments = kept
             jax.block_until_ready(self.candidate())
-            self._compiled = update
-            self.compile_seconds += time.perf_counter() - begun
+            self.compiled = update
 
     def add(self, ids: np.ndarray, given: int) -> None:
         """Takes in a text. ids: [n] int32. given: how many of them are its prompt."""
@@ -127,7 +125,7 @@ class Learner:
         count, size = self._shape
         batch = self.texts.batch(self.steps, count * size, self.length)
         shaped = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), batch)
-        self.masters, self.moments, metrics = self._compiled(*self._arguments(shaped, self._scale))
+        self.masters, self.moments, metrics = self.compiled(*self._arguments(shaped, self._scale))
         found = jax.device_get(metrics)
         self.steps += 1
         self.loss = float(found["loss"])
@@ -161,7 +159,7 @@ class Learner:
 
     def close(self) -> None:
         """Gives the devices' memory back."""
-        self._target = self.masters = self.moments = self._kept = self._compiled = self._update = self._candidate = None
+        self._target = self.masters = self.moments = self._kept = self.compiled = self._update = self._candidate = None
 
     def _rounded(self, masters: Any, kept: Any) -> Any:
         return join(jax.tree.map(lambda x, dtype: x.astype(dtype), masters, self._dtypes), kept)

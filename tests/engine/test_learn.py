@@ -115,11 +115,11 @@ def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path):
         while not llm.learning.stats.updates:
             assert texts(llm) == expected
         assert not same(learner.masters, split(llm.learning.origin.weights)[0])
-        compiled, learner._compiled = learner._compiled, interrupted(learner._compiled)
+        compiled, learner.compiled = learner.compiled, interrupted(learner.compiled)
         with pytest.raises(KeyboardInterrupt):
             while True:
                 assert texts(llm) == expected
-        learner._compiled, updates = compiled, llm.learning.stats.updates
+        learner.compiled, updates = compiled, llm.learning.stats.updates
         assert learner.lost
         llm.learning.save()
         assert same(learner.masters, split(llm.learning.origin.weights)[0]) and not learner.lost

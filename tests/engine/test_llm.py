@@ -24,6 +24,7 @@ from jaxspec import SamplingParams, decode, engine
 from jaxspec.decode import accept
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import buckets
+from jaxspec.engine.device_clock import Times
 from jaxspec.engine.params import Defaults
 from jaxspec.engine.programs import Admit, DecodeRounds, Prefill, Programs
 from jaxspec.engine.runner import Runner
@@ -371,7 +372,7 @@ def test_an_interrupted_warmup_waits_for_the_programs_at_work_alone(monkeypatch)
     def compiler(program):
         return lambda: begun.append(program) or time.sleep(0.05)
 
-    programs = types.SimpleNamespace(compiled={}, compile_seconds=0.0, _explained=contextlib.nullcontext, _compiler=compiler)
+    programs = types.SimpleNamespace(compiled={}, _times=Times(time.perf_counter), _explained=contextlib.nullcontext, _compiler=compiler)
     making = Programs.compile(programs, range(20))
     next(making)
     with pytest.raises(KeyboardInterrupt):

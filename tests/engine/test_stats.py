@@ -1,11 +1,13 @@
 """Rounds and acceptance, derived from the flags that tokens carry."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 
-from jaxspec.engine.device_clock import Times
+from jaxspec.engine import device_clock
+from jaxspec.engine.device_clock import Compiling, Times
 from jaxspec.engine.stats import RoundStats, Stats, accepted_by_round, rates_of
 
 
@@ -154,3 +156,29 @@ def test_the_hosts_times_are_told_to_about_a_tenth():
         before = times.host_times[entry]
         times.turn()
         assert times.host_times[entry] == before + 1
+
+
+def test_what_several_threads_compile_at_once_counts_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(device_clock, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    compiling = Compiling()
+    one, other = compiling(), compiling()
+    one.__enter__()
+    now[0] = 2.0
+    other.__enter__()
+    assert compiling.seconds == 2.0  # so far
+    now[0] = 5.0
+    one.__exit__(None, None, None)
+    now[0] = 6.0
+    other.__exit__(None, None, None)
+    now[0] = 9.0
+    assert compiling.seconds == 6.0
+    with compiling():
+        now[0] = 10.0
+    assert compiling.seconds == 7.0
+
+
+def test_the_time_to_the_first_token_is_that_of_requests_that_had_one():
+    served = RoundStats.of(np.zeros(3, bool), 4, 2, 0.5)
+    total = Stats().plus(7, served).plus(5, RoundStats.of(np.zeros(0, bool), 0, 2))
+    assert (total.requests, total.time_to_first_token, Stats().time_to_first_token) == (2, 0.5, 0.0)

@@ -80,6 +80,17 @@ def test_meshes_learn_what_one_device_learns(folders, axes, monkeypatch):
         assert learning.stats.taken and learning.stats.updates >= engine_learn.TOGETHER * (axes.get("data", 1) > 1)
 
 
+def test_learning_resumes_where_kv_heads_are_repeated(folders, tmp_path):
+    learn = dataclasses.replace(LEARN, out=tmp_path / "out", resume=True)
+    with loaded(folders, tensor=2) as llm:
+        begun = llm.learn(learn)
+        weights = jax.device_get(begun.origin.weights)
+        begun.close()  # which writes the drafter and the state
+        with llm.learn(learn) as learning:
+            again = jax.device_get(learning.origin.weights)
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (weights, again)), strict=True))
+
+
 @pytest.mark.slow  # as above
 def test_updates_that_sum_over_devices_begin_one_after_the_other(folders, monkeypatch):
     """Calls of data shards alone share no lock with those of other LLMs. Updates do: two that wait for each other's devices would hang."""
