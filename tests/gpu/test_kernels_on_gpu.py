@@ -385,6 +385,7 @@ ON_HOPPER = [
     ("gated", 128, 2120, 1536, mosaic.Tiles(96, stages=5, rows_left=True)),
     ("gated", 128, 2120, 1536, mosaic.Tiles(64, stages=6, cluster=2, stream=True, rows_left=True)),
     ("gated", 160, 2120, 1536, mosaic.Tiles(40, stages=5, stream=True)),
+    ("gated", 160, 2112, 2816, mosaic.Tiles(48, stages=5)),
     ("gated", 256, 2120, 1536, mosaic.Tiles(64, stages=3, cluster=2)),
 ]
 

@@ -113,6 +113,17 @@ def test_form_depends_on_rows(rows, form):
     assert dataclasses.replace(tiles, step=64, stages=4) == form
 
 
+@pytest.mark.parametrize(("rows", "fastest"), [(64, False), (65, True), (160, True), (192, True), (193, False)])
+def test_the_dense_part_of_a_mixture_leaves_others_room(rows, fastest):
+    """33 programs of whole tiles, where a graph lets the kernels that choose experts run beside them."""
+    w = jax.ShapeDtypeStruct((2, 2112, 2816), jnp.bfloat16)
+    with device.described_as(H200):
+        assert mosaic.is_fastest(rows, w, 2) == (fastest and jax.__version_info__ >= mosaic.DENSE_SINCE)
+        assert not mosaic.is_fastest(rows, jax.ShapeDtypeStruct((2, 2112, 1024), jnp.bfloat16), 2)
+    tiles = choose_tiles(rows, 2112, 2816, matrices=2)
+    assert (dataclasses.replace(tiles, step=64, stages=4) == Tiles(64)) >= fastest
+
+
 # What serves few rows depends on whether CUDA graphs launch the kernel for Hopper early.
 FEW_ROWS = "mosaic" if jax.__version_info__ >= mosaic.FEW_ROWS_SINCE else "triton"
 
