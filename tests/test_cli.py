@@ -27,7 +27,7 @@ def models(folders):
 @pytest.fixture(scope="module")
 def llm(models):
     """As the command loads it, so that programs are the same."""
-    return jaxspec.load(models[1], models[3], max_len=96, num_draft_tokens=2, progress=False)
+    return jaxspec.load(models[1], models[3], max_len=96, num_draft_tokens=2, max_slots=1, progress=False)
 
 
 def test_generate_prints_the_prompt_its_continuation_and_the_statistics(models, llm, capsys):
