@@ -26,6 +26,8 @@ from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.trees import leaves_by_path
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 INNER = {
     "model_type": "llama",
     "hidden_act": "silu",

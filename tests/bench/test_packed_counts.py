@@ -15,6 +15,8 @@ from jaxspec.model.config import Gemma4Config
 from jaxspec.trees import nbytes, weight_count
 from pallas_kernels import packed
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 
 def w4a16(name):
     """A released model's shapes, float and as Google's w4a16 checkpoints are."""

@@ -19,6 +19,8 @@ from pallas_kernels.moe import triton
 from pallas_kernels.moe.shapes import SHAPES
 from pallas_kernels.moe.triton import Blocks, Tiles
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 # Unoptimised code compiles in half the time, and computes the same.
 OPTIONS = {"xla_backend_optimization_level": 0}
 experts = jax.jit(moe.experts, static_argnames="implementation", compiler_options=OPTIONS)

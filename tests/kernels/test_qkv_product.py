@@ -21,6 +21,8 @@ from pallas_kernels.qkv import Pages, mosaic, projected, qkv, serves
 from pallas_kernels.qkv.bench import chain, inputs
 from pallas_kernels.qkv.shapes import SHAPES, Shape
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 H200, A100 = device.Described("NVIDIA H200", "9.0"), device.Described("NVIDIA A100-SXM4-40GB", "8.0")
 EPS = 1e-6
 

@@ -10,6 +10,8 @@ from jaxspec.model.layers import Embedding, head_logits
 from pallas_kernels.linear import reference
 from pallas_kernels.packed import unpack, unpack_rows
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 IDS = jnp.asarray([[0, 7, 8, 15], [16, 63, 64, 99]], jnp.int32)
 
 

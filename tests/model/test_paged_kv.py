@@ -12,6 +12,8 @@ from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from pallas_kernels.paged_attention.reference import ring_positions
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 LAYERS = Gemma4Config.from_hf(tiny.TARGET).layers  # sliding with window 8 (1 KV head x 8), full (1 x 16)
 SLOTS, PAGE, MAX_LEN = 6, 4, 22
 

@@ -18,6 +18,8 @@ from jaxspec.sampling import Sampling, draw
 from jaxspec.sampling.automata import BLOCK, FILLED, FREE, MAY_THINK, SAME, THINKING, Automata, Constraint, fill, place
 from jaxspec.structured.automaton import automaton_of
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 WORDS = [b"", b"a", b"b", b"ab", b"ba", b"", b"aab", b"abababab", b"c", "é".encode()[:1], "é".encode()[1:], b"b" * 20, b"ca", b"x", b"bb"]
 VOCAB = 43  # odd, and most of it without text
 STOP, OPENING, CLOSING = 5, 40, 41

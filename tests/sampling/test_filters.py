@@ -12,6 +12,8 @@ from jaxspec.sampling import filters
 from jaxspec.sampling.choice import Sampling, choose, probabilities
 from jaxspec.sampling.filters import CANDIDATES, Filters, filtered
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 ROWS, VOCAB = 40, 700
 
 

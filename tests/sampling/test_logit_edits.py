@@ -11,6 +11,8 @@ from jaxspec.sampling import logit_edits
 from jaxspec.sampling.choice import Sampling, choose
 from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS, NOBODY
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 BATCH, LENGTH, K, VOCAB = 6, 30, 4, 12  # so few ids that all of them come again
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, VOCAB, (BATCH, LENGTH)).astype(np.int32)
