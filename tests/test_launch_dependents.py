@@ -142,13 +142,14 @@ def test_only_kernels_read_such_results_on_several_devices(hopper, monkeypatch, 
 @pytest.mark.parametrize(
     ("name", "batch", "quantize", "least", "waiting"),
     [
-        ("E2B", 1, None, 11, 0),
+        ("E2B", 1, None, 10, 0),
         pytest.param("E2B", 8, "int4", 6, 2, marks=pytest.mark.slow),
         pytest.param("E2B", 8, None, 5, 0, marks=pytest.mark.slow),
         pytest.param("31B", 1, "int4", 8, 4, marks=pytest.mark.slow),
         pytest.param("31B", 8, None, 4, 3, marks=pytest.mark.slow),
         pytest.param("26B-A4B", 1, None, 13, 0, marks=pytest.mark.slow),
         pytest.param("26B-A4B", 8, "int8", 14, 6, marks=pytest.mark.slow),
+        pytest.param("26B-A4B", 32, None, 10, 1, marks=pytest.mark.slow),
     ],
 )
 def test_only_kernels_read_the_results_of_kernels_that_launch_dependents(hopper, name, batch, quantize, least, waiting):
