@@ -45,7 +45,7 @@ def load_weights(
 
     abstract: the tree; where it has a member `layouts`, that says how a file holds its leaves: see `layout.layouts_of`. prefixes: what
     may stand before our paths in the file's keys; we take the first that occurs. The file's may lack "model.", as of a model that
-    transformers saved without its head, and those of float weights may begin with a wrapper's name, such as "language_model.".
+    transformers saved without its head, or begin with a wrapper's name, such as "language_model.".
     skip: keys that start with any of these are ignored. quantisation: how a file holds the matrices that are a `Packed` in the tree. These
     three are unused for a converted folder.
     changes: by key without a prefix, what an adapter makes of float weights, before they are quantised.
@@ -62,8 +62,7 @@ def load_weights(
     leaves = leaves_by_path(abstract, whole=(Packed,))
     tops = tuple({f"{path.partition('.')[0]}." for path in leaves})
     possible = (*prefixes, *(prefix.removeprefix("model.") for prefix in prefixes))
-    stored = read_headers(folder)
-    stored = stored if quantisation is not None else _unwrapped(stored, leaves, possible)
+    stored = _unwrapped(read_headers(folder), leaves, possible)
     stored = {key: tensor for key, tensor in stored.items() if not key.startswith(tuple(skip))}
     prefix = next((p for p in possible if any(key.startswith(p) and key.startswith(tops, len(p)) for key in stored)), prefixes[-1])
     stored = _with_table(stored, leaves, prefix)

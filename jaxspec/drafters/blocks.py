@@ -58,12 +58,14 @@ def plain_spec(config: Mapping[str, Any], window: int | None = None, *, rope_the
     expect(config, "hidden_act", ("silu",))
     expect(config, "attention_bias", (False,))
     expect(config, "mlp_bias", (False,))
-    scaling = part(config, "rope_parameters") or part(config, "rope_scaling")
-    by_layer = any(isinstance(value, Mapping) for value in scaling.values())
-    kind, share = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("partial_rotary_factor")
     expect(config, "partial_rotary_factor", (None, 1))
-    if kind != "default" or share not in (None, 1) or by_layer:
-        raise ValueError(f"the drafter's RoPE is {dict(scaling)}; implemented: rope_type 'default' over whole heads")
+    both = [part(config, name) for name in ("rope_parameters", "rope_scaling")]  # of which a file may have either, or both
+    for scaling in both:
+        by_layer = any(isinstance(value, Mapping) for value in scaling.values())
+        kind, share = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("partial_rotary_factor")
+        if kind != "default" or share not in (None, 1) or by_layer:
+            raise ValueError(f"the drafter's RoPE is {dict(scaling)}; implemented: rope_type 'default' over whole heads")
+    scaling = both[0] or both[1]
     heads = whole(config, "num_attention_heads")
     kv_heads = whole_or(config, "num_key_value_heads", heads)
     head_dim = whole_or(config, "head_dim", config["hidden_size"] // heads)

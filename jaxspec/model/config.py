@@ -168,6 +168,15 @@ def whole(config: Mapping[str, Any], field: str) -> int:
     return _checked(integer, field, require(config, field), 1)
 
 
+def experts_of(config: Mapping[str, Any], experts: str, top_k: str) -> tuple[int, int]:
+    """The values of two fields: how many experts a layer has, and how many of them a row chooses. Raises ValueError as `whole` does, and
+    where those are more."""
+    count, chosen = whole(config, experts), whole(config, top_k)
+    if chosen > count:
+        raise ValueError(f"{top_k} is {chosen}, expected 1 .. {count}, which {experts} is")
+    return count, chosen
+
+
 def whole_or(config: Mapping[str, Any], field: str, default: int) -> int:
     """The same of a field that a config may lack, or have as null or 0: then it is the default."""
     value = config.get(field)
@@ -261,6 +270,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
     first_shared = max(count - shared, 0)
     ple = whole_or(text, "hidden_size_per_layer_input", 0)
     moe = flag(text, "enable_moe_block")
+    experts, top_k = experts_of(text, "num_experts", "top_k_experts") if moe else (0, 0)
     overrides = _by_layer(text, count)
     layers = []
     for i, kind in enumerate(kinds):
@@ -291,8 +301,8 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
                 k_eq_v=k_eq_v,
                 kv_source=source,
                 intermediate_size=whole(text, "intermediate_size") * (2 if wide else 1),
-                num_experts=whole(text, "num_experts") if moe else 0,
-                top_k_experts=whole(text, "top_k_experts") if moe else 0,
+                num_experts=experts,
+                top_k_experts=top_k,
                 moe_intermediate_size=whole(text, "moe_intermediate_size") if moe else 0,
                 per_layer_input=ple,
                 eps=positive(text, "rms_norm_eps", 1e-6),
@@ -377,7 +387,7 @@ def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[float, int
     }
     rope = section(section(text, "rope_parameters") if text.get("rope_parameters") else default, kind)
     fraction = _checked(number, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 0, 1)
-    rope_type = rope.get("rope_type", "default")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))  # "type" in older files
     known = rope_type == "proportional" or rope_type == "default" and fraction == 1.0
     if not known or (1.0 if rope.get("factor") is None else _checked(number, "factor", rope["factor"], 0)) != 1.0:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, float_name, require, whole, whole_or
+from jaxspec.model.config import FULL, SLIDING, LayerSpec, expect, experts_of, float_name, require, whole, whole_or
 from jaxspec.model.target import ModulesConfig
 
 TARGET_TYPES = ("step3p5",)
@@ -171,6 +171,7 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
     def layer(i: int) -> Step3p5LayerSpec:
         kind, routed = kinds[i], i in experts
         num_heads, kv_heads, head_dim = heads[kind]
+        count, top_k = experts_of(config, "moe_num_experts", "moe_top_k") if routed else (0, 0)
         return Step3p5LayerSpec(
             kind=kind,
             window=whole(config, "sliding_window") if kind == SLIDING else None,
@@ -183,8 +184,8 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
             k_eq_v=False,
             kv_source=None,
             intermediate_size=whole(config, "intermediate_size"),
-            num_experts=whole(config, "moe_num_experts") if routed else 0,
-            top_k_experts=whole(config, "moe_top_k") if routed else 0,
+            num_experts=count,
+            top_k_experts=top_k,
             moe_intermediate_size=whole(config, "moe_intermediate_size") if routed else 0,
             per_layer_input=0,
             eps=eps,

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec import targets
 from jaxspec.checkpoint import safetensors
+from jaxspec.checkpoint.formats.rules import Rules
 from jaxspec.model import gemma4
 from jaxspec.model.rows import Rows
 from jaxspec.trees import leaves_by_path
@@ -126,6 +127,11 @@ FORMATS = {
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "format": "GPTQ_v2"},
         files.gptq(4, sym=False, version=2),
     ),
+    "gptq-one-sided": (  # groups of no negative weight, whose zero point is 0
+        "12B",
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False},
+        lambda key, w: files.gptq(4, sym=False)(key, np.abs(w) if "o_proj" in key else w),
+    ),
     "awq": ("31B", {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, files.awq()),
 }
 
@@ -135,6 +141,61 @@ def test_a_format_means_its_formula(name: str, tmp_path) -> None:
     member, settings, write = FORMATS[name]
     means = written(tmp_path / "quantised", member, settings, write)
     assert_means(load(tmp_path / "quantised"), plain(tmp_path / "float", member, means))
+
+
+SCALE_INV = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]}
+
+
+def with_scale_inv(key: str, w: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    held, means = files.float8("block", (64, 64), np.float32)(key, w)
+    return {name.replace("weight_scale", "weight_scale_inv"): value for name, value in held.items()}, means
+
+
+@pytest.mark.parametrize(
+    ("form", "prefix"),
+    [
+        (INT4, "language_model.model."),
+        (INT4, "base_model.model.model."),
+        ((SCALE_INV, with_scale_inv), "model."),
+        ((SCALE_INV, with_scale_inv), "language_model.model."),
+        (None, "base_model.model.model."),
+    ],
+)
+def test_keys_may_begin_with_the_name_of_any_class_or_wrapper(form, prefix: str, tmp_path) -> None:
+    def renamed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {prefix + key.removeprefix("model."): value for key, value in tensors.items()}
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        named = renamed(tensors)
+        tensors.clear()
+        tensors |= named
+
+    if form is not None:
+        means = written(tmp_path / "quantised", "31B", *form, change=rename)
+        assert_means(load(tmp_path / "quantised"), plain(tmp_path / "float", "31B", means))
+        return
+    wanted = plain(tmp_path / "usual", "31B", original("31B")[1])
+    plain(tmp_path / "float", "31B", renamed(original("31B")[1]))
+    found = load(tmp_path / "float", quantize="int8")
+    again = load(tmp_path / "usual", quantize="int8")
+    assert jax.tree.structure(found) == jax.tree.structure(again) != jax.tree.structure(wanted)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(again)))
+
+
+def test_a_pattern_may_say_what_a_name_is_not() -> None:
+    rules = Rules(("re:^(?!.*language_model).*$", "re:.*q_proj"))
+    assert rules.match("model.language_model.layers.0.self_attn.q_proj") == "re:.*q_proj"
+    assert rules.match("model.language_model.layers.0.self_attn.k_proj") is None
+    assert Rules((r"re:layers\.0",)).match("model.language_model.layers.0.mlp.up_proj") and not Rules((r"re:(?!.*up)",)).match("x.up")
+
+
+def test_experts_in_one_tensor_of_fp8_are_refused_by_name(tmp_path) -> None:
+    def fuse(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.0.experts.down_proj_scale_inv"] = np.ones((8, 1, 1), np.float32)
+
+    written(tmp_path, "26B", SCALE_INV, with_scale_inv, names="index", change=fuse)
+    with pytest.raises(ValueError, match=r"scales model.layers.0.experts.down_proj_scale_inv; served are those of single matrices"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,10 @@ def changed(layout: str, changes: dict, dflash_config: dict | None = None) -> di
         (changed("speculators", {"shift_label": True}), "shift_label=True; implemented: False"),
         (changed("z-lab", {"projector_type": "domino"}), "projector_type='domino'; implemented: 'dflash'"),
         (changed("z-lab", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}), "RoPE is .*'yarn'.*; implemented: rope_type 'default'"),
+        (
+            changed("z-lab", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+            "RoPE is .*'llama3'.*; implemented: rope_type 'default'",
+        ),
         (changed("z-lab", {"rope_parameters": {FULL: {"rope_theta": 1e4}}}), "RoPE is .*'full_attention'.*; implemented"),
         (changed("z-lab", {}, {"attention_sink_bias": True}), "attention_sink_bias=True; implemented: none"),
         (changed("z-lab", {"block_size": None}), "config.json lacks 'block_size'"),

@@ -85,6 +85,16 @@ def test_the_index_of_a_layer_may_be_padded(keys) -> None:
     assert [(spec.head_dim, spec.num_kv_heads) for spec in layers] == [(16, 1), (8, 4), (8, 4), (16, 1)]
 
 
+def test_rope_types_have_an_older_name() -> None:
+    text = oracle.text_config("31B")
+    older = {
+        kind: {("type" if name == "rope_type" else name): value for name, value in rope.items()}
+        for kind, rope in text["rope_parameters"].items()
+    }
+    assert older != text["rope_parameters"]
+    assert Gemma4Config.from_hf({**text, "rope_parameters": older}) == Gemma4Config.from_hf(text)
+
+
 def test_defaults() -> None:
     """Without layer_types, five sliding layers to a full one; the last layer is full whatever is said."""
     text = oracle.text_config("31B", num_hidden_layers=8, layer_types=None, rope_parameters=None, eos_token_id=None)
@@ -168,6 +178,7 @@ def test_assistant(name: str) -> None:
         ({"initializer_range": "x"}, "wrong value: initializer_range is 'x' of type str, expected a number"),
         ({"rope_parameters": {SLIDING: {"factor": 8.0, "rope_theta": 1e4}}}, "with factor 1"),
         ({"enable_moe_block": True}, "lacks 'num_experts'"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 8}, r"top_k_experts is 8, expected 1 \.\. 4, which num_experts is"),
         ({"enable_moe_block": "yes"}, "enable_moe_block='yes'; expected true or false"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, expected at least 0"),
         ({"global_head_dim": -2}, "global_head_dim is -2, expected at least 0"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checkpoint.formats.matrices import Bytes
-from jaxspec.checkpoint.formats.rules import names_in
+from jaxspec.checkpoint.formats.rules import names_in, names_of
 from jaxspec.checkpoint.quantisation import Format, Quantisation, Scheme
 from jaxspec.checkpoint.safetensors import Stored
 
@@ -27,12 +27,14 @@ def read(config: Mapping[str, Any], stored: Mapping[str, Stored] | None) -> Quan
         raise ValueError(f"{told} and fmt {config.get('fmt', 'e4m3')!r}; served is 'dynamic', which is not applied, and 'e4m3'")
     outputs, inputs = block
     made: Format = Bytes(Scheme("fp8", inputs, False, "float32"), "block", (outputs, inputs), "scale_inv")
+    if other := next((key for key in stored or () if key.endswith("_scale_inv") and not key.endswith(SUFFIX)), None):
+        raise ValueError(f"the weights have scales {other}; served are those of single matrices, such as down_proj{SUFFIX}")
     scaled = None if stored is None else frozenset(key.removesuffix(SUFFIX) for key in stored if key.endswith(SUFFIX))
     left_out = names_in(config, "modules_to_not_convert", "ignored_layers")
 
     def format_of(name: str) -> Format | None:
         if scaled is not None:
-            return made if name in scaled else None
+            return made if any(one in scaled for one in names_of(name)) else None
         return made if ".layers." in name and not any(one in name for one in left_out) else None
 
     return Quantisation(f"fp8 of blocks {outputs} x {inputs}", format_of)

@@ -42,9 +42,12 @@ class Columns:
     def read(self, key: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> Matrix:
         (out, into), stem = shape[-2:], key.removesuffix(".weight")
         check_order(f"{stem}.g_idx", tensors, into, self.scheme.group)
-        words, zeros = tensors[f"{stem}.qweight"].read(), self._outputs(tensors[f"{stem}.qzeros"].read(), out).T
+        words, stored = tensors[f"{stem}.qweight"].read(), tensors[f"{stem}.qzeros"].read().view(np.uint32)
+        # Tools take one from whole words, so that a zero of 0 borrows from its neighbour.
+        stored = stored + np.uint32(sum(self.plus << bit for bit in range(0, 32, self.bits)))
+        zeros = self._outputs(stored, out).T
         codes = self._outputs(words, out).T if self.awq else fields(words.T, self.bits, into)
-        middle, zeros = 1 << (self.bits - 1), zeros.astype(np.int16) + self.plus
+        middle, zeros = 1 << (self.bits - 1), zeros.astype(np.int16)
         if not self.scheme.zeros and (zeros != middle).any():
             raise ValueError(f"{stem}.qzeros has values {zeros.min()} .. {zeros.max()}; expected {middle}, as the config says 'sym'")
         if self.bits == 8:

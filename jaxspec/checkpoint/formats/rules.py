@@ -51,11 +51,14 @@ class Rules:
 
     def match(self, name: str, classes: Iterable[str] = ()) -> str | None:
         """The rule that means a module, or None: of several a name goes before a pattern, and that before a class. classes: of the
-        module."""
+        module. A pattern that says what a name is not knows the module by the released models' prefix alone, since it would mean any
+        module by another."""
         names = names_of(name)
+        released = [one for one in names if one.startswith(PREFIXES[0])]
         exact, patterns = self._parsed
         found = next((one for one in names if one in exact), None)
-        found = found or next((rule for rule, pattern in patterns if any(pattern.match(one) for one in names)), None)
+        meant = (rule for rule, pattern in patterns if any(map(pattern.match, released if "(?!" in rule else names)))
+        found = found or next(meant, None)
         return found or next((one for one in classes if one in exact), None)
 
     @functools.cached_property
