@@ -134,8 +134,7 @@ class Learning:
             return
         self._mend()
         self._look()
-        if self._trial is not None and self._trial.verdict is not None:
-            self._settle(self._trial)
+        self._take_verdict()
         if self.going and self._learner.ready:
             self.compile()
             if self._pace.due(self._together):
@@ -152,6 +151,7 @@ class Learning:
             raise ValueError("out is None, so that there is nowhere to write the drafter to")
         with self._lock():
             self._shards.take(None)
+            self._take_verdict()
             self._save(self._out)
 
     def _save(self, out: Path) -> None:
@@ -174,6 +174,7 @@ class Learning:
                 return
             failed = None
             try:
+                self._take_verdict()
                 if self._out is not None:
                     self.save()
             except Exception as error:
@@ -204,6 +205,9 @@ class Learning:
         """Updates, while nothing else computes."""
         begun = time.perf_counter()
         self._shards.take(None)
+        self._take_verdict()
+        if not self.going:
+            return
         for runner in self._runners:
             runner.programs.wait()
         if len(self._runners) == 1:  # it waited for what would have been computed anyhow
@@ -220,13 +224,20 @@ class Learning:
     def _offer(self) -> None:
         """Puts the newest weights on trial."""
         self._shards.take(None)
-        candidate = self._learner.candidate()
-        of_shards = self._of_shards(candidate)  # an interrupt until here leaves no trial that nobody runs
-        self._candidate, self._trial = candidate, Comparison(CANDIDATE, CURRENT, challenge=True)
+        candidate, trial = self._learner.candidate(), Comparison(CANDIDATE, CURRENT, challenge=True)
+        parts = [
+            Trial({CANDIDATE: weights, CURRENT: runner.drafter}, trial, apart=runner.drafter_owns_kv)
+            for runner, weights in zip(self._runners, self._of_shards(candidate), strict=True)
+        ]
+        self._candidate, self._trial = candidate, trial  # an interrupt until here leaves no trial that nobody runs
         self._offered, self._tried = self._learner.steps, self._tried + 1
-        for runner, weights in zip(self._runners, of_shards, strict=True):
-            variants = {CANDIDATE: weights, CURRENT: runner.drafter}
-            runner.begin_trial(Trial(variants, self._trial, apart=runner.drafter_owns_kv))
+        for runner, part in zip(self._runners, parts, strict=True):
+            runner.begin_trial(part)
+
+    def _take_verdict(self) -> None:
+        """Takes in the verdict of a trial, if there is one. Where it fell, a data shard has the better weights already."""
+        if self._trial is not None and self._trial.verdict is not None:
+            self._settle(self._trial)
 
     def _settle(self, trial: Comparison) -> None:
         """Takes in the verdict of a trial, whose better weights are used from now on.
@@ -235,15 +246,15 @@ class Learning:
         So weights that lost are learnt on, with twice as many updates until the next trial. Only if they stay worse, learning goes back.
         """
         self._shards.take(None)
-        candidate, self._candidate, self._trial = self._candidate, None, None
-        findings = trial.findings
         for runner in self._runners:
             runner.settle()
+        won = trial.verdict == CANDIDATE
+        if won:
+            self.origin = dataclasses.replace(self.origin, weights=self._candidate)
+        self._candidate = self._trial = None  # an interrupt before leaves all to the next time
+        findings, self._taken = trial.findings, self._taken + won
         gained = -findings.gain > findings.error
         self._fruitless, self._every = (0, self._every) if gained else (self._fruitless + 1, 2 * self._every)
-        if trial.verdict == CANDIDATE:
-            self.origin = dataclasses.replace(self.origin, weights=candidate)
-            self._taken += 1
         self._losses = [*self._losses, findings.gain] if findings.gain > CLEAR * findings.error else []
         if len(self._losses) >= LOST and self._losses[-1] >= self._losses[-2]:
             self._go_back()

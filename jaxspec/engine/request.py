@@ -19,6 +19,8 @@ from jaxspec.sampling.filters import CANDIDATES
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs
 from jaxspec.text import OutputText
 
+UNWRITTEN = object()
+
 
 @dataclasses.dataclass(eq=False)
 class Request:
@@ -58,7 +60,8 @@ class Request:
     nodes: list[int] = dataclasses.field(default_factory=list)  # the same on all paths of a tree
     goals: list[int] = dataclasses.field(default_factory=list)  # rows at which its prompt is to be kept for others, ascending
     shared: int = 0  # rows of its prompt that had been computed for others
-    # What stands for the weights of a drafter with K and V of its own that alone have computed what its slot holds; None if several have.
+    # What stands for the weights of a drafter with K and V of its own that alone have computed what its slot holds; None if several have,
+    # UNWRITTEN before the first call.
     writer: object = None
 
     # What it has.

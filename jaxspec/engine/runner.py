@@ -22,7 +22,7 @@ from jaxspec.engine.automata_pool import Pool
 from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, smallest, useful_rows
 from jaxspec.engine.device_clock import Compiling, Times
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import UNWRITTEN, Request
 from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
@@ -95,6 +95,9 @@ class Runner:
         self._numbers, self._told = itertools.count(1), 0  # of calls that tell of free pages, and which one `_free` is from
         self.programs = Programs(target, drafter, settings, slots=self.total_slots, placement=placement, times=self.times)
         self.pool = Pool(self.programs, structures, lambda: self.held.running)
+        parts = jax.tree.leaves(self.programs.state.drafter, is_leaf=lambda part: isinstance(part, PagedKV))
+        # Whether the drafter keeps K and V of its own, which its weights have computed.
+        self.drafter_owns_kv = any(isinstance(part, PagedKV) for part in parts)
         self._writer = self.held.writer = self._new_writer()  # of the drafter in use, see `Request.writer`
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self.programs.state)  # on all devices of the shard
 
@@ -106,12 +109,6 @@ class Runner:
         """Whether rounds may be queued behind others before those are read. While a trial is open each call's drafter follows from what the
         calls before have shown."""
         return self.programs.loops_return and self.trial is None and self.programs.steps_for(needs, 1, unread=2) > 0
-
-    @property
-    def drafter_owns_kv(self) -> bool:
-        """Whether the drafter keeps K and V of its own, which its weights have computed."""
-        parts = jax.tree.leaves(self.programs.state.drafter, is_leaf=lambda part: isinstance(part, PagedKV))
-        return any(isinstance(part, PagedKV) for part in parts)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -174,7 +171,7 @@ class Runner:
                 request = left.popleft()
                 group.append(request)
                 kept = self.held.serve(source, request) if rows else None
-                request.writer = self.held.writer if kept is None else kept.writer
+                request.writer = UNWRITTEN if kept is None else kept.writer
                 if kept is not None and (kept.over or slot < 0):
                     slot = source
                 elif slot in self.held.kept:
@@ -364,7 +361,9 @@ class Runner:
     def _written(self, requests: Sequence[Request]) -> None:
         """Notes that the next call computes rows of these requests."""
         for request in requests:
-            if request.writer is not self.held.writer:
+            if request.writer is UNWRITTEN:
+                request.writer = self.held.writer
+            elif request.writer is not self.held.writer:
                 request.writer = None
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:

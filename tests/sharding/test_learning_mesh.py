@@ -91,6 +91,20 @@ def test_learning_resumes_where_kv_heads_are_repeated(folders, tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (weights, again)), strict=True))
 
 
+def test_a_verdict_that_no_call_has_seen_holds_when_learning_ends(folders, tmp_path):
+    """As behind the last text of a stream. A data shard that was the first to know runs the better weights by then."""
+    with loaded(folders, data=2) as llm:
+        learning = llm.learn(dataclasses.replace(LEARN, out=tmp_path / "out"))
+        learning._offer()
+        candidate, runners = learning._candidate, llm._shards.runners
+        wanted = [runner.trial.variants["candidate"] for runner in runners]
+        learning._trial.verdict = "candidate"
+        runners[0].settle()
+        learning.close()
+        assert (learning.stats.tried, learning.stats.taken) == (1, 1) and learning.origin.weights is candidate
+        assert all(runner.drafter is one and runner.trial is None for runner, one in zip(runners, wanted, strict=True))
+
+
 @pytest.mark.slow  # as above
 def test_updates_that_sum_over_devices_begin_one_after_the_other(folders, monkeypatch):
     """Calls of data shards alone share no lock with those of other LLMs. Updates do: two that wait for each other's devices would hang."""
