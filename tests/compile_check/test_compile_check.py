@@ -14,6 +14,12 @@ from jaxspec.compile_check.check import GPUS
 from pallas_kernels import device
 
 
+@pytest.fixture(autouse=True)
+def no_plugin(monkeypatch):
+    """What a machine without a CUDA plug-in does, on any machine."""
+    monkeypatch.setattr(check, "_has_plugin", lambda: False)
+
+
 def described(gpu):
     return device.described_as(device.Described(GPUS[gpu].kind, ".".join(map(str, GPUS[gpu].capability))))
 
