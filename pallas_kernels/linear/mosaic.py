@@ -41,7 +41,7 @@ FEW_ROWS, FEW_ROWS_WEIGHTS, FEW_ROWS_SINCE = 32, 1 << 18, (0, 12)
 PARTS_ROWS, PARTS_WEIGHTS = (97, 128), (1 << 20, 30 << 20)
 # A gated pair of so many weights and so few outputs is the dense part of a mixture of experts. The kernels that choose experts may run
 # beside it, in a graph of a JAX that lets them. XLA's product of so many rows leaves them no multiprocessor; programs of whole tiles do.
-DENSE_ROWS, DENSE_OUTPUTS, DENSE_WEIGHTS, DENSE_SINCE = (65, 192), 64 * BLOCK, 1 << 23, (0, 12)
+DENSE_ROWS, DENSE_OUTPUTS, DENSE_WEIGHTS, DENSE_SINCE = (65, 192), 64 * BLOCK, (8 << 20, 18 << 20), (0, 12)
 SHARED_MEMORY = 230_000  # of a program, without its barriers
 MOST_STAGES, FEW_STAGES = 12, 4
 MOST_LONG = {1: 96, 2: 64}  # rows up to which a step may have 128 inputs, by the number of matrices
@@ -124,7 +124,7 @@ def is_fastest(rows: int, w: jax.Array, matrices: int = 1, splits: int | None = 
 
 def _is_dense_part(rows: int, outputs: int, width: int, matrices: int) -> bool:
     """Whether [matrices, outputs, width] weights are such a pair, and so many rows too many for other products of it."""
-    small = outputs <= DENSE_OUTPUTS and matrices * outputs * width >= DENSE_WEIGHTS
+    small = outputs <= DENSE_OUTPUTS and DENSE_WEIGHTS[0] <= matrices * outputs * width < DENSE_WEIGHTS[1]
     return matrices == 2 and small and DENSE_ROWS[0] <= rows <= DENSE_ROWS[1]
 
 
