@@ -193,7 +193,7 @@ class Gemma4MTP:
 
     def _centroid_bias(self, sampling: Sampling, count: int = 1) -> jax.Array | None:
         """For `count` rows of each sequence the largest bias of a token of each centroid, -inf where none may come: [B * count, C] float32.
-        None where no token has a bias and all may come, or without a centroid head."""
+        None where the call has neither edits nor structured texts, or without a centroid head."""
         constraint, tables, head = sampling.constraint, sampling.tables, self.masked_embedding
         if head is None or constraint is None and tables is None:
             return None

@@ -118,7 +118,7 @@ class Learning:
 
     def compile(self) -> None:
         """Compiles what learning runs, if that is not done yet."""
-        if not self._learner.compiled:
+        if self._learner.compiled is None:
             with self._accounts.compiling():
                 self._learner.compile()
             self._pace.expected = self._learner.step_seconds

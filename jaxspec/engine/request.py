@@ -19,7 +19,7 @@ from jaxspec.sampling.filters import CANDIDATES
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs
 from jaxspec.text import OutputText
 
-UNWRITTEN = object()
+UNWRITTEN = object()  # see `Request.writer`
 
 
 @dataclasses.dataclass(eq=False)
