@@ -179,6 +179,9 @@ def named_cases() -> Iterator[Case]:
         if not packed_mosaic.unsupported(args[0], table):
             triton = functools.partial(function, implementation="triton")
             yield Case("lm_head", f"int8 {name}, Triton", triton, (args[0], table, *sampling), further=between)
+    logits = array(320, lm_head_shapes.VOCAB, dtype=jnp.float32)
+    sampling = array(320, 2, dtype=jnp.uint32), array(320, dtype=jnp.float32)
+    yield Case("lm_head", "logits x 320", functools.partial(lm_head.choose, softcap=30.0), (logits, *sampling))
     for name, shape in float8_rows_shapes.SHAPES.items():
         x = array(*shape)
         yield Case("float8_rows", f"{name}, numbers", functools.partial(float8_rows.rounded), (x,), further="x 5376" not in name)

@@ -19,6 +19,7 @@ from jaxspec.sampling.automata import Constraint
 from jaxspec.sampling.filters import CANDIDATES, Filters, filtered
 from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
+from pallas_kernels.linear import product
 from pallas_kernels.noise import gumbel, row_keys
 from pallas_kernels.packed import Packed
 from pallas_kernels.top_candidates import top_candidates
@@ -184,9 +185,12 @@ def choose_by_head(
     shard, rows = sampling.shard, hidden.reshape(-1, hidden.shape[-1])
     keys = row_keys(jnp.broadcast_to(sampling.seed[:, None, :], (*positions.shape, 2)), positions).reshape(-1, 2)
     temperature = jnp.broadcast_to(sampling.temperature[:, None], positions.shape).reshape(-1)
-    settings = {"softcap": softcap, "suppressed": suppressed, "first_id": None if shard is None else shard.first, "guide": guide}
-    implementation = implementation if rows.shape[0] <= lm_head.most_rows(table, implementation) else "xla"
-    chosen, maxima = lm_head.lm_head(rows, table, keys, temperature, **settings, implementation=implementation)
+    settings = {"softcap": softcap, "suppressed": suppressed, "first_id": None if shard is None else shard.first}
+    if rows.shape[0] <= lm_head.most_rows(table, implementation):
+        chosen, maxima = lm_head.lm_head(rows, table, keys, temperature, **settings, guide=guide, implementation=implementation)
+    else:
+        logits = product(rows, table, dtype=jnp.float32)
+        chosen, maxima = lm_head.choose(logits, keys, temperature, **settings, implementation=implementation)
     if shard is not None:
         chosen, maxima = shard.best(maxima, chosen)
     return chosen.reshape(positions.shape), maxima.reshape(positions.shape)

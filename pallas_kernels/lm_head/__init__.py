@@ -13,7 +13,7 @@ from pallas_kernels.lm_head import guided, mosaic, packed_mosaic, packed_triton,
 from pallas_kernels.lm_head.guided import Guide, abstract_guide, guide_of, unguided
 from pallas_kernels.packed import Packed, tile
 
-__all__ = ["Guide", "abstract_guide", "guide_of", "guide_pays", "likely_logits", "lm_head", "most_rows", "unguided"]
+__all__ = ["Guide", "abstract_guide", "choose", "guide_of", "guide_pays", "likely_logits", "lm_head", "most_rows", "unguided"]
 
 MOST_ROWS = 64  # with more, the Triton kernel's product takes longer than XLA's
 
@@ -83,9 +83,9 @@ def lm_head(
         raise ValueError(
             f"keys are {list(keys.shape)} and temperatures {list(temperature.shape)}; expected [N, 2] and [N] for {hidden.shape[0]} rows"
         )
-    if implementation == "auto" and hidden.shape[0] > most_rows(table):
-        implementation = "xla"
     settings = keys, temperature, softcap, suppressed, first_id
+    if implementation == "auto" and hidden.shape[0] > most_rows(table):
+        return choose(product(hidden, table, dtype=jnp.float32), *settings)
     if guide is not None and not isinstance(table, Packed) and hidden.shape[0] <= guided.MOST_ROWS and implementation != "mosaic":
         chosen = dialect.select(implementation, guided.unsupported(hidden, guide, suppressed))
         if chosen != "xla":
@@ -104,7 +104,7 @@ def lm_head(
         return packed_mosaic.lm_head(hidden, table, *settings)
     elif implementation == "auto" and not packed_linear.unsupported(hidden, table):
         # Where its kernel of products runs, that saves more than it takes to write and read the logits.
-        return reference.choose(packed_linear.partials(hidden, table, 1)[0], *settings)
+        return choose(packed_linear.partials(hidden, table, 1)[0], *settings)
     else:
         chosen = dialect.select(implementation, packed_triton.unsupported(hidden, table, suppressed))
     if chosen == "xla":
@@ -113,3 +113,23 @@ def lm_head(
     if isinstance(table, Packed):
         return packed_triton.lm_head(hidden, table, *settings, interpret=interpret)
     return triton.lm_head(hidden, table, *settings, interpret=interpret)
+
+
+def choose(
+    logits: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    softcap: float | None = None,
+    suppressed: tuple[int, ...] = (),
+    first_id: jax.Array | None = None,
+    *,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """The token that each row chooses, where the products with the table are in memory already.
+
+    logits: [N, V] float32, the products. implementation: see `dialect.select`. Other arguments, and what it returns and raises: as for
+    `lm_head`.
+    """
+    chosen = dialect.select(implementation, triton.too_many(suppressed))
+    settings = logits, keys, temperature, softcap, suppressed, first_id
+    return reference.choose(*settings) if chosen == "xla" else triton.choose(*settings, interpret=chosen == "triton-interpret")

@@ -2,6 +2,8 @@
 
 The table is read from memory once. Tensor cores want 64 rows or more in the left operand. That is the table's tile, so that few rows of
 hidden states waste nothing. These rows are cut into powers of two, since a kernel's arrays have such sizes.
+
+So many rows that XLA's product is the faster one have their logits in memory. A second kernel reads them once and chooses in the same way.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ LEAST_ROWS = 16  # of hidden states in a tensor core's product
 ROWS_OF_A_PASS = 256  # most rows of hidden states that a program can sum for; more take several passes over the table
 MOST_SUPPRESSED = 32  # each takes a comparison for every logit
 TABLE_DTYPES = ("bfloat16", "float16", "float32")
+LOGITS, LOGITS_WARPS = 2048, 4  # logits in memory that a program chooses from, and its warps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,4 +180,51 @@ def lm_head(
         num_stages=cut.stages,
         interpret=interpret,
     )(hidden, table, keys, temperature, first.reshape(1))
+    return best(values, ids)
+
+
+def choose_kernel(
+    logits_ref: Any,
+    keys_ref: Any,
+    temperature_ref: Any,
+    first_id_ref: Any,
+    values_ref: Any,
+    ids_ref: Any,
+    *,
+    size: int,
+    softcap: float | None,
+    suppressed: tuple[int, ...],
+) -> None:
+    """Program (i, j): row j's best token among logits i * size .. of it."""
+    tile, row = pl.program_id(0), pl.program_id(1) + jnp.arange(1, dtype=jnp.int32)
+    at, vocab = tile * size + jnp.arange(size, dtype=jnp.int32), logits_ref.shape[1]
+    inside = None if vocab % size == 0 else (at < vocab)[:, None]
+    logits = plgpu.load(logits_ref.at[row[None, :], at[:, None]], mask=inside, other=None if inside is None else 0.0)
+    refs = keys_ref, temperature_ref, first_id_ref, values_ref, ids_ref
+    store_best(logits, tile, row, vocab, refs, softcap=softcap, suppressed=suppressed)
+
+
+def choose(
+    logits: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    softcap: float | None,
+    suppressed: tuple[int, ...],
+    first_id: jax.Array | None,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.lm_head.choose`."""
+    rows, vocab = logits.shape
+    size = min(LOGITS, pl.next_power_of_2(vocab))
+    tiles, first = pl.cdiv(vocab, size), jnp.int32(0) if first_id is None else first_id
+    values, ids = call(
+        functools.partial(choose_kernel, size=size, softcap=softcap, suppressed=suppressed),
+        name="choose",
+        grid=(tiles, rows),
+        out_shape=(jax.ShapeDtypeStruct((rows, tiles), jnp.float32), jax.ShapeDtypeStruct((rows, tiles), jnp.int32)),
+        num_warps=LOGITS_WARPS,
+        num_stages=1,
+        interpret=interpret,
+    )(logits, keys, temperature, first.reshape(1))
     return best(values, ids)

@@ -579,6 +579,27 @@ def test_lm_head(dtype, hidden, softcap, implementation):
             assert_close(maxima, jnp.max(scores[: shape.rows], axis=1), dtype)
 
 
+@pytest.mark.parametrize("vocab", [lm_head_shapes.VOCAB, 50_257, 1000])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_choice_among_logits_in_memory(vocab, softcap):
+    """Greedy and sampled rows mixed, among others one with many equal logits and one of -inf but for one."""
+    rows = 200
+    logits = draw(jax.random.key(0), (rows, vocab), 10.0, "float32")
+    logits = logits.at[3].set(jnp.round(logits[3] / 20)).at[6].set(-jnp.inf).at[6, 900].set(1.0)
+    keys = jax.random.bits(jax.random.key(2), (rows, 2), jnp.uint32)
+    temperature = jnp.tile(jnp.array([0.7, 0.0, 1.5, 0.0], jnp.float32), rows)[:rows]
+    arrays, settings = (logits, keys, temperature), {"softcap": softcap, "suppressed": SUPPRESSED}
+    (ids, maxima), (wanted, expected) = results(
+        (functools.partial(lm_head.choose, **settings), arrays),
+        (functools.partial(lm_head.choose, **settings, implementation="xla"), arrays),
+    )
+    scores = lm_head_reference.capped(logits, jnp.arange(vocab, dtype=jnp.int32)[None, :], softcap, SUPPRESSED)
+    scores = noise.perturbed(scores, temperature[:, None], keys[:, :1], keys[:, 1:], jnp.arange(vocab, dtype=jnp.int32)[None, :])
+    assert_best(ids, scores)
+    assert ids[3] == wanted[3] and ids[6] == 900, "of equal logits the lowest id"
+    assert_close(maxima, expected, "float32")
+
+
 @pytest.mark.parametrize("hidden", sorted({hidden for _, hidden, _ in HEADS}))
 def test_likely_logits(hidden):
     """A row's largest logits, as many as it wants, are the table's, and all others are smaller."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lowering import for_cuda
 
 from pallas_kernels import device
-from pallas_kernels.lm_head import lm_head, most_rows, packed_mosaic, triton
+from pallas_kernels.lm_head import choose, lm_head, most_rows, packed_mosaic, triton
 from pallas_kernels.lm_head.mosaic_choice import Choice
 from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.shapes import SHAPES
@@ -132,6 +132,25 @@ def test_a_row_of_nan_chooses_a_token_of_the_table():
         assert np.array_equal(chosen[::2], run(hidden, table, keys, temperature)[0][::2])
 
 
+@pytest.mark.parametrize("vocab", [64, 100, 300])
+@pytest.mark.parametrize(("softcap", "suppressed", "first_id"), [(None, (), None), (30.0, (3000, 3099), 3000)])
+def test_both_choose_among_logits_in_memory(vocab, softcap, suppressed, first_id, monkeypatch):
+    """Of vocabularies of one tile and of several, of which the last is a part; of equal logits the lowest id, also in different tiles."""
+    monkeypatch.setattr(triton, "LOGITS", 64)
+    rng = np.random.default_rng(vocab)
+    logits, keys, temperature = rng.integers(-40, 40, (7, vocab)).astype(np.float32), choices.keys(rng, 7), choices.temperatures(rng, 7)
+    capped, first = logits if softcap is None else softcap * np.tanh(logits / softcap), first_id or 0
+    ids = np.broadcast_to(np.arange(vocab) + first, logits.shape)
+    scores = choices.scores(capped, keys, temperature, ids, suppressed)
+    for implementation in BOTH:
+        at = None if first_id is None else jnp.int32(first_id)
+        chosen, maxima = choose(jnp.asarray(logits), keys, temperature, softcap, suppressed, at, implementation=implementation)
+        choices.assert_best(chosen, scores, ids)
+        np.testing.assert_allclose(maxima, scores.max(axis=1), rtol=0, atol=1e-4)
+        greedy, _ = choose(jnp.asarray(logits), keys, np.zeros_like(temperature), implementation=implementation)
+        assert np.array_equal(greedy, logits.argmax(axis=1)), implementation
+
+
 def test_rows_are_divided_into_powers_of_two_that_waste_less_than_sixteen():
     for rows in range(1, 257):
         for most in (16, 32, 128):
@@ -207,7 +226,7 @@ def test_a_packed_table_lowers_for_cuda_as_one_kernel(rows):
 
 @pytest.mark.parametrize(("rows", "gpu", "stored"), [(1, "9.0", False), (64, "9.0", False), (65, "9.0", True), (64, "8.0", False)])
 def test_a_packed_table_stores_no_logits_of_few_rows(rows, gpu, stored):
-    """On Hopper a kernel of the Mosaic GPU dialect serves; of many rows that gives logits, from which XLA chooses."""
+    """On Hopper a kernel of the Mosaic GPU dialect serves; of many rows that gives logits, from which another kernel chooses."""
     leaf = jax.ShapeDtypeStruct
     table = abstract((262_144, 1024), "int8", group=None, scale_dtype=jnp.bfloat16)
     arrays = leaf((rows, 1024), jnp.bfloat16), table, leaf((rows, 2), jnp.uint32), leaf((rows,), jnp.float32)
@@ -241,7 +260,8 @@ def test_which_packed_tables_a_kernel_serves():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "rows", "kernel"), [("9.0", 32, "triton"), ("9.0", 40, "mosaic"), ("9.0", 160, "mosaic"), ("8.0", 160, "xla")]
+    ("gpu", "rows", "kernel"),
+    [("9.0", 32, "triton"), ("9.0", 40, "mosaic"), ("9.0", 160, "mosaic"), ("9.0", 161, "of logits"), ("8.0", 160, "of logits")],
 )
 def test_on_hopper_many_rows_take_a_kernel_of_its_own(gpu, rows, kernel):
     leaf = jax.ShapeDtypeStruct
@@ -253,6 +273,7 @@ def test_on_hopper_many_rows_take_a_kernel_of_its_own(gpu, rows, kernel):
         text = for_cuda(head, *arrays)
     assert most == (160 if gpu == "9.0" else 64, 64)
     assert text.count("@mosaic_gpu_v2") == (kernel == "mosaic") and text.count('name = "lm_head"') == (kernel == "triton")
+    assert text.count('name = "choose"') == (kernel == "of logits")
 
 
 def test_what_the_hopper_kernel_cannot_serve_is_refused():
