@@ -28,9 +28,9 @@ from pallas_kernels.packed import Packed
 # How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
 # reads them again, which takes as long as two or three passes.
 MOST_PASSES = 3
-# Where parts of XLA's products were found to be faster on an H200: from so many to so many rows, from so many weights on, so many parts at
-# most, and in all of them together so many tiles of so many outputs at most.
-XLA_ROWS, XLA_LEAST_WEIGHTS, XLA_MOST_PARTS, XLA_TILES, XLA_TILE = (129, 192), 12 << 20, 3, 96, 128
+# Where parts of XLA's products were found to be faster on an H200: up to so many rows, from so many weights on, so few and so many parts,
+# and in all of them together so many tiles of so many outputs at most. Fewer rows have other kernels.
+XLA_LEAST_ROWS, XLA_PARTS, XLA_TILE = 129, ((192, 12 << 20, 2, 3, 96), (256, 1 << 20, 4, 4, 96)), 128
 
 
 def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: bool = False) -> int:
@@ -127,12 +127,14 @@ def gated_by(
 def xla_parts(rows: int, w: jax.Array | Packed) -> int:
     """Into how many parts the sums of XLA's product of so many rows with w [O, H] are cut where a kernel adds them up. XLA cuts them too,
     to fill the GPU, but adds them with a kernel of its own."""
-    few = isinstance(w, Packed) or w.size < XLA_LEAST_WEIGHTS
-    if few or dialect.mosaic_obstacle() or not XLA_ROWS[0] <= rows <= XLA_ROWS[1]:
+    if isinstance(w, Packed) or rows < XLA_LEAST_ROWS or dialect.mosaic_obstacle():
         return 1
     outputs, width = w.shape
-    most = min(XLA_MOST_PARTS, XLA_TILES // pl.cdiv(outputs, XLA_TILE))
-    return next((count for count in range(most, 1, -1) if width % (64 * count) == 0), 1)
+    for most_rows, weights, least, most, tiles in XLA_PARTS:
+        if rows <= most_rows:
+            most = min(most, tiles // pl.cdiv(outputs, XLA_TILE)) if w.size >= weights else 1
+            return next((count for count in range(most, least - 1, -1) if width % (64 * count) == 0), 1)
+    return 1
 
 
 def by_kernel(x: Any, w: Any, *others: Any, splits: int | None = None, implementation: str = "auto") -> bool:

@@ -245,7 +245,8 @@ def test_auto_leaves_narrow_products_of_many_rows_to_xla(monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "outputs", "width", "parts"),
     [(160, 5376, 21504, 2), (160, 5376, 8192, 2), (160, 3840, 15360, 3), (160, 3840, 4096, 2), (128, 3840, 15360, 1), (193, 3840, 15360, 1)]
-    + [(160, 8192, 3840, 1), (160, 2816, 4096, 1), (160, 3840, 64 * 101, 1)],  # many outputs; few weights; a width without parts
+    + [(160, 8192, 3840, 1), (160, 2816, 4096, 1), (160, 3840, 64 * 101, 1)]  # many outputs; few weights; a width without parts
+    + [(256, 1536, 6144, 4), (200, 2560, 10240, 4), (256, 1536, 64 * 18, 1), (257, 1536, 6144, 1), (193, 1536, 512, 1)],
 )
 def test_xla_leaves_sums_of_many_rows_to_the_next_kernel_on_hopper(rows, outputs, width, parts):
     x, w = (jax.ShapeDtypeStruct((count, width), jnp.bfloat16) for count in (rows, outputs))
