@@ -33,10 +33,11 @@ class DecodeState:
     stop_ids: [S, N] int32, padded with -1. seed: [S, 2] uint32, temperature: [S] float32, filters and edits: how each slot chooses, see
     `Sampling` and `Edits`. automaton, automaton_start: [S] int32, the state of what a structured text must be and the one that it begins
     in, see `Constraint`; 0 for other texts. rounds: [S] int32, draft/verify rounds so far. drafted: [S] int32, tokens drafted so far,
-    without those that were not verified. verified: [S, 64, 2] int32, how many drafts round r verified, and how many of them were guesses,
-    at r modulo 64, of rounds that tell: see `Round.tells`. acceptance: [S, 2] float32, how many of the newest drafts were tried and how
-    many accepted, see `verification.seen`. logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were
-    asked for them. starved: [] bool, the last call needed more full-attention pages than were free and left every sequence as it was.
+    without those that were not verified. beyond: [S] int32, drafts that the newest round accepted past the text's end. verified:
+    [S, 64, 2] int32, how many drafts round r verified, and how many of them were guesses, at r modulo 64, of rounds that tell: see
+    `Round.tells`. acceptance: [S, 2] float32, how many of the newest drafts were tried and how many accepted, see `verification.seen`.
+    logprobs: [S, 256, ...], of the token at position p in row p modulo 256, of calls that were asked for them. starved: [] bool, the
+    last call needed more full-attention pages than were free and left every sequence as it was.
     drafter: the drafter's state. mail: of a state on a mesh, what kernels that sum over its devices have to know, or None; see
     `sharding`."""
 
@@ -58,6 +59,7 @@ class DecodeState:
     automaton_start: jax.Array
     rounds: jax.Array
     drafted: jax.Array
+    beyond: jax.Array
     verified: jax.Array
     acceptance: jax.Array
     logprobs: Logprobs
@@ -140,6 +142,7 @@ def init_state(
         automaton_start=per_slot(),
         rounds=per_slot(),
         drafted=per_slot(),
+        beyond=per_slot(),
         verified=per_slot(VERIFIED_ROUNDS, 2),
         acceptance=per_slot(2, dtype=jnp.float32),
         logprobs=Logprobs(
@@ -192,6 +195,7 @@ def admit(state: DecodeState, slots: jax.Array, requests: Requests) -> DecodeSta
         automaton_start=put(state.automaton_start, zero if requests.automaton_start is None else requests.automaton_start),
         rounds=put(state.rounds, zero if requests.rounds is None else requests.rounds),
         drafted=put(state.drafted, zero if requests.drafted is None else requests.drafted),
+        beyond=put(state.beyond, zero),
         acceptance=put(state.acceptance, jnp.zeros((count, 2), jnp.float32)),
     )
 
@@ -235,10 +239,10 @@ def fork(state: DecodeState, sources: jax.Array, slots: jax.Array, rows: jax.Arr
 
 @struct.dataclass
 class Report:
-    """What the host learns of B slots after a call, in one array since each has its cost. rows: [B, 7 + W] int32, of each slot the length,
-    computed, status, rounds and drafted, see DecodeState; of all, how many full pages are unused and whether the call was starved; then the
-    tokens at the positions that the host did not know, as many as the length grew, at most W, and ~token where it was a draft. With
-    `verified` 128 more columns are that field of the state. logprobs: of the same tokens, or None."""
+    """What the host learns of B slots after a call, in one array since each has its cost. rows: [B, 8 + W] int32, of each slot the length,
+    computed, status, rounds, drafted and beyond, see DecodeState; of all, how many full pages are unused and whether the call was
+    starved; then the tokens at the positions that the host did not know, as many as the length grew, at most W, and ~token where it was
+    a draft. With `verified` 128 more columns are that field of the state. logprobs: of the same tokens, or None."""
 
     rows: jax.Array
     logprobs: Logprobs | None
@@ -246,11 +250,11 @@ class Report:
 
     @property
     def free_pages(self) -> int:
-        return int(self.rows[0, 5])
+        return int(self.rows[0, 6])
 
     @property
     def starved(self) -> bool:
-        return bool(self.rows[0, 6])
+        return bool(self.rows[0, 7])
 
     def verified_by(self, row: int, first: int, last: int) -> list[list[int]] | None:
         """Of each of a slot's rounds first .. last - 1, at most the newest 64, how many drafts it verified and how many of them were
@@ -272,7 +276,8 @@ def report(state: DecodeState, slots: jax.Array, start: jax.Array, width: int, l
     rows = state.logprobs.chosen.shape[1]
     kept = at[:, :rows] % rows
     pages = (jnp.broadcast_to(x, slots.shape) for x in (state.cache.free_count, state.starved.astype(jnp.int32)))
-    numbers = jnp.stack([*map(of, (state.length, state.computed, state.status, state.rounds, state.drafted)), *pages], axis=1)
+    fields = state.length, state.computed, state.status, state.rounds, state.drafted, state.beyond
+    numbers = jnp.stack([*map(of, fields), *pages], axis=1)
     tokens, from_draft = (x.at[slots[:, None], at].get(mode="clip") for x in (state.tokens, state.from_draft))
     more = [of(state.verified).reshape(len(slots), -1)] if verified else []
     return Report(

@@ -104,6 +104,7 @@ def _step(
     hidden = take_row(hidden, last)[:, 0]
     observed = Observed(target, slots, block.ids, block.positions, hidden, tuple(taps), kept, newest, round.draft_attention)
     checked = jnp.maximum(count - 1, 0)
+    beyond = jnp.where(kept > 0, jnp.minimum(accepted, checked) - jnp.minimum(accepted, kept), 0)
     guessed = jnp.full_like(checked, round.drafts) if round.rows is None else checked
     if k and tree is None:
         real = jnp.sum(jnp.cumprod((drafts.tokens >= 0) & (at < checked[:, None]), axis=1, dtype=jnp.int32), axis=1)
@@ -119,6 +120,7 @@ def _step(
         computed=state.computed.at[slots].add(kept, mode="drop"),
         rounds=state.rounds.at[slots].add(live.astype(jnp.int32), mode="drop"),
         drafted=state.drafted.at[slots].add(jnp.where(live, guessed, 0), mode="drop"),
+        beyond=state.beyond.at[jnp.where(live, slots, state.slots)].set(beyond, mode="drop"),
     )
 
 

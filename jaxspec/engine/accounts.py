@@ -15,6 +15,7 @@ from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.device_clock import Compiling
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
+from jaxspec.engine.settings import Settings
 from jaxspec.engine.stats import RoundStats, Stats
 from jaxspec.engine.trials import Comparison
 
@@ -22,13 +23,13 @@ from jaxspec.engine.trials import Comparison
 class Accounts:
     """The totals of an LLM. They stay when it is closed.
 
-    runners: of all data shards. most_accepted: drafts that a round can accept at most. watch: warns of drafts that are hardly ever
+    runners: of all data shards. settings: of the LLM. watch: warns of drafts that are hardly ever
     accepted. reading: the comparison of the drafter's two readings, if it has them. While that is open nothing is watched, since the
     wrong one may accept nothing.
     """
 
-    def __init__(self, runners: Sequence[Runner], most_accepted: int, watch: Watch, reading: Comparison | None):
-        self._runners, self._most_accepted, self._watch, self._reading = runners, most_accepted, watch, reading
+    def __init__(self, runners: Sequence[Runner], settings: Settings, watch: Watch, reading: Comparison | None):
+        self._runners, self._settings, self._watch, self._reading = runners, settings, watch, reading
         self._totals = Stats()  # of requests that have ended
         self.compiling = Compiling()  # of all runners and of what else compiles
         self._begun: float | None = None  # since when a call has been computing, by `clock`
@@ -57,21 +58,20 @@ class Accounts:
     def add(self, request: Request) -> RoundStats:
         """Adds a request's rounds to the totals, and returns them."""
         request.accounted = True
-        flags, first = np.asarray(request.from_draft, bool), request.first_token_seconds
-        rounds = RoundStats.of(flags, request.drafted, self._most_accepted, first, request.guessed, request.nodes)
+        flags, most, room = np.asarray(request.from_draft, bool), self._settings.most_accepted, self._settings.max_len - len(request.prompt)
+        told = {"by_round": request.guessed, "nodes": request.nodes, "beyond": request.beyond, "room": room}
+        rounds = RoundStats.of(flags, request.drafted, most, request.first_token_seconds, **told)
         self._totals = self._totals.plus(len(request.prompt), rounds, request.shared)
-        if self._most_accepted and (self._reading is None or self._reading.verdict is not None):
+        if most and (self._reading is None or self._reading.verdict is not None):
             self._watch.see(rounds.rounds_by_draft[0], rounds.steps - rounds.histogram[0], request.temperature)
         return rounds
 
     def stats(self, **more: Any) -> Stats:
         """The totals at this moment. more: fields that others know."""
         runners = self._runners
-        times = max((runner.times for runner in runners), key=lambda times: times.busy_seconds)
         return dataclasses.replace(
             self._totals,
-            busy_seconds=times.busy_seconds,
-            host_times=tuple(times.host_times),
+            times=tuple((runner.times.busy_seconds, tuple(runner.times.host_times)) for runner in runners),
             compilations=sum(len(runner.programs.compiled) for runner in runners),
             compile_seconds=self.compiling.seconds,
             preemptions=sum(runner.preemptions for runner in runners),

@@ -85,7 +85,7 @@ class LLM:
         self._structures = Structures(tokenizer, vocab_size, settings.structured_blocks, settings.structured_rows, self._check_open)
         runners = list[Runner]()
         reading = readings.comparison_of(drafter, settings)
-        self._accounts = Accounts(runners, settings.most_accepted, Watch(drafter, settings.accept), reading)
+        self._accounts = Accounts(runners, settings, Watch(drafter, settings.accept), reading)
         with self._lock():
             own, more = settings.of_shard(placement.shards), {"structures": self._structures, "clock": lambda: self._accounts.seconds}
             more |= {"compiling": self._accounts.compiling}
@@ -304,11 +304,11 @@ class LLM:
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done = dict[tuple[int, int], Completion]()
         show = self.progress and len(requests) > 1 if use_tqdm is None else bool(use_tqdm)
-        made = use_tqdm if callable(use_tqdm) else tqdm
+        made = use_tqdm if callable(use_tqdm) else functools.partial(tqdm, disable=not show)
         parts = contextlib.closing(self._serving.together(requests))  # pyright: ignore[reportArgumentType]
         with self._lock():
             try:
-                with made(total=len(requests), desc="Generating", unit="prompt", disable=not show) as bar, parts as parts:
+                with contextlib.closing(made(total=len(requests), desc="Generating", unit="prompt")) as bar, parts as parts:
                     for some in parts:
                         done |= {(c.prompt_index, c.index): c for c in some}
                         bar.update(len(some))

@@ -55,6 +55,7 @@ class Request:
     computed: int = 0
     rounds: int = 0
     drafted: int = 0
+    beyond: int = 0  # drafts that its last round accepted past its end
     verified: list[int] = dataclasses.field(default_factory=list)  # how many drafts each round verified, one after the other
     guessed: list[int] = dataclasses.field(default_factory=list)  # how many of them were guesses
     nodes: list[int] = dataclasses.field(default_factory=list)  # the same on all paths of a tree
@@ -138,14 +139,14 @@ class Request:
     def advance(self, report: decode.Report, row: int, known: int, shape: RoundShape) -> None:
         """Takes in what a call reports about it. row: its row of the report, which tells of the tokens after the first `known`. shape: of
         each of the call's rounds."""
-        length, self.computed, self.status, rounds, self.drafted = report.rows[row, :5].tolist()
+        length, self.computed, self.status, rounds, self.drafted, self.beyond = report.rows[row, :6].tolist()
         told, k = report.verified_by(row, self.rounds, rounds), shape.num_draft_tokens
         each = [(k, k, shape.drafts)] * (rounds - self.rounds) if told is None else [(checked, real, real) for checked, real in told]
         self.verified += [checked for checked, _, _ in each]
         self.guessed += [guessed for _, guessed, _ in each]
         self.nodes += [nodes for _, _, nodes in each]
         self.rounds, new = rounds, slice(self.length - known, length - known)
-        tokens = report.rows[row, 7:][new]
+        tokens = report.rows[row, 8:][new]
         self.output += np.where(tokens < 0, ~tokens, tokens).tolist()
         self.from_draft += (tokens < 0).tolist()
         assert self.length == length, f"a call tells of {len(tokens)} tokens; {length - self.length} more are needed"
@@ -161,10 +162,17 @@ class Request:
         if self.ended:
             piece += self.text.finish()
         if self.text.found is not None:
-            kept = self.text.tokens
-            self.output, self.from_draft, self.logprobs = self.output[:kept], self.from_draft[:kept], self.logprobs[:kept]
+            self._drop(self.text.tokens)
         new, self.taken = self.output[self.taken :], len(self.output)
         return new, piece
+
+    def _drop(self, kept: int) -> None:
+        """Drops the new tokens after the first `kept`. Drafts among them that belong to the last kept token's round were accepted all the
+        same."""
+        flags = self.from_draft[kept - 1 :]
+        run = next((i for i, draft in enumerate(flags) if not draft), len(flags))
+        self.beyond = max(run - 1, 0) + (self.beyond if run == len(flags) else 0)
+        self.output, self.from_draft, self.logprobs = self.output[:kept], self.from_draft[:kept], self.logprobs[:kept]
 
 
 def needs_of(requests: Iterable[Request], suppress_tokens: tuple[int, ...] = ()) -> Needs:

@@ -54,7 +54,8 @@ class RoundStats:
     drafted: int
     """Tokens that the drafter guessed and the target verified."""
     histogram: tuple[int, ...]
-    """Rounds by how many drafts they accepted, 0 .. K."""
+    """Rounds by how many drafts they accepted, 0 .. K. Drafts that the last one accepted past a stop or a limit count, though they became
+    no tokens."""
     from_draft: tuple[bool, ...] = dataclasses.field(repr=False)
     """For each new token, whether it was an accepted draft."""
     first_token_seconds: float = dataclasses.field(default=0.0, compare=False)
@@ -71,15 +72,22 @@ class RoundStats:
         first_token_seconds: float = 0.0,
         by_round: Sequence[int] | None = None,
         nodes: Sequence[int] | None = None,
+        beyond: int = 0,
+        room: int | None = None,
     ) -> RoundStats:
         """From the flags of a sequence's new tokens [N] and the state's count of drafted tokens, of which those of rounds that left no
         token are not counted. num_draft_tokens: the most that a round can accept. by_round: how many guesses each round verified one after
-        the other, where it was not always num_draft_tokens; nodes: the same on all paths of a tree, where there are trees."""
+        the other, where it was not always num_draft_tokens; nodes: the same on all paths of a tree, where there are trees. beyond: drafts
+        that the last round accepted past the end. room: the most new tokens that the sequence can have, past which no draft is verified."""
         accepted, tried = accepted_by_round(from_draft), None
+        before = 1 + np.cumsum(accepted + 1) - (accepted + 1)  # new tokens that each round found
+        if len(accepted):
+            accepted[-1] += beyond
         drafted = min(int(drafted), len(accepted) * num_draft_tokens)
         if by_round is not None:
-            counts = np.asarray(by_round, np.int64)[: len(accepted)]
-            drafted = int(counts.sum() if nodes is None else sum(nodes[: len(accepted)]))
+            said = np.asarray(by_round, np.int64)[: len(accepted)]
+            counts = said if room is None else np.minimum(said, room - before)
+            drafted = int((said if nodes is None else np.asarray(nodes, np.int64)[: len(accepted)]).sum() - (said - counts).sum())
             tried = tuple(int((counts > i).sum()) for i in range(num_draft_tokens))
         flags = tuple(bool(flag) for flag in from_draft)
         return cls(drafted, histogram_of(accepted, num_draft_tokens), flags, first_token_seconds, tried)
@@ -169,7 +177,7 @@ class Stats:
     stepped_tokens: int = 0
     """New tokens less the first of each request, which no step gives."""
     histogram: tuple[int, ...] = ()
-    """Steps by how many drafts they accepted, 0 .. K."""
+    """Steps by how many drafts they accepted, 0 .. K, also past the end of a text."""
     rounds_by_draft: tuple[int, ...] = ()
     """Steps that verified at least i guesses, i = 1 .. K; empty where all verified K."""
     cached_tokens: int = 0
@@ -178,12 +186,8 @@ class Stats:
     """Sequences that made room for others and were computed again."""
     seconds: float = 0.0
     """Time spent generating, compiling excluded."""
-    busy_seconds: float = 0.0
-    """Of these, the time in which the device had a call to work on: from when the host began to hand it over until its results were
-    known."""
-    host_times: tuple[int, ...] = ()
-    """Turns that computed prompts, steps or both, by the time that the host took for one while the device had nothing to do: entry i
-    counts times up to 10 us * 2^(i/4). See `host_seconds`."""
+    times: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    """The `busy_seconds` and `host_times` of each data shard."""
     first_token_seconds: float = 0.0
     """Time until the first token was known, summed over requests."""
     begun: int = 0
@@ -226,11 +230,25 @@ class Stats:
     def __sub__(self, earlier: Stats) -> Stats:
         """What happened since. Memory, reading and learning are as they are now."""
         memory = ("weight_bytes", "state_bytes", "structured_bytes", "peak_bytes", "reading", "learning")
-        lists = ("histogram", "rounds_by_draft", "host_times")
-        names = [field.name for field in dataclasses.fields(self) if field.name not in memory + lists]
+        lists = ("histogram", "rounds_by_draft")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in (*memory, *lists, "times")]
         less = {name: getattr(self, name) - getattr(earlier, name) for name in names}
-        less |= {name: _added(getattr(self, name), tuple(-n for n in getattr(earlier, name))) for name in lists}
-        return dataclasses.replace(self, **less)
+        less |= {name: _less(getattr(self, name), getattr(earlier, name)) for name in lists}
+        shards = itertools.zip_longest(self.times, earlier.times, fillvalue=(0.0, ()))
+        times = tuple((busy - before, _less(host, other)) for (busy, host), (before, other) in shards)
+        return dataclasses.replace(self, **less, times=times)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Of `seconds`, the time in which the device had a call to work on: from when the host began to hand it over until its results were
+        known. Of several data shards' that of the busiest."""
+        return max((busy for busy, _ in self.times), default=0.0)
+
+    @property
+    def host_times(self) -> tuple[int, ...]:
+        """Turns that computed prompts, steps or both, by the time that the host took for one while the device had nothing to do: entry i
+        counts times up to 10 us * 2^(i/4). Of the busiest data shard. See `host_seconds`."""
+        return max(self.times, default=(0.0, ()))[1]
 
     @property
     def acceptance_length(self) -> float:
@@ -295,3 +313,8 @@ class Stats:
 def _added(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     """Histograms entry by entry; the shorter one has nothing beyond its end."""
     return tuple(a + b for a, b in itertools.zip_longest(first, second, fillvalue=0))
+
+
+def _less(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """The first histogram without the second one."""
+    return _added(first, tuple(-n for n in second))

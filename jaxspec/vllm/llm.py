@@ -215,7 +215,7 @@ class LLM:
 
     def get_metrics(self) -> list[Counter | Vector]:
         """Totals since the model was loaded, under vLLM's names."""
-        return counters(self.jaxspec.stats)
+        return counters(self.jaxspec.stats, self.jaxspec.settings.most_accepted)
 
     def _params(self, given: Any) -> SamplingParams | list[SamplingParams]:
         """One for all prompts, or a list of one for each. Raises TypeError for what is neither."""

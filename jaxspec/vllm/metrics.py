@@ -46,9 +46,11 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def counters(stats: Stats) -> list[Counter | Vector]:
-    """Totals under vLLM's names. A draft there is a round that guessed anything."""
+def counters(stats: Stats, most_accepted: int) -> list[Counter | Vector]:
+    """Totals under vLLM's names. A draft there is a round that guessed anything. As there, drafts that were accepted past the end of a text
+    count. most_accepted: drafts that a round can accept at most."""
     by_round = list(itertools.accumulate(reversed(stats.histogram[1:])))  # rounds that accepted at least K, K - 1, .. 1 tokens
+    by_round = by_round or [0] * most_accepted
     values = {
         "request_success": stats.requests,
         "prompt_tokens": stats.prompt_tokens,
@@ -58,7 +60,7 @@ def counters(stats: Stats) -> list[Counter | Vector]:
         "prefix_cache_hits": stats.cached_tokens,
         "spec_decode_num_drafts": drafts(stats.rounds_by_draft),
         "spec_decode_num_draft_tokens": stats.drafted,
-        "spec_decode_num_accepted_tokens": stats.accepted,
+        "spec_decode_num_accepted_tokens": accepted(stats.histogram),
     }
     found = [Counter(f"vllm:{name}", value) for name, value in values.items()]
     return [*found, Vector("vllm:spec_decode_num_accepted_tokens_per_pos", by_round[::-1])]
@@ -67,3 +69,8 @@ def counters(stats: Stats) -> list[Counter | Vector]:
 def drafts(rounds_by_draft: tuple[int, ...]) -> int:
     """Rounds that guessed anything."""
     return rounds_by_draft[0] if rounds_by_draft else 0
+
+
+def accepted(histogram: tuple[int, ...]) -> int:
+    """Drafts that rounds accepted, whether or not a text ended before them."""
+    return sum(i * rounds for i, rounds in enumerate(histogram))

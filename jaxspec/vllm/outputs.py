@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxspec.engine.completion import Completion, Logprob
-from jaxspec.vllm.metrics import drafts
+from jaxspec.vllm.metrics import accepted, drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def request_output(request_id: str, samples: Sequence[Completion], texts: Sequen
         first_token_latency=min(found.first_token_seconds for found in stats),
         num_drafts=sum(drafts(found.rounds_by_draft) for found in stats),
         num_draft_tokens=sum(found.drafted for found in stats),
-        num_accepted_tokens=sum(found.accepted for found in stats),
+        num_accepted_tokens=sum(accepted(found.histogram) for found in stats),
     )
     return RequestOutput(
         request_id=request_id,

@@ -150,9 +150,34 @@ def test_any_number_of_drafts_and_any_batch_gives_the_same_tokens(load, parrot, 
         rounds = rounds_of(parrot, row, len(completion.prompt_token_ids), k)
         stats = completion.stats
         assert stats.histogram == tuple(np.bincount(rounds, minlength=k + 1)), f"row {row}"
-        assert (stats.steps, stats.drafted) == (len(rounds), k * len(rounds))
+        starts = len(completion.prompt_token_ids) + 1 + np.cumsum([0, *(accepted + 1 for accepted in rounds[:-1])])
+        assert (stats.steps, stats.drafted) == (len(rounds), sum(min(k, MAX_LEN - start) for start in starts if rounds))
     if k == K:
         assert completions[0].stats.acceptance_length > 1.5
+
+
+def test_rates_do_not_depend_on_where_a_text_ends(speculative, parrot, expected):
+    """A text that ends within accepted drafts, by a limit, a stop id or a stop string, has the rounds of a longer one: what its last round
+    accepted counts whole."""
+    [first] = speculative.generate([PROMPTS[0][0]], params(0, max_tokens=1))
+    prompt = first.prompt_token_ids
+    rounds = rounds_of(parrot, 0, len(prompt), K)
+    assert max(rounds) > 1
+    ends = np.cumsum([1, *(accepted + 1 for accepted in rounds)])  # new tokens after each round
+    stops = [(n, params(0, max_tokens=n)) for n in range(1, 16)]
+    for n in range(2, 16):
+        last = expected[0][n - 1]
+        if last not in expected[0][: n - 1]:
+            stops += [(n, params(0, stop_token_ids=[last]))]
+            if (text := speculative.tokenizer.decode([last])) not in speculative.tokenizer.decode(expected[0][: n - 1]):
+                stops += [(n, params(0, stop=[text]))]
+    assert len(stops) > 20
+    found = speculative.generate([prompt] * len(stops), [p for _, p in stops])
+    for (n, p), completion in zip(stops, found, strict=True):
+        assert p.stop or len(completion.token_ids) == n  # a stop string may be whole with a later token's bytes
+        had = rounds[: int(np.searchsorted(ends, len(completion.token_ids)))]
+        assert completion.stats.histogram == tuple(np.bincount(had, minlength=K + 1)), (n, completion.finish_reason)
+        assert completion.stats.accepted == sum(completion.stats.from_draft)
 
 
 def test_the_next_call_takes_the_weights_of_a_drafter_that_replaces_another(speculative, expected):

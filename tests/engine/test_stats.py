@@ -80,7 +80,7 @@ def test_totals_tell_of_cached_prompts_and_of_sequences_that_gave_way():
     total = Stats().plus(100, rounds, 64).plus(10, rounds)
     assert (total.prompt_tokens, total.cached_tokens) == (110, 64)
     assert "prompts 110, 64 of them cached" in str(total) and "preempt" not in str(total)
-    later = dataclasses.replace(total.plus(100, rounds, 36), preemptions=2, seconds=2.0, busy_seconds=1.5)
+    later = dataclasses.replace(total.plus(100, rounds, 36), preemptions=2, seconds=2.0, times=((1.5, (2,)),))
     assert "2 preemptions" in str(later) and ((later - total).cached_tokens, (later - total).busy_seconds) == (36, 1.5)
 
 
@@ -107,6 +107,30 @@ def test_rounds_of_differing_numbers_of_drafts():
     assert RoundStats.of(flags[:1], 0, 2, by_round=[]).acceptance_rates == (0.0, 0.0)
 
 
+def test_drafts_past_the_end_of_a_text_were_accepted_too():
+    """The third round accepted two drafts and the text ended with its first; or it accepted all of its four."""
+    flags = np.array([c == "1" for c in "0" + "1110" + "0" + "1"], bool)
+    for beyond, histogram in ((0, (1, 1, 0, 1, 0)), (1, (1, 0, 1, 1, 0)), (3, (1, 0, 0, 1, 1))):
+        stats = RoundStats.of(flags, 12, 4, by_round=[4, 4, 4], beyond=beyond)
+        assert (stats.histogram, stats.accepted, stats.drafted, stats.acceptance_length) == (histogram, 4, 12, 2.0)
+    assert RoundStats.of(flags[:1], 0, 4, by_round=[], beyond=0).histogram == (0, 0, 0, 0, 0)
+
+
+def test_rounds_verify_no_drafts_that_have_no_room():
+    """A sequence of at most ten new tokens: its rounds found 1, 4, 5 and 8 of them."""
+    flags = np.array([c == "1" for c in "0" + "110" + "0" + "110" + "10"], bool)
+    stats = RoundStats.of(flags, 16, 4, by_round=[4] * 4, nodes=[4] * 4, room=10)
+    assert (stats.rounds_by_draft, stats.drafted, stats.acceptance_rates) == ((4, 4, 3, 3), 14, (3 / 4, 2 / 4, 0.0, 0.0))
+    assert RoundStats.of(flags, 16, 4, by_round=[4] * 4, nodes=[4] * 4, room=100).drafted == 16
+
+
+def test_the_difference_of_two_totals_takes_each_data_shard_by_itself():
+    before, after = Stats(times=((6.0, (3, 1)), (5.0, (4,)))), Stats(times=((7.0, (3, 2)), (10.0, (4, 0, 9))))
+    assert ((after - before).busy_seconds, (after - before).host_times) == (5.0, (0, 0, 9))
+    assert ((after - Stats()).busy_seconds, (after - Stats()).host_times) == (10.0, (4, 0, 9))
+    assert (Stats().busy_seconds, Stats().host_times) == (0.0, ())
+
+
 def test_where_the_time_of_a_device_goes():
     now = 0.0
     times = Times(lambda: now)
@@ -119,7 +143,7 @@ def test_where_the_time_of_a_device_goes():
         times.waited()
         times.turn()
     assert times.busy_seconds == pytest.approx(3.5) and now == pytest.approx(3.505)
-    found = Stats(host_times=tuple(times.host_times))
+    found = Stats(times=((times.busy_seconds, tuple(times.host_times)),))
     assert sum(found.host_times) == 2  # the third turn took no time
     assert found.host_seconds(0.5) == pytest.approx(0.002, rel=0.2) and found.host_seconds(1.0) == pytest.approx(0.003, rel=0.2)
     assert (found - found).host_seconds() == 0.0 == Stats().host_seconds()
@@ -150,7 +174,7 @@ def test_the_hosts_times_are_told_to_about_a_tenth():
     times = Times(lambda: next(moments))
     for _ in every:
         times.turn()
-    found = Stats(host_times=tuple(times.host_times))
+    found = Stats(times=((times.busy_seconds, tuple(times.host_times)),))
     assert np.allclose([found.host_seconds(share) for share in shares], np.quantile(every, shares), rtol=0.1)
     for entry in (-1, 0):  # the last entry has no end, and the first no beginning
         before = times.host_times[entry]

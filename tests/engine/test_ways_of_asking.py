@@ -1,6 +1,7 @@
 """The forms in which prompts and params may come, streams in asynchronous code, results as dicts, and an LLM that is closed."""
 
 import asyncio
+import functools
 import gc
 import json
 import threading
@@ -80,6 +81,26 @@ def test_a_progress_bar_on_demand(llm, capsys):
     llm.generate(["import os"] * 2, PARAMS, use_tqdm=Bar)
     llm.generate(["import os"] * 2, PARAMS, use_tqdm=False)
     assert made == [2]
+    capsys.readouterr()
+    llm.generate(["import os"] * 2, PARAMS, use_tqdm=functools.partial(jaxspec.engine.llm.tqdm, disable=True))
+    assert not capsys.readouterr().err
+
+
+def test_a_bar_needs_to_be_updated_and_closed_alone(llm):
+    seen = []
+
+    class Bar:
+        def __init__(self, **said):
+            seen.append(said["total"])
+
+        def update(self, count):
+            seen.append(count)
+
+        def close(self):
+            seen.append("closed")
+
+    llm.generate(["import os"] * 2, PARAMS, use_tqdm=Bar)
+    assert (seen[0], sum(seen[1:-1]), seen[-1]) == (2, 2, "closed")
 
 
 def test_a_completion_as_a_dict(llm, expected):
