@@ -28,7 +28,7 @@ from jaxspec.learning.losses import Batch, distil_loss, target_loss
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
 from jaxspec.progress import watched
-from jaxspec.sharding.placement import Placement, placement_of
+from jaxspec.sharding.placement import placement_of
 from jaxspec.sharding.specs import WHOLE
 from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, read_quantisation, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
@@ -92,7 +92,7 @@ def distil(
     folder = checkpoint.resolve(target)
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     placement = placement_of(mesh)
-    model = jax.device_put(_target(folder, DTYPES[how.dtype]), placement.sharding(WHOLE))
+    model = _target(folder, DTYPES[how.dtype])  # which writes texts where it is; a mesh's devices get copies when training begins
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
     weights, config, generation = _drafter(drafter_kind, init, raw, model, texts, how.seed)
     try:
@@ -119,7 +119,8 @@ def distil(
     with alone(out):
         own = None
         if self_generate:
-            own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, placement, out / WRITTEN, progress)
+            own = _own(folder, model, tokenizer, texts, self_generate, temperature, how, out / WRITTEN, progress)
+        model = jax.device_put(model, placement.sharding(WHOLE))
         fit(
             loss,
             weights,
@@ -245,11 +246,11 @@ def _own(
     count: int,
     temperature: float,
     how: Run,
-    placement: Placement,
     kept: Path,
     progress: bool,
 ) -> Batch:
-    """Texts that the target writes. They are kept in a file as they come, so that a run which goes on has the same."""
+    """Texts that the target writes on one device, where `model` lies. They are kept in a file as they come, so that a run which goes on has
+    the same."""
     asked = json.dumps([str(folder), _fingerprint(texts), count, temperature, how.seed, how.length])
     own = Batch(*(np.zeros((0, *shape), np.int32) for shape in ((how.length,), (), ())))
     if kept.exists():
@@ -262,9 +263,8 @@ def _own(
     from jaxspec.engine.settings import Settings
 
     config, generation = read_target(folder)
-    slots = min(count, _slots(model, how.length, placement))
-    attention = "auto" if placement.size == 1 else "xla"  # kernels do not run on arrays that lie on several devices
-    settings = Settings(num_draft_tokens=0, max_slots=slots, max_len=how.length, attention=attention, progress=progress)
+    slots = min(count, _slots(model, how.length))
+    settings = Settings(num_draft_tokens=0, max_slots=slots, max_len=how.length, progress=progress)
     llm = LLM(model, NoDraft(), tokenizer, settings, eos_token_ids=eos_token_ids(config, generation))
     prompts = beginnings(texts, count, how.seed)
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -285,14 +285,13 @@ def _fingerprint(texts: Batch) -> list[int]:
     return [len(texts.ids), int(np.sum(texts.ids, dtype=np.int64))]
 
 
-def _slots(model: TargetModel, length: int, placement: Placement) -> int:
+def _slots(model: TargetModel, length: int) -> int:
     """How many texts are written at a time: what memory allows beside what is there."""
     device = jax.local_devices()[0]
     limit = memory_limit(device)
     if limit is None:
         return AUTO_SLOTS
-    kernels = placement.size == 1 and dialect.obstacle() is None
-    sizes = sizes_of(model, NoDraft(), max_len=length, num_draft_tokens=0, kernels=kernels)
+    sizes = sizes_of(model, NoDraft(), max_len=length, num_draft_tokens=0, kernels=dialect.obstacle() is None)
     room = int(0.9 * limit) - memory_used(device) + sizes.weights  # which are there already
     return most_slots(sizes, room, WRITING_SLOTS) or 1
 

@@ -17,7 +17,6 @@ from jaxspec.drafters import NoDraft
 from jaxspec.drafters.registry import save_trained
 from jaxspec.engine import memory
 from jaxspec.learning.losses import Batch
-from jaxspec.sharding.placement import ONE_DEVICE
 from jaxspec.train import distil, finetune, tuning
 from jaxspec.train.data import batch_of, read
 from jaxspec.train.generate import beginnings
@@ -77,6 +76,16 @@ def test_the_command_writes_a_drafter_that_load_takes(target, trained, capsys):
     lengths = [row["measured_acceptance_length"] for row in rows]
     assert printed.out == f"{out}\n" and printed.err.endswith(f"tokens a step {lengths[0]:.2f} -> {lengths[-1]:.2f}, on held-out texts\n")
     assert (out / "model.safetensors").read_bytes() == changed and read_metrics(out) == rows
+
+
+def test_a_run_over_two_devices_trains_on_the_texts_of_one(trained, tmp_path, monkeypatch):
+    """Of which there are more than are written at a time, so that the second's admission finds the state as the first left it."""
+    monkeypatch.setattr(tuning, "AUTO_SLOTS", 2)
+    out = tmp_path / "drafter"
+    assert cli.main([*trained[1], "--devices", "2", "--steps", "2", "--out", str(out)]) == 0
+    one, two = (np.load(folder / "self_generated.npz") for folder in (trained[0], out))
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+    assert [row["step"] for row in read_metrics(out)] == [0, 2] and (out / "model.safetensors").exists()
 
 
 def test_transformers_loads_what_is_written(trained):
@@ -197,7 +206,7 @@ def test_as_many_texts_are_written_at_a_time_as_memory_holds(monkeypatch):
     held = {}
     for limit in (None, 2**20, 2**24, 2**40):
         monkeypatch.setattr(tuning, "memory_limit", lambda device, limit=limit: limit)
-        held[limit] = tuning._slots(model, 64, ONE_DEVICE)
+        held[limit] = tuning._slots(model, 64)
     assert held[None] == 64 and held[2**40] == tuning.WRITING_SLOTS
     sizes = memory.sizes_of(model, NoDraft(), max_len=64, num_draft_tokens=0, kernels=False)
     for limit in (2**20, 2**24):  # the weights are there already, and are not what slots are counted against
