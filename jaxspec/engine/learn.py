@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxspec import checkpoint
-from jaxspec.checkpoint.files import refuse_to_replace
+from jaxspec.checkpoint.files import WEIGHTS_FILE, refuse_to_replace
 from jaxspec.drafters.registry import load_drafter, save_trained
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.device_lock import DeviceLock
@@ -282,15 +282,18 @@ class Learning:
         return [drafter for (_, drafter), _ in self._placement.split(((), self._placement.spread(weights)))]
 
     def _begin_at(self, out: Path) -> None:
-        """Makes sure that `out` can be written, and goes on from there if that was asked for. Raises ValueError or FileExistsError."""
+        """Makes sure that `out` can be written, and goes on from there if that was asked for: from the drafter, and from the state if there
+        is one. Raises ValueError or FileExistsError."""
         if self.origin.folder is None or self.origin.config is None:
             raise ValueError(f"out is {str(out)!r}, but the drafter comes from no checkpoint, whose config.json would be written there")
-        if not checkpoints.steps_of(out / STATE):
-            if not self._learner.learn.resume:
-                refuse_to_replace(out)
-            return
+        left = checkpoints.steps_of(out / STATE)
         if not self._learner.learn.resume:
-            raise FileExistsError(f"{out} holds a drafter that learnt before; give resume=True to go on from it, or another folder")
+            if left:
+                raise FileExistsError(f"{out} holds a drafter that learnt before; give resume=True to go on from it, or another folder")
+            refuse_to_replace(out)
+            return
+        if not left and not (out / WEIGHTS_FILE).exists():
+            return
         dtype = self._runners[0].target.dtype
         weights = load_drafter(out, self.origin.config, dtype, place=self._placement.place, progress=False)
         if jax.tree.structure(weights) != jax.tree.structure(self.origin.weights) or _shapes(weights) != _shapes(self.origin.weights):
@@ -298,9 +301,11 @@ class Learning:
             found = f"another drafter that learnt, {there}" if there != given else f"a {there} that learnt, of another size or config"
             raise ValueError(f"{out} holds {found} than the {given} that was given; give that one to go on, or name another folder")
         self.origin = dataclasses.replace(self.origin, weights=weights)
-        for runner, weights in zip(self._runners, self._of_shards(self.origin.weights), strict=True):
-            runner.use(weights)
-        self._learner.state = checkpoints.restore(out / STATE, *self._learner.state)
+        for runner, part in zip(self._runners, self._of_shards(weights), strict=True):
+            runner.use(part)
+        self._learner.begin_at(weights)
+        if left:
+            self._learner.state = checkpoints.restore(out / STATE, *self._learner.state)
         self._offered = self._learner.steps
 
 

@@ -9,16 +9,20 @@ from typing import Any
 import jax
 
 NEWEST = 2  # how many checkpoints stay
+NEW = ".new"  # ends the name of a checkpoint that is whole and is to replace the one of its step, if there is one
 
 
 def save(folder: Path, step: int, *trees: Any) -> Path:
-    """Writes the trees as a checkpoint in `folder`. Removes all but the newest few, and unfinished ones of killed runs."""
+    """Writes the trees as a checkpoint in `folder`. Removes all but the newest few, and unfinished ones of killed runs. Wherever it is
+    killed, a whole checkpoint stays: the one before, of this step or an older one, or the new one."""
     import orbax.checkpoint as ocp
 
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    _settle(folder)
     with ocp.StandardCheckpointer() as checkpointer:  # renames the folder when all of it is written
-        checkpointer.save(folder / str(step), _flat(*trees), force=True)
+        checkpointer.save(folder / f"{step}{NEW}", _flat(*trees))
+    _settle(folder)
     newest = {str(at) for at in steps_of(folder)[-NEWEST:]}
     for old in folder.iterdir():
         if old.name not in newest:
@@ -32,6 +36,7 @@ def restore(folder: Path, *trees: Any) -> tuple[Any, ...]:
     import orbax.checkpoint as ocp
 
     folder, flat = folder.resolve(), _flat(*trees)
+    _settle(folder)
     with ocp.StandardCheckpointer() as checkpointer:
         state = checkpointer.restore(folder / str(steps_of(folder)[-1]), jax.tree.map(ocp.utils.to_shape_dtype_struct, flat))
     return jax.tree.unflatten(jax.tree.structure(trees), [state[name] for name in flat])
@@ -39,7 +44,17 @@ def restore(folder: Path, *trees: Any) -> tuple[Any, ...]:
 
 def steps_of(folder: Path) -> list[int]:
     """The steps of a folder's checkpoints, in order."""
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+    names = {path.name.removesuffix(NEW) for path in folder.iterdir()} if folder.is_dir() else ()
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _settle(folder: Path) -> None:
+    """Gives new checkpoints the names of their steps. Until one has it, the one that it replaces may be there in part."""
+    for new in folder.glob(f"*{NEW}"):
+        old = new.with_suffix("")
+        if old.exists():
+            shutil.rmtree(old)
+        new.rename(old)
 
 
 def _flat(*trees: Any) -> dict[str, Any]:

@@ -139,7 +139,8 @@ class Learner:
 
     def begin_at(self, drafter: Any) -> None:
         """Gives up the newest weights for a drafter's, and learns from there."""
-        self.masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), split(drafter)[0])
+        trained, self._kept = split(drafter)
+        self.masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
         self.moments = self._begin(self.masters)
 
     def go_back(self, drafter: Any) -> None:

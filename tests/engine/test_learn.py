@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from locks import free
 from quick import few_programs
+from safetensors.numpy import load_file, save_file
 from tiny import tiny_assistant
 
 import jaxspec
@@ -81,6 +82,30 @@ def test_no_checkpoint_is_written_over(folders, tmp_path):
             llm.learn(dataclasses.replace(LEARN, out=mine))
         assert llm.learning is None
     assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
+
+
+def test_a_drafter_that_learnt_is_gone_on_from_where_its_state_is_lost(folders, tmp_path):
+    """With all of its weights, also those that no update changes, and moments anew. A config.json alone, which comes first, is none."""
+    out, begun, other = tmp_path / "out", tmp_path / "begun", tmp_path / "other"
+    tiny_assistant(out)
+    weights = {name: np.roll(x, 1, 0) for name, x in load_file(out / "model.safetensors").items()}
+    save_file(weights, out / "model.safetensors")
+    shutil.copytree(out, begun)
+    (begun / "model.safetensors").unlink()
+    learn = dataclasses.replace(LEARN, resume=True)
+    with jaxspec.load(*folders, **SIZES) as llm:
+        given = llm.drafter
+        with llm.learn(dataclasses.replace(learn, out=begun)):
+            assert same(llm.drafter, given)
+        with llm.learn(dataclasses.replace(learn, out=out)) as learning:
+            learner = learning._learner
+            assert same(learner.candidate(), llm.drafter) and not same(llm.drafter, given)
+            assert learning.stats.updates == 0 and not any(x.any() for x in arrays(learner.moments))
+        left = load_file(out / "model.safetensors")
+        assert all(np.array_equal(left[name], weights[name]) for name in weights)
+        tiny_assistant(other, intermediate_size=48)
+        with pytest.raises(ValueError, match="other holds a Gemma4MTP that learnt, of another size or config than the Gemma4MTP that was"):
+            llm.learn(dataclasses.replace(learn, out=other))
 
 
 def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path):
