@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_train
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, memory_used, most_slots, sizes_of
 from jaxspec.interrupts import compiled, heeded
 from jaxspec.learning.losses import Batch, distil_loss, target_loss
+from jaxspec.learning.update import split
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
 from jaxspec.progress import watched
@@ -94,7 +96,7 @@ def distil(
     placement = placement_of(mesh)
     model = _target(folder, DTYPES[how.dtype])  # which writes texts where it is; a mesh's devices get copies when training begins
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
-    weights, config, generation = _drafter(drafter_kind, init, raw, model, texts, how.seed)
+    weights, config, generation, begun = _drafter(drafter_kind, init, raw, model, texts, how.seed)
     try:
         jax.eval_shape(lambda: weights.init(1, how.length, goal.steps))
     except ValueError as error:
@@ -107,6 +109,7 @@ def distil(
         "temperature": temperature,
         "objective": dataclasses.asdict(goal),
         "config": config,
+        "init": _checksum(begun),
     }
     check_out(out, how, settings, resume)  # before texts are written, which takes long
 
@@ -208,8 +211,9 @@ def _texts(data: Files, held_out: Files | None, tokenizer: Tokenizer, length: in
 
 def _drafter(
     kind: str, init: Any, raw: Mapping[str, Any], model: TargetModel, texts: Batch, seed: int
-) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
-    """(float32 weights, config.json, generation_config.json)"""
+) -> tuple[Any, Mapping[str, Any], Mapping[str, Any], Any]:
+    """(float32 weights, config.json, generation_config.json, those of the weights by which one init is told from another). These are all of
+    a drafter that was trained; of a fresh one, whose float weights follow from config and seed, the others, which stay as they are."""
     chosen = kinds.kind_of(kind)
     if isinstance(init, str | os.PathLike):
         folder = checkpoint.resolve(init)
@@ -225,7 +229,8 @@ def _drafter(
                     f"the config.json of init {folder} leaves open {' or '.join(readings)}; expected the one that the drafter was trained "
                     "with: generate with it, and llm.stats says which accepts more"
                 )
-            return load_drafter(folder, model.config, jnp.float32, progress=False), config, generation
+            weights = load_drafter(folder, model.config, jnp.float32, progress=False)
+            return weights, config, generation, weights
     elif init is not None:
         config, generation = init, chosen.generation
     elif chosen.default_config is not None:
@@ -235,7 +240,7 @@ def _drafter(
     weights = kinds.fresh(chosen, config, model, texts.ids, seed)
     if getattr(weights, "readings", ()):  # it learns the first, and its config.json says so
         weights, config = weights.read_as(np.int32(0)).decided(config)
-    return weights, config, generation
+    return weights, config, generation, split(weights)[1]
 
 
 def _own(
@@ -283,6 +288,14 @@ def _own(
 def _fingerprint(texts: Batch) -> list[int]:
     """What tells other data most likely."""
     return [len(texts.ids), int(np.sum(texts.ids, dtype=np.int64))]
+
+
+def _checksum(weights: Any) -> str:
+    """The CRC-32 of all bytes, in hexadecimal digits."""
+    found = 0
+    for leaf in jax.tree.leaves(weights):
+        found = zlib.crc32(np.ascontiguousarray(leaf).data, found)
+    return f"{found:08x}"
 
 
 def _slots(model: TargetModel, length: int) -> int:

@@ -1,6 +1,7 @@
 """Training from files to a folder that `load` takes; a drafter that its target left behind catches up."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import small
 import tiny
+from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import cli
@@ -146,6 +148,25 @@ def test_two_runs_do_not_write_into_one_folder(trained, capsys):
         assert cli.main([*command, "--resume"]) == 2
     assert f"{out} is being written by another process; wait for it, or name another output" in capsys.readouterr().err
     assert read_metrics(out) == before
+
+
+@pytest.mark.parametrize("changed", ["masked_embedding.token_ordering", "model.norm.weight"])
+def test_a_run_begins_with_one_init(trained, tmp_path, capsys, changed):
+    """Wherever its folder is. Integers stay as the init has them, so those of another would not fit the weights of a checkpoint."""
+    out, command = shutil.copytree(trained[0], tmp_path / "out"), [*trained[1], "--out", str(tmp_path / "out")]
+    moved = shutil.copytree(command[command.index("--init") + 1], tmp_path / "moved")
+    assert cli.main([*command, "--resume", "--init", str(moved)]) == 0
+    before = (out / "model.safetensors").read_bytes()
+    weights = load_file(moved / "model.safetensors")
+    save_file({**weights, changed: np.roll(weights[changed], 1)}, moved / "model.safetensors")
+    assert cli.main([*command, "--resume", "--init", str(moved)]) == 2
+    assert re.search(r"init is '\w{8}'; the run in .*out has '\w{8}', and a resumed run must have the same", capsys.readouterr().err)
+    shutil.rmtree(out / "checkpoints")  # as a run leaves it that writes none
+    settings = json.loads((out / "settings.json").read_text())
+    (out / "settings.json").write_text(json.dumps({**settings, "save_every": 0}, indent=2) + "\n")
+    assert cli.main([*command, "--save-every", "0", "--init", str(moved)]) == 2
+    assert "out holds another checkpoint (config.json, model.safetensors), which stays" in capsys.readouterr().err
+    assert (out / "model.safetensors").read_bytes() == before
 
 
 def test_what_was_removed_or_emptied_in_a_folder_is_said(trained, tmp_path, capsys):
@@ -287,7 +308,7 @@ def test_a_quantised_target_is_not_finetuned(target, tmp_path):
 def test_what_a_config_leaves_open_is_decided_for_a_fresh_drafter_and_asked_for_a_trained_one(tmp_path):
     """A config for Gemma without input_embedding_scale: a fresh drafter learns without one, and its config.json says so."""
     config, model, texts = small.CONFIGS["dflash"], small.target(), Batch(np.arange(8, dtype=np.int32)[None], None, None)
-    fresh, written, _ = tuning._drafter("dflash", config, {}, model, texts, 0)
+    fresh, written, *_ = tuning._drafter("dflash", config, {}, model, texts, 0)
     assert fresh.reading is None and written == {**config, "input_embedding_scale": 1.0}
     save_trained(tmp_path / "open", fresh, config, {})
     message = "leaves open input_embedding_scale=1.0 or input_embedding_scale=.*; expected the one that the drafter was trained with"
