@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.engine.params import MAX_SEED, Defaults, SamplingParams
@@ -95,6 +96,7 @@ class Maker:
     def _prompt(self, index: int, prompt: Any) -> tuple[str | None, Sequence[int]]:
         """(text, token ids) of a prompt. The text is None where it was not given."""
         text, given = _parts(index, prompt) if isinstance(prompt, Mapping) else (None, prompt)
+        given = _on_host(given)
         if isinstance(given, str):
             try:
                 text, ids = given, self.tokenizer.encode(given) if given else []
@@ -174,6 +176,7 @@ class Requests(Iterator[Request]):
 def prompts_of(given: Any) -> list[Any]:
     """The prompts of a call. A str, a list of token ids or a dict is one prompt; anything else that can be iterated over, or has a length
     and numbered items, holds several. Raises TypeError."""
+    given = _on_host(given)
     single = getattr(given, "ndim", 1) == 0  # an array of one number has no length
     ids = not single and isinstance(given, list | tuple | range | np.ndarray) and len(given) > 0 and is_id(given[0])
     if isinstance(given, str | Mapping) or ids:
@@ -182,6 +185,11 @@ def prompts_of(given: Any) -> list[Any]:
     if isinstance(given, bytes) or hasattr(given, "columns") or single or not (hasattr(given, "__iter__") or numbered):
         raise TypeError(f"prompts are of type {type(given).__name__}, expected a str, a list of token ids, a dict, or a list of these")
     return list(given) if hasattr(given, "__iter__") else [given[i] for i in range(len(given))]
+
+
+def _on_host(given: Any) -> Any:
+    """An array of JAX as NumPy's; anything else as it is."""
+    return np.asarray(given) if isinstance(given, jax.Array) else given
 
 
 def _parts(index: int, prompt: Mapping[str, Any]) -> tuple[str | None, Any]:

@@ -47,7 +47,7 @@ from jaxspec.trees import packed_kinds, rounded_inputs
 STREAM_STEPS = 4  # rounds between two chunks of a stream
 NEXT = ({"role": "assistant", "content": "x"}, {"role": "user", "content": "x"})  # any, to see how a template writes a history
 
-Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+Prompt = str | Sequence[int] | np.ndarray | jax.Array | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 Bar = bool | Callable[..., Any] | None
 
