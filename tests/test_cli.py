@@ -57,6 +57,9 @@ def test_generate_reads_a_prompt_from_standard_input(models, llm, capsys, monkey
     assert cli.main(["generate", *models, "--prompt", "-", "--max-tokens", "4", "--temperature", "0"]) == 0
     wanted = llm.generate("import os", SamplingParams(max_tokens=4, temperature=0))[0].text
     assert capsys.readouterr().out == f"import os{wanted}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffimport os"))  # as some editors begin a file
+    assert cli.main(["generate", *models, "--prompt", "-", "--max-tokens", "4", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"import os{wanted}\n"
 
 
 def test_chat_answers_line_by_line_and_remembers(models, llm, capsys, monkeypatch):
@@ -100,7 +103,7 @@ def talk(monkeypatch, lines, *, somebody):
         line = next(waiting, None)
         if line is None:
             raise EOFError
-        return line
+        return line if isinstance(line, str) else line.decode()
 
     monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **settings: (talker, SamplingParams()))
     monkeypatch.setattr("builtins.input", read)
@@ -116,6 +119,14 @@ def test_a_conversation_outlives_an_interrupted_answer_and_a_turn_too_long(monke
     assert [message["content"] for message in asked[-1]] == ["a", "é", "b", "", "c"]
     for lines, wanted in ((["a", "b", "c"], 130), (["a", "much too long"], 2)):  # where nobody types, each ends the command
         assert talk(monkeypatch, lines, somebody=False)[0] == wanted
+
+
+def test_a_line_that_is_no_text_does_not_end_a_conversation(monkeypatch, capsys):
+    """Of which standard input says so itself in most locales."""
+    status, asked = talk(monkeypatch, ["\ufeffa", b"caf\xe9", "c"], somebody=True)
+    assert status == 0 and "jaxspec: 'utf-8' codec can't decode byte 0xe9" in capsys.readouterr().err
+    assert [message["content"] for message in asked[-1]] == ["a", "é", "c"]
+    assert talk(monkeypatch, ["a", b"caf\xe9", "c"], somebody=False)[0] == 2
 
 
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):

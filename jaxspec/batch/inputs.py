@@ -16,6 +16,13 @@ from jaxspec.batch import parquet
 from jaxspec.batch.lines import name_of
 from jaxspec.batch.results import digest_of
 
+# How files begin that are no lines of JSON.
+OTHER_FORMS = {
+    b"\x1f\x8b": "compressed by gzip; expected JSON lines: gunzip it, or pipe them into the command with - for standard input",
+    b"\xff\xfe": "text in UTF-16; expected JSON lines in UTF-8",
+    b"\xfe\xff": "text in UTF-16; expected JSON lines in UTF-8",
+    b"PAR1": f"parquet; expected a name that ends in {parquet.SUFFIX}",
+}
 SHOWN = 3  # duplicate ids that an error lists
 
 
@@ -94,12 +101,19 @@ class StandardInput(Input):
 
 def input_of(path: Path) -> Input:
     """The requests in a file, by its extension; "-" is standard input. Raises FileNotFoundError, ImportError without pyarrow,
-    and ValueError for a parquet file that cannot be served."""
+    and ValueError for a parquet file that cannot be served, or a file that is in another form than its name says."""
     if str(path) == "-":
         return StandardInput()
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; expected a file of JSON lines, a parquet file, or - for standard input")
-    return ParquetFile(path) if path.suffix == parquet.SUFFIX else LinesFile(path)
+    if path.suffix == parquet.SUFFIX:
+        return ParquetFile(path)
+    with open(path, "rb") as file:
+        begin = file.read(4)
+    other = next((form for mark, form in OTHER_FORMS.items() if begin.startswith(mark)), None)
+    if other is not None:
+        raise ValueError(f"{path} is {other}")
+    return LinesFile(path)
 
 
 def _check_ids(source: Input) -> None:

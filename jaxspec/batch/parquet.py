@@ -18,6 +18,7 @@ SUFFIX = ".parquet"
 ROWS = 4096  # rows that are in memory at a time
 SURROGATE = re.compile("[\ud800-\udfff]")
 NO_TYPE = (ValueError, TypeError, NotImplementedError, OverflowError)  # what pyarrow raises for values that a type does not hold
+OWN = ("stop_reason", "error")  # columns of text, which a file has even where all values are missing
 AS_JSON = ("prompt", "messages", "logprobs", "prompt_logprobs")  # columns of results whose form changes from row to row
 
 
@@ -101,7 +102,9 @@ def write(lines: Path, out: Path) -> None:
         cells = _cells(chunk)
         for name in dict.fromkeys(key for row in cells for key in row):
             kinds[name] = _either(pa, name, kinds.get(name), _kind(pa, [row.get(name) for row in cells]))
-    kinds = kinds or {"id": pa.string()}
+    # Files that are read as one data set have the columns of the first, so a type must not depend on which values came.
+    kinds = {name: pa.string() if pa.types.is_null(kind) else kind for name, kind in (kinds or {"id": pa.string()}).items()}
+    kinds |= dict.fromkeys(OWN, pa.string())
     part = out.with_name(out.name + ".part")
     while (name := _unfit(pa, lines, kinds, part)) is not None:
         kinds[name] = pa.string()

@@ -369,9 +369,10 @@ class _Matching:
     def _second_of_table(self, first: Change, second: Change) -> None:
         """Embedding and head were adapted: alike, or it is a problem."""
         (a, b), (c, d) = first.factors, second.factors
-        if not (np.array_equal(a, c) and np.array_equal(b, d)):
+        if first.scale != second.scale or not (np.array_equal(a, c) and np.array_equal(b, d)):
             self.problems.append(
-                f"{TABLE}: embedding and head are one table here, and were adapted in two ways; expected ensure_weight_tying"
+                f"{TABLE}: embedding and head are one table here, and were adapted in two ways; expected ensure_weight_tying, and the same "
+                f"alpha and rank for both (their scales are {first.scale:g} and {second.scale:g})"
             )
 
     def _warn_of_table(self) -> None:

@@ -26,15 +26,14 @@ def _run(args: argparse.Namespace) -> None:
     somebody = sys.stdin.isatty()
     while True:
         try:
-            line = input("> " if somebody else "").strip()
+            with errors.door():
+                line = options.without_mark(input("> " if somebody else "")).strip()
+                if not line:
+                    continue
+                asked = [*messages, {"role": "user", "content": line}]
+                chunks = llm.stream_chat(asked, params, enable_thinking=args.thinking)
         except EOFError:
             break
-        if not line:
-            continue
-        asked = [*messages, {"role": "user", "content": line}]
-        try:
-            with errors.door():
-                chunks = llm.stream_chat(asked, params, enable_thinking=args.thinking)
         except errors.UserError as error:
             if not somebody:
                 raise

@@ -21,7 +21,7 @@ def add_parser(commands: Any, model: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> None:
     with errors.door():
         llm, params = options.load_model(args, max_slots=1)
-        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+        prompt = options.without_mark(sys.stdin.read()) if args.prompt == "-" else args.prompt
         chunks = llm.stream(prompt, params)
     for i, chunk in enumerate(compiled(chunks)):
         print(chunk.text if i else prompt + chunk.text, end="", flush=True)

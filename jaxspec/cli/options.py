@@ -65,6 +65,11 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize-drafter", metavar="KIND", help=text)
 
 
+def without_mark(text: str) -> str:
+    """What was read, without the byte order mark that some editors write before it."""
+    return text.removeprefix("\ufeff")
+
+
 def _object(text: str) -> Any:
     """A JSON object of the command line."""
     try:

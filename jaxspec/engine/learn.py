@@ -305,7 +305,7 @@ class Learning:
             runner.use(part)
         self._learner.begin_at(weights)
         if left:
-            self._learner.state = checkpoints.restore(out / STATE, *self._learner.state)
+            _, self._learner.state = checkpoints.restore(out / STATE, *self._learner.state)
         self._offered = self._learner.steps
 
 

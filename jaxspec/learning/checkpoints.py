@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,24 @@ def save(folder: Path, step: int, *trees: Any) -> Path:
     return folder / str(step)
 
 
-def restore(folder: Path, *trees: Any) -> tuple[Any, ...]:
-    """The trees of the newest checkpoint in `folder`, which has one. trees: like those that were saved, of the same shapes and with the
-    shardings that the result shall have."""
+def restore(folder: Path, *trees: Any) -> tuple[int, tuple[Any, ...]]:
+    """The step and the trees of the newest checkpoint in `folder` that can be read; it warns of newer ones. trees: like those that were
+    saved, of the same shapes and with the shardings that the result shall have. Raises ValueError if there is none."""
     import orbax.checkpoint as ocp
 
-    folder, flat = folder.resolve(), _flat(*trees)
+    folder, flat, unread = folder.resolve(), _flat(*trees), list[str]()
     _settle(folder)
-    with ocp.StandardCheckpointer() as checkpointer:
-        state = checkpointer.restore(folder / str(steps_of(folder)[-1]), jax.tree.map(ocp.utils.to_shape_dtype_struct, flat))
-    return jax.tree.unflatten(jax.tree.structure(trees), [state[name] for name in flat])
+    for step in reversed(steps_of(folder)):
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                state = checkpointer.restore(folder / str(step), jax.tree.map(ocp.utils.to_shape_dtype_struct, flat))
+        except Exception as error:  # of many kinds
+            unread.append(f"{folder / str(step)} cannot be read ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200})")
+            continue
+        if unread:
+            warnings.warn(f"{'; '.join(unread)}; going on from {folder / str(step)}", UserWarning, stacklevel=2)
+        return step, jax.tree.unflatten(jax.tree.structure(trees), [state[name] for name in flat])
+    raise ValueError(f"{'; '.join(unread) or f'{folder} has no checkpoint'}; remove {folder} to begin anew")
 
 
 def steps_of(folder: Path) -> list[int]:

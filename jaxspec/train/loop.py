@@ -227,8 +227,7 @@ def _check_finite(found: list[dict[str, Any]], first: int, good: Path | None) ->
 
 def _restore(out: Path, masters: Any, moments: Any, settings: dict[str, Any]) -> tuple[int, Any, Any, Path]:
     folder = out / CHECKPOINTS
-    found = checkpoints.steps_of(folder)
-    if not found:
+    if not checkpoints.steps_of(folder):
         raise FileNotFoundError(f"{out} has no checkpoint to resume from")
     try:
         before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
@@ -239,5 +238,5 @@ def _restore(out: Path, masters: Any, moments: Any, settings: dict[str, Any]) ->
             raise ValueError(
                 f"{name} is {settings.get(name)!r}; the run in {out} has {before.get(name)!r}, and a resumed run must have the same"
             )
-    masters, moments = checkpoints.restore(folder, masters, moments)
-    return found[-1], masters, moments, folder.resolve() / str(found[-1])
+    step, (masters, moments) = checkpoints.restore(folder, masters, moments)
+    return step, masters, moments, folder.resolve() / str(step)

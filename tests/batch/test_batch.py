@@ -1,6 +1,7 @@
 """Batch jobs: what is written, what a killed run leaves behind, and that nothing is lost or made twice."""
 
 import errno
+import gzip
 import io
 import json
 import os
@@ -318,6 +319,11 @@ def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
             job.run_batch(llm, requests, out, shard=shard)
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl is not a file; expected a file of JSON lines"):
         job.run_batch(llm, tmp_path / "no.jsonl", out)
+    forms = {"gzip": gzip.compress(b"{}"), "UTF-16": "{}".encode("utf-16"), "parquet": b"PAR1 and more"}
+    for name, content in forms.items():
+        (tmp_path / "other.jsonl").write_bytes(content)
+        with pytest.raises(ValueError, match=f"other.jsonl is .*{name}.*; expected"):
+            job.BatchJob(tmp_path / "other.jsonl", out)
     with pytest.raises(IsADirectoryError, match="the output .* is a folder; expected a file to write"):
         job.run_batch(llm, requests, tmp_path)
     assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))

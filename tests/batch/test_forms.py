@@ -250,7 +250,20 @@ def test_values_without_a_common_type_are_json_texts(values, between, tmp_path):
 def test_a_column_whose_name_has_half_a_surrogate_pair_gets_its_form_in_json(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
     parquet.write(write_lines(tmp_path / "lines.jsonl", [{"id": 1, "\ud800": "x"}]), tmp_path / "out.parquet")
-    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == [{"id": 1, '"\\ud800"': "x"}]
+    [row] = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert row == {"id": 1, '"\\ud800"': "x", "stop_reason": None, "error": None}
+
+
+def test_files_of_several_jobs_are_read_as_one(tmp_path):
+    """Where no text of one ended at a stop string, no request of it failed, and a column of the user's has no value."""
+    dataset = pytest.importorskip("pyarrow.dataset", reason="parquet files need pyarrow")
+    rows = [{"id": "a", "stop_reason": None, "mark": None}, {"id": "b", "stop_reason": "\n", "mark": "x", "error": "too long"}]
+    files = [tmp_path / f"{row['id']}.parquet" for row in rows]
+    for row, file in zip(rows, files, strict=True):
+        parquet.write(write_lines(tmp_path / "lines.jsonl", [row]), file)
+    for order in (files, files[::-1]):
+        found = {row["id"]: row for row in dataset.dataset(order).to_table().to_pylist()}
+        assert found == {row["id"]: {"error": None, **row} for row in rows}
 
 
 def test_decimals_lose_no_digit(tmp_path):

@@ -102,6 +102,22 @@ def test_a_table_that_was_adapted_as_both_changes_once(tmp_path):
     refuse(made.target, other, "embedding and head are one table here, and were adapted in two ways; expected ensure_weight_tying")
 
 
+def test_a_table_has_one_scale(tmp_path):
+    """PEFT ties the factors of embedding and head, and takes the alpha of each from the patterns."""
+    lora = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True, "r": 2, "lora_alpha": 4}
+    for name, pattern in (("embedding", {"embed_tokens": 16}), ("head", {"lm_head": 16})):
+        made = adapters.adapted(adapters.text_model("31B"), tmp_path / name, **lora, alpha_pattern=pattern)
+        refuse(
+            made.target,
+            made.adapter,
+            r"expected ensure_weight_tying, and the same alpha and rank for both \(their scales are [28] and [28]\)",
+        )
+    made = adapters.adapted(adapters.text_model("31B"), tmp_path / "both", **lora, alpha_pattern={"lm_head|embed_tokens": 16})
+    a, b = (load_file(made.adapter / "adapter_model.safetensors")[f"base_model.model.model.embed_tokens.lora_embedding_{s}"] for s in "AB")
+    found, before = (weights(*given)["embed_tokens.weight"] for given in ((made.target, made.adapter), (made.target,)))
+    np.testing.assert_allclose(found, before + 8 * (b @ a).T, atol=1e-6)
+
+
 def test_an_adapter_of_one_class_fits_the_checkpoint_of_the_other(plain, tmp_path):
     """Of the text-only class on conditional generation's keys, and of the bare model without a head."""
     config = checkpoint.read_config(plain.target)

@@ -1,6 +1,7 @@
 """Checkpoints: wherever a save is killed a whole one stays, and the next save leaves nothing else behind."""
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ def saved(folder, step, value):
 
 
 def value(folder):
-    return float(checkpoints.restore(folder, {"a": jnp.zeros(3, jnp.float32)})[0]["a"][0])
+    return float(checkpoints.restore(folder, {"a": jnp.zeros(3, jnp.float32)})[1][0]["a"][0])
 
 
 def names(folder):
@@ -65,3 +66,26 @@ def test_what_killed_saves_left_is_removed(tmp_path):
     assert checkpoints.steps_of(tmp_path) == [1]
     saved(tmp_path, 2, 2.0)
     assert value(tmp_path) == 2.0 and names(tmp_path) == ["1", "2"]
+
+
+@pytest.mark.parametrize("kind", ["truncated", "empty"])
+def test_a_checkpoint_that_cannot_be_read_is_left_for_the_one_before(tmp_path, kind):
+    saved(tmp_path, 5, 1.0)
+    saved(tmp_path, 6, 2.0)
+
+    def damage(step):
+        folder = tmp_path / str(step)
+        if kind == "empty":
+            shutil.rmtree(folder)
+            folder.mkdir()
+        for path in folder.rglob("*"):
+            if path.is_file():
+                os.truncate(path, path.stat().st_size // 2)
+
+    damage(6)
+    with pytest.warns(UserWarning, match=r"/6 cannot be read \(\w+: .*\); going on from .*/5"):
+        step, [found] = checkpoints.restore(tmp_path, {"a": jnp.zeros(3, jnp.float32)})
+    assert (step, float(found["a"][0])) == (5, 1.0)
+    damage(5)
+    with pytest.raises(ValueError, match=r"/6 cannot be read .*/5 cannot be read .*; remove .* to begin anew"):
+        value(tmp_path)
