@@ -28,8 +28,8 @@ from pallas_kernels.packed import Packed
 # How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
 # reads them again, which takes as long as two or three passes.
 MOST_PASSES = 3
-# Where parts of XLA's products were found to be faster on an H200: up to so many rows, from so many weights on, so few and so many parts,
-# and in all of them together so many tiles of so many outputs at most. Fewer rows have other kernels.
+# Where parts of XLA's products were found to be faster on an H200, from XLA_LEAST_ROWS on: for up to so many rows, the fewest weights, the
+# fewest and the most parts, and the most tiles of XLA_TILE outputs in all of them together.
 XLA_LEAST_ROWS, XLA_PARTS, XLA_TILE = 129, ((192, 12 << 20, 2, 3, 96), (256, 1 << 20, 4, 4, 96)), 128
 
 
