@@ -155,7 +155,7 @@ def test_rounds_that_find_nothing_draft_nothing(looking):
     assert 0 < guessed < rounds
     done = looking.stats - before
     assert (done.steps, done.drafted, done.rounds_by_draft) == (rounds, guesses, (guessed,) * 3)
-    named = {metric.name: metric for metric in counters(done)}
+    named = {metric.name: metric for metric in counters(done, 3)}
     assert named["vllm:spec_decode_num_drafts"].value == guessed and named["vllm:spec_decode_num_draft_tokens"].value == guesses
 
 
