@@ -103,6 +103,8 @@ def talk(monkeypatch, lines, *, somebody):
         line = next(waiting, None)
         if line is None:
             raise EOFError
+        if isinstance(line, OSError):
+            raise line
         return line if isinstance(line, str) else line.decode()
 
     monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **settings: (talker, SamplingParams()))
@@ -127,6 +129,8 @@ def test_a_line_that_is_no_text_does_not_end_a_conversation(monkeypatch, capsys)
     assert status == 0 and "jaxspec: 'utf-8' codec can't decode byte 0xe9" in capsys.readouterr().err
     assert [message["content"] for message in asked[-1]] == ["a", "é", "c"]
     assert talk(monkeypatch, ["a", b"caf\xe9", "c"], somebody=False)[0] == 2
+    with pytest.raises(OSError, match="no terminal"):  # which every further line would be
+        talk(monkeypatch, ["a", OSError("no terminal"), "c"], somebody=True)
 
 
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):

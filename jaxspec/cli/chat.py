@@ -26,17 +26,17 @@ def _run(args: argparse.Namespace) -> None:
     somebody = sys.stdin.isatty()
     while True:
         try:
+            line = options.without_mark(input("> " if somebody else "")).strip()
+            if not line:
+                continue
+            asked = [*messages, {"role": "user", "content": line}]
             with errors.door():
-                line = options.without_mark(input("> " if somebody else "")).strip()
-                if not line:
-                    continue
-                asked = [*messages, {"role": "user", "content": line}]
                 chunks = llm.stream_chat(asked, params, enable_thinking=args.thinking)
         except EOFError:
             break
-        except errors.UserError as error:
+        except (errors.UserError, UnicodeDecodeError) as error:  # no other error of reading, which might come again and again
             if not somebody:
-                raise
+                raise errors.UserError(error) from error
             print(f"jaxspec: {error}", file=sys.stderr)
             continue
         messages = [*asked, {"role": "assistant", "content": _answer(chunks, llm.tokenizer, somebody)}]

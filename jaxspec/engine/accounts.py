@@ -23,9 +23,8 @@ from jaxspec.engine.trials import Comparison
 class Accounts:
     """The totals of an LLM. They stay when it is closed.
 
-    runners: of all data shards. settings: of the LLM. watch: warns of drafts that are hardly ever
-    accepted. reading: the comparison of the drafter's two readings, if it has them. While that is open nothing is watched, since the
-    wrong one may accept nothing.
+    runners: of all data shards. settings: of the LLM. watch: warns of drafts that are hardly ever accepted. reading: the comparison of the
+    drafter's two readings, if it has them. While that is open nothing is watched, since the wrong one may accept nothing.
     """
 
     def __init__(self, runners: Sequence[Runner], settings: Settings, watch: Watch, reading: Comparison | None):

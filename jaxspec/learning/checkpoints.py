@@ -43,7 +43,8 @@ def restore(folder: Path, *trees: Any) -> tuple[int, tuple[Any, ...]]:
             with ocp.StandardCheckpointer() as checkpointer:
                 state = checkpointer.restore(folder / str(step), jax.tree.map(ocp.utils.to_shape_dtype_struct, flat))
         except Exception as error:  # of many kinds
-            unread.append(f"{folder / str(step)} cannot be read ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200})")
+            reason = str(error).partition("\n")[0]
+            unread.append(f"{folder / str(step)} cannot be read ({type(error).__name__}: {reason:.200})")
             continue
         if unread:
             warnings.warn(f"{'; '.join(unread)}; going on from {folder / str(step)}", UserWarning, stacklevel=2)

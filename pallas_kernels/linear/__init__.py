@@ -130,8 +130,8 @@ def xla_parts(rows: int, w: jax.Array | Packed) -> int:
     if isinstance(w, Packed) or rows < XLA_LEAST_ROWS or dialect.mosaic_obstacle():
         return 1
     outputs, width = w.shape
-    for most_rows, weights, least, most, tiles in XLA_PARTS:
-        if rows <= most_rows:
+    for rows_at_most, weights, least, most, tiles in XLA_PARTS:
+        if rows <= rows_at_most:
             most = min(most, tiles // pl.cdiv(outputs, XLA_TILE)) if w.size >= weights else 1
             return next((count for count in range(most, least - 1, -1) if width % (64 * count) == 0), 1)
     return 1

@@ -69,6 +69,7 @@ def lm_head(
     the same tokens.
 
     implementation: see `dialect.select`; or "mosaic", a kernel for Hopper and a table of bfloat16, which "auto" takes for 33 to 160 rows.
+    With more rows than `most_rows`, "auto" is XLA's product, and `choose`.
 
     Returns ids [N] int32 and their values [N] float32, noise included. Of equal values the lower id wins. Raises ValueError for arrays
     that do not fit each other, and for an `implementation` that is unknown or cannot serve them.
@@ -127,8 +128,8 @@ def choose(
 ) -> tuple[jax.Array, jax.Array]:
     """The token that each row chooses, where the products with the table are in memory already.
 
-    logits: [N, V] float32, the products. implementation: see `dialect.select`. Other arguments, and what it returns and raises: as for
-    `lm_head`.
+    logits: [N, V] float32, the products. Other arguments, and what it returns: as for `lm_head`. implementation: see `dialect.select`.
+    Raises ValueError for one that is unknown or cannot suppress so many ids.
     """
     chosen = dialect.select(implementation, triton.too_many(suppressed))
     settings = logits, keys, temperature, softcap, suppressed, first_id
