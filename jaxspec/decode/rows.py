@@ -21,12 +21,12 @@ from jaxspec.decode.state import (
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.draft_tree import DraftTree
-from jaxspec.model.layers import softcap
+from jaxspec.model.layers import head_logits
 from jaxspec.model.rows import Packing, take_row, take_rows
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.automata import Automata, Constraint
-from jaxspec.sampling.choice import Needs, Sampling, choose, choose_by_head, likely_logits
+from jaxspec.sampling.choice import Needs, Sampling, choose, choose_among_likeliest, choose_by_head, likely_logits
 from jaxspec.sampling.logprobs import MAX_LOGPROBS, Logprobs, token_logprobs
 
 
@@ -182,21 +182,24 @@ def target_choices(
             implementation=round.attention,
         )
         sound, logits, raw = sound_choices(most, None, hidden), None, None
-    else:
-        guide = target.head_guide if chosen and round.needs.likeliest_alone else None
-        if guide is None:
-            raw = target.unembed(hidden, round.attention)
+    elif chosen and round.needs.likeliest_alone:
+        (weight, cap), suppressed = target.head, round.needs.suppress_tokens
+        if target.head_guide is None:
+            logits = head_logits(hidden, weight, round.attention)
         else:
-            weight, cap = target.head
-            suppressed, implementation = round.needs.suppress_tokens, round.attention
-            likely = likely_logits(hidden, weight, guide, sampling, suppressed=suppressed, implementation=implementation)
-            raw = softcap(likely, cap)
+            settings = {"suppressed": suppressed, "implementation": round.attention}
+            logits = likely_logits(hidden, weight, target.head_guide, sampling, **settings)
+        logits = suppress(logits, suppressed, sampling.shard) if suppressed else logits
+        tokens, most = choose_among_likeliest(logits, positions, sampling, softcap=cap)
+        sound, logits, raw = sound_choices(most, None, hidden), None, None
+    else:
+        raw = target.unembed(hidden, round.attention)
         if tree is None:
             logits = edited(raw, sampling, round.needs, guesses, of_rows, first)
         else:
             assert guesses is not None
             logits = edited_tree(raw, sampling, round.needs, guesses, states, tree)
-        sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, sampling.shard), None if guide is None else hidden)
+        sound = sound_choices(jnp.max(logits, axis=-1), shard_of(logits, None, sampling.shard))
         tokens = choose(logits, positions, dataclasses.replace(sampling, tables=None)) if chosen else None
     if packing is not None:
         tokens, sound = None if tokens is None else packing.unpacked(tokens), packing.unpacked(sound)

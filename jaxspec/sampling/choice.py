@@ -16,10 +16,11 @@ from flax import struct
 
 from jaxspec.collectives import Shard, full_logits, shard_of
 from jaxspec.sampling.automata import Constraint
-from jaxspec.sampling.filters import CANDIDATES, Filters, filtered
+from jaxspec.sampling.filters import CANDIDATES, Filters, among_candidates, best_candidates, filtered
 from jaxspec.sampling.logit_edits import Tables
 from pallas_kernels import lm_head
 from pallas_kernels.linear import product
+from pallas_kernels.lm_head import reference
 from pallas_kernels.noise import gumbel, row_keys
 from pallas_kernels.packed import Packed
 from pallas_kernels.top_candidates import top_candidates
@@ -194,6 +195,24 @@ def choose_by_head(
     if shard is not None:
         chosen, maxima = shard.best(maxima, chosen)
     return chosen.reshape(positions.shape), maxima.reshape(positions.shape)
+
+
+def choose_among_likeliest(
+    logits: jax.Array, positions: jax.Array, sampling: Sampling, *, softcap: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses as `choose` does with filters of scope "top" and no edits, from logits that have no softcap yet. It takes a softcap of the
+    likeliest ones alone, since that leaves their order. Logits that it makes equal count as such: the lowest id wins.
+
+    logits: [B, T, V] float32, or of the device's `sampling.shard`. positions: [B, T] int32. softcap: of the logits, or None. Returns ids
+    [B, T] int32 and each row's largest logit [B, T] float32.
+    """
+    assert sampling.filters is not None and sampling.tables is None
+    likeliest, ids = best_candidates(logits, CANDIDATES, shard_of(logits, None, sampling.shard))
+    likeliest = reference.capped(likeliest, ids, softcap, ())
+    kept = among_candidates(likeliest, sampling.temperature, sampling.filters)
+    values = _values(kept, positions, sampling, ids, jnp.int32(0))
+    chosen, _ = reference.best(values.reshape(-1, values.shape[-1]), ids.reshape(-1, ids.shape[-1]))
+    return chosen.reshape(positions.shape), likeliest[..., 0]
 
 
 def likely_logits(

@@ -39,17 +39,25 @@ def filtered(
     if shard is not None and filters.scope == "search":
         logits, shard = gathered(logits, shard.axis), None
     values, places = best_candidates(logits, CANDIDATES, shard)
-    best, threshold = values[..., 0], _among_candidates(values, temperature, filters)
-    if filters.scope != "top":
-        few = (filters.top_k > 0) & (filters.top_k <= CANDIDATES)
-        search = _search if filters.scope == "search" else _min_p_floor
-        threshold = jnp.where(few[:, None], threshold, search(logits, best, temperature, filters))
+    if filters.scope == "top":
+        return among_candidates(values, temperature, filters), places if ids is None else jnp.take_along_axis(ids, places, axis=-1)
+    best, threshold = values[..., 0], _threshold(values, temperature, filters)
+    few = (filters.top_k > 0) & (filters.top_k <= CANDIDATES)
+    search = _search if filters.scope == "search" else _min_p_floor
+    threshold = jnp.where(few[:, None], threshold, search(logits, best, temperature, filters))
+    return _kept(logits, best, threshold), ids
+
+
+def among_candidates(values: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
+    """The same for filters of scope "top" of a row's best candidates. values: [B, T, N] float32, as `best_candidates` has them."""
+    return _kept(values, values[..., 0], _threshold(values, temperature, filters))
+
+
+def _kept(logits: jax.Array, best: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Logits [B, T, C] with -inf below their row's threshold. best, threshold: [B, T]."""
     # A tiny top_p or min_p, 0 in float32, may give a threshold above all logits, or NaN. The best token stays all the same.
     threshold = jnp.where(threshold <= best, threshold, best)[..., None]
-    if filters.scope == "top":
-        kept = jnp.where(values >= threshold, values, -jnp.inf)
-        return kept, places if ids is None else jnp.take_along_axis(ids, places, axis=-1)
-    return jnp.where(logits >= threshold, logits, -jnp.inf), ids
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
 def best_candidates(logits: jax.Array, count: int, shard: Shard | None = None) -> tuple[jax.Array, jax.Array]:
@@ -68,7 +76,7 @@ def best_candidates(logits: jax.Array, count: int, shard: Shard | None = None) -
     return values.reshape(*logits.shape[:-1], -1), indices.reshape(*logits.shape[:-1], -1)
 
 
-def _among_candidates(values: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
+def _threshold(values: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
     """The threshold of rows whose top_k is within their candidates. values: [B, T, N], largest first -> [B, T]."""
     k = jnp.clip(filters.top_k, 1, values.shape[-1])[:, None, None]
     last = jnp.take_along_axis(values, jnp.broadcast_to(k - 1, (*values.shape[:2], 1)), axis=-1)

@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 
 from jaxspec.model.layers import softcap
-from jaxspec.sampling.choice import Sampling, choose, choose_by_head, seed_words
+from jaxspec.sampling.choice import Sampling, choose, choose_among_likeliest, choose_by_head, seed_words
+from jaxspec.sampling.filters import Filters
 from pallas_kernels.noise import gumbel, row_keys
 
 SEEDS = 200_000
@@ -177,3 +178,24 @@ def test_a_head_chooses_as_its_logits_do(implementation):
     found, most = choose_by_head(hidden, table, positions, sampling, **settings)
     np.testing.assert_array_equal(found, want)
     np.testing.assert_allclose(most[0], jnp.take_along_axis(logits[0], want[0, :, None], axis=-1)[:, 0], rtol=1e-5)
+
+
+def test_a_softcap_of_the_likeliest_alone_changes_no_choice():
+    """Rows without a temperature beside others, under filters. A softcap makes logits equal that were not, some of them within a
+    nucleus and some at its edge: the lowest id counts as the first, as it does in a row of which all are capped."""
+    rng = np.random.default_rng(8)
+    rows, count, vocabulary = 48, 4, 700
+    logits = (9 * rng.standard_normal((rows, count, vocabulary))).astype(np.float32)
+    logits[..., rng.integers(0, vocabulary, 60)] = 400 + np.arange(60, dtype=np.float32)  # all of them are 30 then
+    logits[: rows // 2, ..., rng.integers(0, vocabulary, 60)] = 0
+    logits[:, 0] = np.where(logits[:, 0] > 100, 0, logits[:, 0])
+    values, positions = jnp.asarray(logits), jnp.asarray(rng.integers(0, 5000, (rows, count)), jnp.int32)
+    temperature = jnp.asarray(np.where(np.arange(rows) % 3 == 0, 0.0, 5.0), jnp.float32)
+    top_k, top_p = jnp.asarray(rng.integers(1, 129, rows), jnp.int32), jnp.asarray(rng.uniform(0.2, 1.1, rows).clip(max=1), jnp.float32)
+    filters = Filters(top_k, top_p, jnp.zeros(rows, jnp.float32), scope="top")
+    sampling = Sampling(sampling_of(range(rows), 1.0).seed, temperature, filters)
+    for cap in (30.0, None):
+        capped = softcap(values, cap)
+        found, most = jax.jit(choose_among_likeliest, static_argnames="softcap")(values, positions, sampling, softcap=cap)
+        np.testing.assert_array_equal(found, chosen_by(capped, positions, sampling))
+        np.testing.assert_array_equal(most, capped.max(-1))
