@@ -21,10 +21,14 @@ def _mix(x: jax.Array) -> jax.Array:
 
 def row_keys(seed: jax.Array, position: jax.Array) -> jax.Array:
     """The 64-bit key of a row of noise. seed: [..., 2] uint32, position: [...] int32 -> [..., 2] uint32."""
-    low, high, at = seed[..., 0], seed[..., 1], position.astype(jnp.uint32)
+    return jnp.stack(key_words(seed[..., 0], seed[..., 1], position), axis=-1)
+
+
+def key_words(low: jax.Array, high: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`row_keys` with the two words of a seed as separate arguments, and those of the key as separate results, as a kernel has them."""
+    at = position.astype(jnp.uint32)
     first = _mix(_mix(_mix(low + jnp.uint32(0x9E3779B9)) ^ high) + at)
-    second = _mix(_mix(_mix(high ^ jnp.uint32(0x7F4A7C15)) + low) ^ at)
-    return jnp.stack([first, second], axis=-1)
+    return first, _mix(_mix(_mix(high ^ jnp.uint32(0x7F4A7C15)) + low) ^ at)
 
 
 def gumbel(keys: jax.Array, ids: jax.Array) -> jax.Array:

@@ -25,7 +25,8 @@ from pallas_kernels.linear import linear
 from pallas_kernels.lm_head import abstract_guide, likely_logits, lm_head
 from pallas_kernels.packed import abstract
 from pallas_kernels.qkv import mosaic as qkv
-from pallas_kernels.top_candidates import top_candidates
+from pallas_kernels.top_candidates import choose, top_candidates
+from pallas_kernels.top_candidates.shapes import filters
 
 # What kernels read before they wait, of their arguments: the words, scales and zeros of a packed matrix, whose last argument is a constant.
 READ_AHEAD = dict.fromkeys(("linear", "gated", "lm_head"), slice(1, 2)) | dict.fromkeys(("packed_linear", "packed_gated"), slice(1, -1))
@@ -236,4 +237,11 @@ def test_kernels_alone_read_what_top_candidates_are_made_of(hopper):
     found = {}
     jaxpr = jax.make_jaxpr(functools.partial(top_candidates, k=64))(jax.ShapeDtypeStruct((5, 262_144), jnp.float32)).jaxpr
     follow(jaxpr, [None], found)
+    assert found == {"launch_dependents": 2}
+
+
+def test_kernels_alone_read_what_a_choice_is_made_of(hopper):
+    found = {}
+    jaxpr = jax.make_jaxpr(functools.partial(choose, k=128))(jax.ShapeDtypeStruct((5, 1, 262_144), jnp.float32), *filters(5)).jaxpr
+    follow(jaxpr, [None] * len(jaxpr.invars), found)
     assert found == {"launch_dependents": 2}

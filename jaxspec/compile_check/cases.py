@@ -204,6 +204,11 @@ def named_cases() -> Iterator[Case]:
         function = functools.partial(top_candidates.top_candidates, k=shape.k)
         logits = array(shape.rows, shape.vocab, dtype=jnp.float32)
         yield Case("top_candidates", name, function, (logits,), further=shape.rows > 1)
+        if shape.k == top_candidates.triton.MOST:
+            settings = jax.eval_shape(functools.partial(top_candidates_shapes.filters, shape.rows))
+            function = functools.partial(top_candidates.choose, k=shape.k, softcap=30.0)
+            logits = array(shape.rows, 1, shape.vocab, dtype=jnp.float32)
+            yield Case("top_candidates", f"{name}, choice", function, (logits, *settings), further=shape.rows > 1)
     for name, shape in byte_walk_shapes.SHAPES.items():
         pool = array(shape.states, 257, dtype=jnp.uint16), array(shape.vocab, shape.longest, dtype=jnp.uint8)
         ids = array(shape.vocab, dtype=jnp.int32), *[array(shape.rows, dtype=jnp.int32)] * 2

@@ -16,14 +16,12 @@ from flax import struct
 
 from jaxspec.collectives import Shard, full_logits, shard_of
 from jaxspec.sampling.automata import Constraint
-from jaxspec.sampling.filters import CANDIDATES, Filters, among_candidates, best_candidates, filtered
+from jaxspec.sampling.filters import CANDIDATES, Filters, best_candidates, candidates_of_shards, filtered
 from jaxspec.sampling.logit_edits import Tables
-from pallas_kernels import lm_head
+from pallas_kernels import lm_head, top_candidates
 from pallas_kernels.linear import product
-from pallas_kernels.lm_head import reference
 from pallas_kernels.noise import gumbel, row_keys
 from pallas_kernels.packed import Packed
-from pallas_kernels.top_candidates import top_candidates
 
 # Streams of noise, besides the noise that tokens are chosen with.
 ACCEPTANCE, DRAFT, RESIDUAL = 1, 2, 3
@@ -106,11 +104,15 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 
 def choose(logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax.Array | None = None) -> jax.Array:
-    """Chooses the tokens at `positions`: their ids, [B, T] int32. Of equal values the first candidate wins.
+    """Chooses the tokens at `positions`: their ids, [B, T] int32. Of equal values the first candidate wins; with filters of scope "top" it
+    is the one with the lowest id.
 
     logits: [B, T, C] float32, over the whole vocabulary, the device's `sampling.shard` of it, or candidates. positions: [B, T] int32.
     ids: [B, T, C] int32, the candidates' token ids; None if candidate i is token i.
     """
+    if sampling.filters is not None and sampling.filters.scope == "top":
+        logits, sampling = _edited(logits, sampling, ids, positions), dataclasses.replace(sampling, tables=None)
+        return choose_among_likeliest(logits, positions, sampling, ids)[0]
     logits, ids = allowed(logits, sampling, ids, positions)
     shard = shard_of(logits, ids, sampling.shard)
     first = jnp.int32(0) if shard is None else shard.first
@@ -129,10 +131,9 @@ def best(logits: jax.Array, positions: jax.Array, sampling: Sampling, count: int
     logits = logits if ids is not None else full_logits(logits, sampling.shard)
     values = _values(logits, positions, sampling, ids, jnp.int32(0))
     most = min(count, values.shape[-1])
-    values, places = top_candidates(values.reshape(-1, values.shape[-1]), most)
-    found = places.reshape(*positions.shape, most)
+    values, found = best_candidates(values, most)
     found = found if ids is None else jnp.take_along_axis(ids, found, axis=-1)
-    found = jnp.where(values.reshape(found.shape) > -jnp.inf, found, -1)
+    found = jnp.where(values > -jnp.inf, found, -1)
     return jnp.pad(found, ((0, 0), (0, 0), (0, count - most)), constant_values=-1)
 
 
@@ -198,21 +199,20 @@ def choose_by_head(
 
 
 def choose_among_likeliest(
-    logits: jax.Array, positions: jax.Array, sampling: Sampling, *, softcap: float | None
+    logits: jax.Array, positions: jax.Array, sampling: Sampling, ids: jax.Array | None = None, *, softcap: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses as `choose` does with filters of scope "top" and no edits, from logits that have no softcap yet. It takes a softcap of the
-    likeliest ones alone, since that leaves their order. Logits that it makes equal count as such: the lowest id wins.
+    """Chooses as `choose` does with filters of scope "top" and no edits, straight from logits that have no softcap yet: it leaves their
+    order, so only the likeliest get it. Of equal values the lowest id wins.
 
-    logits: [B, T, V] float32, or of the device's `sampling.shard`. positions: [B, T] int32. softcap: of the logits, or None. Returns ids
-    [B, T] int32 and each row's largest logit [B, T] float32.
+    logits, positions, ids: as for `choose`. softcap: of the logits, or None. Returns ids [B, T] int32 and each row's largest logit [B, T]
+    float32.
     """
-    assert sampling.filters is not None and sampling.tables is None
-    likeliest, ids = best_candidates(logits, CANDIDATES, shard_of(logits, None, sampling.shard))
-    likeliest = reference.capped(likeliest, ids, softcap, ())
-    kept = among_candidates(likeliest, sampling.temperature, sampling.filters)
-    values = _values(kept, positions, sampling, ids, jnp.int32(0))
-    chosen, _ = reference.best(values.reshape(-1, values.shape[-1]), ids.reshape(-1, ids.shape[-1]))
-    return chosen.reshape(positions.shape), likeliest[..., 0]
+    filters, shard = sampling.filters, shard_of(logits, ids, sampling.shard)
+    assert filters is not None and sampling.tables is None
+    if shard is not None:
+        logits, ids = candidates_of_shards(logits, CANDIDATES, shard)
+    settings = positions, sampling.seed, sampling.temperature, filters.top_k, filters.top_p, filters.min_p
+    return top_candidates.choose(logits, *settings, k=min(CANDIDATES, logits.shape[-1]), ids=ids, softcap=softcap)
 
 
 def likely_logits(
@@ -242,12 +242,18 @@ def allowed(
 
     logits, ids, positions: as for `choose`; without positions edits leave stop ids alone. What is returned may have fewer candidates.
     """
-    if sampling.tables is not None:
-        logits = logits if ids is not None else full_logits(logits, sampling.shard)
-        logits = sampling.tables.applied(logits, ids, positions)
+    logits = _edited(logits, sampling, ids, positions)
     if sampling.filters is not None:
         logits, ids = filtered(logits, ids, sampling.temperature, sampling.filters, shard_of(logits, ids, sampling.shard))
     return logits, ids
+
+
+def _edited(logits: jax.Array, sampling: Sampling, ids: jax.Array | None, positions: jax.Array | None) -> jax.Array:
+    """The logits with the edits of `sampling.tables`, for which a shard's are gathered."""
+    if sampling.tables is None:
+        return logits
+    logits = logits if ids is not None else full_logits(logits, sampling.shard)
+    return sampling.tables.applied(logits, ids, positions)
 
 
 def probabilities(

@@ -12,6 +12,7 @@ from flax import struct
 
 from jaxspec.collectives import Shard, gathered
 from pallas_kernels.top_candidates import top_candidates
+from pallas_kernels.top_candidates.reference import at_most, min_p_floor, threshold, weight
 
 CANDIDATES = 128  # a row's best candidates, among which any top_k up to this number is found
 
@@ -39,25 +40,18 @@ def filtered(
     if shard is not None and filters.scope == "search":
         logits, shard = gathered(logits, shard.axis), None
     values, places = best_candidates(logits, CANDIDATES, shard)
+    best, settings = values[..., 0], [x[:, None] for x in (temperature, filters.top_k, filters.top_p, filters.min_p)]
+    least = threshold(values, *settings)
     if filters.scope == "top":
-        return among_candidates(values, temperature, filters), places if ids is None else jnp.take_along_axis(ids, places, axis=-1)
-    best, threshold = values[..., 0], _threshold(values, temperature, filters)
+        return _kept(values, least), places if ids is None else jnp.take_along_axis(ids, places, axis=-1)
     few = (filters.top_k > 0) & (filters.top_k <= CANDIDATES)
-    search = _search if filters.scope == "search" else _min_p_floor
-    threshold = jnp.where(few[:, None], threshold, search(logits, best, temperature, filters))
-    return _kept(logits, best, threshold), ids
+    others = _search(logits, best, temperature, filters) if filters.scope == "search" else min_p_floor(best, settings[0], settings[-1])
+    return _kept(logits, jnp.where(few[:, None], least, at_most(others, best))), ids
 
 
-def among_candidates(values: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
-    """The same for filters of scope "top" of a row's best candidates. values: [B, T, N] float32, as `best_candidates` has them."""
-    return _kept(values, values[..., 0], _threshold(values, temperature, filters))
-
-
-def _kept(logits: jax.Array, best: jax.Array, threshold: jax.Array) -> jax.Array:
-    """Logits [B, T, C] with -inf below their row's threshold. best, threshold: [B, T]."""
-    # A tiny top_p or min_p, 0 in float32, may give a threshold above all logits, or NaN. The best token stays all the same.
-    threshold = jnp.where(threshold <= best, threshold, best)[..., None]
-    return jnp.where(logits >= threshold, logits, -jnp.inf)
+def _kept(logits: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Logits [B, T, C] with -inf below their row's threshold [B, T]."""
+    return jnp.where(logits >= threshold[..., None], logits, -jnp.inf)
 
 
 def best_candidates(logits: jax.Array, count: int, shard: Shard | None = None) -> tuple[jax.Array, jax.Array]:
@@ -66,48 +60,31 @@ def best_candidates(logits: jax.Array, count: int, shard: Shard | None = None) -
     logits: [B, T, C] float32. shard: given if the logits cover only its tokens; the result is of the whole vocabulary all the same.
     Returns values [B, T, count] float32 and indices [B, T, count] int32.
     """
-    rows = logits.reshape(-1, logits.shape[-1])
-    values, indices = top_candidates(rows, min(count, rows.shape[-1]))
     if shard is not None:
         # Devices are in the order of their tokens, so of equal values the lower token comes first.
-        values, indices = gathered(values, shard.axis), gathered(indices + shard.first, shard.axis)
-        values, place = top_candidates(values, min(count, values.shape[-1]))
-        indices = jnp.take_along_axis(indices, place, axis=-1)
+        values, indices = candidates_of_shards(logits, count, shard)
+        values, places = best_candidates(values, count)
+        return values, jnp.take_along_axis(indices, places, axis=-1)
+    rows = logits.reshape(-1, logits.shape[-1])
+    values, indices = top_candidates(rows, min(count, rows.shape[-1]))
     return values.reshape(*logits.shape[:-1], -1), indices.reshape(*logits.shape[:-1], -1)
 
 
-def _threshold(values: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
-    """The threshold of rows whose top_k is within their candidates. values: [B, T, N], largest first -> [B, T]."""
-    k = jnp.clip(filters.top_k, 1, values.shape[-1])[:, None, None]
-    last = jnp.take_along_axis(values, jnp.broadcast_to(k - 1, (*values.shape[:2], 1)), axis=-1)
-    kept = (values >= last) & (values >= _min_p_floor(values, values[..., 0], temperature, filters)[..., None])
-    weights = jnp.where(kept, _weights(values, values[..., :1], temperature), 0.0)
-    before = jnp.cumsum(weights, axis=-1) - weights
-    p = filters.top_p[:, None, None]
-    kept &= (before < p * jnp.sum(weights, axis=-1, keepdims=True)) | (p >= 1)
-    return jnp.min(jnp.where(kept, values, jnp.inf), axis=-1)
-
-
-def _min_p_floor(logits: jax.Array, best: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
-    """The smallest logit that min_p keeps. best: [B, T], each row's largest logit -> [B, T]."""
-    log = jnp.log(filters.min_p)[:, None]
-    # A greedy row keeps only its best. Without the condition, temperature 0 times log 0 would be NaN.
-    return best + jnp.where(temperature[:, None] > 0, temperature[:, None] * log, 0.0)
-
-
-def _weights(logits: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Probabilities up to a factor. logits: [B, T, C]; best: [B, T, 1]."""
-    return jnp.exp((logits - best) / jnp.maximum(temperature, jnp.float32(1e-30))[:, None, None])
+def candidates_of_shards(logits: jax.Array, count: int, shard: Shard) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest logits of each device's part of the vocabulary and their token ids, one device's after another's. Arguments and
+    result as for `best_candidates`, with `count` for each of the devices."""
+    values, indices = best_candidates(logits, count)
+    return gathered(values, shard.axis), gathered(indices + shard.first, shard.axis)
 
 
 def _search(logits: jax.Array, best: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
     """The exact threshold of any row: [B, T]. It searches the bits of the logits, in 16 passes for top_k and 16 for top_p."""
     keys = _sortable(logits)
-    floor = _sortable(_min_p_floor(logits, best, temperature, filters))
+    floor = _sortable(min_p_floor(best, temperature[:, None], filters.min_p[:, None]))
     k = jnp.minimum(filters.top_k, logits.shape[-1])[:, None]
     kth = largest_key(keys, jnp.ones_like(logits), jnp.broadcast_to(k, best.shape).astype(jnp.float32))
     floor = jnp.maximum(floor, jnp.where(k > 0, kth, 0))
-    weights = jnp.where(keys >= floor[..., None], _weights(logits, best[..., None], temperature), 0.0)
+    weights = jnp.where(keys >= floor[..., None], weight(logits, best[..., None], temperature[:, None, None]), 0.0)
     p = filters.top_p[:, None]
     nucleus = largest_key(keys, weights, p * jnp.sum(weights, axis=-1))
     return _unsortable(jnp.maximum(floor, jnp.where(p < 1, nucleus, 0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.lm_head.reference import best, capped
+from pallas_kernels.choice import best, capped
 from pallas_kernels.noise import perturbed
 
 

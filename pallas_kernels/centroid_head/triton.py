@@ -14,8 +14,8 @@ import numpy as np
 
 from pallas_kernels import lm_head
 from pallas_kernels.centroid_head.reference import centroid_scores
+from pallas_kernels.choice import best, capped
 from pallas_kernels.dialect import call, pl, plgpu
-from pallas_kernels.lm_head.reference import best, capped
 from pallas_kernels.noise import perturbed
 from pallas_kernels.top_candidates.triton import WIDEST, padded_size, select_largest
 

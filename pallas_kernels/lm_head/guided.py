@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.choice import best, capped
 from pallas_kernels.dialect import call, pl, plgpu
 from pallas_kernels.linear import partials
-from pallas_kernels.lm_head.reference import best, capped
 from pallas_kernels.lm_head.triton import TABLE_DTYPES, too_many
 from pallas_kernels.noise import perturbed
 from pallas_kernels.packed import BLOCK, Packed, abstract, pack, tile, values_of

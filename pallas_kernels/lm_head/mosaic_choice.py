@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dialect
+from pallas_kernels.choice import best
 from pallas_kernels.dialect import pl
-from pallas_kernels.lm_head.reference import best
 
 WARPS = 4  # of a warpgroup
 TOGETHER = 4  # groups of 8 columns that go through shared memory together

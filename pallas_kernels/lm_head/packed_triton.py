@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dialect
+from pallas_kernels.choice import best
 from pallas_kernels.dialect import pl
 from pallas_kernels.linear import packed_triton as linear
-from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.triton import store_best, too_many
 from pallas_kernels.packed import BLOCK, Packed, tile
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import read_once
+from pallas_kernels.choice import best, capped
 from pallas_kernels.dialect import call, pl, plgpu, shared_memory
-from pallas_kernels.lm_head.reference import best, capped
 from pallas_kernels.noise import perturbed
 
 LEAST_ROWS = 16  # of hidden states in a tensor core's product

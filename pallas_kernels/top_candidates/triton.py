@@ -1,7 +1,8 @@
 """Selection of the k largest values of a row without sorting it, and the top candidates by means of that.
 
 One program holds a row in its registers. It finds the k-th largest value by bisection on the values' bits. Each round counts the values
-above; the rounds end when exactly k are above, after about ten for logits.
+above; the rounds end when exactly k are above, after about ten for logits. A choice needs no order: one program has a row's k largest
+values, and keeps, perturbs and compares them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.choice import capped
 from pallas_kernels.dialect import call, pl, plgpu
-from pallas_kernels.top_candidates.reference import tile_maxima, tile_width
+from pallas_kernels.noise import key_words, perturbed
+from pallas_kernels.top_candidates.reference import min_p_floor, tile_maxima, tile_width, weight
 
 WIDEST = 16_384  # most values that a program can hold: 32 a thread
 MOST = 128  # most candidates that a program can put in order
@@ -122,6 +125,37 @@ def order_kernel(values_ref: Any, ids_ref: Any, sorted_values_ref: Any, sorted_i
     plgpu.store(sorted_ids_ref.at[rows, place], ids, mask=real)
 
 
+def choice_kernel(*refs: Any, k: int, each: int, softcap: float | None, named: bool) -> None:
+    """Program i: the choice among row i's k largest logits, in any order, under its request's filters. each: rows of a request. named:
+    whether places have token ids, which then are the third array; else they are the ids.
+
+    A value's rank is how many are larger, and its share of a nucleus is theirs, so that equal ones are kept or dropped together."""
+    values_ref, places_ref, *ids_ref = refs[: 2 + named]
+    positions_ref, seed_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref, chosen_ref, largest_ref = refs[2 + named :]
+    row, at = pl.program_id(0), jnp.arange(padded_size(k), dtype=jnp.int32)
+    rows, real = jnp.full_like(at, row), at < k
+    request = row // each
+    ids = plgpu.load(places_ref.at[rows, at], mask=real, other=0)
+    if named:
+        ids = plgpu.load(ids_ref[0].at[rows, ids], mask=real, other=0)
+    values = capped(plgpu.load(values_ref.at[rows, at], mask=real, other=-jnp.inf), ids, softcap, ())
+    temperature, top_k, top_p, min_p = (plgpu.load(x.at[request]) for x in (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
+
+    larger, most = values[None, :] > values[:, None], jnp.max(values)
+    rank = jnp.sum(larger.astype(jnp.int32), axis=1, dtype=jnp.int32)
+    kept = (rank < jnp.maximum(top_k, 1)) & (values >= min_p_floor(most, temperature, min_p))
+    weights = jnp.where(kept & real, weight(values, most, temperature), 0.0)
+    before = jnp.sum(jnp.where(larger, weights[None, :], 0.0), axis=1)
+    kept = (kept & ((before < top_p * jnp.sum(weights)) | (top_p >= 1))) | (values == most)
+
+    low, high = (plgpu.load(seed_ref.at[request, np.int32(word)]) for word in range(2))
+    first, second = key_words(low, high, plgpu.load(positions_ref.at[row]))
+    scores = perturbed(values, temperature, first, second, ids)
+    scores = jnp.where(real & kept & (scores == scores), scores, -jnp.inf)  # without NaN, so that one of the ids is chosen
+    plgpu.store(chosen_ref.at[row], jnp.min(jnp.where(real & (scores == jnp.max(scores)), ids, HIGHEST)))
+    plgpu.store(largest_ref.at[row], most)
+
+
 def select_largest(values: jax.Array, k: int, *, interpret: bool) -> jax.Array:
     """The indices of the k largest values of each row, ascending. [N, n] float32 -> [N, k] int32; n is at most WIDEST.
 
@@ -140,29 +174,61 @@ def select_largest(values: jax.Array, k: int, *, interpret: bool) -> jax.Array:
     )(values)
 
 
-def top_candidates(logits: jax.Array, k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.top_candidates.top_candidates`."""
+def unsorted_candidates(logits: jax.Array, k: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """The k largest values of each row and their ids, by ascending id. Only kernels may read them: see `dialect.launching`."""
     rows, vocab = logits.shape
     width = tile_width(vocab, k)
     tiles = min(k, math.ceil(vocab / width))
     chosen = select_largest(tile_maxima(logits, width), tiles, interpret=interpret)
-    found = (jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32))
-    values, ids = call(
+    return call(
         functools.partial(tokens_kernel, vocab=vocab, width=width, tiles=tiles, k=k),
         name="top_candidates",
         grid=(rows,),
-        out_shape=found,
+        out_shape=(jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32)),
         num_warps=warps(padded_size(tiles * width)),
         num_stages=1,
         interpret=interpret,
         launch_dependents=True,
     )(logits, chosen)
+
+
+def top_candidates(logits: jax.Array, k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.top_candidates.top_candidates`."""
+    values, ids = unsorted_candidates(logits, k, interpret=interpret)
     return call(
         functools.partial(order_kernel, k=k),
         name="order",
-        grid=(rows,),
-        out_shape=found,
+        grid=(logits.shape[0],),
+        out_shape=(jax.ShapeDtypeStruct(values.shape, jnp.float32), jax.ShapeDtypeStruct(ids.shape, jnp.int32)),
         num_warps=4,
         num_stages=1,
         interpret=interpret,
     )(values, ids)
+
+
+def choose(
+    logits: jax.Array,
+    ids: jax.Array | None,
+    positions: jax.Array,
+    seed: jax.Array,
+    temperature: jax.Array,
+    filters: tuple[jax.Array, jax.Array, jax.Array],
+    k: int,
+    softcap: float | None,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.top_candidates.choose`."""
+    rows = positions.size
+    found = unsorted_candidates(logits.reshape(rows, -1), k, interpret=interpret)
+    names = [] if ids is None else [ids.reshape(rows, -1)]
+    chosen, largest = call(
+        functools.partial(choice_kernel, k=k, each=positions.shape[1], softcap=softcap, named=ids is not None),
+        name="filtered_choice",
+        grid=(rows,),
+        out_shape=(jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)),
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+    )(*found, *names, positions.reshape(rows), seed, temperature, *filters)
+    return chosen.reshape(positions.shape), largest.reshape(positions.shape)

@@ -15,6 +15,7 @@ from pallas_kernels import (
     add_norm,
     byte_walk,
     centroid_head,
+    choice,
     dialect,
     layer_end,
     linear,
@@ -35,7 +36,6 @@ from pallas_kernels.layer_end import shapes as layer_end_shapes
 from pallas_kernels.linear import mosaic
 from pallas_kernels.linear import shapes as linear_shapes
 from pallas_kernels.lm_head import guided
-from pallas_kernels.lm_head import reference as lm_head_reference
 from pallas_kernels.lm_head import shapes as lm_head_shapes
 from pallas_kernels.moe import shapes as moe_shapes
 from pallas_kernels.paged_attention import mosaic as attention_mosaic
@@ -526,7 +526,7 @@ def head_scores(hidden, table, keys, temperature, softcap):
     """What a choice among the whole table maximises, [N, V] float32."""
     logits = jax.lax.dot_general(hidden, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     ids = jnp.arange(table.shape[0], dtype=jnp.int32)[None, :]
-    logits = lm_head_reference.capped(logits, ids, softcap, SUPPRESSED)
+    logits = choice.capped(logits, ids, softcap, SUPPRESSED)
     return noise.perturbed(logits, temperature[:, None], keys[:, :1], keys[:, 1:], ids)
 
 
@@ -593,7 +593,7 @@ def test_choice_among_logits_in_memory(vocab, softcap):
         (functools.partial(lm_head.choose, **settings), arrays),
         (functools.partial(lm_head.choose, **settings, implementation="xla"), arrays),
     )
-    scores = lm_head_reference.capped(logits, jnp.arange(vocab, dtype=jnp.int32)[None, :], softcap, SUPPRESSED)
+    scores = choice.capped(logits, jnp.arange(vocab, dtype=jnp.int32)[None, :], softcap, SUPPRESSED)
     scores = noise.perturbed(scores, temperature[:, None], keys[:, :1], keys[:, 1:], jnp.arange(vocab, dtype=jnp.int32)[None, :])
     assert_best(ids, scores)
     assert ids[3] == wanted[3] and ids[6] == 900, "of equal logits the lowest id"
@@ -673,6 +673,29 @@ def test_top_candidates():
         wanted = best[: shape.rows, : shape.k]
         np.testing.assert_array_equal(ids, wanted, err_msg=str(shape))
         np.testing.assert_array_equal(values, np.take_along_axis(logits[: shape.rows], wanted, axis=1), err_msg=str(shape))
+
+
+def test_choices_among_candidates():
+    """Rows with and without a temperature and each filter, of tokens and of named candidates. Their logits are in steps, so that many are
+    equal, and a softcap makes more so; both sum what comes before a token in another order."""
+    rows, each, vocab = 160, 4, 262_144
+    logits, rng = jnp.asarray(many_logits()[0][:rows]).reshape(-1, each, vocab), np.random.default_rng(1)
+    requests = rows // each
+    settings = [
+        jnp.asarray(rng.integers(0, 9000, (requests, each)), jnp.int32),
+        jax.random.bits(jax.random.key(3), (requests, 2), jnp.uint32),
+    ]
+    settings += [jnp.asarray(rng.choice([0.0, 0.7, 2.0], requests), jnp.float32), jnp.asarray(rng.integers(0, 129, requests), jnp.int32)]
+    settings += [jnp.asarray(rng.choice([kept, 0.4, 0.9], requests), jnp.float32) for kept in (1.0, 0.0)]
+    names = jnp.asarray(rng.permuted(np.tile(np.arange(4096, dtype=np.int32), (rows, 1)), axis=1)).reshape(-1, each, 4096)
+    few = {"logits": logits[..., :4096] * 400, "ids": names, "softcap": 30.0}
+    calls = [{"logits": logits}, {"logits": logits, "softcap": 30.0}, few]
+    both = [functools.partial(top_candidates.choose, k=128, implementation=name) for name in ("triton", "xla")]
+    for call in calls:
+        kept = {key: call.pop(key) for key in ("softcap",) if key in call}
+        (found, most), (wanted, largest) = (jit(functools.partial(f, **kept))(call["logits"], *settings, ids=call.get("ids")) for f in both)
+        assert_close(most, largest, "float32")
+        assert np.mean(np.asarray(found != wanted)) <= 0.01
 
 
 def test_byte_walk():

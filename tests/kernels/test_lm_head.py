@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from lowering import for_cuda
 
 from pallas_kernels import device
+from pallas_kernels.choice import best
 from pallas_kernels.lm_head import choose, lm_head, most_rows, packed_mosaic, triton
 from pallas_kernels.lm_head.mosaic_choice import Choice
-from pallas_kernels.lm_head.reference import best
 from pallas_kernels.lm_head.shapes import SHAPES
 from pallas_kernels.noise import gumbel
 from pallas_kernels.packed import KINDS, abstract, unpack

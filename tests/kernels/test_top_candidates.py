@@ -1,6 +1,8 @@
-"""The k largest logits are those that `jax.lax.top_k` gives, values and ids, without a sort of the vocabulary."""
+"""The k largest logits are those that `jax.lax.top_k` gives, values and ids, without a sort of the vocabulary. What is chosen
+among them is what the definition of the filters and the noise says."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import for_cuda
 
-from pallas_kernels.top_candidates import top_candidates, triton
+from pallas_kernels.noise import gumbel, row_keys
+from pallas_kernels.top_candidates import choose, top_candidates, triton
 from pallas_kernels.top_candidates.reference import tile_width
-from pallas_kernels.top_candidates.shapes import SHAPES
+from pallas_kernels.top_candidates.shapes import SHAPES, filters
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 BOTH = ("xla", "triton-interpret")
@@ -97,6 +100,69 @@ def test_tiles_make_the_two_stages_about_equally_wide():
                 assert width & (width - 1) == 0 and vocab / k <= width**2 < 4 * vocab / k
 
 
+def chosen_by_numpy(logits, ids, positions, seed, temperature, top_k, top_p, min_p, k, softcap):
+    """Row by row, the token ids that come near the choice among the k largest logits."""
+    logits, ids = (x.reshape(positions.size, -1) for x in (logits, ids))
+    logits, places = sorted_by_numpy(logits, k)
+    ids, logits = np.take_along_axis(ids, places, axis=1), np.float32(30) * np.tanh(logits / np.float32(30)) if softcap else logits
+    noise = np.asarray(gumbel(row_keys(jnp.repeat(seed, positions.shape[1], 0), jnp.ravel(positions)), ids))
+    found = []
+    for row, (values, names, extra) in enumerate(zip(logits, ids, noise, strict=True)):
+        request = row // positions.shape[1]
+        most, t, at_least = values[0], float(temperature[request]), max(float(min_p[request]), 1e-300)
+        if t == 0:
+            found.append({int(names[values == most].min())})
+            continue
+        kept = values >= max(values[max(1, int(top_k[request])) - 1], most + t * np.log(at_least))
+        weights = np.where(kept, np.exp((values.astype(np.float64) - most) / t), 0)
+        nucleus, before = float(top_p[request]) * weights.sum(), np.array([weights[values > value].sum() for value in values])
+        sure, maybe = (kept & (before < nucleus * (1 + slack)) for slack in (-1e-5, 1e-5))
+        scores = values / np.float32(t) + extra
+        found.append(set(names[maybe & (scores >= np.where(sure, scores, -np.inf).max() - 1e-4)].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("kind", ["spread", "few values", "mostly filtered"])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_choice_among_the_largest(kind, named, implementation):
+    """Of rows with and without a temperature and each filter, logits that are tokens' or candidates'; a softcap makes some equal."""
+    rng = np.random.default_rng(11)
+    requests, each, vocab, k = 12, 3, 700, 128
+    logits = np.asarray(KINDS[kind](rng, (requests, each, vocab)), np.float32)
+    logits[..., 40:44] += 2000  # exactly 30 with a softcap
+    ids = np.broadcast_to(np.arange(vocab, dtype=np.int32), logits.shape)
+    ids = np.asarray(rng.permuted(ids * 3 + 1, axis=-1), np.int32) if named else ids
+    positions = jnp.asarray(rng.integers(0, 9000, (requests, each)), jnp.int32)
+    seed = jnp.asarray(rng.integers(0, 2**32, (requests, 2)), jnp.uint32)
+    at = np.arange(requests)
+    temperature, top_k = (jnp.asarray(np.where(at % 4 == 0, 0, 4), jnp.float32), jnp.asarray(rng.integers(0, 129, requests), jnp.int32))
+    top_p = jnp.asarray(np.where(at % 3 == 1, rng.uniform(0, 1, requests), 1), jnp.float32)
+    min_p = jnp.asarray(np.where(at % 3 == 2, rng.uniform(0, 1, requests), 0), jnp.float32)
+    settings = positions, seed, temperature, top_k, top_p, min_p
+    run = jax.jit(choose, static_argnames=("k", "softcap", "implementation"))
+    for softcap in (None, 30.0):
+        named_by = jnp.asarray(ids) if named else None
+        found, most = run(jnp.asarray(logits), *settings, k=k, ids=named_by, softcap=softcap, implementation=implementation)
+        near = chosen_by_numpy(logits, ids, *settings, k, softcap)
+        assert all(token in tokens for token, tokens in zip(np.ravel(found).tolist(), near, strict=True))
+        assert np.mean([len(tokens) == 1 for tokens in near]) > 0.9
+        largest = logits.max(-1)
+        np.testing.assert_allclose(most, 30 * np.tanh(largest / 30) if softcap else largest, rtol=1e-6)
+
+
+def test_a_choice_is_always_a_token_and_a_broken_row_shows():
+    logits = np.zeros((1, 4, 300), np.float32)
+    logits[0, 0] = -np.inf
+    logits[0, 1, 7], logits[0, 2, 7], logits[0, 3] = np.nan, np.inf, np.nan
+    settings = np.zeros((1, 4), np.int32), np.zeros((1, 2), np.uint32), np.ones(1, np.float32), np.full(1, 5, np.int32)
+    for top_p, min_p in ((1.0, 0.0), (1e-46, 0.0), (0.5, 0.5)):
+        filters = np.full(1, top_p, np.float32), np.full(1, min_p, np.float32)
+        for implementation in BOTH:
+            found, most = choose(jnp.asarray(logits), *map(jnp.asarray, (*settings, *filters)), k=128, implementation=implementation)
+            assert ((found >= 0) & (found < 300)).all() and not np.isfinite(most).any()
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_real_shape_lowers_for_cuda_as_three_kernels_without_a_sort(name):
     shape = SHAPES[name]
@@ -105,6 +171,15 @@ def test_every_real_shape_lowers_for_cuda_as_three_kernels_without_a_sort(name):
     for kernel in ("select", "top_candidates", "order"):
         assert text.count(f'name = "{kernel}"') == 1
     assert "sort" not in text and "top_k" not in text
+
+
+def test_a_choice_lowers_for_cuda_as_three_kernels():
+    """XLA adds the largest values of tiles alone: the noise, the filters and the order of the candidates are the last kernel's."""
+    run = jax.jit(functools.partial(choose, k=128, softcap=30.0, implementation="triton"))
+    text = for_cuda(run, jax.ShapeDtypeStruct((32, 1, 262_144), jnp.float32), *jax.eval_shape(lambda: filters(32)))
+    for kernel in ("select", "top_candidates", "filtered_choice"):
+        assert text.count(f'name = "{kernel}"') == 1
+    assert not {"sort", "top_k", "cumsum", "log", "tanh"} & set(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))
 
 
 def test_what_cannot_be_served_is_refused_by_name():
