@@ -16,6 +16,13 @@ CONTEXT_TOKENS = 8
 TOOL_KEYS = ("tool_calls", "tool_responses")  # a message may have one of these instead of content
 # Arguments of transformers' apply_chat_template for the template itself.
 TEMPLATE_NAMES = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
+# Classes of tokenizers that tokenizer_config.json may name, and what transformers calls them.
+CLASSES = {
+    "GemmaTokenizer": "GemmaTokenizer",
+    "GemmaTokenizerFast": "GemmaTokenizer",
+    "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
+    "TokenizersBackend": "PreTrainedTokenizerFast",
+}
 THOUGHTS = ("<|channel>", "<channel|>")  # the tokens around thoughts
 THINK = "<|think|>"  # the token of a prompt that asks for them
 INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character, or not yet
@@ -174,9 +181,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     folder = Path(folder)
     check_files(folder)
-    auto_tokenizer = _auto_tokenizer()
+    tokenizer_class = _tokenizer_class(folder)
     try:
-        hf_tokenizer = auto_tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        hf_tokenizer = tokenizer_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the parser raises many types, even bare Exception
         raise ValueError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
     template = hf_tokenizer.chat_template
@@ -392,8 +399,15 @@ def _listing(folder: Path) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no files"
 
 
-def _auto_tokenizer():
-    """transformers.AutoTokenizer. The import is here because it takes seconds. We filter out its advice to install PyTorch."""
+def _tokenizer_class(folder: Path) -> Any:
+    """transformers' class for the tokenizer in a folder. The import is here because it takes seconds. We filter out its advice to install
+    PyTorch.
+
+    AutoTokenizer imports PyTorch where it is installed, which takes seconds more. The classes that checkpoints of Gemma name are taken by
+    their names: AutoTokenizer comes to the same."""
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    name = None if "auto_map" in config else CLASSES.get(str(config.get("tokenizer_class")))
     logger = logging.getLogger("transformers")
 
     def no_advice(record: logging.LogRecord) -> bool:
@@ -401,7 +415,8 @@ def _auto_tokenizer():
 
     logger.addFilter(no_advice)
     try:
-        from transformers import AutoTokenizer
+        import transformers
+
+        return getattr(transformers, name or "AutoTokenizer")
     finally:
         logger.removeFilter(no_advice)
-    return AutoTokenizer

@@ -1,16 +1,18 @@
 """Tokenizer, chat template and incremental detokenizing, on small tokenizers of the three kinds of decoder that checkpoints have."""
 
 import itertools
+import json
 import random
 import subprocess
 import sys
 
 import pytest
+import transformers
 from small_tokenizers import CORPUS, KINDS, SPECIALS, byte_fallback, byte_level, save
 from tokenizers import AddedToken
 
 from jaxspec import checkpoint
-from jaxspec.text import CONTEXT_TOKENS, INCOMPLETE, IncrementalDetokenizer, OutputText, load_tokenizer
+from jaxspec.text import CLASSES, CONTEXT_TOKENS, INCOMPLETE, IncrementalDetokenizer, OutputText, load_tokenizer
 
 # Characters of 1 to 4 bytes that no merge covers, a skin tone, a joined family, combining marks, a flag.
 TEXTS = ["a€😀", " 👍🏽", "e\u0301o\u0308", "漢😀字", "👩\u200d👧", "🇫🇷x"]
@@ -87,6 +89,18 @@ def test_gemma_class_gives_the_same_ids(tmp_path):
         assert gemma.encode(text) == plain.encode(text)
         assert gemma.decode(gemma.encode(text)) == text
     assert gemma.byte_ids == plain.byte_ids and gemma.bos_token_id == 2
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("model_type", [None, "gemma4", "gemma4_text", "step3p5"])
+def test_the_class_is_the_one_that_auto_tokenizer_takes(name, model_type, tmp_path):
+    folder = save(byte_fallback(), tmp_path, tokenizer_class=name)
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = load_tokenizer(folder).transformers, transformers.AutoTokenizer.from_pretrained(folder)
+    assert type(ours) is type(theirs)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -435,3 +449,16 @@ jaxspec.text.load_tokenizer({str(chat_folder)!r})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_loading_imports_neither_pytorch_nor_scipy(chat_folder):
+    # PyTorch, where it is installed, takes more time than all else that a start imports. scipy is for structured outputs alone.
+    code = f"""
+import sys
+sys.modules.pop("torch", None)  # which tests/alone hides
+import jaxspec.loading
+jaxspec.loading.load_tokenizer({str(chat_folder)!r})
+print([name for name in ("torch", "scipy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 
 import numpy as np
-import scipy.sparse.csgraph
 
 from jaxspec.structured.builder import Builder
 from jaxspec.structured.transitions import NUMBER, TooManyStates
@@ -141,6 +140,8 @@ def _trimmed(table: np.ndarray, accepting: np.ndarray, start: int, expression: s
 
 def _reached(sources: np.ndarray, to: np.ndarray, starts: np.ndarray, count: int) -> np.ndarray:
     """Which of `count` states are among the starts or can be reached from one: [count] bool. sources, to: the states that a step joins."""
+    import scipy.sparse.csgraph  # here, because it takes a sixth of the package's import
+
     edges = np.concatenate([sources, np.full(len(starts), count)]), np.concatenate([to, starts])  # one more state leads to all starts
     graph = scipy.sparse.csr_array((np.ones(len(edges[0]), np.float32), edges), shape=(count + 1, count + 1))
     found = np.zeros(count + 1, bool)
