@@ -167,8 +167,8 @@ def _sources(
         possible = layouts(path, shapes)
         dead = tuple(prefix + key for key in dead_keys(path, shapes))
         known.update(dead)
-        if quantisation is not None:
-            known.update(key for key in stored if dead and key.startswith(tuple(key.removesuffix("weight") for key in dead)))
+        if quantisation is not None and dead:
+            known.update(key for key in stored if key.startswith(tuple(key.removesuffix("weight") for key in dead)))
         if isinstance(leaf, Packed):
             assert quantisation is not None
             sources[path] = _packed_sources(possible, stored, prefix, quantisation, problems, known)

@@ -6,6 +6,7 @@ Its inputs' quantisation is left out: activations stay float, which is the more 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ def read(config: Mapping[str, Any], *, scale_dtype: str, fused_float_experts: bo
         formats |= dict.fromkeys(names_in(group, "targets"), made)
     targets, ignored = Rules(tuple(formats)), Rules(names_in(config, "ignore"))
 
+    @functools.cache  # `load` asks twice for each of ten thousand experts' matrices
     def format_of(module: str) -> Format | None:
         classes = classes_of(module, fused_float_experts)
         if ignored.match(module, classes) is not None:
