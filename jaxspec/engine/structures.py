@@ -19,7 +19,7 @@ from jaxspec.structured.vocabulary import Vocabulary, vocabulary_of
 from jaxspec.text import Tokenizer
 
 WAIT = 0.05  # seconds that a call waits for an automaton, to refuse what cannot be built, before it goes on without
-KNOWN = 256  # automata that are kept on the host
+KNOWN, KNOWN_BYTES = 256, 1 << 30  # automata that are kept on the host, and the memory that they may take there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,12 @@ class Structure:
         error = self.future.exception() if self.future.done() else None
         return None if error is None else str(error)
 
+    @property
+    def nbytes(self) -> int:
+        """What its automaton takes on the host; 0 as long as there is none."""
+        built = self.future.done() and not self.future.cancelled() and self.future.exception() is None
+        return self.future.result().automaton.next.nbytes if built else 0
+
 
 class Structures:
     """Builds automata for one tokenizer, on a thread of its own. blocks, rows: of a pool, in which each must fit. check_open: raises
@@ -82,8 +88,10 @@ class Structures:
                     self._pool = pool
                 known = Structure(params.label, self._pool.submit(self._build, params.label, params.expression))
             self._known[params.expression] = known
-            while len(self._known) > KNOWN:
-                self._known.popitem(last=False)
+            held = sum(structure.nbytes for structure in self._known.values())
+            while len(self._known) > 1 and (len(self._known) > KNOWN or held > KNOWN_BYTES):
+                _, oldest = self._known.popitem(last=False)
+                held -= oldest.nbytes
         if self._begun is not None:
             concurrent.futures.wait([self._begun])  # or the first one would take longer than WAIT
         # Processes that compute together must admit the same requests at the same time.

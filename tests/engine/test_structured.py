@@ -435,3 +435,17 @@ def test_texts_of_random_expressions_match(llm, parts, least, seed):
     expression = "".join(f"(?:{re.escape(part)}){{{least},{least + i}}}" for i, part in enumerate(parts))
     found = llm.generate([PROMPT], params(seed, regex=expression))[0]
     assert valid(found, {"regex": expression})
+
+
+@pytest.mark.parametrize(("limit", "value", "kept"), [("KNOWN", 2, 2), ("KNOWN_BYTES", 0, 1)])
+def test_automata_that_were_asked_for_longest_ago_are_forgotten(llm, limit, value, kept, monkeypatch):
+    monkeypatch.setattr(structures, limit, value)
+    made = structures.Structures(llm.tokenizer, llm.target.config.vocab_size, 1000, 1000)
+    try:
+        for word in ("one", "two", "three", "three"):
+            found = made.of(StructuredOutputsParams(choice=[word]))
+            assert found.future.result().automaton.states > 0
+            assert found in made._known.values()
+        assert len(made._known) == kept
+    finally:
+        made.close()
