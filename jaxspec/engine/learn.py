@@ -197,9 +197,14 @@ class Learning:
         self._recent = self._recent * 0.5 ** (new[0] / RECENT) + new
 
     def _mend(self) -> None:
-        """Learns on from the weights in use, if an interrupt has ended an update half-way."""
+        """Learns on from the weights in use, if an interrupt has ended an update half-way. Gives up a trial that it has kept from beginning
+        on all data shards."""
         if self._learner.lost:
             self._learner.begin_at(self.origin.weights)
+        if self._trial is not None and any(runner.trial is None for runner in self._runners) and self._trial.verdict is None:
+            for runner in self._runners:
+                runner.use(runner.drafter)
+            self._trial = self._candidate = None
 
     def _work(self) -> None:
         """Updates, while nothing else computes."""
@@ -229,7 +234,7 @@ class Learning:
             Trial({CANDIDATE: weights, CURRENT: runner.drafter}, trial, apart=runner.drafter_owns_kv)
             for runner, weights in zip(self._runners, self._of_shards(candidate), strict=True)
         ]
-        self._candidate, self._trial = candidate, trial  # an interrupt until here leaves no trial that nobody runs
+        self._candidate, self._trial = candidate, trial  # first: if an interrupt comes before all shards run it, `_mend` gives it up
         self._offered, self._tried = self._learner.steps, self._tried + 1
         for runner, part in zip(self._runners, parts, strict=True):
             runner.begin_trial(part)

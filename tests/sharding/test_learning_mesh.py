@@ -105,6 +105,24 @@ def test_a_verdict_that_no_call_has_seen_holds_when_learning_ends(folders, tmp_p
         assert all(runner.drafter is one and runner.trial is None for runner, one in zip(runners, wanted, strict=True))
 
 
+def test_a_trial_that_an_interrupt_keeps_from_beginning_is_given_up(folders, monkeypatch):
+    """On the first data shard, or on the second after it. Else learning would wait for its verdict, which nobody or one shard finds."""
+    with loaded(folders, data=2) as llm, llm.learn(LEARN) as learning:
+        runners = llm._shards.runners
+        used = [runner.drafter for runner in runners]
+        for i, runner in enumerate(runners):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(runner, "begin_trial", lambda part: (_ for _ in ()).throw(KeyboardInterrupt))
+                learning._offer()
+            assert [other.trial is not None for other in runners] == [i > 0, False]
+            learning.between()
+            assert learning._trial is None and all(other.trial is None for other in runners)
+            assert all(other.drafter is one for other, one in zip(runners, used, strict=True))
+        learning._offer()
+        learning.between()
+        assert learning._trial is not None and all(runner.trial is not None for runner in runners)
+
+
 @pytest.mark.slow  # as above
 def test_updates_that_sum_over_devices_begin_one_after_the_other(folders, monkeypatch):
     """Calls of data shards alone share no lock with those of other LLMs. Updates do: two that wait for each other's devices would hang."""
