@@ -1,7 +1,8 @@
 """Times how long an LLM takes to be ready once its weights are there: `python benchmarks/start.py 31b mtp`.
 
 Weights are random and of a released model's shape. Everything is compiled that greedy requests use, and one request is served, first
-with an empty compilation cache, and then again from the files of that cache, with what this process has compiled forgotten.
+with an empty compilation cache, and then again from the files of that cache, with what this process has compiled forgotten. With
+`--prompts 64` so many requests are served without that, as by a script that does not ask for a warm-up.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def main() -> None:
     parser.add_argument("drafter", help="as for `jaxspec bench`")
     parser.add_argument("--k", type=int, default=4, help="tokens drafted in each round (default: 4)")
     parser.add_argument("--slots", type=int, default=8, help="sequences in flight (default: 8)")
+    parser.add_argument("--prompts", type=int, help="requests that are served without a warm-up (default: one after a warm-up)")
+    parser.add_argument("--tokens", type=int, default=16, help="new tokens of each request (default: 16)")
     parser.add_argument("--max-len", type=int, default=4096, help="tokens of a sequence (default: 4096)")
     parser.add_argument("--mesh", help='axes and their sizes, such as "tensor=2" (default: one GPU)')
     args = parser.parse_args()
@@ -51,14 +54,15 @@ def main() -> None:
             begun = time.perf_counter()
             settings = Settings(num_draft_tokens=args.k, max_slots=args.slots, max_len=args.max_len, progress=False)
             llm = LLM(target, drafter, tokenizer, settings, placement=placement)
-            params = SamplingParams(max_tokens=16, temperature=0)
-            llm.warmup(params)
+            params = SamplingParams(max_tokens=args.tokens, temperature=0)
+            if args.prompts is None:
+                llm.warmup(params)
             ready = time.perf_counter()
-            llm.generate("def f(x):", params)
+            llm.generate(["def f(x):"] * (args.prompts or 1), params)
             ended, stats = time.perf_counter(), llm.stats
             print(
-                f"compilation cache {cache}: ready after {ready - begun:.1f} s ({stats.compilations} programs), "
-                f"16 tokens after {ended - begun:.1f} s"
+                f"compilation cache {cache}: ready after {ready - begun:.1f} s, {args.tokens} tokens of each request after "
+                f"{ended - begun:.1f} s ({stats.compilations} programs)"
             )
             del llm
 

@@ -48,10 +48,10 @@ class Buckets:
         """Requests that a call puts into slots."""
         return sorted({1, min(self.slots, BUCKET_RATIO)})
 
-    def best_prefill(self, left: Sequence[int]) -> tuple[int, int]:
-        """The prefill bucket that computes most prompt rows for what it costs. left: the rows that each prompt lacks, in the order in
-        which they are served."""
-        return max(self.prefill, key=lambda bucket: useful_rows(left, *bucket) / (bucket[0] * bucket[1] + CALL_ROWS))
+    def prefill_by_worth(self, left: Sequence[int]) -> list[tuple[int, int]]:
+        """The prefill buckets, those first that compute most prompt rows for what they cost. left: the rows that each prompt lacks, in the
+        order in which they are served."""
+        return sorted(self.prefill, key=lambda bucket: -useful_rows(left, *bucket) / (bucket[0] * bucket[1] + CALL_ROWS))
 
 
 def useful_rows(left: Sequence[int], size: int, chunk: int) -> int:

@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import jax
@@ -22,6 +23,7 @@ from jaxspec.engine import cuda_graphs
 from jaxspec.engine.admission import arrays_of, init_state, packed, unpacked
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.kept_programs import by_address, kept_programs
+from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.settings import Settings
 from jaxspec.interrupts import undisturbed
 from jaxspec.model.draft_tree import DraftTree
@@ -163,6 +165,10 @@ class DecodeRounds(Program):
     rows: int | None = None  # of the target's pass, see `decode.Round`
     tree: DraftTree | None = None  # see `decode.Round`
     loops: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> RoundShape:
+        return RoundShape(self.num_draft_tokens, self.rows, self.tree)
 
     def __str__(self) -> str:
         what = self.num_draft_tokens if self.tree is None else f"tree {self.tree.nodes}"
@@ -335,12 +341,25 @@ class Programs:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
+    def at_hand(self, program: Program) -> bool:
+        """Whether it need not be compiled: it is ready, or was kept."""
+        if program in self.compiled:
+            return True
+        path = self._path(program)
+        return path is not None and path.exists()
+
+    def make_ready(self, programs: Sequence[Program]) -> None:
+        """Compiles those that are missing, at a time. A line of progress says so."""
+        missing = [program for program in programs if program not in self.compiled]
+        if missing:
+            names = ", ".join(map(str, missing))
+            with tqdm(desc=f"Compiling {names}", bar_format="{desc}", leave=False, disable=not self.settings.progress):
+                for _ in self.compile(missing):
+                    pass
+
     def ready(self, program: Program) -> Callable[..., Any]:
-        """The program, compiled. If it has to be compiled now, a line of progress says so."""
-        if program not in self.compiled:
-            told = tqdm(desc=f"Compiling {program}", bar_format="{desc}", leave=False, disable=not self.settings.progress)
-            with self._times.compiling(), self._explained(), told:
-                self.compiled[program] = self._compiler(program)()
+        """The program, compiled."""
+        self.make_ready([program])
         return self.compiled[program]
 
     def run(self, program: Program, *args: Any) -> Any:
@@ -422,12 +441,9 @@ class Programs:
 
     def _compiler(self, program: Program) -> Callable[[], Any]:
         """Returns what makes a program ready: reads it where it was kept, or compiles it, for which it is lowered now."""
-        kept, name = self._kept, repr(program)
-        if program.structured or program.of_automata:
-            name = f"{name} {_form(self.automata)}"
-        if kept is None or by_address(name):
+        kept, path = self._kept, self._path(program)
+        if kept is None or path is None:
             return self._lowered(program)
-        path = kept.path(name)
         if path.exists():
             return lambda: kept.read(path) or self._lowered(program)()
         compile = self._lowered(program)
@@ -438,6 +454,13 @@ class Programs:
             return compiled
 
         return compile_and_keep
+
+    def _path(self, program: Program) -> Path | None:
+        """Where the program is kept, or will be; None if it never is."""
+        name = repr(program)
+        if program.structured or program.of_automata:
+            name = f"{name} {_form(self.automata)}"
+        return None if self._kept is None or by_address(name) else self._kept.path(name)
 
     def _lowered(self, program: Program) -> Callable[[], Any]:
         """Lowers a program, and returns what compiles it."""

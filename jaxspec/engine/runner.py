@@ -8,8 +8,8 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -35,6 +35,11 @@ from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.sharding.placement import Placement
 from jaxspec.trees import bytes_per_device, nbytes
+
+AnyProgram = TypeVar("AnyProgram", bound=Program)
+# Rounds, or calls that compute prompts, that a larger program runs in place of one that is not compiled. To compile a loop takes as long as
+# some hundreds of its rounds, or thousands for a small model. It is no time, so that the same calls always take the same programs.
+STANDS_IN = 256
 
 
 class Call(NamedTuple):
@@ -84,6 +89,7 @@ class Runner:
         self.watching = False  # whether `watched` counts
         self.watched = np.zeros(2)  # rounds with drafts, and accepted drafts, of calls with the drafter in use
         self.times = Times(clock, compiling)  # where the device's time went
+        self._stood_in = collections.Counter[Program]()  # the work that larger programs have done in place of these
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
         states = (functools.partial(init_state, target, drafter, slots=n, **settings.state_sizes) for n in (1, 2))
@@ -223,24 +229,54 @@ class Runner:
 
     def prefill(self, requests: Sequence[Request], needs: Needs) -> Call:
         """Starts one call that computes rows of some of the requests; the first ones come first."""
-        goals, left, size, chunk = self._next_rows(requests)
+        goals, left, program = self._next_rows(requests, needs, work=1)
+        size, chunk = program.size, program.chunk
         some, known = requests[:size], [r.length for r in requests[:size]]
         self._written(some)
         columns = self._columns(some, size, goals[:size], known)
         last = [r for r, goal, rows in zip(some, goals, left, strict=False) if goal == r.goal and rows <= chunk]
-        return Call(some, size, NO_DRAFTS, self.programs.run(Prefill(size, chunk, needs), columns), known, last, next(self._numbers))
+        return Call(some, size, NO_DRAFTS, self.programs.run(program, columns), known, last, next(self._numbers))
 
-    def used(self, requests: Sequence[Request]) -> float:
+    def used(self, requests: Sequence[Request], needs: Needs) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1."""
-        _, left, size, chunk = self._next_rows(requests)
-        return useful_rows(left, size, chunk) / (size * chunk)
+        _, left, program = self._next_rows(requests, needs)
+        return useful_rows(left, program.size, program.chunk) / (program.size * program.chunk)
 
-    def _next_rows(self, requests: Sequence[Request]) -> tuple[list[int], list[int], int, int]:
-        """(goals, left, size, chunk): the row up to which each request is to be computed next, how many rows are left until there, and the
-        bucket of the call that starts on them."""
+    def _next_rows(self, requests: Sequence[Request], needs: Needs, work: int = 0) -> tuple[list[int], list[int], Prefill]:
+        """(goals, left, program): the row up to which each request is to be computed next, how many rows are left until there, and what
+        starts on them. work: see `_at_hand`."""
         goals = [next((goal for goal in r.goals if goal > r.computed), r.goal) for r in requests]
         left = [goal - r.computed for goal, r in zip(goals, requests, strict=True)]
-        return goals, left, *self.buckets.best_prefill(left)
+        best, *others = self.buckets.prefill_by_worth(left)
+        larger = [bucket for bucket in others if useful_rows(left, *bucket) >= useful_rows(left, *best)]
+        return goals, left, self._at_hand(Prefill(*best, needs), (Prefill(*bucket, needs) for bucket in larger), work)
+
+    def _rounds(self, sequences: int, needs: Needs, shape: RoundShape | None = None, work: int = 0) -> DecodeRounds:
+        """What runs rounds of so many sequences. shape: as for `decode`. work: see `_at_hand`."""
+        sizes, tree = self.buckets.decode, self._tree
+        if shape is None and tree is not None and sequences <= TREE_SEQUENCES:
+            sizes, shape = self.buckets.trees, tree
+        size = smallest(sizes, sequences)
+        if shape is None:
+            shape = self._shape(size, sequences, needs)
+        larger = (DecodeRounds(other, needs, *shape) for other in sizes if other > size)
+        return self._at_hand(DecodeRounds(size, needs, *shape), larger, work)
+
+    def _at_hand(self, wanted: AnyProgram, larger: Iterable[AnyProgram], work: int) -> AnyProgram:
+        """The program that is wanted, or a larger one that is ready in its place, until it has done so much work there that compiling would
+        have been worth it. work: how much it does now, in rounds, or in calls that compute prompts."""
+        if self._stood_in[wanted] < STANDS_IN and not self.programs.at_hand(wanted):
+            for program in filter(self.programs.at_hand, larger):
+                self._stood_in[wanted] += work
+                return program
+        return wanted
+
+    def prepare(self, requests: Sequence[Request], sequences: int, needs: Needs) -> None:
+        """Compiles what the next `prefill` of the requests takes and the rounds of so many sequences after it, both at a time."""
+        programs: list[Program] = [self._next_rows(requests, needs)[-1]]
+        if sequences:
+            programs.insert(0, self._rounds(sequences, needs))  # which takes longer
+        self.programs.make_ready(programs)
 
     def decode(
         self,
@@ -255,16 +291,13 @@ class Runner:
         settings' number of drafts; by default a tree where the settings have one and there are few requests, else what `adaptive` chooses
         among the compiled shapes, or the settings' number without it. unread: decode calls that may be under way at a time with results
         that the host has not read, this one among them."""
-        size, tree = smallest(self.buckets.decode, len(requests)), self._tree
-        if shape is None and tree is not None and len(requests) <= TREE_SEQUENCES:
-            size, chosen = smallest(self.buckets.trees, len(requests)), tree
-        else:
-            chosen = self._shape(size, len(requests), needs) if shape is None else shape
+        program = self._rounds(len(requests), needs, shape, work=steps)
+        size, chosen = program.size, program.shape
         variant = None if self.trial is None or shape is not None or not chosen.num_draft_tokens else self.trial.name
         self._written(requests)
         steps, known = self.programs.steps_for(needs, steps, unread), [r.length for r in requests]
         columns = self._columns(requests, size, known, [steps] * size, [until_any] * size)
-        report = self.programs.run(DecodeRounds(size, needs, *chosen), columns)
+        report = self.programs.run(program, columns)
         return Call(requests, size, chosen, report, known, number=next(self._numbers), variant=variant)
 
     def use(self, drafter: Drafter) -> None:

@@ -95,6 +95,8 @@ class Turn:
         if needs.structured:
             runner.pool.begin()
         computing, decoding = [r for r in self.active if not (r.ready or r.ended)], [r for r in self.active if r.ready]
+        if computing and self._prompts is None:
+            runner.prepare(computing, sum(r.length + 1 < r.limit for r in self.active), needs)  # the others end with their first token
         call = self._prompts or (runner.prefill(computing, needs) if computing else None)
         prompts, self._prompts = [] if call is None else [call], None
         meanwhile()
@@ -112,7 +114,7 @@ class Turn:
             self._rounds = runner.decode(followers, steps, needs=needs, unread=unread)
         starved, kept = runner.read(prompts), [r for r in computing if r.computed in r.goals]
         left = [r for r in computing if not (r.ready or r.ended)]
-        if left and not (starved or kept or followers) and runner.used(left) >= ENOUGH:
+        if left and not (starved or kept or followers) and runner.used(left, needs) >= ENOUGH:
             self._prompts = runner.prefill(left, needs)
         starved |= runner.read(rounds)
         if starved and self._rounds is not None:  # which lacked the same pages

@@ -30,7 +30,7 @@ class Notes:
 
     def __init__(self):
         self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(3), [], 100, False, set()
-        self.count, self.times, self.queueing, self.unread, self.told = 0, Times(lambda: 0.0), False, [], []
+        self.count, self.times, self.queueing, self.unread, self.told, self.prepared = 0, Times(lambda: 0.0), False, [], [], []
 
     @property
     def free_slots(self):
@@ -50,13 +50,16 @@ class Notes:
                 request.order, self.count = self.count, self.count + 1
         self.calls.append(("admit", [r.order for r in requests]))
 
+    def prepare(self, requests, sequences, needs):
+        self.prepared.append(([r.order for r in requests], sequences))
+
     def prefill(self, requests, needs):
         self.calls.append(("prefill", [r.order for r in requests]))
         goal = next((goal for goal in requests[0].goals if goal > requests[0].computed), requests[0].goal)
         until = min(requests[0].computed + 8, goal)
         return Call(requests[:1], "prefill", until, None, finished=requests[: until == requests[0].goal])
 
-    def used(self, requests):
+    def used(self, requests, needs):
         return min(requests[0].goal - requests[0].computed, 8) / 8
 
     def decode(self, requests, steps, until_any=False, needs=PLAIN, unread=1):
@@ -141,6 +144,15 @@ def test_none_gives_way_where_another_has_ended(turn):
     runner.starved, runner.ends = True, {1}
     turn.step()
     assert [r.order for r in turn.end()] == [1] and not any(name == "preempt" for name, _ in runner.calls)
+
+
+def test_programs_are_prepared_for_what_will_decode(turn):
+    """Not for what ends with its first token."""
+    short = request(5)
+    short.limit = 2
+    runner, turn = turn(short, request(1, 2))
+    turn.step()
+    assert runner.prepared == [([0, 1], 1)]
 
 
 def test_a_sequence_waits_until_there_are_pages_for_what_it_knows(turn):
