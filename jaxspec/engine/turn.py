@@ -96,7 +96,8 @@ class Turn:
             runner.pool.begin()
         computing, decoding = [r for r in self.active if not (r.ready or r.ended)], [r for r in self.active if r.ready]
         if computing and self._prompts is None:
-            runner.prepare(computing, sum(r.length + 1 < r.limit for r in self.active), needs)  # the others end with their first token
+            to_decode = sum(not r.ended and r.length + 1 < r.limit for r in self.active)  # the others end with their first token
+            runner.prepare(computing, to_decode, needs)
         call = self._prompts or (runner.prefill(computing, needs) if computing else None)
         prompts, self._prompts = [] if call is None else [call], None
         meanwhile()

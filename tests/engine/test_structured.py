@@ -377,6 +377,29 @@ def test_automata_are_built_beside_the_device(llm, monkeypatch):
         llm.generate([PROMPT], params(1, regex="slow[^\\s\\S]"))
 
 
+def test_what_has_failed_takes_no_place_of_a_call(llm, monkeypatch):
+    """However many fail as others begin: programs are compiled for those that decode."""
+    go, build, futures = threading.Event(), structures.automaton_of, []
+
+    def slow(expression):
+        assert go.wait(30)
+        return build(expression)
+
+    def asked():
+        for i in range(4):
+            yield PROMPT, params(i, regex=f"broken{i}[^\\s\\S]")
+        go.set()
+        concurrent.futures.wait(futures)
+        yield from ((PROMPT, dataclasses.replace(params(i), max_tokens=3)) for i in range(3))
+
+    of = structures.Structures.of
+    monkeypatch.setattr(structures, "automaton_of", slow)
+    monkeypatch.setattr(structures, "WAIT", 0.01)
+    monkeypatch.setattr(structures.Structures, "of", lambda self, params: futures.append((made := of(self, params)).future) or made)
+    found = {c.prompt_index: c.finish_reason for c in llm.as_completed(asked())}
+    assert found == {**dict.fromkeys(range(4), "error"), **dict.fromkeys(range(4, 7), "length")}
+
+
 def test_the_thread_that_asks_takes_no_lock_of_who_builds(llm, monkeypatch):
     """An interrupt there would leave it taken."""
     began = []
