@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 
 import jax
 import pytest
@@ -16,6 +17,7 @@ def interrupted_compilation(monkeypatch):
     real, told, ended = jax.stages.Lowered.compile, threading.Event(), threading.Event()
 
     def compile(lowered, *args, **options):
+        time.sleep(0.1)  # until whoever asked for the program waits for it
         os.kill(os.getpid(), signal.SIGINT)
         told.wait(60)
         ended.set()

@@ -330,16 +330,16 @@ class Programs:
                 yield str(program)
             else:
                 missing.append(program)
-        with self._times.compiling(), self._explained(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        with self._times.compiling(), self._explained():
             try:
-                pending = {pool.submit(self._compiler(program)): program for program in missing}
+                pending = {_begun(pool, self._compiler(program)): program for program in missing}
                 for done in concurrent.futures.as_completed(pending):
                     program = pending[done]
                     self.compiled[program] = done.result()
                     yield str(program)
-            except BaseException:  # an interrupt waits for the programs that are being compiled, and not for all
+            finally:  # an interrupt does not wait for the compiler, which ends what it has begun
                 pool.shutdown(wait=False, cancel_futures=True)
-                raise
 
     def at_hand(self, program: Program) -> bool:
         """Whether it need not be compiled: it is ready, or was kept."""
@@ -467,6 +467,16 @@ class Programs:
         lowered = program.lower(self)
         compile = functools.partial(cuda_graphs.compiled, lowered, self._devices) if program.loops else lowered.compile
         return functools.partial(undisturbed, compile)
+
+
+def _begun(pool: concurrent.futures.Executor, work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """What a pool is to do. This thread does it if the main one has ended, after which pools take nothing on."""
+    try:
+        return pool.submit(work)
+    except RuntimeError:
+        done = concurrent.futures.Future[Any]()
+        done.set_result(work())
+        return done
 
 
 def _form(tree: Any) -> tuple[Any, ...]:

@@ -390,7 +390,7 @@ def test_what_load_was_told_reaches_every_program(load, parrot, monkeypatch):
     assert seen == {"prefill": {"chunk": 64, **free}, "decode_loop": free}
 
 
-def test_an_interrupted_warmup_waits_for_the_programs_at_work_alone(monkeypatch):
+def test_an_interrupted_warmup_begins_no_more_programs(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     begun = []
 
@@ -403,6 +403,14 @@ def test_an_interrupted_warmup_waits_for_the_programs_at_work_alone(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         making.throw(KeyboardInterrupt)
     assert len(begun) < 5
+
+
+def test_programs_are_compiled_though_pools_take_no_more_work(monkeypatch):
+    """As in a thread that goes on when the main one has ended."""
+    told = types.SimpleNamespace(compiled={}, _times=Times(time.perf_counter), _explained=contextlib.nullcontext)
+    told._compiler = lambda program: lambda: program + 1
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    assert sorted(Programs.compile(told, range(3))) == ["0", "1", "2"] and told.compiled == {0: 1, 1: 2, 2: 3}
 
 
 def test_an_interrupt_leaves_the_compiler_to_end_its_work(load, expected, monkeypatch):
