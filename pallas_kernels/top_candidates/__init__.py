@@ -39,9 +39,9 @@ def choose(
     """The token that each row chooses among its k largest logits, under filters whose top_k is at most k: of what min_p, then top_k, then
     top_p keep, argmax(logits / T + noise), or argmax(logits) where the temperature T is 0.
 
-    logits: [B, T, V] float32; with a softcap, softcap * tanh(logits / softcap) are meant. positions: [B, T] int32, and seed: [B, 2] uint32,
-    of the noise: see `noise.row_keys`. temperature, top_p, min_p: [B] float32; top_k: [B] int32, taken as 1 .. k. k: 1 .. V. ids: [B, T, V]
-    int32, token ids of the logits; without them logit i is token i's. implementation: see `dialect.select`.
+    logits: [B, T, V] float32; with a softcap, softcap * tanh(logits / softcap) are meant, but -inf stays. positions: [B, T] int32, and
+    seed: [B, 2] uint32, of the noise: see `noise.row_keys`. temperature, top_p, min_p: [B] float32; top_k: [B] int32, taken as 1 .. k.
+    k: 1 .. V. ids: [B, T, V] int32, token ids of the logits; without them logit i is token i's. implementation: see `dialect.select`.
 
     Returns ids [B, T] int32 and each row's largest logit [B, T] float32. Of equal values the lowest id wins. Raises ValueError for a k
     outside 1 .. V, and for an `implementation` that is unknown or cannot serve the shapes.

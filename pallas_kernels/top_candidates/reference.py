@@ -54,7 +54,7 @@ def choose(
     if ids is not None:
         found = jnp.take_along_axis(ids.reshape(-1, ids.shape[-1]), found, axis=-1)
     values, found = (x.reshape(*positions.shape, k) for x in (values, found))
-    values = capped(values, found, softcap, ())
+    values = jnp.where(values > -jnp.inf, capped(values, found, softcap, ()), values)  # what is at -inf is never chosen
     low, high, temperature, top_k, top_p, min_p = (x[:, None] for x in (seed[:, 0], seed[:, 1], temperature, *filters))
     kept = jnp.where(values >= threshold(values, temperature, top_k, top_p, min_p)[..., None], values, -jnp.inf)
     first, second = key_words(low, high, positions)

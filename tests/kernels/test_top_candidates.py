@@ -163,6 +163,18 @@ def test_a_choice_is_always_a_token_and_a_broken_row_shows():
             assert ((found >= 0) & (found < 300)).all() and not np.isfinite(most).any()
 
 
+@pytest.mark.parametrize("implementation", BOTH)
+def test_what_is_suppressed_stays_so_under_a_softcap(implementation):
+    """Also where a vocabulary has fewer tokens than are looked at, so that it is among these."""
+    logits = np.full((1, 50, 60), -90, np.float32)
+    logits[..., 3:], logits[0, 49] = -np.inf, -np.inf
+    settings = np.arange(50, dtype=np.int32)[None], np.zeros((1, 2), np.uint32), np.ones(1, np.float32), np.full(1, 60, np.int32)
+    filters = np.ones(1, np.float32), np.zeros(1, np.float32)
+    arrays = map(jnp.asarray, (logits, *settings, *filters))
+    found, most = choose(*arrays, k=60, softcap=30.0, implementation=implementation)
+    assert (found[0, :49] < 3).all() and most[0, 49] == -np.inf
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_real_shape_lowers_for_cuda_as_three_kernels_without_a_sort(name):
     shape = SHAPES[name]
