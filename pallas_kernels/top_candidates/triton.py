@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.choice import capped
 from pallas_kernels.dialect import call, pl, plgpu
 from pallas_kernels.noise import key_words, perturbed
-from pallas_kernels.top_candidates.reference import min_p_floor, tile_maxima, tile_width, weight
+from pallas_kernels.top_candidates.reference import min_p_floor, tile_maxima, tile_width, weight, with_softcap
 
 WIDEST = 16_384  # most values that a program can hold: 32 a thread
 MOST = 128  # most candidates that a program can put in order
@@ -138,8 +137,7 @@ def choice_kernel(*refs: Any, k: int, each: int, softcap: float | None, named: b
     ids = plgpu.load(places_ref.at[rows, at], mask=real, other=0)
     if named:
         ids = plgpu.load(ids_ref[0].at[rows, ids], mask=real, other=0)
-    values = plgpu.load(values_ref.at[rows, at], mask=real, other=-jnp.inf)
-    values = jnp.where(values > -jnp.inf, capped(values, ids, softcap, ()), values)  # what is at -inf is never chosen
+    values = with_softcap(plgpu.load(values_ref.at[rows, at], mask=real, other=-jnp.inf), ids, softcap)
     temperature, top_k, top_p, min_p = (plgpu.load(x.at[request]) for x in (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
 
     larger, most = values[None, :] > values[:, None], jnp.max(values)
