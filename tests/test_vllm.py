@@ -17,8 +17,11 @@ from quick import few_programs
 import jaxspec
 from jaxspec import loading
 from jaxspec.checkpoint import hub
+from jaxspec.engine.completion import Completion
+from jaxspec.engine.stats import RoundStats
 from jaxspec.vllm import LLM, SamplingParams, StructuredOutputsParams, TokensPrompt, arguments
 from jaxspec.vllm import llm as llm_file
+from jaxspec.vllm.outputs import request_output
 from jaxspec.vllm.sampling_params import REFUSED, WITHOUT_EFFECT, default_params
 
 SMALL = {"max_model_len": 192, "max_num_seqs": 2}
@@ -560,6 +563,13 @@ def test_a_request_that_fails_alone_says_why(llm):
     )
     assert (failed.outputs[0].finish_reason, good.outputs[0].error) == ("error", None)
     assert "or the request allows none" in failed.outputs[0].error
+    assert failed.metrics.first_token_latency == 0.0
+
+
+def test_a_sample_without_a_first_token_has_no_latency():
+    seconds = {"failed": 0.0, "slow": 2.0, "fast": 1.0}
+    samples = [Completion(name, [], "length", None, [5], 0, RoundStats(0, (), (), found)) for name, found in seconds.items()]
+    assert request_output("0", samples, list(seconds)).metrics.first_token_latency == 1.0
 
 
 @pytest.mark.parametrize("name", ["enable_sleep_mode", "guided_decoding_backend", "max_lora_rank", "model_impl", "worker_extension_cls"])

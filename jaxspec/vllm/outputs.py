@@ -37,7 +37,7 @@ class RequestMetrics:
 
     num_generation_tokens: int
     first_token_latency: float
-    """Seconds from the call until the first token, waiting included and compiling not."""
+    """Seconds from the call until the first token, waiting included and compiling not; 0.0 if there is none."""
     num_drafts: int
     """Rounds that guessed anything."""
     num_draft_tokens: int
@@ -65,7 +65,7 @@ def request_output(request_id: str, samples: Sequence[Completion], texts: Sequen
     first, stats = samples[0], [sample.stats for sample in samples]
     metrics = RequestMetrics(
         num_generation_tokens=sum(len(sample.token_ids) for sample in samples),
-        first_token_latency=min(found.first_token_seconds for found in stats),
+        first_token_latency=min((found.first_token_seconds for found in stats if found.first_token_seconds), default=0.0),
         num_drafts=sum(drafts(found.rounds_by_draft) for found in stats),
         num_draft_tokens=sum(found.drafted for found in stats),
         num_accepted_tokens=sum(accepted(found.histogram) for found in stats),
