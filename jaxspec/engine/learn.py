@@ -141,7 +141,7 @@ class Learning:
                 self._work()
         if self.going and self._trial is None and self._learner.steps - self._offered >= self._every:
             self._offer()
-        if self._out is not None and self._pace.passed - self._saved >= self._learner.learn.save_seconds:
+        if self._out is not None and (not self.going or self._pace.passed - self._saved >= self._learner.learn.save_seconds):
             self.save()
 
     def save(self) -> None:
@@ -159,7 +159,7 @@ class Learning:
         assert self.origin.folder is not None
         config, generation = checkpoint.read_config(self.origin.folder), checkpoint.read_generation_config(self.origin.folder)
         save_trained(out, self.origin.weights, config, generation)
-        if self.going:
+        if self._learner.masters is not None:
             self._mend()
             checkpoints.save(out / STATE, self._learner.steps, *self._learner.state)
         self._pace.cost(time.perf_counter() - begun)
@@ -223,6 +223,7 @@ class Learning:
                     self._learner.step()
         except FloatingPointError as error:
             warnings.warn(f"the drafter learns no more: {error}; the weights in use stay", RuntimeWarning, stacklevel=2)
+            self._learner.begin_at(self.origin.weights)  # what a run that resumes takes
             self._end(str(error))
         self._pace.took(time.perf_counter() - begun, self._together)
 

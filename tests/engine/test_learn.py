@@ -152,6 +152,36 @@ def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path):
             assert texts(llm) == expected
 
 
+def test_learning_that_ended_by_itself_resumes_from_its_end(folders, tmp_path, monkeypatch):
+    """Also if the job is killed later: weights and state of that time are there. Where a loss was no number, the state is the weights."""
+    monkeypatch.setattr(trials, "LEAST", 1)
+    monkeypatch.setattr(trials, "ALIKE", 1e9)
+    learn = dataclasses.replace(LEARN, out=tmp_path / "out", patience=1, save_seconds=1e9)
+
+    def killed_once_it_ended(llm):
+        expected = texts(llm)
+        while llm.learning.going:
+            assert texts(llm) == expected
+        return shutil.copytree(tmp_path / "out", tmp_path / "killed", dirs_exist_ok=True)
+
+    with jaxspec.load(*folders, learn=learn, **SIZES) as llm:
+        llm.learning.save()
+        killed = killed_once_it_ended(llm)
+        state, weights = jax.device_get(llm.learning._learner.state), jax.device_get(llm.drafter)
+        llm.learning.close()
+        learn = dataclasses.replace(learn, resume=True)
+        with llm.learn(dataclasses.replace(learn, out=killed)) as learning:
+            assert learning.stats.updates > 0 and same(learning._learner.state, state) and same(llm.drafter, weights)
+        learner = llm.learn(learn)._learner
+        learner.compile()
+        update = learner.compiled
+        learner.compiled = lambda *args: jax.tree.map(lambda x: x * np.nan if x.dtype == np.float32 else x, update(*args))
+        with pytest.warns(RuntimeWarning, match="the drafter learns no more: the loss of update"):
+            killed = killed_once_it_ended(llm)
+        with llm.learn(dataclasses.replace(learn, out=killed)) as learning:
+            assert same(learning._learner.masters, split(llm.drafter)[0])
+
+
 def test_who_learns_writes_or_ends_holds_the_lock(folders, tmp_path, monkeypatch):
     held, check_room, save = [], llm_module.check_room, engine_learn.save_trained
     with jaxspec.load(*folders, **SIZES) as llm:
