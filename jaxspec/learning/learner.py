@@ -125,9 +125,9 @@ class Learner:
         count, size = self._shape
         batch = self.texts.batch(self.steps, count * size, self.length)
         shaped = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), batch)
-        self.masters, self.moments, metrics = self.compiled(*self._arguments(shaped, self._scale))
+        # With the weights, as an interrupt may end the wait for what comes of them.
+        (self.masters, self.moments, metrics), self.steps = self.compiled(*self._arguments(shaped, self._scale)), self.steps + 1
         found = jax.device_get(metrics)
-        self.steps += 1
         self.loss = float(found["loss"])
         for name in ("loss", "gradient"):
             if not math.isfinite(found[name]):

@@ -108,7 +108,7 @@ def test_a_drafter_that_learnt_is_gone_on_from_where_its_state_is_lost(folders, 
             llm.learn(dataclasses.replace(learn, out=other))
 
 
-def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path):
+def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path, monkeypatch):
     """An update takes the master weights along, also those that time it after it was compiled. Learning begins again at the weights in use,
     in steps as large as before."""
 
@@ -150,6 +150,16 @@ def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path):
         assert same(learner.masters, split(llm.learning.origin.weights)[0]) and not learner.lost
         while llm.learning.stats.updates == updates:
             assert texts(llm) == expected
+        updates = learner.steps
+
+        def interrupted_fetch(metrics):
+            raise KeyboardInterrupt
+
+        with llm._lock(), monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(jax, "device_get", interrupted_fetch)
+            learner.step()
+        # What was learnt is there, and counts.
+        assert not learner.lost and learner.steps == updates + 1
 
 
 def test_learning_that_ended_by_itself_resumes_from_its_end(folders, tmp_path, monkeypatch):
