@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxspec.interrupts import undisturbed
+
 NEWEST = 2  # how many checkpoints stay
 NEW = ".new"  # ends the name of a checkpoint that is whole and is to replace the one of its step, if there is one
+_writing = threading.Lock()  # held by who writes or reads: whose caller was interrupted writes on
 
 
 def save(folder: Path, step: int, *trees: Any) -> Path:
     """Writes the trees as a checkpoint in `folder`. Removes all but the newest few, and unfinished ones of killed runs. Wherever it is
-    killed, a whole checkpoint stays: the one before, of this step or an older one, or the new one."""
+    killed, a whole checkpoint stays: the one before, of this step or an older one, or the new one. It is written `undisturbed`, as
+    Orbax's threads go on where their caller is interrupted, and the next checkpoint would meet them in this folder."""
     import orbax.checkpoint as ocp
 
-    folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    _settle(folder)
-    with ocp.StandardCheckpointer() as checkpointer:  # renames the folder when all of it is written
-        checkpointer.save(folder / f"{step}{NEW}", _flat(*trees))
-    _settle(folder)
-    newest = {str(at) for at in steps_of(folder)[-NEWEST:]}
-    for old in folder.iterdir():
-        if old.name not in newest:
-            shutil.rmtree(old)
+    folder, flat = folder.resolve(), _flat(*trees)
+
+    def write() -> None:
+        with _writing:
+            folder.mkdir(parents=True, exist_ok=True)
+            _settle(folder)
+            with ocp.StandardCheckpointer() as checkpointer:  # renames the folder when all of it is written
+                checkpointer.save(folder / f"{step}{NEW}", flat)
+            _settle(folder)
+            newest = {str(at) for at in steps_of(folder)[-NEWEST:]}
+            for old in folder.iterdir():
+                if old.name not in newest:
+                    shutil.rmtree(old)
+
+    undisturbed(write)
     return folder / str(step)
 
 
@@ -37,18 +47,19 @@ def restore(folder: Path, *trees: Any) -> tuple[int, tuple[Any, ...]]:
     import orbax.checkpoint as ocp
 
     folder, flat, unread = folder.resolve(), _flat(*trees), list[str]()
-    _settle(folder)
-    for step in reversed(steps_of(folder)):
-        try:
-            with ocp.StandardCheckpointer() as checkpointer:
-                state = checkpointer.restore(folder / str(step), jax.tree.map(ocp.utils.to_shape_dtype_struct, flat))
-        except Exception as error:  # of many kinds
-            reason = str(error).partition("\n")[0]
-            unread.append(f"{folder / str(step)} cannot be read ({type(error).__name__}: {reason:.200})")
-            continue
-        if unread:
-            warnings.warn(f"{'; '.join(unread)}; going on from {folder / str(step)}", UserWarning, stacklevel=2)
-        return step, jax.tree.unflatten(jax.tree.structure(trees), [state[name] for name in flat])
+    with _writing:
+        _settle(folder)
+        for step in reversed(steps_of(folder)):
+            try:
+                with ocp.StandardCheckpointer() as checkpointer:
+                    state = checkpointer.restore(folder / str(step), jax.tree.map(ocp.utils.to_shape_dtype_struct, flat))
+            except Exception as error:  # of many kinds
+                reason = str(error).partition("\n")[0]
+                unread.append(f"{folder / str(step)} cannot be read ({type(error).__name__}: {reason:.200})")
+                continue
+            if unread:
+                warnings.warn(f"{'; '.join(unread)}; going on from {folder / str(step)}", UserWarning, stacklevel=2)
+            return step, jax.tree.unflatten(jax.tree.structure(trees), [state[name] for name in flat])
     raise ValueError(f"{'; '.join(unread) or f'{folder} has no checkpoint'}; remove {folder} to begin anew")
 
 

@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxspec.learning import checkpoints
@@ -89,3 +92,22 @@ def test_a_checkpoint_that_cannot_be_read_is_left_for_the_one_before(tmp_path, k
     damage(5)
     with pytest.raises(ValueError, match=r"/6 cannot be read .*/5 cannot be read .*; remove .* to begin anew"):
         value(tmp_path)
+
+
+def test_the_next_save_waits_for_one_whose_caller_was_interrupted(tmp_path, monkeypatch):
+    """Such as that of an LLM that is closed since it was interrupted. Threads of Orbax write on."""
+    close, told, order = ocp.StandardCheckpointer.close, threading.Event(), []
+
+    def interrupted(checkpointer):
+        if not told.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            told.wait(60)
+        close(checkpointer)
+        order.append("closed")
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 5, 1.0)
+    told.set()
+    saved(tmp_path, 5, 2.0)
+    assert order == ["closed"] * 2 and value(tmp_path) == 2.0 and names(tmp_path) == ["5"]
