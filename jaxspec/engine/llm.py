@@ -237,6 +237,8 @@ class LLM:
             target, origin, placement = self._whole
             origin = origin if before is None else before.origin
             check(origin.weights, self.settings.accept.name, self.num_draft_tokens)
+            if before is not None:  # where it ended by itself, for its memory
+                before.close()
             check_room(self.target, origin.weights, learn, self.num_draft_tokens, self.max_len, placement)
             self._shards.take(None)
             sizes = {"num_draft_tokens": self.num_draft_tokens, "max_len": self.max_len}

@@ -190,6 +190,7 @@ def test_learning_that_ended_by_itself_resumes_from_its_end(folders, tmp_path, m
             killed = killed_once_it_ended(llm)
         with llm.learn(dataclasses.replace(learn, out=killed)) as learning:
             assert same(learning._learner.masters, split(llm.drafter)[0])
+            assert learner.masters is None  # so there is room for the next
 
 
 def test_who_learns_writes_or_ends_holds_the_lock(folders, tmp_path, monkeypatch):
