@@ -180,8 +180,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     FileNotFoundError if there is no tokenizer.json, ValueError if that cannot be loaded, and as `check_files`.
     """
     folder = Path(folder)
-    check_files(folder)
-    tokenizer_class = _tokenizer_class(folder)
+    tokenizer_class = _tokenizer_class(check_files(folder))
     try:
         hf_tokenizer = tokenizer_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the parser raises many types, even bare Exception
@@ -196,15 +195,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer(hf_tokenizer, folder)
 
 
-def check_files(folder: Path) -> None:
-    """Raises FileNotFoundError if a checkpoint has no tokenizer.json, and ValueError if its tokenizer_config.json is no JSON object, or
-    names a tokenizer file elsewhere, which transformers would read."""
+def check_files(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's tokenizer_config.json says; nothing if there is none. Raises FileNotFoundError if there is no tokenizer.json, and
+    ValueError if tokenizer_config.json is no JSON object, or names a tokenizer file elsewhere, which transformers would read."""
     if not (folder / "tokenizer.json").is_file():
         found = f"it has {_listing(folder)}" if folder.is_dir() else "there is no such folder"
         raise FileNotFoundError(f"{folder} has no tokenizer.json: {found}. Every release has that file: copy it from there")
     path = folder / "tokenizer_config.json"
     if not path.is_file():
-        return
+        return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -215,6 +214,7 @@ def check_files(folder: Path) -> None:
     outside = [name for name in names if Path(str(name)).name != name]
     if outside:
         raise ValueError(f"{path} names {outside[0]!r}, which is outside its folder")
+    return config
 
 
 class IncrementalDetokenizer:
@@ -399,14 +399,12 @@ def _listing(folder: Path) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no files"
 
 
-def _tokenizer_class(folder: Path) -> Any:
-    """transformers' class for the tokenizer in a folder. The import is here because it takes seconds. We filter out its advice to install
-    PyTorch.
+def _tokenizer_class(config: Mapping[str, Any]) -> Any:
+    """transformers' class for a tokenizer. config: its tokenizer_config.json. The import is here because it takes seconds. We filter out
+    its advice to install PyTorch.
 
     AutoTokenizer imports PyTorch where it is installed, which takes seconds more. The classes that checkpoints of Gemma name are taken by
     their names: AutoTokenizer comes to the same."""
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     name = None if "auto_map" in config else CLASSES.get(str(config.get("tokenizer_class")))
     logger = logging.getLogger("transformers")
 

@@ -9,11 +9,15 @@ import numpy as np
 
 def capped(logits: jax.Array, ids: jax.Array, softcap: float | None, suppressed: tuple[int, ...]) -> jax.Array:
     """Capped logits, -inf for suppressed ids. logits: float32, the products with the table; ids: int32, which broadcasts against them."""
-    if softcap is not None:
-        logits = np.float32(softcap) * jnp.tanh(logits / np.float32(softcap))
+    logits = soft(logits, softcap)
     for token in suppressed:
         logits = jnp.where(ids == np.int32(token), -jnp.inf, logits)
     return logits
+
+
+def soft(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """softcap * tanh(logits / softcap), or the logits where there is no softcap. float32."""
+    return logits if softcap is None else np.float32(softcap) * jnp.tanh(logits / np.float32(softcap))
 
 
 def best(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

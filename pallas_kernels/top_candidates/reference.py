@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import best, capped
+from pallas_kernels.choice import best, soft
 from pallas_kernels.noise import key_words, perturbed
 
 
@@ -54,19 +54,19 @@ def choose(
     if ids is not None:
         found = jnp.take_along_axis(ids.reshape(-1, ids.shape[-1]), found, axis=-1)
     values, found = (x.reshape(*positions.shape, k) for x in (values, found))
-    values = with_softcap(values, found, softcap)
+    values = with_softcap(values, softcap)
     low, high, temperature, top_k, top_p, min_p = (x[:, None] for x in (seed[:, 0], seed[:, 1], temperature, *filters))
     kept = jnp.where(values >= threshold(values, temperature, top_k, top_p, min_p)[..., None], values, -jnp.inf)
     first, second = key_words(low, high, positions)
     noisy = perturbed(kept, temperature[..., None], first[..., None], second[..., None], found)
     chosen, _ = best(noisy.reshape(-1, k), found.reshape(-1, k))
     # The largest of all logits: of a row with a NaN that is a NaN, which may not be among the candidates.
-    return chosen.reshape(positions.shape), with_softcap(jnp.max(logits, axis=-1), positions, softcap)
+    return chosen.reshape(positions.shape), with_softcap(jnp.max(logits, axis=-1), softcap)
 
 
-def with_softcap(logits: jax.Array, ids: jax.Array, softcap: float | None) -> jax.Array:
-    """Capped logits of token ids; what is at -inf is never chosen, and stays there. The arguments as for `choice.capped`."""
-    return jnp.where(logits > -jnp.inf, capped(logits, ids, softcap, ()), logits)
+def with_softcap(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """Capped logits, float32; what is at -inf is never chosen, and stays there."""
+    return jnp.where(logits > -jnp.inf, soft(logits, softcap), logits)
 
 
 def threshold(values: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:

@@ -137,7 +137,7 @@ def choice_kernel(*refs: Any, k: int, each: int, softcap: float | None, named: b
     ids = plgpu.load(places_ref.at[rows, at], mask=real, other=0)
     if named:
         ids = plgpu.load(ids_ref[0].at[rows, ids], mask=real, other=0)
-    values = with_softcap(plgpu.load(values_ref.at[rows, at], mask=real, other=-jnp.inf), ids, softcap)
+    values = with_softcap(plgpu.load(values_ref.at[rows, at], mask=real, other=-jnp.inf), softcap)
     temperature, top_k, top_p, min_p = (plgpu.load(x.at[request]) for x in (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
 
     larger, most = values[None, :] > values[:, None], jnp.max(values)
