@@ -85,6 +85,7 @@ def _write(folder: Path, name: str, layers: int | None) -> None:
     index = {key: file for file, tensors in files.items() for key in tensors}
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").touch()  # a conversion asks for it
 
 
 def _drop(folder: Path) -> None:

@@ -251,13 +251,13 @@ def test_chunks_fit_meshes():
 
 def test_large_arrays_are_read_by_rows(folders, tmp_path, monkeypatch, capsys):
     """Where devices have memory of their own the host holds a few rows of a large array at a time, and each part is read once."""
-    put, start, read = jax.device_put, fused.read_arrays, list[int]()
+    put, read_array, read = jax.device_put, fused.read_array, list[int]()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_put", lambda x, *to: put(np.array(x) if isinstance(x, np.ndarray) else x, *to))
     monkeypatch.setattr(onto_devices, "LARGE_BYTES", 60_000)
     monkeypatch.setattr(onto_devices, "COPIED_BYTES", 20_000)
     monkeypatch.setattr(fused, "STORED_CHUNK_BYTES", 10_000)
-    monkeypatch.setattr(fused, "read_arrays", lambda *args: (read.append(value.nbytes) or value for value in start(*args)))
+    monkeypatch.setattr(fused, "read_array", lambda folder, source: read.append(fused._nbytes(source)) or read_array(folder, source))
     target = folders[0]
     converted = jaxspec.convert(target, tmp_path / "out", mesh=sharding.mesh(tensor=4), progress=False)
     wanted = loading.load_target(target, abstract())
@@ -454,7 +454,7 @@ def test_weights_that_cannot_be_read(copy, monkeypatch):
 
 
 def test_a_checkpoint_of_another_config(copy, monkeypatch):
-    monkeypatch.setattr(fused, "read_arrays", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(fused, "read_array", lambda *_: pytest.fail("weights were read"))
     other = gemma4.abstract(Gemma4Config.from_hf({**tiny.TEXT, "intermediate_size": 64, "attention_k_eq_v": False}), jnp.bfloat16)
     with pytest.raises(ValueError) as error:
         loading.load_target(copy, other, progress=False)

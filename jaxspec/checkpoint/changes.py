@@ -72,7 +72,7 @@ class _Changed(Stored):
     start: int
     width: int
 
-    def read(self) -> np.ndarray:
-        value = super().read()
+    def read(self, into: np.ndarray | None = None) -> np.ndarray:
+        value = super().read(into)
         first = (self.offset - self.start) // (value.itemsize * self.width)
         return self.change.applied(value.reshape(-1, self.width), first).reshape(self.shape)

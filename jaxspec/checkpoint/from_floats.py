@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ STEPS = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}
 FLOAT = r"router|\bg_proj|\.gate$"
 # A target's head stays float too. A drafter's heads have 8 bits whatever its layers have: the wrong ones of thousands of tokens are near.
 HEAD = re.compile(r"(^|\.)(lm_head|shared_head\.output|markov_w2)$")
+_QUANTISING = threading.Lock()  # so that the default device holds the float32 of one chunk, and threads compile a program once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +52,9 @@ class FromFloats:
         # One size, so that one program quantises them all. The last rows may overlap those before.
         for start in (min(start, count - rows) for start in range(0, count, rows)):
             floats = stored.rows((count, width), start, start + rows).read()
-            found = quantise(floats, self.scheme)
-            codes[start : start + rows], scales[start : start + rows] = map(np.asarray, found)
+            with _QUANTISING:
+                found = quantise(floats, self.scheme)
+                codes[start : start + rows], scales[start : start + rows] = map(np.asarray, found)
         return Matrix(codes.reshape(shape), scales.reshape(*shape[:-1], -1))
 
 

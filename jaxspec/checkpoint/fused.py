@@ -4,9 +4,8 @@ the dtype of the conversion. jaxspec.json holds the format's version and the siz
 
 from __future__ import annotations
 
-import itertools
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoint import jobs
 from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.files import CONVERTED, read_json
 from jaxspec.checkpoint.layout import Part, layouts_of, raise_misfits
-from jaxspec.checkpoint.onto_devices import Pieces
+from jaxspec.checkpoint.onto_devices import Box, Pieces
 from jaxspec.trees import leaves_by_path
 
 VERSION = 3  # raised with any other order of what is stored, that of bits in packed matrices included
@@ -70,16 +70,23 @@ def restore(folder: Path, abstract: Any, changes: Mapping[str, Change], *, progr
     # Changed as they are stored, and cast then, as a checkpoint's own tensors are.
     pieces += [(path, tuple((0, size) for size in leaves[path].shape)) for path in parts]
     sources += [arrays[path] for path in parts]
+
+    def job(path: str, box: Box, source: Any) -> jobs.Job:
+        def run(update: Callable[[int], Any]) -> None:
+            value, leaf = read_array(folder / ARRAYS_FOLDER, source), filled[path]
+            update(value.nbytes)
+            if path not in parts:
+                leaf.put(box, value)
+                return
+            value = _as_changed(value, parts[path], changes).astype(leaves[path].dtype, copy=False)
+            for piece in leaf.needed():
+                leaf.put(piece, value[tuple(slice(*cut) for cut in piece)])
+
+        return jobs.Job(_nbytes(source), run)
+
     total = sum(map(_nbytes, sources))
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
-        for (path, box), value in zip(pieces, read_arrays(folder / ARRAYS_FOLDER, sources), strict=True):
-            bar.update(value.nbytes)
-            if path not in parts:
-                filled[path].put(box, value)
-                continue
-            value = _as_changed(value, parts[path], changes).astype(leaves[path].dtype, copy=False)
-            for box in filled[path].needed():
-                filled[path].put(box, value[tuple(slice(*cut) for cut in box)])
+        jobs.results([job(path, box, source) for (path, box), source in zip(pieces, sources, strict=True)], bar.update)
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaf.array() for leaf in filled.values()])
 
 
@@ -101,30 +108,18 @@ def _as_changed(value: np.ndarray, parts: Sequence[Part], changes: Mapping[str, 
     return value
 
 
-def read_arrays(folder: Path, sources: Sequence[Any]) -> Iterator[np.ndarray]:
-    """Yields the contents of each TensorStore and reads the next one meanwhile. A value is valid until the next is taken.
-
-    On a CPU each value has its own memory, which JAX keeps as the array. Elsewhere all values share two buffers.
-    """
+def read_array(folder: Path, source: Any) -> np.ndarray:
+    """The contents of a TensorStore, in memory of their own that a CPU keeps as the array. folder: for errors."""
     import tensorstore as ts
 
-    buffers = None if jax.default_backend() == "cpu" else [np.empty(max(map(_nbytes, sources)), np.uint8) for _ in range(2)]
-
-    def start(i: int, source: Any) -> tuple[np.ndarray, Any]:
-        memory = mmap.mmap(-1, _nbytes(source), flags=mmap.MAP_PRIVATE) if buffers is None else buffers[i % 2]
-        value = np.frombuffer(memory, source.dtype.numpy_dtype, source.size).reshape(source.shape)
-        return value, ts.array(value).write(source)
-
+    value = np.frombuffer(mmap.mmap(-1, _nbytes(source), flags=mmap.MAP_PRIVATE), source.dtype.numpy_dtype, source.size).reshape(
+        source.shape
+    )
     try:
-        reads = itertools.starmap(start, enumerate(sources))
-        ahead = list(itertools.islice(reads, 1))
-        while ahead:
-            value, done = ahead.pop()
-            ahead += itertools.islice(reads, 1)
-            done.result()
-            yield value
+        ts.array(value).write(source).result()
     except Exception as error:  # TensorStore raises many kinds
         raise _unreadable(folder, error) from error
+    return value
 
 
 def _nbytes(source: Any) -> int:

@@ -1,7 +1,8 @@
-"""Reading a checkpoint into a tree of weights, leaf by leaf: the host holds one fused matrix at a time, or a chunk of a large tensor."""
+"""Reading a checkpoint into a tree of weights: the host holds a few leaves at a time, and of a large tensor chunks."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.checkpoint import fused
+from jaxspec.checkpoint import fused, jobs
 from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.files import CONVERTED
 from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts_of, raise_misfits
-from jaxspec.checkpoint.onto_devices import placed
-from jaxspec.checkpoint.packing import Source, packed_onto_devices
+from jaxspec.checkpoint.onto_devices import placing
+from jaxspec.checkpoint.packing import Source, packed_placing
 from jaxspec.checkpoint.quantisation import Quantisation, Wanted
 from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Stored, read_folder, same_numbers
 from jaxspec.trees import leaves_by_path
@@ -71,14 +72,13 @@ def load_weights(
     tensors = {path: [tensor for source in found for tensor in _tensors(source)] for path, found in sources.items()}
     # In the order of the files, so that a disk reads forward.
     order = sorted(sources, key=lambda path: min((str(t.file), t.offset) for t in tensors[path]))
+    how = {path: (packed_placing if isinstance(leaves[path], Packed) else placing)(leaves[path], sources[path]) for path in order}
     from tqdm.auto import tqdm
 
-    loaded = {}
     total = sum(tensor.nbytes for found in tensors.values() for tensor in found)
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
-        for path in order:
-            put: Any = packed_onto_devices if isinstance(leaves[path], Packed) else placed
-            loaded[path] = put(leaves[path], sources[path], bar.update)
+        made = iter(jobs.results([job for path in order for job in how[path].jobs], bar.update))
+    loaded = {path: how[path].array(list(itertools.islice(made, len(how[path].jobs)))) for path in order}
     structure = jax.tree.structure(abstract, is_leaf=lambda node: isinstance(node, Packed))
     return jax.tree.unflatten(structure, [loaded[path] for path in leaves])
 

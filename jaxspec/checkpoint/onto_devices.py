@@ -1,39 +1,50 @@
-"""From tensors in files to arrays on devices: a small leaf goes through host memory whole, a large one in chunks."""
+"""From tensors in files to arrays on devices: a small leaf goes through host memory whole, a large one in chunks. See `jobs` for how many
+do at a time."""
 
 from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoint.jobs import Job
 from jaxspec.checkpoint.layout import Part
-from jaxspec.checkpoint.safetensors import Stored
+from jaxspec.checkpoint.safetensors import NUMPY_DTYPES, Stored
 
 Box = tuple[tuple[int, int], ...]  # a rectangular part of an array: start and stop along each axis
 
 LARGE_BYTES = 1 << 28  # the host never holds a larger tensor whole
-COPIED_BYTES = 1 << 26  # how much of a large one it holds at a time
+COPIED_BYTES = 1 << 25  # how much of a large one it holds at a time
 
 
-def placed(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Callable[[int], Any]) -> jax.Array:
-    """A leaf's array on its devices.
+class Placing(NamedTuple):
+    """How a leaf comes to its devices."""
 
-    leaf: a ShapeDtypeStruct. parts: the tensors that make it up. update: called with the number of bytes of each read. Raises
-    ValueError for a file that ends early and for integers that the leaf's dtype cannot hold.
+    jobs: list[Job]
+    array: Callable[[list[Any]], Any]  # from what the jobs return, to the leaf's array
+
+
+def placing(leaf: Any, parts: Sequence[tuple[Part, Stored]]) -> Placing:
+    """How a leaf's array comes to its devices.
+
+    leaf: a ShapeDtypeStruct. parts: the tensors that make it up. The jobs raise ValueError for a file that ends early and for integers
+    that the leaf's dtype cannot hold.
     """
     if len(parts) == 1 and parts[0][0].as_it_is and parts[0][1].nbytes > LARGE_BYTES:
-        return _stream(leaf, *parts[0], update)
-    return put_on_devices(_assemble(leaf, parts, update), leaf)
+        return _by_chunks(leaf, *parts[0])
+    nbytes = sum(tensor.nbytes for _, tensor in parts)
+    return Placing([Job(nbytes, lambda update: put_on_devices(_assemble(leaf, parts, update), leaf))], lambda made: made[0])
 
 
-def _read(leaf: Any, part: Part, tensor: Stored) -> np.ndarray:
-    """A tensor's values. Raises ValueError if the leaf's dtype cannot hold them."""
-    value = tensor.read()
+def _read(leaf: Any, part: Part, tensor: Stored, into: np.ndarray | None = None) -> np.ndarray:
+    """A tensor's values. Raises ValueError if the leaf's dtype cannot hold them. into: see `Stored.read`."""
+    value = tensor.read(into)
     if value.dtype.kind == "i" and value.size and not 0 <= value.min() <= value.max() <= np.iinfo(leaf.dtype).max:
         raise ValueError(f"{part.key} of {tensor.file} has values {value.min()} .. {value.max()}, which do not fit {leaf.dtype}")
     return value
@@ -43,15 +54,23 @@ def _assemble(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Callable[
     """A leaf's values in host memory, in its dtype."""
     out = None if len(parts) == 1 and parts[0][0].as_it_is else np.empty(leaf.shape, leaf.dtype)
     for part, tensor in parts:
-        value = _read(leaf, part, tensor)
+        place = None if out is None else _place(out, part, tensor)
+        value = _read(leaf, part, tensor, place)
         if out is None:
             out = value.astype(leaf.dtype, copy=False).reshape(leaf.shape)
-        else:
+        elif value is not place:
             value = value.astype(np.float32) + np.float32(part.plus) if part.plus else value
             out[part.index] = value.reshape(out[part.index].shape)
         update(tensor.nbytes)
     assert out is not None
     return out
+
+
+def _place(out: np.ndarray, part: Part, tensor: Stored) -> np.ndarray | None:
+    """Where in a leaf a tensor can be read to as it is, or None."""
+    place = out[part.index]
+    same = not part.plus and place.dtype == NUMPY_DTYPES[tensor.dtype] and place.flags.c_contiguous
+    return place if same and np.may_share_memory(place, out) else None
 
 
 def put_on_devices(value: np.ndarray, leaf: Any) -> jax.Array:
@@ -63,7 +82,7 @@ def put_on_devices(value: np.ndarray, leaf: Any) -> jax.Array:
 
 
 class Pieces:
-    """A leaf's array on its devices, filled piece by piece, so that the host never holds a large leaf whole."""
+    """A leaf's array on its devices, filled piece by piece, so that the host never holds a large leaf whole. Several threads may do it."""
 
     def __init__(self, leaf: Any):
         """leaf: a ShapeDtypeStruct; without a sharding its array lies on the default device."""
@@ -76,6 +95,7 @@ class Pieces:
             cuts = (*index, *[slice(None)] * (len(leaf.shape) - len(index)))
             self.held[device] = tuple(cut.indices(size)[:2] for cut, size in zip(cuts, leaf.shape, strict=True))
         self.arrays: dict[Any, jax.Array] = {}  # what has been written, in `bits`
+        self.writing = threading.Lock()
 
     def needed(self) -> list[Box]:
         """The pieces to write: each part that some device holds once, in rows if it is larger than LARGE_BYTES."""
@@ -96,12 +116,12 @@ class Pieces:
                 continue
             piece = value[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(common, box, strict=True))]
             if common == held:
-                self.arrays[device] = jax.device_put(piece, device)
+                self.arrays[device] = jax.block_until_ready(jax.device_put(piece, device))
                 continue
-            out = self.arrays[device] if device in self.arrays else jnp.zeros(sizes(held), self.bits, device=device)
-            rows = jax.device_put(piece.view(self.bits), device)
-            self.arrays[device] = _put_rows(out, rows, np.int32(common[0][0] - held[0][0]))
-        jax.block_until_ready(list(self.arrays.values()))
+            rows = jax.block_until_ready(jax.device_put(piece.view(self.bits), device))
+            with self.writing:
+                out = self.arrays.pop(device) if device in self.arrays else jnp.zeros(sizes(held), self.bits, device=device)
+                self.arrays[device] = jax.block_until_ready(_put_rows(out, rows, np.int32(common[0][0] - held[0][0])))
 
     def array(self) -> jax.Array:
         """The leaf's array. Call it once, after every piece has been put."""
@@ -136,16 +156,26 @@ def split(box: Box, itemsize: int) -> list[Box]:
     return [((start, start + rows), *others) for start in starts]
 
 
-def _stream(leaf: Any, part: Part, tensor: Stored, update: Callable[[int], Any]) -> jax.Array:
-    """The array of a leaf that is one tensor, copied through host memory chunk by chunk."""
-    out, row, done = Pieces(leaf), tensor.nbytes // leaf.shape[0], 0
+def _by_chunks(leaf: Any, part: Part, tensor: Stored) -> Placing:
+    """How a leaf that is one tensor is copied through host memory chunk by chunk."""
+    out, row = Pieces(leaf), tensor.nbytes // leaf.shape[0]
+
+    def job(box: Box, new: int) -> Job:
+        chunk = tensor.rows(leaf.shape, *box[0])
+
+        def copy(update: Callable[[int], Any]) -> None:
+            out.put(box, _read(leaf, part, chunk))
+            update(new * row)
+
+        return Job(chunk.nbytes, copy)
+
+    jobs, done = list[Job](), 0
     for rows in sorted({held[0] for held in out.held.values()}):
         for box in split((rows, *((0, size) for size in leaf.shape[1:])), tensor.nbytes // math.prod(leaf.shape)):
-            start, stop = box[0]
-            out.put(box, _read(leaf, part, tensor.rows(leaf.shape, start, stop)))
-            update((stop - max(start, done)) * row)
+            stop = box[0][1]
+            jobs.append(job(box, stop - max(box[0][0], done)))
             done = stop
-    return out.array()
+    return Placing(jobs, lambda _: out.array())
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoint.jobs import Job
 from jaxspec.checkpoint.layout import Part
-from jaxspec.checkpoint.onto_devices import put_on_devices
+from jaxspec.checkpoint.onto_devices import Placing, put_on_devices
 from jaxspec.checkpoint.quantisation import Format, group_within
 from jaxspec.checkpoint.safetensors import Stored
 from jaxspec.interrupts import compiled
 from pallas_kernels import packed
 from pallas_kernels.packed import Packed
+
+_COMPILING = threading.Lock()  # so that threads with matrices of one kind compile one program
 
 
 class Source(NamedTuple):
@@ -30,9 +34,14 @@ class Source(NamedTuple):
     tensors: Mapping[str, Stored]
 
 
-def packed_onto_devices(leaf: Packed, sources: Sequence[Source], update: Callable[[int], Any]) -> Packed:
-    """A leaf's matrix on its devices. leaf: of ShapeDtypeStructs. sources: the parts that make it up, all of one scheme. update: called
-    with the number of bytes of each read. Raises ValueError for a file that ends early and for contents that do not fit."""
+def packed_placing(leaf: Packed, sources: Sequence[Source]) -> Placing:
+    """How a leaf's matrix comes to its devices. leaf: of ShapeDtypeStructs. sources: the parts that make it up, all of one scheme. The job
+    raises ValueError for a file that ends early and for contents that do not fit."""
+    nbytes = 2 * math.prod(leaf.shape)  # a byte a weight as codes, and about one as words
+    return Placing([Job(nbytes, lambda update: _packed_onto_devices(leaf, sources, update))], lambda made: made[0])
+
+
+def _packed_onto_devices(leaf: Packed, sources: Sequence[Source], update: Callable[[int], Any]) -> Packed:
     scheme = sources[0].format.scheme
     split, shape = leaf.ndim - leaf.over, leaf.shape
     group = group_within(shape, leaf.over, scheme.group)
@@ -65,7 +74,9 @@ def _packed(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, **set
     """packed.pack on the host. Returns NumPy arrays."""
     host = _host()
     arguments = [None if x is None else jax.device_put(x, host) for x in (codes, scale, zero)]
-    return jax.tree.map(np.asarray, compiled(_jitted(**settings), *arguments)(*arguments))
+    with _COMPILING:
+        program = compiled(_jitted(**settings), *arguments)
+    return jax.tree.map(np.asarray, program(*arguments))
 
 
 @functools.cache

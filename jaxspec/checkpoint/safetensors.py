@@ -37,9 +37,10 @@ class Stored:
         """Dtype and shape, for errors."""
         return f"{self.dtype} {list(self.shape)}"
 
-    def read(self) -> np.ndarray:
-        """The tensor, in host memory of its own. Raises ValueError if the file ends early."""
-        data = np.empty(self.nbytes, np.uint8)
+    def read(self, into: np.ndarray | None = None) -> np.ndarray:
+        """The tensor. into: where it is read to, an array of its dtype and size that is contiguous, which then is returned; by default host
+        memory of its own. Raises ValueError if the file ends early."""
+        data = np.empty(self.nbytes, np.uint8) if into is None else into.reshape(-1).view(np.uint8)
         with open(self.file, "rb", buffering=0) as file:
             file.seek(self.offset)
             done = 0
@@ -48,7 +49,7 @@ class Stored:
                 if not count:
                     raise ValueError(f"{self.file} ended while it was read: found {done} bytes of a tensor of {self.nbytes}")
                 done += count
-        return data.view(NUMPY_DTYPES[self.dtype]).reshape(self.shape)
+        return data.view(NUMPY_DTYPES[self.dtype]).reshape(self.shape) if into is None else into
 
     def rows(self, shape: tuple[int, ...], start: int, stop: int) -> Stored:
         """Rows start .. stop - 1 of the tensor reshaped to `shape`."""

@@ -1,0 +1,98 @@
+"""Threads that read a checkpoint."""
+
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.checkpoint import jobs
+from jaxspec.checkpoint.jobs import Job, results
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch):
+    monkeypatch.setattr(jobs.os, "cpu_count", lambda: 4)
+
+
+def test_results_come_in_order_and_progress_to_who_asked():
+    told = []
+
+    def job(i):
+        def run(update):
+            time.sleep(0.01 * (5 - i % 5))
+            update(i)
+            update(1)
+            return i
+
+        return Job(10, run)
+
+    assert results([job(i) for i in range(20)], lambda count: told.append((count, threading.current_thread()))) == list(range(20))
+    assert sum(count for count, _ in told) == sum(range(20)) + 20 and {thread for _, thread in told} == {threading.current_thread()}
+
+
+@pytest.mark.parametrize(("room", "most"), [(10**6, 4), (35, 3), (19, 1), (1, 1)])
+def test_jobs_that_run_take_no_more_memory_than_they_may(monkeypatch, room, most):
+    monkeypatch.setattr(jobs, "HELD_BYTES", room)
+    running, seen, lock = set(), [], threading.Lock()
+
+    def job(i):
+        def run(update):
+            with lock:
+                running.add(i)
+                seen.append(len(running))
+            time.sleep(0.02)
+            with lock:
+                running.remove(i)
+
+        return Job(10, run)
+
+    results([job(i) for i in range(12)], print)
+    assert max(seen) == most
+
+
+def test_the_first_of_those_that_fail_is_what_is_raised():
+    """It fails after one that comes later in the order, while a third would read for ever. Jobs that have not begun never do."""
+    begun, later_failed = [], threading.Event()
+
+    def first(update):
+        later_failed.wait()
+        time.sleep(0.05)
+        raise ValueError("first")
+
+    def later(update):
+        later_failed.set()
+        raise ValueError("later")
+
+    def endless(update):
+        while True:
+            time.sleep(0.001)
+            update(1)
+
+    with pytest.raises(ValueError, match="first"):
+        results([Job(1, run) for run in (endless, first, later, *[lambda update: begun.append(1)] * 50)], lambda count: None)
+    assert len(begun) < 50
+
+
+def test_an_interrupt_ends_jobs_with_their_next_read():
+    before = threading.active_count()
+
+    def endless(update):
+        while True:
+            time.sleep(0.001)
+            update(1)
+
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        results([Job(1, endless)] * 10, lambda count: None)
+    timer.join()
+    assert threading.active_count() == before
+
+
+def test_the_callers_default_device_is_that_of_jobs():
+    with jax.default_device(jax.devices()[3]):
+        [found] = results([Job(1, lambda update: jnp.zeros(1) + 1)], print)
+    assert found.devices() == {jax.devices()[3]}
