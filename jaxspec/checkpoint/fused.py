@@ -4,7 +4,6 @@ the dtype of the conversion. jaxspec.json holds the format's version and the siz
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from jaxspec.trees import leaves_by_path
 VERSION = 3  # raised with any other order of what is stored, that of bits in packed matrices included
 ARRAYS_FOLDER = "weights"
 STORED_CHUNK_BYTES = 1 << 24  # small enough for several threads to read one array
+ALIGNMENT = 64  # bytes, of arrays on a CPU
 GB = 10**9
 
 
@@ -109,12 +109,13 @@ def _as_changed(value: np.ndarray, parts: Sequence[Part], changes: Mapping[str, 
 
 
 def read_array(folder: Path, source: Any) -> np.ndarray:
-    """The contents of a TensorStore, in memory of their own that a CPU keeps as the array. folder: for errors."""
+    """The contents of a TensorStore. folder: for errors."""
     import tensorstore as ts
 
-    value = np.frombuffer(mmap.mmap(-1, _nbytes(source), flags=mmap.MAP_PRIVATE), source.dtype.numpy_dtype, source.size).reshape(
-        source.shape
-    )
+    # NumPy's memory, since it asks for large pages; and aligned, so that a CPU keeps it as the array.
+    memory, nbytes = np.empty(_nbytes(source) + ALIGNMENT, np.uint8), _nbytes(source)
+    first = -memory.ctypes.data % ALIGNMENT
+    value = memory[first : first + nbytes].view(source.dtype.numpy_dtype).reshape(source.shape)
     try:
         ts.array(value).write(source).result()
     except Exception as error:  # TensorStore raises many kinds
