@@ -7,6 +7,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 MAX_INTEGER = 2**31 - 1  # devices hold int32
@@ -72,6 +73,11 @@ def path(name: str, value: Any, expected: str) -> str | os.PathLike[str]:
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected {expected}")
     return value
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """`path` with the home folder in place of a leading ~, which a shell leaves in `--out=~/drafter`; a ~ of no user stays."""
+    return Path(os.path.expanduser(path))
 
 
 def unknown(function: str, name: str, known: Iterable[str]) -> TypeError:

@@ -71,7 +71,7 @@ def convert(
     can replace. A conversion that fails or is killed leaves no folder under the destination's name.
     """
     source = checks.path("source", source, "a hub id, a folder or a bundled model")
-    final, progress = Path(checks.path("destination", destination, "a folder")).expanduser().absolute(), watched(progress)
+    final, progress = checks.expanded(checks.path("destination", destination, "a folder")).absolute(), watched(progress)
     _check_destination(final)
     if jax.process_count() > 1:
         raise ValueError(f"a conversion runs in one process; found {jax.process_count()}")

@@ -12,7 +12,7 @@ import jax
 
 from jaxspec import checkpoint, drafters, sharding
 from jaxspec.checkpoint.hub import Hub
-from jaxspec.checks import integer, path
+from jaxspec.checks import expanded, integer, path
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.decode.round import check_tree_rule
 from jaxspec.drafters.base import Drafter
@@ -285,6 +285,6 @@ def enable_compilation_cache() -> None:
         from jax.experimental.compilation_cache import compilation_cache
 
         folder = os.environ.get("JAXSPEC_CACHE_DIR") or Path.home() / ".cache" / "jaxspec"
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", str(expanded(folder)))
         # JAX decides once whether it has a cache; if anything was compiled before, it decided without a folder.
         compilation_cache.reset_cache()

@@ -37,7 +37,7 @@ from jaxspec.batch.lines import Line, LineReader, name_of
 from jaxspec.batch.places import Files, share_of
 from jaxspec.batch.results import ChangedInput, Known, append, digest_of, parsed, remove_errors, result_of, sync, write_line
 from jaxspec.checkpoint.files import lock
-from jaxspec.checks import integer
+from jaxspec.checks import expanded, integer
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.learn import Learning
 from jaxspec.engine.params import MAX_SEED, SamplingParams
@@ -126,11 +126,12 @@ class BatchJob:
     ):
         self._together, self._writes = together, not together or jax.process_index() == 0
         self._shard, self._shards = share_of(shard)
-        self.files = Files.of(Path(in_path), out_path, errors, self._shard, self._shards)
+        source = expanded(in_path)
+        self.files = Files.of(source, out_path, errors, self._shard, self._shards)
         self.out = self.files.lines
         if together and (self.out is None or os.fspath(in_path) == "-"):
             raise ValueError("standard input and output are those of one process, and several are to serve the same lines; expected files")
-        self._input = input_of(Path(in_path))
+        self._input = input_of(source)
         self._input.check_ids()
         self._known, self._errors, self._bad = Known(), None, 0
         self._asked = array.array("Q")  # by line number, the digest of the request that its result answers; 0 without a result

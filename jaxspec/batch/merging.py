@@ -20,6 +20,7 @@ from jaxspec.batch import openai, parquet
 from jaxspec.batch.inputs import input_of
 from jaxspec.batch.places import Files, of_shard
 from jaxspec.batch.results import parsed
+from jaxspec.checks import expanded
 
 SHOWN = 8  # ranges of missing lines that are listed
 
@@ -48,12 +49,13 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, 
     Raises FileNotFoundError without any shard; ValueError for shards of several numbers or with different settings, for a shard that is
     still being written, and if the output exists.
     """
-    source, whole = input_of(Path(in_path)), Files.of(Path(in_path), out_path, errors, 1, 1)
+    in_path = expanded(in_path)
+    source, whole = input_of(in_path), Files.of(in_path, out_path, errors, 1, 1)
     if whole.result is None:
         raise ValueError("the output is standard output, '-', which no shards have written; expected the file that the shards were given")
     assert whole.result is not None and whole.lines is not None and whole.errors is not None
     shards = _count(whole.result)
-    parts = [Files.of(Path(in_path), out_path, errors, i, shards) for i in range(1, shards + 1)]
+    parts = [Files.of(in_path, out_path, errors, i, shards) for i in range(1, shards + 1)]
     for path in (whole.result, whole.lines):
         if path.exists():
             raise ValueError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxspec.batch import parquet
+from jaxspec.checks import expanded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +38,20 @@ class Files:
     def of(cls, in_path: Path, out_path: str | os.PathLike[str], errors: str | os.PathLike[str] | None, shard: int, shards: int) -> Files:
         """Raises ValueError where two of the files are the same, FileNotFoundError and IsADirectoryError."""
         if os.fspath(out_path) == "-":
-            own = None if errors is None else of_shard(Path(errors), shard, shards)
+            own = None if errors is None else of_shard(expanded(errors), shard, shards)
             _check_writable("errors", own)
             if own is not None and own.resolve() == in_path.resolve():
                 raise ValueError(f"the errors would be written over the input, {own}; expected another file")
             return cls(None, None, own)
-        _check_writable("output", Path(out_path))
-        result = of_shard(Path(out_path), shard, shards)
+        _check_writable("output", expanded(out_path))
+        result = of_shard(expanded(out_path), shard, shards)
         if result.suffix == parquet.SUFFIX:
             parquet.library()  # raises where it cannot be written
             lines = result.with_name(result.name + ".jsonl")
         else:
             lines = result
         aside = result.with_suffix(f".errors{'.jsonl' if lines != result else result.suffix}")
-        made = cls(result, lines, aside if errors is None else of_shard(Path(errors), shard, shards))
+        made = cls(result, lines, aside if errors is None else of_shard(expanded(errors), shard, shards))
         files = {"input": in_path, "output": result, "errors": made.errors, "run file": made.settings}
         files |= {} if lines == result else {"lines": lines}
         if len({path.resolve() for path in files.values() if path}) < len(files):

@@ -7,11 +7,11 @@ import json
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from jaxspec.bench.kernel_times import KernelTime, kernel_lines
 from jaxspec.bench.roofline import StepBytes
 from jaxspec.bench.workload import Workload
+from jaxspec.checks import expanded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,4 +161,4 @@ def profile_lines(report: BenchReport) -> Iterator[str]:
 
 def write_json(report: BenchReport, path: str | os.PathLike[str]) -> None:
     """Writes the report as a JSON object with the names of its fields. Raises OSError."""
-    Path(path).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
+    expanded(path).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")

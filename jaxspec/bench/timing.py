@@ -30,6 +30,7 @@ from jaxspec.bench import automata, kernel_times, roofline
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, ProgramCost, Spread
 from jaxspec.bench.workload import QUEUED, WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
+from jaxspec.checks import expanded
 from jaxspec.engine import cuda_graphs
 from jaxspec.engine.programs import decode_rounds, flat
 from jaxspec.interrupts import compiled, undisturbed
@@ -270,7 +271,7 @@ def _decode(plan: BenchPlan, sequences: Sequences, batch: int, rates: tuple[floa
         if cuda_graphs.used_on(rounds.weights[0].devices()):
             rounds.compile(cuda_graphs.without)
             rounds.call(1)  # loads the kernels
-        folder, (longer, before) = Path(work.profile) / f"batch-{batch}-temperature-{work.temperature}", rounds.counts()
+        folder, (longer, before) = expanded(work.profile) / f"batch-{batch}-temperature-{work.temperature}", rounds.counts()
         with jax.profiler.trace(str(folder)):
             rounds.call(work.steps)
         length, after = rounds.counts()
@@ -345,7 +346,7 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
             if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
                 program, _ = _compiled(on(function), target, drafter, state, slots, compiler=cuda_graphs.without)
                 compute(program)  # loads the kernels
-            folder = Path(work.profile) / f"prompt-{length}"
+            folder = expanded(work.profile) / f"prompt-{length}"
             with jax.profiler.trace(str(folder)):
                 compute(program)
             found = tuple(kernel_times.read_trace(folder, program.as_text(), plan.placement.size))

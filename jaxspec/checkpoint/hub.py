@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODELOPT_CONFIG, PICKLES, refuse_pickle
 from jaxspec.checkpoint.foreign import refuse_file, refuse_foreign, refuse_listed
+from jaxspec.checks import expanded
 
 # mask_embedding.pt is a pickle: we download it so that loading refuses it, where it would otherwise be missed silently.
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]
@@ -59,7 +60,7 @@ def located(name: str | os.PathLike[str], hub: Hub, patterns: Sequence[str]) -> 
     """The folder of that name, whatever is in it. patterns: of the files to download. Raises as `resolve` does."""
     text = os.fspath(name)
     found = bundled()
-    path = found.get(text) or Path(text).expanduser()
+    path = found.get(text) or expanded(text)
     if text and path.is_dir():
         if path.name.startswith("models--") and (path / "snapshots").is_dir():
             return _snapshot(path, hub.revision)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxspec.checks import expanded
 from jaxspec.cli import errors, options
 
 
@@ -67,9 +68,9 @@ def _run(args: argparse.Namespace) -> None:
             given["mesh"] = options.mesh_of(args)
         plan = workload.plan_bench(**given)
         if "json" in args:  # before minutes of measuring
-            open(args.json, "a").close()
+            open(expanded(args.json), "a").close()
         if "profile" in args:
-            os.makedirs(args.profile, exist_ok=True)
+            os.makedirs(expanded(args.profile), exist_ok=True)
     shown = 0
     for found in timing.measure_plan(plan, progress=sys.stderr.isatty()):  # a run that is cut off has shown what it measured
         lines = list(report.report_lines(found))

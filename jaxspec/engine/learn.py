@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.files import WEIGHTS_FILE, refuse_to_replace
+from jaxspec.checks import expanded
 from jaxspec.drafters.registry import load_drafter, save_trained
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.device_lock import DeviceLock
@@ -70,7 +71,7 @@ class Learning:
         self.origin = origin  # of the weights in use, which are its own
         self._candidate: Any = None  # those on trial
         self._trial: Comparison | None = None
-        self._out = None if learner.learn.out is None else Path(learner.learn.out)
+        self._out = None if learner.learn.out is None else expanded(learner.learn.out)
         self._offered = 0  # updates when weights were last on trial
         self._every = learner.learn.every  # updates between trials
         self._losses: list[float] = []  # by how much the weights of the last trials in a row were worse for sure

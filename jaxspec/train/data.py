@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec import jsonl
+from jaxspec.checks import expanded
 from jaxspec.learning.losses import Batch
 from jaxspec.text import Tokenizer
 
@@ -27,7 +28,7 @@ def read(paths: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer, *, lengt
     vocabulary; ValueError if no text has 3 tokens.
     """
     rows: list[tuple[np.ndarray, int]] = []
-    for path in map(Path, paths):
+    for path in map(expanded, paths):
         if not path.is_file():
             raise FileNotFoundError(f"data file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
         for where, ids, first in _texts(path, tokenizer):

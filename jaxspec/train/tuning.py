@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxspec import checkpoint
 from jaxspec.checkpoint import safetensors
 from jaxspec.checkpoint.files import CONVERTED, SUFFIX
-from jaxspec.checks import integer, number
+from jaxspec.checks import expanded, integer, number
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, memory_used, most_slots, sizes_of
@@ -84,7 +84,7 @@ def distil(
     Raises FileNotFoundError, TypeError or ValueError for what cannot be used, FileExistsError where `out` holds another run or another
     checkpoint, and FloatingPointError as `loop.fit` does.
     """
-    kind, how, out, progress = kinds.kind_of(drafter_kind), Run(**run), Path(out), watched(progress)
+    kind, how, out, progress = kinds.kind_of(drafter_kind), Run(**run), expanded(out), watched(progress)
     assert kind.objective is not None  # as of every kind that can be trained
     goal = dataclasses.replace(kind.objective, **objective or {})
     integer("the objective's steps", goal.steps, 1, how.length - 1)
@@ -157,7 +157,7 @@ def finetune(
 
     Arguments and errors as for `distil`, and ValueError for a quantised target.
     """
-    how, out = Run(**run), Path(out)
+    how, out = Run(**run), expanded(out)
     folder = checkpoint.resolve(target)
     quantisation = read_quantisation(folder)
     if quantisation is not None and not quantisation.dense:

@@ -7,12 +7,11 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.hub import Hub
-from jaxspec.checks import among, path, unknown
+from jaxspec.checks import among, expanded, path, unknown
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.intake import prompts_of
 from jaxspec.loading import load
@@ -321,7 +320,7 @@ def _template(template: str | os.PathLike[str] | None) -> str | None:
     """A chat template, read from its file if it names one. Raises TypeError for neither, OSError for a file that cannot be read."""
     if template is None or (isinstance(template, str) and any(sign in template for sign in "{}\n")):
         return template
-    file = Path(path("chat_template", template, "a template or a file of one"))
+    file = expanded(path("chat_template", template, "a template or a file of one"))
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:

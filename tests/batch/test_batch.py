@@ -72,6 +72,14 @@ def test_a_run_that_is_refused_leaves_links_and_runs_that_began(requests, tmp_pa
         out.unlink()  # with settings beside it, a run that began leaves it all the same
 
 
+def test_files_at_home(requests, whole, tmp_path, monkeypatch):
+    """As a shell leaves --errors=~/errors.jsonl, and as Python is given it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    requests.write_text(requests.read_text() + "no JSON\n")
+    assert job.run_batch(FakeLLM(), f"~/{requests.name}", "~/out.jsonl", errors="~/errors.jsonl").bad == 1
+    assert sorted_lines(tmp_path / "out.jsonl") == whole and (tmp_path / "errors.jsonl").exists()
+
+
 def test_a_result_says_what_it_is_of_and_what_it_took(requests, tmp_path):
     out = tmp_path / "out.jsonl"
     job.run_batch(FakeLLM(), requests, out, SamplingParams(temperature=0.5), seed=3, token_ids=True)

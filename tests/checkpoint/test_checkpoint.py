@@ -520,6 +520,14 @@ def test_resolve_a_folder_and_a_bundled_name(tmp_path: Path) -> None:
     assert (target / "tokenizer.json").is_file()
 
 
+def test_resolve_a_folder_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert checkpoint.resolve("~/model") == tmp_path / "model"
+    with pytest.raises(FileNotFoundError, match="'~nobody-of-that-name/model' is neither a folder"):
+        checkpoint.resolve("~nobody-of-that-name/model")
+
+
 def test_resolve_other_bundled_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of the package's pocket that holds a config is a model."""
     for name in ("target", "mtp"):

@@ -73,13 +73,16 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
             llm.learn(dataclasses.replace(learn, out=killed, resume=True))
 
 
-def test_no_checkpoint_is_written_over(folders, tmp_path):
+def test_no_checkpoint_is_written_over(folders, tmp_path, monkeypatch):
     """Such as the drafter that it began with."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     mine = shutil.copytree(folders[1], tmp_path / "mine")
     before = {path.name: path.read_bytes() for path in mine.iterdir()}
     with jaxspec.load(folders[0], mine, **SIZES) as llm:
         with pytest.raises(FileExistsError, match="mine holds another checkpoint .*, which stays; take another folder"):
             llm.learn(dataclasses.replace(LEARN, out=mine))
+        with pytest.raises(FileExistsError, match="mine holds another checkpoint"):
+            llm.learn(dataclasses.replace(LEARN, out="~/mine"))
         assert llm.learning is None
     assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
 

@@ -102,6 +102,12 @@ def test_lines_end_at_line_feeds_and_a_byte_order_mark_says_nothing(tokenizer, t
     assert rows(tokenizer, tmp_path / "marked.txt") == [(tokenizer.encode("x = 1"), 0)]
 
 
+def test_files_at_home(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text.txt").write_text("x = 1")
+    assert rows(tokenizer, "~/text.txt") == rows(tokenizer, tmp_path / "text.txt")
+
+
 def test_files_that_cannot_be_learnt_from_are_refused(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError, match="data file .*none.txt does not exist"):
         rows(tokenizer, tmp_path / "none.txt")

@@ -191,13 +191,14 @@ def test_the_shortest_rows_have_beginnings():
     assert {len(ids) for ids in beginnings(texts, 64, 0)} == {1, 2}
 
 
-def test_no_checkpoint_is_written_over(trained, target, tmp_path, capsys):
+def test_no_checkpoint_is_written_over(trained, target, tmp_path, capsys, monkeypatch):
     """Such as the fine-tuned target that a drafter is trained for."""
     mine = shutil.copytree(target, tmp_path / "mine")
     before = {path.name: path.read_bytes() for path in mine.iterdir()}
     (tmp_path / "file").write_text("x")
     kept = "mine holds another checkpoint (config.json, model.safetensors), which stays; take another folder"
-    for out, message in ((mine, kept), (tmp_path / "file", "file is a file")):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for out, message in ((mine, kept), ("~/mine", kept), (tmp_path / "file", "file is a file")):
         assert cli.main([*trained[1], "--out", str(out)]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(FileExistsError, match="mine holds another checkpoint"):
