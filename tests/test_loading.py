@@ -1,8 +1,10 @@
 """load: what it takes, its defaults, and every refusal."""
 
+import copy
 import gc
 import inspect
 import json
+import pickle
 import re
 import shutil
 
@@ -98,6 +100,12 @@ def test_what_an_llm_and_its_learning_show(llm):
     with llm.learn(0.1) as learning:
         assert re.fullmatch(r"Learning\(.* updates, .* trials won\)", repr(learning))
     assert dir(jaxspec) == sorted(set(dir(jaxspec))) and {name for name in dir(jaxspec) if name[0] != "_"} == set(jaxspec.__all__)
+
+
+@pytest.mark.parametrize("asked", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_llm_is_neither_pickled_nor_copied(llm, asked):
+    with pytest.raises(TypeError, match=r"the LLM of '.*' lies on devices, and is neither pickled nor copied; load it in the process"):
+        asked(llm)
 
 
 def test_a_drafter_may_be_an_object(folders, llm):

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import itertools
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,8 @@ class DeviceLock:
 
     devices: those whose programs exchange sums, if any. In a sum each device waits for the others, so two programs must start in the same
     order on all of them. That is why two DeviceLocks that have a device in common share its lock.
+
+    A fork has the arrays' names and no devices, and would wait for ever. There the call raises RuntimeError.
     """
 
     _of: dict[Any, _Lock] = {}  # the lock of each device
@@ -33,12 +36,18 @@ class DeviceLock:
         # All take the locks in the same order, so that no two of them wait for each other.
         shared = [self._of.setdefault(device, _Lock()) for device in sorted(devices, key=lambda device: device.id)]
         self._locks = shared or [_Lock()]
+        self._process = os.getpid()
         self._inside = 0  # how often the thread that is inside has entered
         # Waits for threads that still give the devices work after the context was left. Called before somebody else enters.
         self.settle: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
+        if os.getpid() != self._process:  # before the locks, which a thread that is not here may hold
+            raise RuntimeError(
+                "this process is a fork of the one that loaded the model, and has no devices; load it in the process that uses it, "
+                "and start processes by multiprocessing's 'spawn'"
+            )
         with _held(self._locks):
             for last in [last for lock in self._locks if (last := lock.last()) not in (None, self)]:
                 last.settle()

@@ -8,7 +8,7 @@ import functools
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,12 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the LLM of {self.name!r} lies on devices, and is neither pickled nor copied; load it in the process that uses it, as "
+            "jaxspec.Generator does in each"
+        )
 
     def close(self) -> None:
         """Gives back the devices' memory: that of the cache and, unless somebody else holds them, of the weights. `stats` stay; calls and

@@ -1,6 +1,9 @@
 """Who computes while others do, on devices that wait for each other."""
 
+import contextlib
 import gc
+import os
+import signal
 import sys
 import threading
 
@@ -29,6 +32,42 @@ def test_those_that_share_a_device_take_turns():
         assert not free(ours) and not free(other)
         raise ZeroDivisionError
     assert free(ours) and free(other) and free(overlapping)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_told_that_it_has_no_devices():
+    """Where it would wait for ever: here for the thread that is inside, which is not in the fork, else for the devices."""
+    lock = DeviceLock()
+    with held_elsewhere(lock):
+        child = os.fork()
+        if not child:
+            try:
+                signal.alarm(20)
+                with lock():
+                    os._exit(1)
+            except RuntimeError as error:
+                os._exit(0 if "this process is a fork of the one that loaded the model" in str(error) else 2)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@contextlib.contextmanager
+def held_elsewhere(lock):
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with lock():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
 
 
 def test_one_that_is_taken_is_not_waited_for():
