@@ -75,6 +75,12 @@ def path(name: str, value: Any, expected: str) -> str | os.PathLike[str]:
     return value
 
 
+def type_name(value: Any) -> str:
+    """The name of the type of `value`, with its module unless that is Python's own: several packages have SamplingParams."""
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
 def expanded(path: str | os.PathLike[str]) -> Path:
     """`path` with the home folder in place of a leading ~, which a shell leaves in `--out=~/drafter`; a ~ of no user stays."""
     return Path(os.path.expanduser(path))

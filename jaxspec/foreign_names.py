@@ -1,10 +1,10 @@
-"""The names that arguments of `load` have in vLLM, transformers and SGLang, and an answer to who uses one."""
+"""The names that arguments of `load` and SamplingParams have in vLLM, transformers and other places, and an answer to who uses one."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
 from jaxspec.checks import unknown
@@ -70,6 +70,37 @@ NEEDLESS = {
     "pipeline_parallel_size": "weights are spread by tensor alone",
 }
 
+# The same of SamplingParams.
+PARAMS_HERE = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens, of new tokens alone",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "best_of": "n",
+    "do_sample": "temperature, which is 0 for greedy",
+    "temp": "temperature",
+    "random_seed": "seed",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "eos_token_id": "stop_token_ids",
+    "bad_words_ids": "bad_words, which are texts",
+    "sequence_bias": "logit_bias, of single tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "top_logprobs": "logprobs, a number",
+    "guided_decoding": "structured_outputs",
+    "guided_json": "structured_outputs={'json': ...}",
+    "json_schema": "structured_outputs={'json': ...}",
+    "guided_regex": "structured_outputs={'regex': ...}",
+    "guided_choice": "structured_outputs={'choice': ...}",
+    "response_format": "structured_outputs={'json': ...}",
+}
+PARAMS_NEEDLESS = {
+    "detokenize": "a result always has its text and its token_ids",
+    "skip_special_tokens": "texts leave special tokens out; llm.tokenizer.decode(token_ids, special=True) has them",
+    "use_cache": "there always is one",
+}
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -80,12 +111,19 @@ def answers_foreign_names(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs.keys() - set(known):
-            if name in HERE:
-                raise TypeError(f"{function.__name__} has no argument {name!r}; here it is called {HERE[name]}")
-            if name in NEEDLESS:
-                raise TypeError(f"{function.__name__} has no argument {name!r}, and needs none: {NEEDLESS[name]}")
-            raise unknown(function.__name__, name, known)
+        answer(function.__name__, kwargs, known, HERE, NEEDLESS)
         return function(*args, **kwargs)
 
     return checked
+
+
+def answer(function: str, given: Iterable[str], known: Iterable[str], here: Mapping[str, str], needless: Mapping[str, str]) -> None:
+    """Raises TypeError for a name that is not among those known, with what it is called here, why there is none, or the nearest one."""
+    for name in given:
+        if name in known:
+            continue
+        if name in here:
+            raise TypeError(f"{function} has no argument {name!r}; here it is called {here[name]}")
+        if name in needless:
+            raise TypeError(f"{function} has no argument {name!r}, and needs none: {needless[name]}")
+        raise unknown(function, name, known)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_others
 from jaxspec.batch.lines import LineReader, derived_seed
-from jaxspec.checks import integer
+from jaxspec.checks import integer, type_name
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.params import MAX_SEED, SamplingParams
 from jaxspec.interrupts import heeded
@@ -296,7 +296,7 @@ def check_params(params: SamplingParams | None) -> SamplingParams:
     """The params of all rows. Raises TypeError or ValueError for what rows cannot share."""
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params is {type(params).__name__}, expected SamplingParams or None")
+        raise TypeError(f"sampling_params is {type_name(params)}, expected jaxspec.SamplingParams or None")
     if params.seed is not None:
         raise ValueError(f"sampling_params.seed is {params.seed}, which all rows would share; expected None, and seed= for the job")
     if params.n > 1:

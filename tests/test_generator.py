@@ -218,7 +218,7 @@ def test_batches_and_settings_that_make_no_sense(generator, folders):
     ):
         with pytest.raises(ValueError, match=error):
             jaxspec.Generator(folders[0], sampling_params=params)
-    with pytest.raises(TypeError, match="sampling_params is dict, expected SamplingParams or None"):
+    with pytest.raises(TypeError, match="sampling_params is dict, expected jaxspec.SamplingParams or None"):
         jaxspec.Generator(folders[0], sampling_params={})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="load has no argument 'max_model_len'; here it is called max_len"):
         jaxspec.Generator(folders[0], max_model_len=64)

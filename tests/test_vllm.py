@@ -284,6 +284,8 @@ def test_params_are_vllms():
     assert SamplingParams(**effects).served() == plain.served()
     with pytest.raises(AttributeError):
         plain.max_token = 5
+    for params in (SamplingParams, jaxspec.SamplingParams):  # what a notebook shows of it
+        assert inspect.signature(params).parameters["temperature"].default in (1.0, None)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -524,6 +526,9 @@ def test_what_a_hub_is_asked_for_reaches_load(asked, monkeypatch, tmp_path):
 
 
 def test_calls_refuse_what_they_cannot_serve(llm):
+    message = "params is jaxspec.vllm.sampling_params.SamplingParams, expected jaxspec.SamplingParams"
+    with pytest.raises(TypeError, match=message):
+        llm.jaxspec.generate("x", SamplingParams())
     for name in llm_file.CALLS_REFUSED:
         for call in (llm.generate, llm.chat):
             with pytest.raises(ValueError, match=f"{name} of {call.__name__} cannot be served: "):

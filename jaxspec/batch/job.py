@@ -37,7 +37,7 @@ from jaxspec.batch.lines import Line, LineReader, name_of
 from jaxspec.batch.places import Files, share_of
 from jaxspec.batch.results import ChangedInput, Known, append, digest_of, parsed, remove_errors, result_of, sync, write_line
 from jaxspec.checkpoint.files import lock
-from jaxspec.checks import expanded, integer
+from jaxspec.checks import expanded, integer, type_name
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.learn import Learning
 from jaxspec.engine.params import MAX_SEED, SamplingParams
@@ -183,7 +183,7 @@ class BatchJob:
         self._shown = {"model": llm.name, "tokenizer": llm.tokenizer, "token_ids": token_ids, "prompts": include_prompt}
         seed = integer("seed", seed, 0, MAX_SEED - 1)
         if not isinstance(self._params, SamplingParams):
-            raise TypeError(f"params is {type(params).__name__}, expected SamplingParams or None")
+            raise TypeError(f"params is {type_name(params)}, expected jaxspec.SamplingParams or None")
         if self._params.seed is not None:
             raise ValueError(f"params.seed is {self._params.seed}, which all lines would share; expected None, and a seed for the run")
         self._reader = LineReader(llm, self._params, seed, enable_thinking)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.checks import type_name
 from jaxspec.engine.params import MAX_SEED, Defaults, SamplingParams
 from jaxspec.engine.request import Request
 from jaxspec.engine.structures import Structure, Structures
@@ -46,7 +47,7 @@ class Maker:
         Raises TypeError or ValueError, with the prompt's index, for a prompt or params that cannot be served.
         """
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"params of prompt {index} are of type {type(params).__name__}, expected SamplingParams")
+            raise TypeError(f"params of prompt {index} are of type {type_name(params)}, expected jaxspec.SamplingParams")
         prompt_text, ids = self._prompt(index, prompt)
         self._check_ids(index, params)
         own_ends = () if params.ignore_eos else self.eos_token_ids
@@ -220,7 +221,7 @@ def params_of(given: Any, count: int) -> list[Any]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     if not isinstance(given, list | tuple):
-        raise TypeError(f"params is {type(given).__name__}, expected SamplingParams, a list of them or None")
+        raise TypeError(f"params is {type_name(given)}, expected jaxspec.SamplingParams, a list of them or None")
     if len(given) != count:
         raise ValueError(f"found {len(given)} params for {count} prompts; expected one for each, or one for all")
     return list(given)
@@ -229,7 +230,7 @@ def params_of(given: Any, count: int) -> list[Any]:
 def params_or_default(given: Any) -> SamplingParams:
     """The params of a call that takes one for all prompts. Raises TypeError for anything but SamplingParams or None."""
     if given is not None and not isinstance(given, SamplingParams):
-        raise TypeError(f"params is {type(given).__name__}, expected SamplingParams or None")
+        raise TypeError(f"params is {type_name(given)}, expected jaxspec.SamplingParams or None")
     return given or SamplingParams()
 
 

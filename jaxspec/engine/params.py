@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.checks import characters, flag, integer, number
+from jaxspec.foreign_names import PARAMS_HERE, PARAMS_NEEDLESS, answer
 from jaxspec.structured.params import StructuredOutputsParams
 
 MAX_SEED = 2**63  # seeds are two 32-bit words on the device; the top bit is left out so that they fit every int64
@@ -24,7 +26,7 @@ class SamplingParams:
     Where temperature, top_k, top_p, min_p or repetition_penalty is None, the checkpoint's generation_config.json decides. Integers are
     below 2**31 and other numbers at most 1e30, where nothing else is said.
 
-    Raises TypeError for a wrong type, ValueError for a value out of range.
+    Raises TypeError for a wrong type and for a name that is none of these, ValueError for a value out of range.
     """
 
     max_tokens: int | None = None
@@ -112,6 +114,18 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         """A copy of these params. They cannot change, so it is seldom needed; vLLM's have it."""
         return dataclasses.replace(self, logit_bias=dict(self.logit_bias))
+
+
+_made = SamplingParams.__init__
+
+
+@functools.wraps(_made)
+def _answered(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
+    answer("SamplingParams", kwargs, SamplingParams.__dataclass_fields__, PARAMS_HERE, PARAMS_NEEDLESS)
+    _made(self, *args, **kwargs)
+
+
+SamplingParams.__init__ = _answered
 
 
 def _temperature(name: str, value: Any) -> float:

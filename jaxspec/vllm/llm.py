@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.hub import Hub
-from jaxspec.checks import among, expanded, path, unknown
+from jaxspec.checks import among, expanded, path, type_name, unknown
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.intake import prompts_of
 from jaxspec.loading import load
@@ -222,8 +222,7 @@ class LLM:
         several = isinstance(chosen, list | tuple)
         for params in chosen if several else [chosen]:
             if not isinstance(params, SamplingParams):
-                kind = f"{type(params).__module__}.{type(params).__name__}"
-                raise TypeError(f"sampling_params is of type {kind}, expected jaxspec.vllm.SamplingParams")
+                raise TypeError(f"sampling_params is of type {type_name(params)}, expected jaxspec.vllm.SamplingParams")
         return list(chosen) if several else chosen
 
     def _served(self, params: SamplingParams | list[SamplingParams]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -154,6 +155,7 @@ def _cut(bias: Any) -> Any:
 _made = SamplingParams.__init__
 
 
+@functools.wraps(_made)
 def _checked(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
     for name in kwargs:
         if name not in SamplingParams.__slots__:

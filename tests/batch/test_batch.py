@@ -357,7 +357,7 @@ def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
         with pytest.raises(ValueError, match=r"found the input .*, the run file .*out\.jsonl\.run\.json|expected four different files"):
             job.run_batch(llm, **{"in_path": requests, **given})
     assert not settings.exists()
-    with pytest.raises(TypeError, match="params is dict, expected SamplingParams or None"):
+    with pytest.raises(TypeError, match="params is dict, expected jaxspec.SamplingParams or None"):
         job.run_batch(llm, requests, out, {})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"params\.seed is 3, which all lines would share; expected None"):
         job.run_batch(llm, requests, out, SamplingParams(seed=3))

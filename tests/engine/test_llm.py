@@ -534,9 +534,9 @@ def test_a_bad_request_is_refused_before_anything_is_computed(speculative, monke
 def test_bad_arguments_of_calls(speculative):
     with pytest.raises(ValueError, match="found 2 params for 1 prompts; expected one for each, or one for all"):
         speculative.generate(["x"], [SamplingParams()] * 2)
-    with pytest.raises(TypeError, match="params of prompt 0 are of type dict, expected SamplingParams"):
+    with pytest.raises(TypeError, match="params of prompt 0 are of type dict, expected jaxspec.SamplingParams"):
         speculative.generate(["x"], [{"max_tokens": 3}])
-    with pytest.raises(TypeError, match="params is dict, expected SamplingParams, a list of them or None"):
+    with pytest.raises(TypeError, match="params is dict, expected jaxspec.SamplingParams, a list of them or None"):
         speculative.generate(["x"], {"max_tokens": 3})
     with pytest.raises(TypeError, match="prompt 0 has 2.5 at position 1; expected a token id, an integer"):
         speculative.generate([1, 2.5])
@@ -545,7 +545,7 @@ def test_bad_arguments_of_calls(speculative):
             speculative.generate(prompts)
     with pytest.raises(ValueError, match="chat takes a list of at least one message, such as .*, found None"):
         speculative.chat(None)
-    with pytest.raises(TypeError, match="params is list, expected SamplingParams or None"):
+    with pytest.raises(TypeError, match="params is list, expected jaxspec.SamplingParams or None"):
         speculative.stream("x", [SamplingParams()])
     with pytest.raises(ValueError, match="steps is 0, expected at least 1"):
         speculative.stream("x", steps=0)
@@ -763,7 +763,7 @@ def test_completions_come_as_they_are_ready_from_an_iterable_that_is_read_as_nee
     assert [c.token_ids for c in llm.as_completed(["import os"], short)] == tokens(llm.generate(["import os"], short))
     with pytest.raises(TypeError, match="prompts is of type str, expected an iterable of prompts"):
         llm.as_completed("import os")
-    with pytest.raises(TypeError, match="params is list, expected SamplingParams or None"):
+    with pytest.raises(TypeError, match="params is list, expected jaxspec.SamplingParams or None"):
         llm.as_completed(["import os"], [short])
 
 

@@ -1,6 +1,7 @@
 """SamplingParams: what it takes, what it refuses and with which words."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from jaxspec.engine.completion import Completion
 from jaxspec.engine.intake import Maker
 from jaxspec.engine.params import MAX_N, Defaults, SamplingParams
 from jaxspec.engine.stats import RoundStats
+from jaxspec.foreign_names import PARAMS_HERE, PARAMS_NEEDLESS
 
 
 def test_values_are_kept_as_plain_python_numbers():
@@ -108,6 +110,27 @@ def test_the_samples_of_a_prompt_share_its_memory():
     maker = Maker(None, 10, 64, (1,), Defaults(temperature=1.0), None)  # pyright: ignore[reportArgumentType]
     samples = maker.requests(0, [3, 4], SamplingParams(n=MAX_N), lambda: 0)
     assert len(samples) == MAX_N and all(np.shares_memory(r.prompt, samples[0].prompt) for r in samples[::1000])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_new_tokens", "here it is called max_tokens$"),
+        ("do_sample", "here it is called temperature, which is 0 for greedy$"),
+        ("skip_special_tokens", "and needs none: texts leave special tokens out"),
+        ("temprature", "the nearest is 'temperature'$"),
+        ("zzz", "SamplingParams has no argument 'zzz'$"),
+    ],
+)
+def test_a_name_of_other_engines_is_answered(name, message):
+    with pytest.raises(TypeError, match=message):
+        SamplingParams(**{name: 1})
+
+
+def test_names_of_other_engines_are_none_of_ours():
+    ours = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert not ours & (PARAMS_HERE.keys() | PARAMS_NEEDLESS.keys())
+    assert {re.split(r"\W", here)[0] for here in PARAMS_HERE.values()} <= ours
 
 
 def test_fewer_tokens_than_must_be_cannot_be_the_most():
