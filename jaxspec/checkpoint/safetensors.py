@@ -19,7 +19,8 @@ FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dt
 INTEGERS = {"I64": np.int64, "I32": np.int32}
 CODES = {"U8": np.uint8, "I8": np.int8, "U32": np.uint32, "F8_E4M3": ml_dtypes.float8_e4m3fn}  # of quantised weights and their scales
 NUMPY_DTYPES = {name: np.dtype(kind) for name, kind in (FLOATS | INTEGERS | CODES).items()}
-WRAPPERS = ("_orig_mod.", "module.")  # which torch.compile and parallel training put around a model
+WRAPPER = "module."  # which parallel training puts around a model
+COMPILED = "_orig_mod."  # and torch.compile around a model or any part of it
 COMPARED = 1 << 20  # numbers of two tensors that are compared at a time
 
 
@@ -58,7 +59,7 @@ class Stored:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, by key, unread.
+    """The tensors of a safetensors file, by key, unread. Keys are those without what torch.compile puts into them.
 
     Raises FileNotFoundError if the file is missing, ValueError if it is truncated or not safetensors.
     """
@@ -73,7 +74,9 @@ def read_header(file: Path) -> dict[str, Stored]:
         text = opened.read(length)
     try:
         header = {
-            name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0], _nbytes(entry))
+            name.replace(COMPILED, ""): Stored(
+                file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0], _nbytes(entry)
+            )
             for name, entry in json.loads(text).items()
             if name != "__metadata__"
         }
@@ -103,15 +106,15 @@ def _nbytes(entry: Mapping[str, Any]) -> int:
 def read_folder(folder: Path) -> dict[str, Stored]:
     """Every tensor of a checkpoint, by key, unread: those of model.safetensors, or of the files that model.safetensors.index.json names.
     Which tensors a file holds, its own header says: tools that change a checkpoint may leave the index as it was. Keys are those without
-    the names of wrappers that all begin with.
+    the names of wrappers that all begin with, and what `read_header` leaves out.
 
     Raises FileNotFoundError if a file is missing, ValueError for a broken index, a file outside the folder, a tensor that is in two files
     with other numbers, or weights in a pickle.
     """
     folder = Path(folder)
     stored = read_header(folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else _read_parts(folder)
-    while wrapper := next((name for name in WRAPPERS if stored and all(key.startswith(name) for key in stored)), None):
-        stored = {key.removeprefix(wrapper): tensor for key, tensor in stored.items()}
+    while stored and all(key.startswith(WRAPPER) for key in stored):
+        stored = {key.removeprefix(WRAPPER): tensor for key, tensor in stored.items()}
     return stored
 
 

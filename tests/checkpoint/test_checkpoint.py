@@ -328,6 +328,12 @@ def test_names_of_modules_around_the_model_are_left_out(member: str, outer: str,
     assert_same(found, load(oracle.target(member)[1], abstract(member)))
 
 
+def test_names_of_compiled_layers_are_those_of_the_layers(tmp_path: Path) -> None:
+    """As where torch.compile wrapped one layer after the other."""
+    compiled = {re.sub(r"(layers\.[02]\.)", r"\1_orig_mod.", key): tensor for key, tensor in stored("E2B").items()}
+    assert_same(load(put(tmp_path, compiled), abstract("E2B")), load(oracle.target("E2B")[1], abstract("E2B")))
+
+
 def test_values_of_a_layer_whose_values_are_its_keys(tmp_path: Path) -> None:
     """A v_proj where the config says K = V means that one of the two is wrong."""
     tensors = stored("12B") | {"model.layers.3.self_attn.v_proj.weight": np.zeros((16, 32), np.float32)}

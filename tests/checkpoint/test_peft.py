@@ -80,6 +80,16 @@ def test_weights_are_those_of_merge_and_unload(way, tmp_path):
     assert_close(weights(made.target, made.adapter), wanted)
 
 
+@pytest.mark.parametrize("compiled", ["_orig_mod.base_model.model.", "base_model.model._orig_mod."])
+def test_an_adapter_of_a_compiled_model(plain, tmp_path, compiled):
+    edited = adapters.edited(plain.adapter, tmp_path / "edited")
+    tensors = load_file(edited / "adapter_model.safetensors")
+    save_file(
+        {key.replace("base_model.model.", compiled, 1): tensor for key, tensor in tensors.items()}, edited / "adapter_model.safetensors"
+    )
+    assert_close(weights(plain.target, edited), weights(plain.merged))
+
+
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
 def test_one_table_is_embedding_and_head(module, tmp_path):
     """As merge_and_unload, which says so too; adapted alike, the table changes once, as it was trained."""
