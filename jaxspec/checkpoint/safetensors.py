@@ -21,6 +21,7 @@ CODES = {"U8": np.uint8, "I8": np.int8, "U32": np.uint32, "F8_E4M3": ml_dtypes.f
 NUMPY_DTYPES = {name: np.dtype(kind) for name, kind in (FLOATS | INTEGERS | CODES).items()}
 WRAPPER = "module."  # which parallel training puts around a model
 COMPILED = "_orig_mod."  # and torch.compile around a model or any part of it
+UNMERGED = ".base_layer."  # and PEFT between a layer that it adapts and its weight
 COMPARED = 1 << 20  # numbers of two tensors that are compared at a time
 
 
@@ -109,12 +110,17 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     the names of wrappers that all begin with, and what `read_header` leaves out.
 
     Raises FileNotFoundError if a file is missing, ValueError for a broken index, a file outside the folder, a tensor that is in two files
-    with other numbers, or weights in a pickle.
+    with other numbers, weights in a pickle, or an adapter beside the weights that it was made for.
     """
     folder = Path(folder)
     stored = read_header(folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else _read_parts(folder)
     while stored and all(key.startswith(WRAPPER) for key in stored):
         stored = {key.removeprefix(WRAPPER): tensor for key, tensor in stored.items()}
+    if (beside := next((key for key in stored if UNMERGED in key), None)) is not None:
+        raise ValueError(
+            f"{folder} holds a model and, in the same files, an adapter that PEFT has put around its layers ({beside}); expected a model: "
+            "call merge_and_unload() before it is saved, or save the adapter by itself and give it as adapter="
+        )
     return stored
 
 

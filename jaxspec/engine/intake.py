@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -28,6 +29,21 @@ UNREAD = {
     "encoder_prompt": "the model has no encoder",
     "cache_salt": "prompts that begin alike are always computed once",
 }
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def says_where_params_go(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a method that takes params: of one of their fields as a keyword it says where that goes."""
+
+    @functools.wraps(method)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() & SamplingParams.__dataclass_fields__.keys():
+            raise TypeError(f"{method.__name__} has no argument {name!r}; it belongs into params=SamplingParams({name}=...)")
+        return method(*args, **kwargs)
+
+    return checked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jaxspec.engine.completion import Completion
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.finish import likely_scored
 from jaxspec.engine.html import llm_html
-from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of
+from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of, says_where_params_go
 from jaxspec.engine.learn import Learning, Origin, check, check_room, learner_of
 from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.request import Request, needs_of
@@ -252,6 +252,7 @@ class LLM:
             learning = self._serving.learning = Learning(learner, origin, self._shards, self._accounts, placement, self._lock)
         return learning
 
+    @says_where_params_go
     @heeded()
     def generate(
         self,
@@ -272,6 +273,7 @@ class LLM:
         """
         return self._generate(self._requests(prompts_of(prompts), either(params, sampling_params)), use_tqdm)
 
+    @says_where_params_go
     def as_completed(
         self, prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]], params: SamplingParams | None = None
     ) -> Iterator[Completion]:
@@ -324,6 +326,7 @@ class LLM:
                 self._serving.settle()
         return [done[request.prompt_index, request.index] for request in requests]
 
+    @says_where_params_go
     def stream(
         self,
         prompt: Prompt,
@@ -346,6 +349,7 @@ class LLM:
         chunks = self._serving.stream(self._requests([prompt], params, keep=[keep])[0], integer("steps", steps, 1))
         return Stream(chunks, self._serving.settle)
 
+    @says_where_params_go
     @heeded()
     def chat(
         self,
@@ -385,6 +389,7 @@ class LLM:
         completions = self._generate(self._requests(prompts, either(params, sampling_params), keep=keep), use_tqdm)
         return completions if several or len(completions) > 1 else completions[0]
 
+    @says_where_params_go
     def stream_chat(
         self,
         messages: Messages,

@@ -334,6 +334,12 @@ def test_names_of_compiled_layers_are_those_of_the_layers(tmp_path: Path) -> Non
     assert_same(load(put(tmp_path, compiled), abstract("E2B")), load(oracle.target("E2B")[1], abstract("E2B")))
 
 
+def test_an_adapter_that_was_not_merged_is_told(tmp_path: Path) -> None:
+    tensors = {key.replace("q_proj.weight", "q_proj.base_layer.weight"): tensor for key, tensor in stored("12B").items()}
+    tensors["model.layers.0.self_attn.q_proj.lora_A.default.weight"] = np.zeros((2, 32), np.float32)
+    refuse(put(tmp_path, tensors), abstract("12B"), r"adapter that PEFT has put around its layers \(.*merge_and_unload\(\) before")
+
+
 def test_values_of_a_layer_whose_values_are_its_keys(tmp_path: Path) -> None:
     """A v_proj where the config says K = V means that one of the two is wrong."""
     tensors = stored("12B") | {"model.layers.3.self_attn.v_proj.weight": np.zeros((16, 32), np.float32)}

@@ -227,6 +227,12 @@ def test_a_conversation_is_written_as_asked(llm):
         llm.chat(messages, PARAMS, add_generation_promt=False)
 
 
+def test_fields_of_params_belong_into_params(llm):
+    for call in (llm.generate, llm.stream, llm.chat, llm.stream_chat, llm.as_completed):
+        with pytest.raises(TypeError, match=f"^{call.__name__} has no argument 'max_tokens'; it belongs into params=SamplingParams"):
+            call("x", max_tokens=3)
+
+
 def test_names_for_a_chat_template_change_only_what_it_writes(llm):
     messages = [{"role": "user", "content": "Hi"}]
     assert llm.chat_prompt(messages, chat_template_kwargs={"add_generation_prompt": False}) == llm.chat_prompt(
