@@ -77,15 +77,26 @@ class Run:
 
 def check_out(out: Path, run: Run, settings: dict[str, Any] | None, resume: bool) -> dict[str, Any]:
     """All settings of a run, as its folder keeps them. Raises FileExistsError for a folder whose checkpoints or weights the run would write
-    over, unless they are from an earlier start of the same run, and NotADirectoryError for a file."""
+    over, unless they are from an earlier start of the same run, and NotADirectoryError for a file. Where the run resumes, raises
+    FileNotFoundError for a folder without checkpoints, and ValueError if they are of a run with other settings."""
     wanted = json.loads(json.dumps(dataclasses.asdict(run) | (settings or {})))  # as the file will give them back
-    if not resume:
-        if checkpoints.steps_of(out / CHECKPOINTS):
-            raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
-        before = out / SETTINGS
-        if not before.is_file() or before.read_text(encoding="utf-8") != _written(wanted):
-            refuse_to_replace(out)
+    left, before = checkpoints.steps_of(out / CHECKPOINTS), out / SETTINGS
+    if resume:
+        if not left:
+            raise FileNotFoundError(f"{out} has no checkpoint to resume from")
+        _check_same(out, wanted)
+    elif left:
+        raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
+    elif not before.is_file() or before.read_text(encoding="utf-8") != _written(wanted):
+        refuse_to_replace(out)
     return wanted
+
+
+def check_batch(run: Run, placement: Placement) -> None:
+    """Raises ValueError if the mesh does not divide the texts that are computed at a time."""
+    texts = run.batch // run.accumulate
+    if texts % placement.shards:
+        raise ValueError(f"{placement.shards} devices along the mesh's axis 'data' do not divide a batch of {texts} texts")
 
 
 @contextlib.contextmanager
@@ -128,15 +139,12 @@ def fit(
     with the weights at every checkpoint and at the end. resume: continue from the newest checkpoint in `out`. settings: what else must
     not change when a run resumes. placement: batches are spread over the mesh's axis "data"; all its devices hold the weights.
 
-    Raises ValueError if the mesh does not divide the batch, or if a resumed run has other settings; what `check_out` raises;
-    FileNotFoundError if `resume` is set and `out` has no checkpoints; FloatingPointError, naming the step and the last good checkpoint, if
-    a loss or gradient is not finite.
+    Raises what `check_batch` and `check_out` raise, and FloatingPointError, naming the step and the last good checkpoint, if a loss or
+    gradient is not finite.
     """
     steps, every, seed, accumulate, dtype = run.steps, run.every, run.seed, run.accumulate, DTYPES[run.dtype]
     save_every = every if run.save_every is None else run.save_every
-    texts = run.batch // accumulate
-    if texts % placement.shards:
-        raise ValueError(f"{placement.shards} devices along the mesh's axis 'data' do not divide a batch of {texts} texts")
+    check_batch(run, placement)
     wanted = check_out(out, run, settings, resume)
     out.mkdir(parents=True, exist_ok=True)
     trained, kept = split(weights)
@@ -161,11 +169,13 @@ def fit(
         return {name: round(float(value), 4) for name, value in found.items()}
 
     if resume:
-        start, masters, moments, good = _restore(out, masters, moments, wanted)
+        start, (masters, moments) = checkpoints.restore(out / CHECKPOINTS, masters, moments)
+        good = (out / CHECKPOINTS).resolve() / str(start)
         rows = [row for row in read_metrics(out) if row["step"] <= start]
     elif evaluate is not None:
         rows = [{"step": 0, "seconds": 0.0, **measured()}]
-    (out / SETTINGS).write_text(_written(wanted), encoding="utf-8")
+    if not resume:
+        (out / SETTINGS).write_text(_written(wanted), encoding="utf-8")
     (out / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     spent = rows[-1]["seconds"] if rows else 0.0
     pending: list[dict[str, jax.Array]] = []
@@ -225,18 +235,13 @@ def _check_finite(found: list[dict[str, Any]], first: int, good: Path | None) ->
                 raise FloatingPointError(f"the {name} at step {step} is {metrics[name]}; {last}")
 
 
-def _restore(out: Path, masters: Any, moments: Any, settings: dict[str, Any]) -> tuple[int, Any, Any, Path]:
-    folder = out / CHECKPOINTS
-    if not checkpoints.steps_of(folder):
-        raise FileNotFoundError(f"{out} has no checkpoint to resume from")
+def _check_same(out: Path, settings: dict[str, Any]) -> None:
     try:
         before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{out / SETTINGS} is no JSON, so what the run was started with is not known: {error}") from error
     for name in sorted({*before, *settings}):
         if before.get(name) != settings.get(name):
             raise ValueError(
                 f"{name} is {settings.get(name)!r}; the run in {out} has {before.get(name)!r}, and a resumed run must have the same"
             )
-    step, (masters, moments) = checkpoints.restore(folder, masters, moments)
-    return step, masters, moments, folder.resolve() / str(step)

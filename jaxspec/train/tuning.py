@@ -37,7 +37,7 @@ from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, take_rows
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
-from jaxspec.train.loop import Run, alone, check_out, fit
+from jaxspec.train.loop import Run, alone, check_batch, check_out, fit
 from jaxspec.trees import packed_kinds
 from pallas_kernels import dialect
 
@@ -97,10 +97,11 @@ def distil(
     model = _target(folder, DTYPES[how.dtype])  # which writes texts where it is; a mesh's devices get copies when training begins
     texts, held = _texts(data, held_out, tokenizer, how.length, model)
     weights, config, generation, begun = _drafter(drafter_kind, init, raw, model, texts, how.seed)
-    try:
-        jax.eval_shape(lambda: weights.init(1, how.length, goal.steps))
-    except ValueError as error:
-        raise ValueError(f"the objective has {goal.steps} draft steps: {error}") from error
+    for count, named in ((goal.steps, f"the objective has {goal.steps} draft steps: "), (num_draft_tokens, "")):
+        try:
+            jax.eval_shape(lambda count=count: weights.init(1, how.length, count))
+        except ValueError as error:
+            raise ValueError(f"{named}{error}") from error
     settings = {
         "drafter_kind": drafter_kind,
         "target": os.fspath(target),
@@ -111,7 +112,8 @@ def distil(
         "config": config,
         "init": _checksum(begun),
     }
-    check_out(out, how, settings, resume)  # before texts are written, which takes long
+    check_batch(how, placement)  # this and the next: before texts are written, which takes long
+    check_out(out, how, settings, resume)
 
     def loss(drafter: Any, model: TargetModel, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return distil_loss(drafter, model, batch, key, goal)

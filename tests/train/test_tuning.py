@@ -169,6 +169,24 @@ def test_a_run_begins_with_one_init(trained, tmp_path, capsys, changed):
     assert (out / "model.safetensors").read_bytes() == before
 
 
+def test_what_a_run_refuses_it_refuses_before_texts_are_written(target, trained, tmp_path, capsys, monkeypatch):
+    """Which takes long, and would take the place of those that the run in the folder has."""
+    monkeypatch.setattr(tuning, "_own", lambda *args: pytest.fail("texts are written"))
+    out, other, command = trained[0], tmp_path / "other", trained[1]
+    refused = {
+        ("--resume", "--self-generate", "5"): f"self_generate is 5; the run in {out} has 3, and a resumed run must have the same",
+        ("--resume", "--out", str(other)): f"{other} has no checkpoint to resume from",
+        ("--out", str(other), "--devices", "2", "--batch", "3"): "2 devices along the mesh's axis 'data' do not divide a batch of 3 texts",
+    }
+    for more, message in refused.items():
+        assert cli.main([*command, *more]) == 2
+        assert message in capsys.readouterr().err
+    config, more = {**small.CONFIGS["dflash"], "vocab_size": tiny.VOCAB}, {"self_generate": 3, "objective": {"steps": 2}, "length": 32}
+    with pytest.raises(ValueError, match="num_draft_tokens is 7; the drafter's block_size of 5 holds the anchor and 4 drafts"):
+        distil(target, "dflash", data=SOURCE, out=other, init=config, num_draft_tokens=7, **more)
+    assert not other.exists()
+
+
 def test_what_was_removed_or_emptied_in_a_folder_is_said(trained, tmp_path, capsys):
     out, command = shutil.copytree(trained[0], tmp_path / "copy"), trained[1]
     (out / "metrics.jsonl").unlink()
