@@ -83,10 +83,10 @@ class Learning:
         self._seen = sum((runner.watched for runner in self._runners), np.zeros(2))  # the same, since the LLM was loaded
         self._together = TOGETHER if len(shards.runners) > 1 else 1
         self._pace = Pace(learner.learn.share, lambda: accounts.seconds)
-        for runner in self._runners:
-            runner.watching = True
         if self._out is not None:
             self._begin_at(self._out)
+        for runner in self._runners:
+            runner.watching = True
 
     def __enter__(self) -> Learning:
         return self
@@ -289,31 +289,25 @@ class Learning:
         return [drafter for (_, drafter), _ in self._placement.split(((), self._placement.spread(weights)))]
 
     def _begin_at(self, out: Path) -> None:
-        """Makes sure that `out` can be written, and goes on from there if that was asked for: from the drafter, and from the state if there
-        is one. Raises ValueError or FileExistsError."""
-        if self.origin.folder is None or self.origin.config is None:
-            raise ValueError(f"out is {str(out)!r}, but the drafter comes from no checkpoint, whose config.json would be written there")
+        """Goes on from what `out` holds, if that was asked for: from the drafter, and from the state if there is one. Raises ValueError for
+        another drafter, or a state that cannot be read."""
         left = checkpoints.steps_of(out / STATE)
-        if not self._learner.learn.resume:
-            if left:
-                raise FileExistsError(f"{out} holds a drafter that learnt before; give resume=True to go on from it, or another folder")
-            refuse_to_replace(out)
+        if not self._learner.learn.resume or not (left or (out / WEIGHTS_FILE).exists()):
             return
-        if not left and not (out / WEIGHTS_FILE).exists():
-            return
+        assert self.origin.config is not None
         dtype = self._runners[0].target.dtype
         weights = load_drafter(out, self.origin.config, dtype, place=self._placement.place, progress=False)
         if jax.tree.structure(weights) != jax.tree.structure(self.origin.weights) or _shapes(weights) != _shapes(self.origin.weights):
             there, given = type(weights).__name__, type(self.origin.weights).__name__
             found = f"another drafter that learnt, {there}" if there != given else f"a {there} that learnt, of another size or config"
             raise ValueError(f"{out} holds {found} than the {given} that was given; give that one to go on, or name another folder")
-        self.origin = dataclasses.replace(self.origin, weights=weights)
-        for runner, part in zip(self._runners, self._of_shards(weights), strict=True):
-            runner.use(part)
         self._learner.begin_at(weights)
         if left:
             _, self._learner.state = checkpoints.restore(out / STATE, *self._learner.state)
         self._offered = self._learner.steps
+        self.origin = dataclasses.replace(self.origin, weights=weights)
+        for runner, part in zip(self._runners, self._of_shards(weights), strict=True):
+            runner.use(part)  # last: where something cannot be read, all stays as it was
 
 
 def _shapes(weights: Any) -> list[tuple[int, ...]]:
@@ -334,6 +328,21 @@ def check(drafter: Any, rule: str, num_draft_tokens: int) -> None:
         raise ValueError("num_draft_tokens is 0, so that no draft would be accepted however much the drafter learns; expected at least 1")
     if jax.process_count() > 1:
         raise ValueError(f"there are {jax.process_count()} processes; a drafter learns in one process only")
+
+
+def check_out(learn: Learn, folder: Path | None) -> None:
+    """Raises ValueError, FileExistsError or NotADirectoryError for an `out` that cannot be written. folder: the drafter's."""
+    if learn.out is None:
+        return
+    out = Path(learn.out)
+    if folder is None:
+        raise ValueError(f"out is {str(out)!r}, but the drafter comes from no checkpoint, whose config.json would be written there")
+    if out.exists() and not out.is_dir():
+        raise NotADirectoryError(f"{out} is a file; expected a folder, or nothing")
+    if not learn.resume:
+        if checkpoints.steps_of(out / STATE):
+            raise FileExistsError(f"{out} holds a drafter that learnt before; give resume=True to go on from it, or another folder")
+        refuse_to_replace(out)
 
 
 def check_room(target: Any, drafter: Any, learn: Learn, num_draft_tokens: int, max_len: int, placement: Placement) -> None:

@@ -25,7 +25,7 @@ from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.finish import likely_scored
 from jaxspec.engine.html import llm_html
 from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of, says_where_params_go
-from jaxspec.engine.learn import Learning, Origin, check, check_room, learner_of
+from jaxspec.engine.learn import Learning, Origin, check, check_out, check_room, learner_of
 from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import Runner
@@ -243,6 +243,7 @@ class LLM:
             target, origin, placement = self._whole
             origin = origin if before is None else before.origin
             check(origin.weights, self.settings.accept.name, self.num_draft_tokens)
+            check_out(learn, origin.folder)
             if before is not None:  # where it ended by itself, for its memory
                 before.close()
             check_room(self.target, origin.weights, learn, self.num_draft_tokens, self.max_len, placement)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import tiny_assistant
 
 import jaxspec
-from jaxspec import Learn, SamplingParams, released
+from jaxspec import Learn, SamplingParams, loading, released
 from jaxspec.engine import learn as engine_learn
 from jaxspec.engine import llm as llm_module
 from jaxspec.engine import memory, trials
@@ -74,7 +74,7 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
 
 
 def test_no_checkpoint_is_written_over(folders, tmp_path, monkeypatch):
-    """Such as the drafter that it began with."""
+    """Such as the drafter that it began with. `load` says so before it reads weights."""
     monkeypatch.setenv("HOME", str(tmp_path))
     mine = shutil.copytree(folders[1], tmp_path / "mine")
     before = {path.name: path.read_bytes() for path in mine.iterdir()}
@@ -84,12 +84,17 @@ def test_no_checkpoint_is_written_over(folders, tmp_path, monkeypatch):
         with pytest.raises(FileExistsError, match="mine holds another checkpoint"):
             llm.learn(dataclasses.replace(LEARN, out="~/mine"))
         assert llm.learning is None
+        with pytest.raises(NotADirectoryError, match="config.json is a file; expected a folder, or nothing"):
+            llm.learn(dataclasses.replace(LEARN, out=mine / "config.json", resume=True))
+    monkeypatch.setattr(loading, "load_target", lambda *args, **more: pytest.fail("weights are read"))
+    with pytest.raises(FileExistsError, match="mine holds another checkpoint"):
+        jaxspec.load(folders[0], mine, learn=dataclasses.replace(LEARN, out=mine), **SIZES)
     assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
 
 
-def test_a_drafter_that_learnt_is_gone_on_from_where_its_state_is_lost(folders, tmp_path):
+def test_a_drafter_that_learnt_is_gone_on_from_where_its_state_is_lost(folders, tmp_path, monkeypatch):
     """With all of its weights, also those that no update changes, and moments anew. A config.json alone, which comes first, is none."""
-    out, begun, other = tmp_path / "out", tmp_path / "begun", tmp_path / "other"
+    out, begun, other, closed = tmp_path / "out", tmp_path / "begun", tmp_path / "other", []
     tiny_assistant(out)
     weights = {name: np.roll(x, 1, 0) for name, x in load_file(out / "model.safetensors").items()}
     save_file(weights, out / "model.safetensors")
@@ -109,6 +114,16 @@ def test_a_drafter_that_learnt_is_gone_on_from_where_its_state_is_lost(folders, 
         tiny_assistant(other, intermediate_size=48)
         with pytest.raises(ValueError, match="other holds a Gemma4MTP that learnt, of another size or config than the Gemma4MTP that was"):
             llm.learn(dataclasses.replace(learn, out=other))
+        shutil.rmtree(out / "learning")
+        (out / "learning" / "7").mkdir(parents=True)
+        before = llm.drafter
+        with pytest.raises(ValueError, match=r"learning/7 cannot be read .*; remove .*learning to begin anew"):
+            llm.learn(dataclasses.replace(learn, out=out))
+        assert llm.drafter is before and not llm._runner.watching
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="cannot be read"):
+        patch.setattr(llm_module.LLM, "close", lambda llm, close=llm_module.LLM.close: closed.append(llm) or close(llm))
+        jaxspec.load(*folders, learn=dataclasses.replace(learn, out=out), **SIZES)
+    assert len(closed) == 1
 
 
 def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path, monkeypatch):
