@@ -334,7 +334,7 @@ def check_out(learn: Learn, folder: Path | None) -> None:
     """Raises ValueError, FileExistsError or NotADirectoryError for an `out` that cannot be written. folder: the drafter's."""
     if learn.out is None:
         return
-    out = Path(learn.out)
+    out = expanded(learn.out)
     if folder is None:
         raise ValueError(f"out is {str(out)!r}, but the drafter comes from no checkpoint, whose config.json would be written there")
     if out.exists() and not out.is_dir():
