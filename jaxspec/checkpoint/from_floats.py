@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoint.jobs import compiled_once
 from jaxspec.checkpoint.onto_devices import COPIED_BYTES
 from jaxspec.checkpoint.quantisation import EMBEDDING, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import FLOATS, Stored
-from jaxspec.interrupts import compiled
 from pallas_kernels.packed import KINDS
 
 # Symmetric, as compressed-tensors quantises: 8 bits with one scale for each output, 4 bits with one for 32 inputs.
@@ -29,7 +29,7 @@ STEPS = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}
 FLOAT = r"router|\bg_proj|\.gate$"
 # A target's head stays float too. A drafter's heads have 8 bits whatever its layers have: the wrong ones of thousands of tokens are near.
 HEAD = re.compile(r"(^|\.)(lm_head|shared_head\.output|markov_w2)$")
-_QUANTISING = threading.Lock()  # so that the default device holds the float32 of one chunk, and threads compile a program once
+_QUANTISING = threading.Lock()  # so that the default device holds the float32 of one chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,7 @@ class FromFloats:
         # One size, so that one program quantises them all. The last rows may overlap those before.
         for start in (min(start, count - rows) for start in range(0, count, rows)):
             floats = stored.rows((count, width), start, start + rows).read()
-            with _QUANTISING:
-                found = quantise(floats, self.scheme)
-                codes[start : start + rows], scales[start : start + rows] = map(np.asarray, found)
+            codes[start : start + rows], scales[start : start + rows] = quantise(floats, self.scheme)
         return Matrix(codes.reshape(shape), scales.reshape(*shape[:-1], -1))
 
 
@@ -101,14 +99,17 @@ def with_embedding(found: Quantisation | None, name: str, scale_dtype: str) -> Q
     return dataclasses.replace(found, name=f"{found.name}, {name} embedding", embedding=format)
 
 
-def quantise(weights: Any, scheme: Scheme) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of float weights, by compressed-tensors' formula for symmetric schemes.
+def quantise(weights: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of float weights, by compressed-tensors' formula for symmetric schemes, computed on the default device.
 
     weights: [out, in]. Returns [out, in] uint8, and [out, ceil(in / group)], or [out, 1] without groups, in the scheme's scale_dtype.
     Codes are of the weights over the rounded scale, in float32, rounded to the nearest and half to even.
     """
-    weights = jnp.asarray(weights)
-    return compiled(_quantised, weights, scheme=scheme)(weights)
+    form = jax.ShapeDtypeStruct(weights.shape, weights.dtype)
+    program = compiled_once(("quantise", form, scheme), _quantised, form, scheme=scheme)
+    with _QUANTISING:
+        codes, scale = map(np.asarray, program(weights))
+    return codes, scale
 
 
 @functools.partial(jax.jit, static_argnames="scheme")

@@ -7,14 +7,17 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from jaxspec.interrupts import compiled
+
 THREADS = 8  # at most, and one a core: more gain little
 HELD_BYTES = 1 << 31  # of host memory that all jobs take; one that takes more runs alone
 SOON = 0.1  # seconds after which progress is told
+_compiling: dict[Hashable, threading.Lock] = {}  # by program
 
 
 class Job(NamedTuple):
@@ -74,3 +77,10 @@ def results(jobs: Sequence[Job], update: Callable[[int], Any]) -> list[Any]:
         finally:
             stopped.set()
     return found
+
+
+def compiled_once(key: Hashable, jitted: Any, *args: Any, **static: Any) -> Any:
+    """`interrupts.compiled` for jobs: those that need one program compile it once, and those that need others do so meanwhile. key: names
+    the program."""
+    with _compiling.setdefault(key, threading.Lock()):
+        return compiled(jitted, *args, **static)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,16 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.jobs import Job
+from jaxspec.checkpoint.jobs import Job, compiled_once
 from jaxspec.checkpoint.layout import Part
 from jaxspec.checkpoint.onto_devices import Placing, put_on_devices
 from jaxspec.checkpoint.quantisation import Format, group_within
 from jaxspec.checkpoint.safetensors import Stored
-from jaxspec.interrupts import compiled
 from pallas_kernels import packed
 from pallas_kernels.packed import Packed
-
-_COMPILING = threading.Lock()  # so that threads with matrices of one kind compile one program
 
 
 class Source(NamedTuple):
@@ -74,14 +70,12 @@ def _packed(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, **set
     """packed.pack on the host. Returns NumPy arrays."""
     host = _host()
     arguments = [None if x is None else jax.device_put(x, host) for x in (codes, scale, zero)]
-    with _COMPILING:
-        program = compiled(_jitted(**settings), *arguments)
+    key = "pack", *sorted(settings.items()), *((x.shape, x.dtype) for x in arguments if x is not None)
+    program = compiled_once(key, _jitted, *arguments, **settings)
     return jax.tree.map(np.asarray, program(*arguments))
 
 
-@functools.cache
-def _jitted(**settings: Any) -> Any:
-    return jax.jit(functools.partial(packed.pack, **settings))
+_jitted = jax.jit(packed.pack, static_argnames=("kind", "over", "group"))
 
 
 @functools.cache

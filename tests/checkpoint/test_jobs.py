@@ -96,3 +96,20 @@ def test_the_callers_default_device_is_that_of_jobs():
     with jax.default_device(jax.devices()[3]):
         [found] = results([Job(1, lambda update: jnp.zeros(1) + 1)], print)
     assert found.devices() == {jax.devices()[3]}
+
+
+def test_jobs_that_need_one_program_wait_for_whoever_compiles_it(monkeypatch):
+    """And nobody else does."""
+    together, seen, lock = {"a": 0, "b": 0}, [], threading.Lock()
+
+    def compiled(jitted, name):
+        with lock:
+            together[name] += 1
+            seen.append(dict(together))
+        time.sleep(0.02)
+        with lock:
+            together[name] -= 1
+
+    monkeypatch.setattr(jobs, "compiled", compiled)
+    results([Job(1, lambda update, name=name: jobs.compiled_once(name, None, name)) for name in "aabbaabb"], print)
+    assert max(max(each.values()) for each in seen) == 1 and {"a": 1, "b": 1} in seen
