@@ -520,7 +520,6 @@ def test_parts_of_a_fused_matrix_have_one_format(tmp_path) -> None:
 )
 def test_the_library_means_the_same(name: str) -> None:
     """The library compressed-tensors takes what the writers write for what they say. It rounds weights of NVFP4 to bfloat16."""
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
