@@ -198,4 +198,4 @@ def test_a_softcap_of_the_likeliest_alone_changes_no_choice():
         capped = softcap(values, cap)
         found, most = jax.jit(choose_among_likeliest, static_argnames="softcap")(values, positions, sampling, softcap=cap)
         np.testing.assert_array_equal(found, chosen_by(capped, positions, sampling))
-        np.testing.assert_array_equal(most, capped.max(-1))
+        np.testing.assert_allclose(most, capped.max(-1), rtol=1e-6)  # one program rounds tanh as another does or not
