@@ -8,9 +8,9 @@ from jaxspec.structured import StructuredOutputsParams
 from jaxspec.vllm.arguments import MERGED
 from jaxspec.vllm.inputs import TextPrompt, TokensPrompt
 from jaxspec.vllm.llm import LLM
-from jaxspec.vllm.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxspec.vllm.sampling_params import MISSING, SamplingParams
+from jaxspec.vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 
 __all__ = [
     "LLM",

@@ -19,9 +19,9 @@ from jaxspec.structured import StructuredOutputsParams
 from jaxspec.text import in_one_text
 from jaxspec.vllm import arguments
 from jaxspec.vllm.inputs import TextPrompt, TokensPrompt
-from jaxspec.vllm.metrics import Counter, Vector, counters
 from jaxspec.vllm.outputs import RequestOutput, request_output
 from jaxspec.vllm.sampling_params import GENERATION, SamplingParams, default_params
+from jaxspec.vllm.v1.metrics.reader import Counter, Vector, counters
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxspec.engine.completion import Completion, Logprob
-from jaxspec.vllm.metrics import accepted, drafts
+from jaxspec.vllm.v1.metrics.reader import accepted, drafts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.round_shape import Adaptive, RoundShape
 from jaxspec.sampling.choice import Sampling
 from jaxspec.text import load_tokenizer
-from jaxspec.vllm.metrics import counters
+from jaxspec.vllm.v1.metrics.reader import counters
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 

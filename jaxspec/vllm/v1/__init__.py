@@ -1,0 +1,1 @@
+"""Where vLLM has what scripts import from its engine of version 1."""
