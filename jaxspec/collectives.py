@@ -76,6 +76,15 @@ def suppress(logits: jax.Array, tokens: tuple[int, ...], shard: Shard | None) ->
     return logits.at[..., at].set(-jnp.inf, mode="drop")
 
 
+def over_vocabulary(logits: jax.Array, shard: Shard | None, size: int) -> jax.Array:
+    """Logits over a vocabulary of `size` tokens, of those over its first tokens alone: -inf for the rest, on every device. Those over all
+    of it stay as they are. [..., C] -> [..., V], or the shard's part of it as it came."""
+    own = shard_of(logits, None, shard)
+    if (missing := size - logits.shape[-1] * (1 if own is None else jax.lax.axis_size(own.axis))) == 0:
+        return logits
+    return jnp.pad(full_logits(logits, shard), [(0, 0)] * (logits.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
+
+
 def full_logits(logits: jax.Array, shard: Shard | None) -> jax.Array:
     """Logits over the whole vocabulary, on every device. [..., C] -> [..., V]"""
     shard = shard_of(logits, None, shard)

@@ -20,7 +20,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec import checkpoint
-from jaxspec.collectives import suppress
+from jaxspec.collectives import over_vocabulary, suppress
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.branching import Branching
 from jaxspec.drafters.kind import Kind
@@ -101,6 +101,11 @@ class Gemma4MTP:
         if self.masked_embedding is not None:
             return self
         return dataclasses.replace(self, model=dataclasses.replace(self.model, embed_tokens=self.model.embed_tokens.with_guide()))
+
+    @property
+    def narrower(self) -> bool:
+        """Whether the target has more tokens."""
+        return self.config.target_vocab_size not in (None, self.config.text.vocab_size)
 
     def bind(self, target: TargetConfig) -> Gemma4MTP:
         return dataclasses.replace(self, config=bind(self.config, target))
@@ -185,7 +190,8 @@ class Gemma4MTP:
             logits = softcap(logits, self.config.text.final_logit_softcapping)
             if self.suppress_tokens:
                 logits = suppress(logits, self.suppress_tokens, self.model.embed_tokens.shard)
-            return logits, None
+            vocab_size = self.config.target_vocab_size or self.config.text.vocab_size
+            return over_vocabulary(logits, self.model.embed_tokens.shard, vocab_size), None
         rows = out.reshape(-1, out.shape[-1])
         settings = {**self._centroid_settings, "bias": centroid_bias, "implementation": implementation}
         logits, ids = centroid_head.candidates(rows, *self._centroid_head, **settings)
@@ -293,8 +299,8 @@ def bind(config: AssistantConfig, target: TargetConfig) -> AssistantConfig:
         raise ValueError(
             f"the assistant was made for a target of hidden_size {config.backbone_hidden_size}, this target has {target.hidden_size}"
         )
-    if text.vocab_size != target.vocab_size:
-        raise ValueError(f"the assistant has vocab_size {text.vocab_size}, the target {target.vocab_size}")
+    if text.vocab_size > target.vocab_size:
+        raise ValueError(f"the assistant has vocab_size {text.vocab_size}, the target {target.vocab_size}; expected at most as many")
     layers = []
     for i, spec in enumerate(text.layers):
         owner = target.last_owner(spec.kind)
@@ -308,7 +314,7 @@ def bind(config: AssistantConfig, target: TargetConfig) -> AssistantConfig:
                     f"has {getattr(theirs, field)}"
                 )
         layers.append(dataclasses.replace(spec, kv_source=owner))
-    return dataclasses.replace(config, text=dataclasses.replace(text, layers=tuple(layers)))
+    return dataclasses.replace(config, text=dataclasses.replace(text, layers=tuple(layers)), target_vocab_size=target.vocab_size)
 
 
 def abstract(config: AssistantConfig, dtype: Any = jnp.bfloat16, suppress_tokens: tuple[int, ...] = ()) -> Gemma4MTP:

@@ -156,12 +156,17 @@ class BlockDrafter(PlainDrafter):
         """As many as the rows of a block that guess."""
         return self.config.block_size - self.config.silent_rows
 
+    @property
+    def own_logits(self) -> bool:
+        """Whether logits of all tokens come from tables of the drafter's own."""
+        return self.lm_head is not None and self.d2t is None
+
     def bind(self, target: TargetConfig) -> Any:
         config, theirs = self.config, target.hidden_size
         if config.hidden_size != theirs or config.target_hidden_size != theirs:
             made_for = f"hidden_size {config.hidden_size}, for a target of {config.target_hidden_size}"
             raise ValueError(f"the drafter has {made_for}; this target has {theirs}")
-        check_target(config, target)
+        check_target(config, target, own_logits=self.own_logits)
         return self
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> BlockState:

@@ -33,13 +33,16 @@ def named_taps(*configs: Mapping[str, Any]) -> tuple[int, ...] | None:
     return next(iter(named), None)
 
 
-def check_target(config: Any, target: TargetConfig) -> None:
-    """Raises ValueError if a drafter's config was made for a target of another depth or vocabulary."""
+def check_target(config: Any, target: TargetConfig, *, own_logits: bool) -> None:
+    """Raises ValueError if a drafter's config was made for a target of another depth or vocabulary. The target may have more tokens than
+    the drafter, as after a fine-tune that added some: it never drafts those. own_logits: whether the drafter's tables give logits of all
+    tokens that it knows, which then have to be the target's."""
     made_for, depth = config.num_target_layers, target.num_hidden_layers
     if made_for is not None and made_for != depth:
         raise ValueError(f"the drafter was made for a target of {made_for} layers (num_target_layers), this target has {depth}")
-    if config.vocab_size != target.vocab_size:
-        raise ValueError(f"the drafter has vocab_size {config.vocab_size}, this target has {target.vocab_size}")
+    if config.vocab_size > target.vocab_size or (own_logits and config.vocab_size != target.vocab_size):
+        expected = "as many" if own_logits else "at most as many"
+        raise ValueError(f"the drafter has vocab_size {config.vocab_size}, this target has {target.vocab_size}; expected {expected}")
 
 
 def unread_keys(speculators: bool, *, own_head: bool, own_embedding: bool, own_d2t: bool) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxspec.collectives import over_vocabulary
 from jaxspec.drafters.base import Drafts, Observed, Target, choose_by_head_of
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_rows
@@ -52,10 +53,12 @@ class DraftModelState:
 
 @struct.dataclass
 class DraftModel:
-    """A smaller target as a drafter. model: its weights. page_size: positions in a page of its cache."""
+    """A smaller target as a drafter. model: its weights. page_size: positions in a page of its cache. target_vocab_size: of the target that
+    it is bound to, which may have more tokens."""
 
     model: TargetModel
     page_size: int = struct.field(pytree_node=False, default=64)
+    target_vocab_size: int | None = struct.field(pytree_node=False, default=None)
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     # A checkpoint is a target's.
@@ -87,7 +90,12 @@ class DraftModel:
 
     def bind(self, target: TargetConfig) -> DraftModel:
         bind(self.model.config, target)
-        return self
+        return dataclasses.replace(self, target_vocab_size=target.vocab_size)
+
+    @property
+    def narrower(self) -> bool:
+        """Whether the target has more tokens."""
+        return self.target_vocab_size not in (None, self.model.config.vocab_size)
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> DraftModelState:
         config, dtype = self.model.config, self.model.dtype
@@ -119,6 +127,7 @@ class DraftModel:
         for k in range(1, num_draft_tokens + 1):
             at = target.length + k
             logits = self.model.unembed(hidden, target.draft_attention)
+            logits = over_vocabulary(logits, self.model.shard, target.model.config.vocab_size)
             if sampling.by_temperature_alone:
                 token = choose_by_head_of(self.model, hidden, at[:, None], sampling, self.model.head[1], target.draft_attention)
             else:
@@ -149,8 +158,11 @@ class DraftModel:
 
 def bind(config: TargetConfig, target: TargetConfig) -> TargetConfig:
     """The draft model's config, if it can guess for this target. Raises ValueError, naming both numbers, if it cannot."""
-    if config.vocab_size != target.vocab_size:
-        raise ValueError(f"the draft model has vocab_size {config.vocab_size}, the target {target.vocab_size}")
+    if config.vocab_size > target.vocab_size or (config.vocab_size < target.vocab_size and family_of(config) is not family_of(target)):
+        raise ValueError(
+            f"the draft model has vocab_size {config.vocab_size}, the target {target.vocab_size}; expected as many, or in a model of the "
+            "target's family at most as many"
+        )
     return config
 
 

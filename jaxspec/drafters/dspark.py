@@ -152,6 +152,10 @@ class DSpark(BlockDrafter):
         *PlainDrafter.partitions,
     )
 
+    @property
+    def own_logits(self) -> bool:
+        return super().own_logits or (self.markov_head is not None and not self.markov_head.listed)
+
     def draft(self, state: BlockState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, BlockState]:
         if num_draft_tokens == 0:
             return Drafts.joined([], target.slots.shape[0]), state

@@ -85,7 +85,14 @@ def learnable(drafter: Any) -> Kind:
         raise ValueError(
             f"the drafter's weights are quantised ({', '.join(kinds)}), and only float weights learn; expected a float drafter"
         )
+    check_tokens(drafter)
     return kind
+
+
+def check_tokens(drafter: Any) -> None:
+    """Raises ValueError for a drafter whose own tables lack tokens of the target, which would have to be learnt."""
+    if getattr(drafter, "narrower", False):
+        raise ValueError("the drafter has fewer tokens than the target, so it drafts for it but cannot learn from it; expected as many")
 
 
 def parts(learn: Learn, vocab_size: int, shards: int) -> tuple[int, int]:

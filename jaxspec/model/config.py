@@ -134,6 +134,7 @@ class AssistantConfig:
     use_ordered_embeddings: bool = False
     num_centroids: int = 2048
     centroid_intermediate_top_k: int = 32
+    target_vocab_size: int | None = None  # of the target that it is bound to, which may have more tokens
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> AssistantConfig:

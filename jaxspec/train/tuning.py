@@ -26,6 +26,7 @@ from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_train
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, memory_used, most_slots, sizes_of
 from jaxspec.interrupts import compiled, heeded
 from jaxspec.learning.losses import Batch, distil_loss, target_loss
+from jaxspec.learning.settings import check_tokens
 from jaxspec.learning.update import split
 from jaxspec.model.families import family_of
 from jaxspec.model.target import TargetModel
@@ -224,6 +225,7 @@ def _drafter(
             found = abstract_drafter(folder, model.config, jnp.float32)
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")
+            check_tokens(found)
             if packed := packed_kinds(found):
                 raise ValueError(f"the weights of init {folder} are quantised ({', '.join(packed)}); a drafter that is trained is float")
             if readings := getattr(found, "readings", ()):
@@ -240,6 +242,7 @@ def _drafter(
     else:
         raise ValueError(f"init is None, and drafter_kind {kind!r} has no default config; expected a config.json or a drafter")
     weights = kinds.fresh(chosen, config, model, texts.ids, seed)
+    check_tokens(weights)
     if getattr(weights, "readings", ()):  # it learns the first, and its config.json says so
         weights, config = weights.read_as(np.int32(0)).decided(config)
     return weights, config, generation, split(weights)[1]

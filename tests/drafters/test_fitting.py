@@ -47,7 +47,7 @@ OBJECTS = {
     "draft model": draft_model.abstract(CONFIG),
     "taps": dataclasses.replace(NGram(), taps=(1, 3)),
 }
-WIDER, LONGER = {"hidden_size": 48}, {"vocab_size": 65}
+WIDER, LONGER, SHORTER = {"hidden_size": 48}, {"vocab_size": 65}, {"vocab_size": 63}
 DEEPER = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL, FULL, FULL]}
 SHALLOWER = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
 
@@ -74,26 +74,31 @@ def refusal(tmp_path, drafter, changes, **settings):
     ("kind", "changes", "message"),
     [
         ("assistant", WIDER, "Gemma4MTP cannot be used with this target: the assistant was made for a target of hidden_size 32, .* has 48"),
-        ("assistant", LONGER, "vocab_size 64, the target 65"),
+        ("assistant", SHORTER, "vocab_size 64, the target 63; expected at most as many"),
+        ("assistant", LONGER, "weights"),
         ("assistant", {"num_key_value_heads": 4}, r"layer 0 \(sliding_attention\) has num_kv_heads 2, target layer 0, .* has 4"),
         ("assistant", {"global_head_dim": 32}, r"layer 1 \(full_attention\) has head_dim 16, target layer 2, .* has 32"),
         ("assistant", {"sliding_window": 9}, "window 8, target layer 0, .* has 9"),
         ("assistant", {"layer_types": [FULL] * 3}, "of type 'sliding_attention'; the target has no layer of that type"),
         ("assistant", DEEPER, "weights"),
         ("dflash", WIDER, "DFlash cannot be used with this target: .* hidden_size 32, for a target of 32; this target has 48"),
-        ("dflash", LONGER, "vocab_size 64, this target has 65"),
+        ("dflash", SHORTER, "vocab_size 64, this target has 63; expected at most as many"),
+        ("dflash", LONGER, "weights"),
         ("dflash", DEEPER, r"made for a target of 3 layers \(num_target_layers\), this target has 4"),
         ("dflash2", WIDER, "DFlash2 cannot be used with this target: .* hidden_size 32, for a target of 32; this target has 48"),
-        ("dflash2", LONGER, "vocab_size 64, this target has 65"),
+        ("dflash2", SHORTER, "vocab_size 64, this target has 63; expected at most as many"),
+        ("dflash2", LONGER, "weights"),
         ("dspark", WIDER, "DSpark cannot be used with this target: .* hidden_size 32, for a target of 32; this target has 48"),
         ("dspark", DEEPER, r"made for a target of 3 layers \(num_target_layers\), this target has 4"),
         ("eagle3", WIDER, "Eagle3 cannot be used with this target: .* a target of hidden_size 32, this target has 48"),
-        ("eagle3", LONGER, "vocab_size 64, this target has 65"),
+        ("eagle3", SHORTER, "vocab_size 64, this target has 63; expected at most as many"),
+        ("eagle3", LONGER, "weights"),
         ("eagle3", SHALLOWER, r"reads hidden states \[.*3\]; this target has 0 .. 2"),
         ("modules", WIDER, "MTPModules cannot be used with this target: .* hidden_size 32, this target has 48"),
         ("modules", LONGER, "vocab_size 64, this target has 65"),
         ("modules", DEEPER, "num_hidden_layers 3, this target has 4"),
-        ("draft model", LONGER, "DraftModel cannot be used with this target: the draft model has vocab_size 64, the target 65"),
+        ("draft model", SHORTER, "DraftModel cannot be used with this target: the draft model has vocab_size 64, the target 63"),
+        ("draft model", LONGER, "weights"),
         ("draft model", WIDER, "weights"),
         ("taps", SHALLOWER, r"NGram cannot be used with this target: the drafter reads hidden states \[1, 3\]; this target has 0 .. 2"),
         *((kind, {}, "weights") for kind in OBJECTS),
