@@ -217,12 +217,13 @@ def _read(config: Mapping[str, Any]) -> Step3p5Config:
 
 
 def _by_layer(config: Mapping[str, Any], field: str, count: int, modules: int, *, missing: Any, module: Any) -> list[Any]:
-    """A field's value of every layer and module. missing: of a config without the field, None if it has to be there; module: of a module
-    that is in no list."""
+    """A field's value of every layer and module; one number is that of them all. missing: of a config without the field, None if it has
+    to be there; module: of a module that is in no list."""
     value, own = config.get(field), config.get(f"mtp_{field}")
     if value is None and missing is None:
         raise ValueError(f"config.json lacks {field!r}")
-    entries = list(value) if isinstance(value, list | tuple) else [missing if value is None else value] * count
+    each = [missing] * count if value is None else [value] * (count + modules)
+    entries = list(value) if isinstance(value, list | tuple) else each
     if not count <= len(entries):
         raise ValueError(f"{field} has {len(entries)} entries; expected {count} of num_hidden_layers, or those of the MTP layers too")
     later = list(own) if isinstance(own, list | tuple) else entries[count:]

@@ -45,6 +45,8 @@ def test_lists_may_leave_the_modules_out():
 def test_one_theta_and_no_scaling():
     config = read(rope_theta=500.0, rope_scaling=None)
     assert {spec.rope_theta for spec in config.layers} == {500.0} and {spec.rope_scaling for spec in config.layers} == {None}
+    assert {spec.rope_theta for spec in config.modules} == {500.0}
+    assert {spec.rope_theta for spec in read(rope_theta=None).layers + read(rope_theta=None).modules} == {10_000.0}
 
 
 def test_fresh_modules():
