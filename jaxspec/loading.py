@@ -112,7 +112,7 @@ def load(
     quantize_drafter: "int8", "int4" or "fp8" quantises the drafter's float weights in the same way, as they are read from its checkpoint;
     texts stay the same. Its heads have 8 bits ("int8") in all three, be it an assistant's or draft model's token embedding, a head of a
     draft vocabulary, MTP modules' heads or DSpark's Markov output; what is gathered from stays float: centroid heads, other embeddings, and
-    DFlash2's codebooks. A drafter whose checkpoint is quantised is read as it is, without it. It may not learn.
+    DFlash2's codebooks. A drafter whose weights are quantised already is read as it is, without it. It may not learn.
 
     head_guide: whether kernels that choose the tokens of few rows read an 8-bit copy of the head, and of the head itself only the tokens
     that the copy leaves in question. Texts are the same, and half as much is read. A copy takes half as much memory as its head; heads of

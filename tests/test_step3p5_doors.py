@@ -123,6 +123,8 @@ def test_the_fp8_release(fp8):
     whole = leaves_by_path(jaxspec.load(meant, **SETTINGS).target)
     for path, leaf in leaves.items():
         np.testing.assert_allclose(unpack(leaf) if path in packed else leaf, whole[path], rtol=1e-6, err_msg=path)
+    drafter = drafters.abstract_drafter(folder, llm.target.config, jnp.bfloat16, "int8")  # whose weights are float
+    assert drafter.modules[0].shared_head.output.weight.kind == "int8"
 
 
 @pytest.mark.parametrize(

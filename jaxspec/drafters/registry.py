@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec import checkpoint
@@ -19,6 +20,7 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.quantising import asked_quantisation, checkpoint_part, quantised, stored_quantisation, with_checkpoint_part
 from jaxspec.model.families import MODEL_TYPES
 from jaxspec.model.target import TargetConfig
+from jaxspec.trees import is_packed
 
 # By name, in the order in which they were registered.
 KINDS: dict[str, Kind] = {}
@@ -108,6 +110,8 @@ def planned(folder: Path, target: TargetConfig, dtype: Any, quantize: str | None
         found = quantised(drafter, stored)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the drafter {folder} cannot be used with this target: {error}") from error
+    if not any(map(is_packed, jax.tree.leaves(found, is_leaf=is_packed))):
+        stored = None  # only the target in the same checkpoint is quantised
     if quantize is None:
         return found, stored
     asked = asked_quantisation(quantize, drafter, config, dtype, folder, stored)
