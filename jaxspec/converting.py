@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxspec import checkpoint, checks, drafters, targets
 from jaxspec.checkpoint import fused
-from jaxspec.checkpoint.files import CONVERTED, INDEX_FILE
+from jaxspec.checkpoint.files import CONVERTED, DRAFTER, INDEX_FILE
 from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import Hub
@@ -35,7 +35,6 @@ from jaxspec.text import check_files
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
-DRAFTER = "drafter"
 CHAT_TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templates that have names
 
 

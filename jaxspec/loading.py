@@ -76,8 +76,9 @@ def load(
 
     target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket").
 
-    drafter: the same ("pocket-mtp"; a target serves as a draft model), "same" for the MTP layers in the target's own checkpoint, "ngram"
-    to look guesses up in what sequences have said, a Drafter object, or None to decode one token a step.
+    drafter: the same ("pocket-mtp"; a target serves as a draft model), "same" for the one in the target's own checkpoint (its MTP layers,
+    or what was converted with it), "ngram" to look guesses up in what sequences have said, a Drafter object, or None to decode one token
+    a step.
 
     num_draft_tokens: tokens guessed in each round. By default what the drafter's generation_config.json says, else what its kind was
     made for (the rows of a DFlash or DSpark block that guess, the number in an EAGLE-3 speculator's config, one for each MTP module),

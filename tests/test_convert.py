@@ -144,6 +144,7 @@ def test_load_takes_a_converted_target_and_drafter(folders):
     assert_same((llm.target, llm.drafter), (released.target, released.drafter))
     assert (llm.num_draft_tokens, llm.eos_token_ids, llm.defaults) == (3, released.eos_token_ids, released.defaults)
     assert llm.tokenizer.encode("def f():") == released.tokenizer.encode("def f():")
+    assert drafters.resolve("same", converted) == converted / "drafter"
     assert (converted / "chat_template.jinja").read_bytes() == (target / "chat_template.jinja").read_bytes()
     assert not list(converted.parent.glob(".*"))
 
@@ -233,6 +234,8 @@ def test_a_converted_checkpoint_can_be_converted(folders, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert_same(loading.load_target(checkpoint.resolve(again.name), abstract()), loading.load_target(folders[0], abstract()))
     assert sorted(path.name for path in again.iterdir()) == sorted(path.name for path in folders[2].iterdir() if path.name != "drafter")
+    with pytest.raises(ValueError, match="drafter is 'same', but .*gain.* was converted without a drafter"):
+        drafters.resolve("same", again)
 
 
 def test_chunks_fit_meshes():

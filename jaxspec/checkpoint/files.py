@@ -11,6 +11,7 @@ from typing import Any
 MODELOPT_CONFIG = "hf_quant_config.json"  # where ModelOpt writes how it quantised a checkpoint
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
+DRAFTER = "drafter"  # the folder in it of a drafter that was converted with its target
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 SUFFIX = ".safetensors"

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint import safetensors
+from jaxspec.checkpoint.files import CONVERTED, DRAFTER
 from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.drafters import assistant, base, dflash, dflash2, draft_model, dspark, eagle3, mtp_modules, ngram
@@ -73,9 +74,14 @@ def kind_of(config: Mapping[str, Any]) -> Kind | None:
 
 def resolve(drafter: str | os.PathLike[str], target: Path, hub: Hub = HUB) -> Path:
     """The folder of a drafter's checkpoint: of a name as `checkpoint.resolve` takes it, or for "same" the target's, which then holds both.
-    Raises what that raises, and ValueError for a target without a drafter in its checkpoint."""
+    Of a converted target it is the one that was converted with it. Raises what that raises, and ValueError for a target without a drafter
+    in its checkpoint."""
     if drafter != SAME:
         return checkpoint.resolve(drafter, hub)
+    if (target / CONVERTED).exists():
+        if not (target / DRAFTER).is_dir():
+            raise ValueError(f"drafter is {SAME!r}, but {target} was converted without a drafter; expected the name of one")
+        return target / DRAFTER
     config = checkpoint.read_config(target)
     if not any(kind.within(config) for kind in KINDS.values()):
         raise ValueError(f"drafter is {SAME!r}, but the config.json in {target} tells of no drafter in the target's checkpoint")
