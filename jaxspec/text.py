@@ -25,6 +25,7 @@ CLASSES = {
 }
 THOUGHTS = ("<|channel>", "<channel|>")  # the tokens around thoughts
 THINK = "<|think|>"  # the token of a prompt that asks for them
+OTHER_THOUGHTS = ("<think>", "</think>")  # Step-3.5's, which are text; a prompt ends with the first where its template opens a thought
 INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character, or not yet
 
 
@@ -80,8 +81,13 @@ class Tokenizer:
     @property
     def thought_ids(self) -> tuple[int, int, int]:
         """The tokens that open and close a thought, and the one that asks for it in a prompt; -1 for one that there is not."""
-        opening, closing, think = (self._hf.backend_tokenizer.token_to_id(token) for token in (*THOUGHTS, THINK))
-        return -1 if opening is None else opening, -1 if closing is None else closing, -1 if think is None else think
+
+        def ids(tokens: tuple[str, ...]) -> list[int]:
+            found = (self._hf.backend_tokenizer.token_to_id(token) for token in tokens)
+            return [-1 if i is None else i for i in found]
+
+        marks = next((both for both in map(ids, (THOUGHTS, OTHER_THOUGHTS)) if min(both) >= 0), (-1, -1))
+        return marks[0], marks[1], ids((THINK,))[0]
 
     def thoughts(self, ids: Sequence[int]) -> str:
         """The decoded thoughts at the beginning of an output; "" if there are none.

@@ -144,3 +144,14 @@ def test_where_thoughts_begin():
     assert min(opening, closing, think) >= 0
     prompts = [[5, 6], [opening, closing], [5, opening, 6], [think, 6], [think, opening, closing], [think, opening, closing, 6]]
     assert [vocabulary.begins_in_thought(p) for p in prompts] == [False, False, True, None, False, None]
+
+
+def test_where_thoughts_of_other_models_begin(tmp_path):
+    """Step-3.5's marks are tokens with text, and a prompt may end within a thought."""
+    backend = small_tokenizers.byte_level()
+    backend.add_tokens(["<think>", "</think>"])
+    tokenizer = load_tokenizer(small_tokenizers.save(backend, tmp_path))
+    vocabulary = vocabulary_of(tokenizer, 512)
+    prompts = map(tokenizer.encode_word, ["dog", "dog<think>\n", "<think>fox</think>dog", "<think>fox</think>dog<think>"])
+    assert [vocabulary.begins_in_thought(p) for p in prompts] == [False, True, False, True]
+    assert vocabulary.bytes_of(vocabulary.closing) == b"</think>"
