@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import queue
 import threading
@@ -16,7 +15,6 @@ from jaxspec.interrupts import compiled
 
 THREADS = 8  # at most, and one a core: more gain little
 HELD_BYTES = 1 << 31  # of host memory that all jobs take; one that takes more runs alone
-SOON = 0.1  # seconds after which progress is told
 _compiling: dict[Hashable, threading.Lock] = {}  # by program
 
 
@@ -34,48 +32,79 @@ class _Stopped(Exception):
 def results(jobs: Sequence[Job], update: Callable[[int], Any]) -> list[Any]:
     """What each job returns. They begin in their order, as many at a time as HELD_BYTES and the threads allow.
 
-    update: called on this thread with numbers of bytes that were read. Raises what the first job of those that fail raises. After that, and
-    after an interrupt, jobs that run end with their next read.
+    update: called on this thread with numbers of bytes that were read. Raises what the first job of those that fail raises. Jobs after that
+    one, and all after an interrupt, end with their next read.
     """
     config: Any = jax.config
-    read, stopped, device = queue.SimpleQueue[int](), threading.Event(), config.jax_default_device
+    device = config.jax_default_device
+    waiting, running = deque(range(len(jobs))), set[int]()
+    found, failed, stopped = list[Any]([None] * len(jobs)), dict[int, BaseException](), False
+    # This thread starts one other and waits for `said`, and the other does what takes locks of the threading module: an interrupt could
+    # leave one held, for which all would wait.
+    said, changed = queue.SimpleQueue[int | None](), threading.Condition()
 
-    def told(count: int) -> None:
-        if stopped.is_set():
-            raise _Stopped
-        read.put(count)
+    def over(i: int) -> bool:
+        return stopped or i > min(failed, default=i)
 
-    def run(job: Job) -> Any:
-        with jax.default_device(device):  # which holds for one thread
-            return job.run(told)
+    def taken() -> int | None:
+        with changed:
+            while waiting and not over(waiting[0]):
+                held = sum(jobs[i].nbytes for i in running)
+                if not running or held + jobs[waiting[0]].nbytes <= HELD_BYTES:
+                    running.add(waiting[0])
+                    return waiting.popleft()
+                changed.wait()
+        return None
 
-    def tell() -> None:
-        if count := sum(read.get() for _ in range(read.qsize())):
-            update(count)
+    def run(i: int) -> None:
+        def told(count: int) -> None:
+            with changed:
+                if over(i):
+                    raise _Stopped
+            said.put(count)
 
-    found: list[Any] = [None] * len(jobs)
-    waiting, running = deque(range(len(jobs))), dict[concurrent.futures.Future[Any], int]()
-    threads = min(THREADS, os.cpu_count() or 1)
-    with concurrent.futures.ThreadPoolExecutor(threads, "jaxspec-reader") as pool:
         try:
-            while waiting or running:
-                while waiting and len(running) < threads:
-                    held = sum(jobs[i].nbytes for i in running.values())
-                    if running and held + jobs[waiting[0]].nbytes > HELD_BYTES:
-                        break
-                    i = waiting.popleft()
-                    running[pool.submit(run, jobs[i])] = i
-                done, _ = concurrent.futures.wait(running, SOON, concurrent.futures.FIRST_COMPLETED)
-                if any(future.exception() for future in done):
-                    stopped.set()
-                    # All jobs before one that failed have begun. Which of them fail first is known when all are over.
-                    failed = sorted(running, key=running.__getitem__)
-                    raise next(e for future in failed if (e := future.exception()) and not isinstance(e, _Stopped))
-                for future in done:
-                    found[running.pop(future)] = future.result()
-                tell()
+            found[i] = jobs[i].run(told)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            with changed:
+                failed[i] = error
         finally:
-            stopped.set()
+            with changed:
+                running.remove(i)
+                changed.notify_all()
+
+    def work() -> None:
+        with jax.default_device(device):  # which holds for one thread
+            while (i := taken()) is not None:
+                run(i)
+
+    def lead() -> None:
+        try:
+            threads = [threading.Thread(target=work, name=f"jaxspec-reader-{i}") for i in range(min(THREADS, os.cpu_count() or 1))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # where the system has no more threads
+            with changed:
+                failed[-1] = error
+        finally:
+            said.put(None)
+
+    leader = threading.Thread(target=lead, name="jaxspec-readers")
+    try:
+        leader.start()
+        while (count := said.get()) is not None:
+            update(count)
+        if failed:
+            raise failed[min(failed)]
+    finally:
+        stopped = True
+        if leader.is_alive():
+            leader.join()
+        failed.clear()  # the errors hold this frame, and it what was read
     return found
 
 

@@ -1,11 +1,16 @@
 """Threads that read a checkpoint."""
 
+import contextlib
+import gc
 import signal
+import sys
 import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.checkpoint import jobs
@@ -54,12 +59,14 @@ def test_jobs_that_run_take_no_more_memory_than_they_may(monkeypatch, room, most
 
 
 def test_the_first_of_those_that_fail_is_what_is_raised():
-    """It fails after one that comes later in the order, while a third would read for ever. Jobs that have not begun never do."""
+    """It fails some reads after one that comes later in the order, while a third would read for ever. Jobs that have not begun never do."""
     begun, later_failed = [], threading.Event()
 
     def first(update):
         later_failed.wait()
-        time.sleep(0.05)
+        for _ in range(10):
+            time.sleep(0.01)
+            update(1)
         raise ValueError("first")
 
     def later(update):
@@ -72,8 +79,28 @@ def test_the_first_of_those_that_fail_is_what_is_raised():
             update(1)
 
     with pytest.raises(ValueError, match="first"):
-        results([Job(1, run) for run in (endless, first, later, *[lambda update: begun.append(1)] * 50)], lambda count: None)
+        results([Job(1, run) for run in (first, later, endless, *[lambda update: begun.append(1)] * 50)], lambda count: None)
     assert len(begun) < 50
+
+
+def test_an_error_leaves_nothing_that_was_read():
+    """Nor does it wait for the garbage collector, which may not come before the next load."""
+    made = []
+
+    def read(update):
+        value = np.zeros(1)
+        made.append(weakref.ref(value))
+        if len(made) > 10:
+            raise ValueError("damaged")
+        return value
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            results([Job(1, read)] * 20, lambda count: None)
+        assert len(made) > 10 and not any(each() is not None for each in made)
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_ends_jobs_with_their_next_read():
@@ -90,6 +117,26 @@ def test_an_interrupt_ends_jobs_with_their_next_read():
         results([Job(1, endless)] * 10, lambda count: None)
     timer.join()
     assert threading.active_count() == before
+
+
+def test_an_interrupt_can_leave_no_lock_held():
+    """Inside the threading module it may leave one held, for which every other thread would wait: nothing of that runs here meanwhile."""
+    told, entered = [], set()
+
+    def trace(frame, event, arg):
+        if 0 < sum(told) < 20:
+            entered.add(frame.f_code.co_filename)
+
+    def read(update):
+        time.sleep(0.005)
+        update(1)
+
+    sys.settrace(trace)
+    try:
+        results([Job(1, read)] * 20, told.append)
+    finally:
+        sys.settrace(None)
+    assert sum(told) == 20 and not [file for file in entered if file == threading.__file__ or "concurrent" in file]
 
 
 def test_the_callers_default_device_is_that_of_jobs():
