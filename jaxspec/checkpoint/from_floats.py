@@ -119,7 +119,9 @@ def _quantised(weights: jax.Array, scheme: Scheme) -> tuple[jax.Array, jax.Array
     groups = jnp.pad(weights.astype(jnp.float32), ((0, 0), (0, -width % group))).reshape(out, -1, group)
     largest = jnp.max(jnp.abs(groups), axis=-1)
     steps = STEPS[scheme.kind]
-    scale = _divided(largest, jnp.float32(steps)).astype(jnp.dtype(scheme.scale_dtype))
+    dtype = jnp.finfo(scheme.scale_dtype)
+    # Rounded by an operation of its own: of a cast there and back XLA may keep the number that it began with.
+    scale = jax.lax.reduce_precision(_divided(largest, jnp.float32(steps)), dtype.nexp, dtype.nmant).astype(dtype.dtype)
     # A scale of 0 would have no codes; of weights that are all 0, or nearly, any other will do.
     scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
     numbers = _divided(groups, scale.astype(jnp.float32)[..., None]).reshape(out, -1)[:, :width]

@@ -33,9 +33,10 @@ def expected(weights, kind, group, scale_dtype):
 
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("kind", "group"), list(from_floats.GROUPS.items()))
-def test_numbers_are_compressed_tensors(kind, group, scale_dtype):
-    """Also of a width that groups do not divide, and of outputs that are all zeros."""
-    weights = RNG.standard_normal((70, 80)).astype(ml_dtypes.bfloat16)
+@pytest.mark.parametrize("shape", [(70, 80), (512, 256)])
+def test_numbers_are_compressed_tensors(kind, group, scale_dtype, shape):
+    """Also of a width that groups do not divide, and of outputs that are all zeros; and of as many that XLA makes another program."""
+    weights = RNG.standard_normal(shape).astype(ml_dtypes.bfloat16)
     weights[3] = 0
     weights[3, 1] = 1e-40
     scheme = Scheme(kind, group, scale_dtype=scale_dtype)
