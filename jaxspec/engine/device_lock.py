@@ -41,9 +41,14 @@ class DeviceLock:
         # Waits for threads that still give the devices work after the context was left. Called before somebody else enters.
         self.settle: Callable[[], None] = lambda: None
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that made the lock."""
+        return os.getpid() != self._process
+
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        if os.getpid() != self._process:  # before the locks, which a thread that is not here may hold
+        if self.forked:  # before the locks, which a thread that is not here may hold
             raise RuntimeError(
                 "this process is a fork of the one that loaded the model, and has no devices; load it in the process that uses it, "
                 "and start processes by multiprocessing's 'spawn'"

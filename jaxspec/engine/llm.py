@@ -120,7 +120,10 @@ class LLM:
 
     def close(self) -> None:
         """Gives back the devices' memory: that of the cache and, unless somebody else holds them, of the weights. `stats` stay; calls and
-        streams that are open raise RuntimeError from now on. A second call does nothing."""
+        streams that are open raise RuntimeError from now on. A second call does nothing, nor does one in a fork of the process, where no
+        devices are."""
+        if self._lock.forked:
+            return
         with self._lock():
             if not self._closed:
                 failed = None

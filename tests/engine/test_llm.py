@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
+import signal
 import sys
 import threading
 import time
@@ -793,3 +795,19 @@ def test_an_item_that_is_not_valid_is_named_and_costs_only_its_iterator(llm, exp
     iterator.close()
     assert llm.free_slots == 3
     assert tokens(generate(llm, [0])) == [expected[0]]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_closes_nothing(llm):
+    """As where it leaves its parent's `with` by an error, which the one of devices would hide."""
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(20)
+            llm.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert llm.generate("Hi", SamplingParams(max_tokens=1))
