@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -405,6 +406,9 @@ def _listing(folder: Path) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no files"
 
 
+_IMPORTING = threading.Lock()  # transformers imports its classes as they are asked for: a second thread would not find them
+
+
 def _tokenizer_class(config: Mapping[str, Any]) -> Any:
     """transformers' class for a tokenizer. config: its tokenizer_config.json. The import is here because it takes seconds. We filter out
     its advice to install PyTorch.
@@ -419,8 +423,9 @@ def _tokenizer_class(config: Mapping[str, Any]) -> Any:
 
     logger.addFilter(no_advice)
     try:
-        import transformers
+        with _IMPORTING:
+            import transformers
 
-        return getattr(transformers, name or "AutoTokenizer")
+            return getattr(transformers, name or "AutoTokenizer")
     finally:
         logger.removeFilter(no_advice)

@@ -462,3 +462,22 @@ print([name for name in ("torch", "scipy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_threads_that_load_their_first_tokenizers_at_a_time():
+    """In a process of its own, where transformers has not been imported."""
+    code = """
+import sys, threading
+from jaxspec import checkpoint
+from jaxspec.text import load_tokenizer
+sys.setswitchinterval(1e-5)
+made, start = [], threading.Barrier(3)
+def load():
+    start.wait()
+    made.append(load_tokenizer(checkpoint.resolve("pocket")))
+threads = [threading.Thread(target=load) for _ in range(3)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(made) == 3
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
