@@ -18,7 +18,7 @@ from jaxspec.checkpoint.jobs import compiled_once
 from jaxspec.checkpoint.onto_devices import COPIED_BYTES
 from jaxspec.checkpoint.quantisation import EMBEDDING, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import FLOATS, Stored
-from pallas_kernels.packed import KINDS
+from pallas_kernels.packed import KINDS, rounded
 
 # Symmetric, as compressed-tensors quantises: 8 bits with one scale for each output, 4 bits with one for 32 inputs.
 GROUPS = {"int8": None, "int4": 32, "fp8": None}
@@ -119,9 +119,8 @@ def _quantised(weights: jax.Array, scheme: Scheme) -> tuple[jax.Array, jax.Array
     groups = jnp.pad(weights.astype(jnp.float32), ((0, 0), (0, -width % group))).reshape(out, -1, group)
     largest = jnp.max(jnp.abs(groups), axis=-1)
     steps = STEPS[scheme.kind]
-    dtype = jnp.finfo(scheme.scale_dtype)
     # Rounded by an operation of its own: of a cast there and back XLA may keep the number that it began with.
-    scale = jax.lax.reduce_precision(_divided(largest, jnp.float32(steps)), dtype.nexp, dtype.nmant).astype(dtype.dtype)
+    scale = rounded(_divided(largest, jnp.float32(steps)), scheme.scale_dtype).astype(jnp.dtype(scheme.scale_dtype))
     # A scale of 0 would have no codes; of weights that are all 0, or nearly, any other will do.
     scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
     numbers = _divided(groups, scale.astype(jnp.float32)[..., None]).reshape(out, -1)[:, :width]

@@ -38,7 +38,9 @@ def placing(leaf: Any, parts: Sequence[tuple[Part, Stored]]) -> Placing:
     """
     if len(parts) == 1 and parts[0][0].as_it_is and parts[0][1].nbytes > LARGE_BYTES:
         return _by_chunks(leaf, *parts[0])
-    nbytes = sum(tensor.nbytes for _, tensor in parts)
+    # The leaf, and of tensors that are cast one beside it.
+    cast = [tensor.nbytes for _, tensor in parts if NUMPY_DTYPES[tensor.dtype] != leaf.dtype]
+    nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize + max(cast, default=0)
     return Placing([Job(nbytes, lambda update: put_on_devices(_assemble(leaf, parts, update), leaf))], lambda made: made[0])
 
 

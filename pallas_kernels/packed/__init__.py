@@ -22,6 +22,6 @@ in bits 14 to 12 and the last four in bits 3 to 0: the places that are left, and
 Scales of a block, and zeros where there are any, lie in rows of the same order, [32, 2 G] with G groups of inputs: column 2 g + h.
 """
 
-from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed, abstract, groups_of, pack, unpack, unpack_rows, values_of
+from pallas_kernels.packed.matrix import BLOCK, KINDS, Packed, abstract, groups_of, pack, rounded, unpack, unpack_rows, values_of
 
-__all__ = ["BLOCK", "KINDS", "Packed", "abstract", "groups_of", "pack", "unpack", "unpack_rows", "values_of"]
+__all__ = ["BLOCK", "KINDS", "Packed", "abstract", "groups_of", "pack", "rounded", "unpack", "unpack_rows", "values_of"]
