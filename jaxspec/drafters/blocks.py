@@ -193,7 +193,7 @@ def with_the_targets_head(drafter: Any, table: np.ndarray, norm: np.ndarray, tok
     begin as the target's. table: [V, H], norm: [H], float32."""
     chosen, width = np.arange(len(table)), norm.shape
     if drafter.d2t is not None:
-        chosen = draft_vocabulary(tokens, drafter.d2t.shape[0], len(table))
+        chosen = draft_vocabulary(tokens, drafter.d2t.shape[0], drafter.config.vocab_size)
         drafter = dataclasses.replace(drafter, d2t=jnp.asarray(chosen - np.arange(len(chosen)), jnp.int32))
     if drafter.norm.weight.shape != width:
         return drafter
@@ -202,8 +202,8 @@ def with_the_targets_head(drafter: Any, table: np.ndarray, norm: np.ndarray, tok
 
 
 def draft_vocabulary(tokens: np.ndarray, size: int, vocab_size: int) -> np.ndarray:
-    """The `size` most frequent token ids, in order; of equal counts the lower id."""
-    counts = np.bincount(tokens.reshape(-1), minlength=vocab_size)
+    """The `size` most frequent token ids below vocab_size, in order; of equal counts the lower id."""
+    counts = np.bincount(tokens.reshape(-1), minlength=vocab_size)[:vocab_size]
     return np.sort(np.argsort(-counts, kind="stable")[:size])
 
 

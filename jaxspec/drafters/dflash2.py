@@ -163,6 +163,8 @@ class DFlash2(BlockDrafter):
             projected = selector.hidden_projection(rows[:, :, k], dtype=jnp.float32)
             following = selector.following(pick(ids, at + k), projected)
             edges = Linear(selector.successor_codebook)(following.astype(rows.dtype), dtype=jnp.float32)
+            # The target may have more tokens, whose successors are the last one's too.
+            edges = jnp.pad(edges, [(0, 0)] * (edges.ndim - 1) + [(0, logits.shape[-1] - edges.shape[-1])], mode="edge")
             yield Guess(logits + edges, shortlist=Shortlist(logits, self.config.selector_top_k))
 
     def fresh(self, table: np.ndarray, norm: np.ndarray, tokens: np.ndarray, seed: int) -> DFlash2:

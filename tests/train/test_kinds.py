@@ -16,6 +16,7 @@ from jaxspec.drafters.assistant import balanced_clusters
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.blocks import draft_vocabulary
 from jaxspec.drafters.registry import save_trained
+from jaxspec.drafters.training import whole_rows
 from jaxspec.model.config import Gemma4Config
 from jaxspec.train import kinds
 from jaxspec.train.pocket.recipes import RECIPES
@@ -79,6 +80,36 @@ def test_a_fresh_drafter_begins_with_the_targets_heads(kind):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True))
     for path, leaf in jax.tree_util.tree_leaves_with_path(found):
         assert np.isfinite(leaf).all() and (leaf.dtype != jnp.bfloat16), jax.tree_util.keystr(path)
+
+
+def with_more_tokens(model, count):
+    """The target after a fine-tune that gave it more tokens, whose rows are those of its first."""
+    table = model.embed_tokens.weight
+    embed_tokens = dataclasses.replace(model.embed_tokens, weight=jnp.concatenate([table, table[:count]]))
+    return dataclasses.replace(model, embed_tokens=embed_tokens, config=dataclasses.replace(model.config, vocab_size=len(table) + count))
+
+
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_a_draft_vocabulary_is_of_tokens_that_the_drafter_knows(kind):
+    model, texts = with_more_tokens(small.target(), 5), np.concatenate([COUNTED, np.repeat(small.VOCAB + np.arange(5), 9)])
+    found = kinds.fresh(KINDS[kind], small.CONFIGS[kind], model, texts, 0)
+    np.testing.assert_array_equal(found.d2t, kinds.fresh(KINDS[kind], small.CONFIGS[kind], small.target(), COUNTED, 0).d2t)
+
+
+def test_dflash2_scores_tokens_that_it_does_not_know_as_it_drafts_them():
+    """As if they followed like its last token, whose row of the codebook serves for them."""
+    model, drafter = with_more_tokens(small.target(), 5), small.drafter("dflash2")
+    ids = jnp.arange(24, dtype=jnp.int32)[None, :] % len(model.embed_tokens.weight)
+
+    @jax.jit
+    def guessed(model, drafter, ids):
+        out, _ = model(whole_rows(ids), None, taps=drafter.taps)
+        return [(guess.logits, guess.shortlist.logits) for guess in drafter.guesses(model, out, ids, jnp.asarray([[3, 9]]), 2)]
+
+    for logits, unary in guessed(model, drafter, ids):
+        following = np.asarray(logits - unary)
+        assert following.shape[-1] == small.VOCAB + 5 and np.any(following)
+        np.testing.assert_allclose(following[..., small.VOCAB :], np.repeat(following[..., small.VOCAB - 1, None], 5, axis=-1), atol=1e-5)
 
 
 def test_a_config_of_another_target_is_refused():
