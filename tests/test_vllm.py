@@ -83,7 +83,8 @@ print(max(output.num_cached_tokens for output in outputs) > 64)
 
 SPEC_DECODE = """
 from vllm import LLM, SamplingParams
-from vllm.inputs import TokensPrompt
+from vllm.inputs import PromptType, TokensPrompt
+from vllm.logprobs import Logprob
 from vllm.v1.metrics.reader import Counter, Vector
 
 llm = LLM(
@@ -548,6 +549,10 @@ def test_calls_refuse_what_they_cannot_serve(llm):
         from jaxspec.vllm import LoRARequest  # noqa: F401  # pyright: ignore
     with pytest.raises(ImportError, match="jaxspec.vllm has no LoRARequest: requests share one set of weights"):
         from jaxspec.vllm.lora.request import LoRARequest  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match="jaxspec.vllm has no PoolingRequestOutput: a target generates text"):
+        from jaxspec.vllm import PoolingRequestOutput  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match="jaxspec.vllm.outputs has no PoolingRequestOutput: a target generates text"):
+        from jaxspec.vllm.outputs import PoolingRequestOutput  # noqa: F401  # pyright: ignore
     with pytest.raises(ValueError, match="prompt_token_ids of generate cannot be served: they belong into prompts"):
         llm.generate(prompt_token_ids=[[5, 6]], sampling_params=SamplingParams())
     with pytest.raises(TypeError, match="generate has no prompts; expected a text, token ids, or several of these"):

@@ -6,9 +6,9 @@ from typing import Any
 from jaxspec.engine.completion import Logprob
 from jaxspec.structured import StructuredOutputsParams
 from jaxspec.vllm.arguments import MERGED
-from jaxspec.vllm.inputs import TextPrompt, TokensPrompt
+from jaxspec.vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from jaxspec.vllm.llm import LLM
-from jaxspec.vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxspec.vllm.outputs import POOLING, CompletionOutput, RequestMetrics, RequestOutput
 from jaxspec.vllm.sampling_params import MISSING, SamplingParams
 from jaxspec.vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 
@@ -20,6 +20,7 @@ __all__ = [
     "Histogram",
     "Logprob",
     "Metric",
+    "PromptType",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -29,7 +30,6 @@ __all__ = [
     "Vector",
 ]
 _SERVER = "there is no server; jaxspec.LLM has stream, also for `async for`"
-_POOLING = "a target generates text"
 # Names of vLLM that are not here, and why.
 _MISSING = {
     "AsyncEngineArgs": _SERVER,
@@ -37,9 +37,8 @@ _MISSING = {
     "EngineArgs": "LLM takes the arguments",
     "LLMEngine": _SERVER,
     "LoRARequest": MERGED,
-    "ClassificationRequestOutput": _POOLING,
-    "EmbeddingRequestOutput": _POOLING,
-    "PoolingParams": _POOLING,
+    "PoolingParams": "a target generates text",
+    **POOLING,
     **MISSING,
 }
 

@@ -18,12 +18,11 @@ from jaxspec.loading import load
 from jaxspec.structured import StructuredOutputsParams
 from jaxspec.text import in_one_text
 from jaxspec.vllm import arguments
-from jaxspec.vllm.inputs import TextPrompt, TokensPrompt
+from jaxspec.vllm.inputs import PromptType
 from jaxspec.vllm.outputs import RequestOutput, request_output
 from jaxspec.vllm.sampling_params import GENERATION, SamplingParams, default_params
 from jaxspec.vllm.v1.metrics.reader import Counter, Vector, counters
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None
 Bar = bool | Callable[..., Any]
 
@@ -146,7 +145,12 @@ class LLM:
         raise AttributeError(f"jaxspec.vllm.LLM has no {name!r}{reason}")
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt] | None = None, sampling_params: Params = None, *, use_tqdm: Bar = True, **others: Any
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = None,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: Bar = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Completes prompts and returns a result for each, in order.
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jaxspec.engine.completion import Completion, Logprob
 from jaxspec.vllm.v1.metrics.reader import accepted, drafts
+
+# Results of vLLM that are not here, and why.
+POOLING = {
+    f"{kind}{suffix}": "a target generates text"
+    for kind in ("Pooling", "Embedding", "Classification", "Scoring")
+    for suffix in ("Output", "RequestOutput")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +104,9 @@ def _output(sample: Completion, text: str) -> CompletionOutput:
         stop_reason=sample.stop_reason,
         error=sample.error,
     )
+
+
+def __getattr__(name: str) -> Any:
+    if name in POOLING:
+        raise ImportError(f"jaxspec.vllm.outputs has no {name}: {POOLING[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

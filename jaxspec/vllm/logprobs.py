@@ -1,0 +1,5 @@
+"""Where vLLM has Logprob."""
+
+from jaxspec.engine.completion import Logprob
+
+__all__ = ["Logprob"]
