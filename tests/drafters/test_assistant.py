@@ -424,7 +424,7 @@ TARGET = oracle.text_config("31B")
     ("inner", "outer", "target", "message"),
     [
         ({}, {"backbone_hidden_size": 48}, {}, "hidden_size 48, this target has 32"),
-        ({"vocab_size": 130}, {}, {}, "vocab_size 130, the target 131"),
+        ({"vocab_size": 132}, {}, {}, "vocab_size 132, the target 131; expected at most as many"),
         ({"num_key_value_heads": 2}, {}, {}, r"layer 0 \(sliding_attention\) has num_kv_heads 2, target layer 4, .* has 4"),
         ({"num_global_key_value_heads": 4}, {}, {}, r"layer 3 \(full_attention\) has num_kv_heads 4, target layer 5, .* has 2"),
         ({"head_dim": 16}, {}, {}, r"layer 0 \(sliding_attention\) has head_dim 16, .* has 8"),
