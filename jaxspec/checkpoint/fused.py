@@ -113,7 +113,8 @@ def read_array(folder: Path, source: Any) -> np.ndarray:
     import tensorstore as ts
 
     # NumPy's memory, since it asks for large pages; and aligned, so that a CPU keeps it as the array.
-    memory, nbytes = np.empty(_nbytes(source) + ALIGNMENT, np.uint8), _nbytes(source)
+    nbytes = _nbytes(source)
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % ALIGNMENT
     value = memory[first : first + nbytes].view(source.dtype.numpy_dtype).reshape(source.shape)
     try:

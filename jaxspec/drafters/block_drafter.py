@@ -156,11 +156,6 @@ class BlockDrafter(PlainDrafter):
         """As many as the rows of a block that guess."""
         return self.config.block_size - self.config.silent_rows
 
-    @property
-    def own_logits(self) -> bool:
-        """Whether logits of all tokens come from tables of the drafter's own."""
-        return self.lm_head is not None and self.d2t is None
-
     def bind(self, target: TargetConfig) -> Any:
         config, theirs = self.config, target.hidden_size
         if config.hidden_size != theirs or config.target_hidden_size != theirs:

@@ -148,6 +148,7 @@ class PlainDrafter:
 
     config: Any
     norm: RMSNorm
+    lm_head: Linear | None
     d2t: Weight | None
 
     unquantised: ClassVar[tuple[str, ...]] = ()
@@ -166,6 +167,11 @@ class PlainDrafter:
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.taps
+
+    @property
+    def own_logits(self) -> bool:
+        """Whether logits of all tokens come from tables of the drafter's own."""
+        return self.lm_head is not None and self.d2t is None
 
     @property
     def gathers(self) -> tuple[str, ...]:

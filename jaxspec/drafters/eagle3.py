@@ -169,7 +169,7 @@ class Eagle3(PlainDrafter):
         made_for = self.config.target_hidden_size
         if made_for != target.hidden_size:
             raise ValueError(f"the drafter was made for a target of hidden_size {made_for}, this target has {target.hidden_size}")
-        check_target(self.config, target, own_logits=self.lm_head is not None and self.d2t is None)
+        check_target(self.config, target, own_logits=self.own_logits)
         return self
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> Eagle3State:

@@ -78,8 +78,12 @@ def test_the_first_of_those_that_fail_is_what_is_raised():
             time.sleep(0.001)
             update(1)
 
+    def short(update):
+        begun.append(1)
+        time.sleep(0.01)
+
     with pytest.raises(ValueError, match="first"):
-        results([Job(1, run) for run in (first, later, endless, *[lambda update: begun.append(1)] * 50)], lambda count: None)
+        results([Job(1, run) for run in (first, later, endless, *[short] * 50)], lambda count: None)
     assert len(begun) < 50
 
 
