@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import jax
 import numpy as np
 
 from jaxspec.checks import type_name
@@ -20,7 +19,7 @@ from jaxspec.structured.params import StructuredOutputsParams
 from jaxspec.text import OutputText, Tokenizer
 
 MAX_STOP_IDS = 16
-# Keys of a prompt that vLLM knows, and why they are refused.
+# Keys of a prompt that vLLM or transformers knows, and why they are refused.
 UNREAD = {
     "multi_modal_data": "only text can be read",
     "multi_modal_uuids": "only text can be read",
@@ -28,6 +27,7 @@ UNREAD = {
     "prompt_embeds": "a prompt is made of tokens",
     "encoder_prompt": "the model has no encoder",
     "cache_salt": "prompts that begin alike are always computed once",
+    "input_ids": "token ids of one sequence, without padding, are called 'prompt_token_ids'",
 }
 
 P = ParamSpec("P")
@@ -205,13 +205,13 @@ def prompts_of(given: Any) -> list[Any]:
 
 
 def _on_host(given: Any) -> Any:
-    """An array of JAX as NumPy's; anything else as it is."""
-    return np.asarray(given) if isinstance(given, jax.Array) else given
+    """A tensor of JAX, PyTorch or another library, on any device, as lists; NumPy's arrays and anything else as they are."""
+    return given.tolist() if hasattr(given, "__dlpack__") and not isinstance(given, np.ndarray) else given
 
 
 def _parts(index: int, prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
     """(text, text or token ids) of a prompt that is a dict. Raises TypeError or ValueError, with the prompt's index."""
-    refused = [key for key, value in prompt.items() if key not in ("prompt", "prompt_token_ids") and value]
+    refused = [key for key, value in prompt.items() if key not in ("prompt", "prompt_token_ids") and _says_something(value)]
     if refused:
         reason = f": {UNREAD[refused[0]]}" if refused[0] in UNREAD else ""
         raise ValueError(f"prompt {index} has {refused[0]!r}, which cannot be served{reason}; expected 'prompt' or 'prompt_token_ids'")
@@ -223,6 +223,10 @@ def _parts(index: int, prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
     if isinstance(ids, str):
         raise TypeError(f"'prompt_token_ids' of prompt {index} are a str, expected a list of token ids")
     return text, text if ids is None else ids
+
+
+def _says_something(value: Any) -> bool:
+    return bool(len(value)) if hasattr(value, "__len__") else bool(value)  # an array of several numbers is neither true nor false
 
 
 def either(params: Any, sampling_params: Any) -> Any:

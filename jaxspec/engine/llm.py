@@ -269,9 +269,10 @@ class LLM:
         """Completes any number of prompts and returns a Completion for each, in order; where params ask for n of a prompt, its n one after
         the other.
 
-        prompts: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or several of these: a list, a column of a
-        dataset, any iterable. params: one for all, or one for each prompt; sampling_params is another name for it. use_tqdm: whether to
-        show a progress bar, or what makes one; by default one is shown for several prompts, if `load` was told to show progress.
+        prompts: a str, a list or an array of token ids (of NumPy, JAX or PyTorch), a dict with "prompt" or "prompt_token_ids", or several
+        of these: a list, an array of two axes, a column of a dataset, any iterable. params: one for all, or one for each prompt;
+        sampling_params is another name for it. use_tqdm: whether to show a progress bar, or what makes one; by default one is shown for
+        several prompts, if `load` was told to show progress.
         Raises ValueError or TypeError, before anything is computed, for a prompt that is empty, longer than max_len - 1 or has ids
         out of range, and for params that do not fit.
         """

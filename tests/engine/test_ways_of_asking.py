@@ -9,7 +9,6 @@ import weakref
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from quick import few_programs
@@ -63,15 +62,21 @@ def test_prompts_may_be_dicts_and_columns(llm, expected):
     assert [c.token_ids for c in llm.generate(iter(["def f(n):", "import os"]), PARAMS)] == expected
 
 
-def test_prompts_may_be_arrays(llm, expected):
-    """Of NumPy and of JAX: one prompt of one axis, several of two."""
-    ids = llm.tokenizer.encode("import os")
-    for array in (np.asarray, jnp.asarray):
-        one, two = array(ids), array([ids, ids])
-        for prompts, count in ((one, 1), ([one], 1), (two, 2), ({"prompt_token_ids": one}, 1), (list(two), 2)):
-            assert [c.token_ids for c in llm.generate(prompts, PARAMS)] == expected[1:] * count
-        with pytest.raises(TypeError, match="prompt 0 has .*1.5.* at position 0; expected a token id, an integer"):
-            llm.generate([array([1.5, 2.0])], PARAMS)
+@pytest.mark.parametrize("library", ["numpy", "jax.numpy", "torch"])
+def test_prompts_may_be_arrays(llm, expected, library):
+    """One prompt of one axis, several of two."""
+    array, ids = pytest.importorskip(library).asarray, llm.tokenizer.encode("import os")
+    one, two = array(ids), array([ids, ids])
+    for prompts, count in ((one, 1), ([one], 1), (two, 2), ({"prompt_token_ids": one}, 1), (list(two), 2)):
+        assert [c.token_ids for c in llm.generate(prompts, PARAMS)] == expected[1:] * count
+    with pytest.raises(TypeError, match="prompt 0 has .*1.5.* at position 0; expected a token id, an integer"):
+        llm.generate([array([1.5, 2.0])], PARAMS)
+
+
+def test_what_a_tokenizer_gives_is_answered_with_the_name_here(llm):
+    ids = np.array([llm.tokenizer.encode("import os")])
+    with pytest.raises(ValueError, match="prompt 0 has 'input_ids', which cannot be served: .* are called 'prompt_token_ids'"):
+        llm.generate({"input_ids": ids, "attention_mask": np.ones_like(ids)}, PARAMS)
 
 
 def test_params_have_a_second_name(llm, expected):
