@@ -224,9 +224,13 @@ def test_who_learns_writes_or_ends_holds_the_lock(folders, tmp_path, monkeypatch
 
 
 def test_an_llm_is_closed_even_if_its_drafter_cannot_be_written(folders, tmp_path):
-    llm = jaxspec.load(*folders, learn=dataclasses.replace(LEARN, out=tmp_path / "out"), **SIZES)
+    """Neither are texts lost."""
+    llm = jaxspec.load(*folders, learn=dataclasses.replace(LEARN, out=tmp_path / "out", save_seconds=0), **SIZES)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     (tmp_path / "out").write_text("a file now")
+    with pytest.warns(RuntimeWarning, match="the drafter that learns could not be written to .*out: "):
+        [completion] = llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(completion.token_ids) == 3
     with pytest.raises(OSError, match="out"):
         llm.close()
     assert not llm.learning.going and llm.learning._learner.masters is None
