@@ -97,7 +97,7 @@ class SamplingParams:
             "logprobs": lambda name, x: integer(name, x, -1),
             "prompt_logprobs": lambda name, x: integer(name, x, -1),
         }
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(SamplingParams):  # a subclass may have more
             value = getattr(self, field.name)
             # None is a value where it is the default.
             if value is not None or field.default is not None:

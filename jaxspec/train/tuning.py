@@ -91,6 +91,8 @@ def distil(
     integer("the objective's steps", goal.steps, 1, how.length - 1)
     integer("num_draft_tokens", num_draft_tokens, 1, how.length - 1)
     integer("self_generate", self_generate, 0)
+    if self_generate and how.batch < 2:
+        raise ValueError(f"batch is {how.batch}, expected at least 2 with self_generate: half of every batch are texts of the target")
     temperature = number("temperature", temperature, 0)
     folder = checkpoint.resolve(target)
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)

@@ -22,6 +22,15 @@ def test_values_are_kept_as_plain_python_numbers():
         params.seed = 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_a_subclass_may_have_more_fields():
+    @dataclasses.dataclass(frozen=True)
+    class Named(SamplingParams):
+        name: str = ""
+
+    params = Named(max_tokens=3, name="x").replace(max_tokens=np.int64(5))
+    assert (params.max_tokens, params.name, type(params.max_tokens)) == (5, "x", int)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "error", "message"),
     [

@@ -108,6 +108,7 @@ def test_transformers_loads_what_is_written(trained):
         ({"--unroll": "100000"}, "the objective's steps is 100000, expected 1 .. 23"),
         ({"--k": "-1"}, "num_draft_tokens is -1, expected 1 .. 23"),
         ({"--self-generate": "-1"}, "self_generate is -1, expected at least 0"),
+        ({"--self-generate": "8", "--batch": "1"}, "batch is 1, expected at least 2 with self_generate"),
         ({"--temperature": "nan"}, "temperature is nan, expected a finite number of at least 0"),
         ({"--temperature": "-1"}, "temperature is -1.0, expected a finite number of at least 0"),
         ({"--init": "pocket-mtp"}, "cannot be used with this target"),
