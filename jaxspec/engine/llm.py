@@ -20,7 +20,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import readings
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.accounts import Accounts
-from jaxspec.engine.completion import Completion
+from jaxspec.engine.completion import Chunk, Completion
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.finish import likely_scored
 from jaxspec.engine.html import llm_html
@@ -281,8 +281,9 @@ class LLM:
     @says_where_params_go
     def as_completed(
         self, prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]], params: SamplingParams | None = None
-    ) -> Iterator[Completion]:
+    ) -> Stream[Completion]:
         """Completes prompts and yields each Completion as soon as it is ready, in any order: its prompt_index says which item it is for.
+        `for` reads them, and `async for` does so while other tasks go on; then `prompts` are read on another thread.
 
         prompts: any iterable, read as slots come free and never far ahead. An item is a prompt, or a tuple of a prompt and its own
         SamplingParams. An iterator that has no more is asked again as long as sequences are under way, so it may have more by then.
@@ -295,7 +296,7 @@ class LLM:
         """
         if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts is of type {type(prompts).__name__}, expected an iterable of prompts")
-        return self._serving.apart(self._read(prompts, params_or_default(params)))
+        return Stream(self._serving.apart(self._read(prompts, params_or_default(params))), self._serving.settle)
 
     def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises what `generate` would raise for this prompt with these params; computes nothing."""
@@ -339,7 +340,7 @@ class LLM:
         *,
         sampling_params: SamplingParams | None = None,
         steps: int = STREAM_STEPS,
-    ) -> Stream:
+    ) -> Stream[Chunk]:
         """Completes one prompt and yields the text as it comes, for `for` or `async for`: the first token, then what each `steps` rounds
         add.
 
@@ -347,7 +348,7 @@ class LLM:
         """
         return self._begin(prompt, either(params, sampling_params), steps)
 
-    def _begin(self, prompt: Any, params: Any, steps: int, *, keep: int = 0) -> Stream:
+    def _begin(self, prompt: Any, params: Any, steps: int, *, keep: int = 0) -> Stream[Chunk]:
         params = params_or_default(params)
         if params.n > 1:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
@@ -404,7 +405,7 @@ class LLM:
         enable_thinking: bool = False,
         steps: int = STREAM_STEPS,
         **template: Unpack[TemplateOptions],
-    ) -> Stream:
+    ) -> Stream[Chunk]:
         """Answers one conversation and yields the text as it comes, as `stream` does. Arguments and errors as for `chat`."""
         prompt, keep = self._conversation(messages, enable_thinking, template)
         return self._begin(prompt, either(params, sampling_params), steps, keep=keep)

@@ -58,7 +58,7 @@ class Serving:
                     yield some
                 wait_for(turn.expected)
 
-    def apart(self, requests: Iterator[Request]) -> Iterator[Completion]:
+    def apart(self, requests: Iterator[Request]) -> Generator[Completion, None, None]:
         """The same with requests that are read as slots come free. The lock is free whenever the caller has a completion, and while all
         that is left waits for automata."""
         ended, failed = list[Request](), list[Exception]()

@@ -1,4 +1,4 @@
-"""Stream: the pieces of one text as they come, for `for` and for `async for`."""
+"""Stream: what comes one by one, the pieces of a text or completions, for `for` and for `async for`."""
 
 from __future__ import annotations
 
@@ -6,55 +6,56 @@ import asyncio
 import collections
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import TypeVar
 
-from jaxspec.engine.completion import Chunk
+T = TypeVar("T")
 
 
-class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
-    """The pieces of one text. `for` reads them, and `async for` does so while other tasks go on.
+class Stream(Iterator[T], AsyncIterator[T]):
+    """The pieces of one text, or completions. `for` reads them, and `async for` does so while other tasks go on.
 
-    It holds a slot until it is read to its end or closed, or until nobody has it any more. Several threads may use it; they take turns.
+    It holds slots until it is read to its end or closed, or until nobody has it any more. Several threads may use it; they take turns.
     """
 
-    def __init__(self, chunks: Generator[Chunk, None, None], settle: Callable[[], None]):
-        """settle: frees the slot of a stream that was closed."""
-        self._chunks, self._settle = chunks, settle
+    def __init__(self, items: Generator[T, None, None], settle: Callable[[], None]):
+        """settle: frees the slots of a stream that was closed."""
+        self._items, self._settle = items, settle
         self._lock = threading.RLock()  # a signal's handler that reads it, while it is read, is refused by the generator
-        self._awaited = collections.deque[asyncio.Future[Chunk | None]]()  # pieces whose `await` was cancelled before they came
+        self._awaited = collections.deque[asyncio.Future[T | None]]()  # items whose `await` was cancelled before they came
 
-    def __iter__(self) -> Stream:
+    def __iter__(self) -> Stream[T]:
         return self
 
-    def __next__(self) -> Chunk:
+    def __next__(self) -> T:
         with self._lock:
-            return next(self._chunks)
+            return next(self._items)
 
     def close(self) -> None:
-        """Ends the text here and frees its slot. A second call does nothing."""
+        """Ends all that is unfinished here and frees its slots. A second call does nothing."""
         with self._lock:
-            self._chunks.close()
+            self._items.close()
         self._settle()
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> Stream[T]:
         return self
 
-    async def __anext__(self) -> Chunk:
-        """The next piece. If the wait for it is cancelled, as `asyncio.wait_for` does, the next call in the same loop returns it."""
+    async def __anext__(self) -> T:
+        """The next one. If the wait for it is cancelled, as `asyncio.wait_for` does, the next call in the same loop returns it."""
         loop, coming = asyncio.get_running_loop(), None
         while self._awaited and (coming is None or coming.get_loop() is not loop):
             coming = self._awaited.popleft()
         if coming is None or coming.get_loop() is not loop:
             coming = loop.run_in_executor(None, next, self, None)
         try:
-            chunk = await asyncio.shield(coming)
+            item = await asyncio.shield(coming)
         except asyncio.CancelledError:
             coming.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody need ask for it
             self._awaited.append(coming)
             del self  # a notebook keeps the error with this frame: a stream that nobody else has must come to its end
             raise
-        if chunk is None:
+        if item is None:
             raise StopAsyncIteration
-        return chunk
+        return item
 
     async def aclose(self) -> None:
         """`close`, without keeping other tasks waiting."""

@@ -156,6 +156,20 @@ def test_streams_in_asynchronous_code_run_side_by_side(llm, expected):
     assert asyncio.run(stopped()) == expected[1][:1] and llm.free_slots == 2
 
 
+def test_completions_in_asynchronous_code(llm, expected):
+    async def read():
+        return {c.prompt_index: c.token_ids async for c in llm.as_completed(["def f(n):", "import os"], PARAMS)}
+
+    assert [asyncio.run(read())[i] for i in range(2)] == expected
+
+    async def stopped():
+        async for completion in (completions := llm.as_completed(["import os"] * 9, PARAMS)):
+            await completions.aclose()
+            return completion.token_ids
+
+    assert asyncio.run(stopped()) == expected[1] and llm.free_slots == 2
+
+
 def test_a_piece_whose_wait_was_cancelled_comes_next():
     """As with `asyncio.wait_for`, after which a server sends a sign of life and reads on."""
     wanted, go_on = threading.Event(), threading.Event()
