@@ -142,13 +142,13 @@ class Learning:
                 self._work()
         if self.going and self._trial is None and self._learner.steps - self._offered >= self._every:
             self._offer()
-        due = not self.going or self._pace.passed - self._saved >= self._learner.learn.save_seconds
-        if self._out is not None and due:
+        if self._out is not None and (not self.going or self._pace.passed - self._saved >= self._learner.learn.save_seconds):
             try:
                 self.save()
             except Exception as error:  # of the disk, or of what writes checkpoints; the texts that are under way need neither
                 self._saved = self._pace.passed
-                warnings.warn(f"the drafter that learns could not be written to {self._out}: {error}", RuntimeWarning, stacklevel=2)
+                failed = f"the drafter that learns could not be written to {self._out}; learning.save() tries again: {error}"
+                warnings.warn(failed, RuntimeWarning, stacklevel=2)
 
     def save(self) -> None:
         """Writes the drafter in use to `out`, and the state from which learning resumes. A file is replaced when all of it is written.
