@@ -8,10 +8,11 @@ not cross the borders at which meshes cut, so each process reads only what its d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from jaxspec import checkpoint, checks, drafters, targets
 from jaxspec.checkpoint import fused
-from jaxspec.checkpoint.files import CONVERTED, DRAFTER, INDEX_FILE
+from jaxspec.checkpoint.files import CONVERTED, DRAFTER, INDEX_FILE, lock
 from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import Hub
@@ -35,6 +36,7 @@ from jaxspec.text import check_files
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
+LOCK = ".lock"  # in a folder that is being written
 CHAT_TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templates that have names
 
 
@@ -66,8 +68,9 @@ def convert(
     weights, as `load` does, which are then written without it. revision, token, cache_dir, local_files_only: as for `load`.
 
     Raises FileExistsError if the destination has any content, NotADirectoryError if it is to lie in a file, ValueError or
-    FileNotFoundError for a source that `load` would refuse, ValueError if several processes convert, or for a mount point, which no folder
-    can replace. A conversion that fails or is killed leaves no folder under the destination's name.
+    FileNotFoundError for a source that `load` would refuse, ValueError if several processes convert together, while another conversion
+    writes the destination, or for a mount point, which no folder can replace. A conversion that fails or is killed leaves no folder under
+    the destination's name.
     """
     source = checks.path("source", source, "a hub id, a folder or a bundled model")
     final, progress = checks.expanded(checks.path("destination", destination, "a folder")).absolute(), watched(progress)
@@ -90,12 +93,7 @@ def convert(
     quantisation = targets.quantisation_of(folder, config, weights_dtype, **asked)  # again: the weights' headers may say more
     tree = targets.abstract_target(config, weights_dtype, quantisation)
 
-    real = final.resolve()  # a link stays, and what it leads to is replaced
-    real.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = real.with_name(f".{real.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # a killed conversion may have left it
-    unfinished.mkdir()
-    try:
+    with _named_at_the_end(final) as unfinished:
         weights = targets.load_target(folder, place(tree), quantisation, pair.changes, progress=progress)
         more = {} if quantize is None else {"quantization_config": config_of(quantize)}
         _write(unfinished, folder, weights, weights_dtype, more, _about(quantisation, tree, family_of(config).prefixes[0]))
@@ -105,10 +103,30 @@ def convert(
             planned, quantisation = drafters.planned(draft_folder, config, weights_dtype, quantize_drafter)
             about = _about(quantisation, drafters.checkpoint_part(planned), getattr(planned, "key_prefixes", ("",))[0])
             _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype, {}, about)
-        unfinished.replace(real)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return final
+
+
+@contextlib.contextmanager
+def _named_at_the_end(final: Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `final` at the end, or is removed. Raises ValueError while another conversion writes there."""
+    real = final.resolve()  # a link stays, and what it leads to is replaced
+    real.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = real.with_name(f".{real.name}.unfinished")
+    unfinished.mkdir(exist_ok=True)  # a killed conversion may have left it
+    with (unfinished / LOCK).open("w") as file:
+        lock(file, final)
+        try:
+            _check_destination(final)  # again: another conversion may have ended since
+            for left in unfinished.iterdir():
+                if left.is_dir():
+                    shutil.rmtree(left)
+                elif left.name != LOCK:
+                    left.unlink()
+            yield unfinished
+            unfinished.replace(real)
+            (real / LOCK).unlink()  # only now: nobody else may take the lock before
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _about(quantisation: Quantisation | None, tree: Any, prefix: str) -> dict[str, Any]:

@@ -289,13 +289,16 @@ def test_the_command_line(folders, tmp_path, capsys):
 # Interrupted
 
 
-def test_a_conversion_that_fails_leaves_nothing(folders, tmp_path, monkeypatch):
+def test_a_conversion_keeps_others_out_and_leaves_nothing_when_it_fails(folders, tmp_path, monkeypatch):
     target, assistant, _ = folders
     (tmp_path / "out").mkdir()
     write = fused.save_converted
 
     def fail(folder, *args):
         if folder.parent.name == "drafter":
+            assert (tmp_path / ".out.unfinished" / "jaxspec.json").is_file()
+            with pytest.raises(ValueError, match="out is being written by another process"):
+                jaxspec.convert(target, tmp_path / "out", progress=False)
             assert (tmp_path / ".out.unfinished" / "jaxspec.json").is_file()
             raise KeyboardInterrupt
         write(folder, *args)
@@ -332,6 +335,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_looks_finished(folders,
     with pytest.raises(FileNotFoundError, match="has neither model.safetensors nor"):
         jaxspec.load(left, progress=False)
     again = jaxspec.convert(folders[0], tmp_path / "out", progress=False)
+    assert list(tmp_path.iterdir()) == [again] and not list(again.glob(".*"))
     assert_same(loading.load_target(again, abstract()), loading.load_target(folders[0], abstract()))
     assert list(tmp_path.iterdir()) == [again]
 
