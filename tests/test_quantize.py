@@ -14,7 +14,7 @@ from quick import few_programs
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec import checkpoint, cli, sharding, targets
+from jaxspec import checkpoint, cli, drafters, sharding, targets
 from jaxspec.checkpoint import from_floats, fused
 from jaxspec.checkpoint.quantisation import Scheme
 from jaxspec.model import gemma4
@@ -130,7 +130,8 @@ def loaded(folder):
 
 
 def test_a_config_for_the_cache_alone_leaves_float_weights(folders, tmp_path):
-    """As a recipe for the cache alone writes it: weights may be quantised and trained, and the cache keeps its scales."""
+    """As a recipe for the cache alone writes it: weights may be quantised and trained, the cache keeps its scales, and a draft model has
+    no use for them."""
     folder = shutil.copytree(folders[0], tmp_path / "target")
     config = checkpoint.read_config(folder)
     cache = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -146,6 +147,9 @@ def test_a_config_for_the_cache_alone_leaves_float_weights(folders, tmp_path):
         found = targets.load_target(folder, targets.abstract_target(config, jnp.float32, quantisation), quantisation, progress=False)
         assert found.kv_scales == ((0, 0.5, 2.0),) and any(map(is_packed, weights_of(found))) == (quantize is not None)
     assert targets.read_quantisation(folder).dense and not quantisation.dense
+    for quantize in (None, "int8"):
+        guesses = drafters.load_drafter(folder, config, jnp.float32, quantize=quantize, progress=False)
+        assert any(map(is_packed, weights_of(guesses))) == (quantize is not None)
 
 
 @pytest.mark.slow  # tests/sharding/test_packed.py has packed matrices on a mesh

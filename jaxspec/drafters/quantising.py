@@ -32,14 +32,12 @@ def with_checkpoint_part(drafter: Any, part: Any) -> Any:
 
 
 def stored_quantisation(folder: Path, config: Mapping[str, Any], drafter: Any) -> Quantisation | None:
-    """How a drafter's checkpoint is quantised, None where its weights are float. What it holds in float is so, whatever config.json says.
+    """What a drafter's checkpoint says of quantised weights, None if nothing. What it holds in float is so, whatever config.json says.
 
     config: its config.json. drafter: of ShapeDtypeStructs. Raises ValueError for a format that is not read here, by its name; and the
     result's `format_of` for matrices that this class of drafters takes in float alone."""
     found = checkpoint.read_quantisation(folder, config)
-    if found is None or found.dense:
-        return None
-    if (folder / CONVERTED).exists():
+    if found is None or found.dense or (folder / CONVERTED).exists():
         return found
     unquantised, name = getattr(drafter, "unquantised", None), type(drafter).__name__
     if unquantised is None:

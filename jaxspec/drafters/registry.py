@@ -102,7 +102,7 @@ def abstract_drafter(folder: Path, target: TargetConfig, dtype: Any, quantize: s
 
 
 def planned(folder: Path, target: TargetConfig, dtype: Any, quantize: str | None = None) -> tuple[Any, Quantisation | None]:
-    """(what `abstract_drafter` gives, how its matrices are quantised)."""
+    """(what `abstract_drafter` gives, how its checkpoint is read: see `checkpoint.load_weights`)."""
     config = checkpoint.read_config(folder)
     kind = kind_of(config)
     if kind is None:
@@ -116,11 +116,11 @@ def planned(folder: Path, target: TargetConfig, dtype: Any, quantize: str | None
         found = quantised(drafter, stored)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the drafter {folder} cannot be used with this target: {error}") from error
-    if not any(map(is_packed, jax.tree.leaves(found, is_leaf=is_packed))):
-        stored = None  # only the target in the same checkpoint is quantised
     if quantize is None:
         return found, stored
-    asked = asked_quantisation(quantize, drafter, config, dtype, folder, stored)
+    # Else the config is of the cache alone, or only the target in the same checkpoint is quantised.
+    already = stored if any(map(is_packed, jax.tree.leaves(found, is_leaf=is_packed))) else None
+    asked = asked_quantisation(quantize, drafter, config, dtype, folder, already)
     return quantised(drafter, asked), asked
 
 
