@@ -6,4 +6,5 @@ from jaxspec.engine import buckets
 def few_programs(patch):
     """One for prompts of every length and one for every number of sequences, while the patch (a pytest.MonkeyPatch) lasts."""
     patch.setattr(buckets, "PREFILL_ROWS", buckets.PREFILL_CHUNK)
+    patch.setattr(buckets, "MOST_PREFILL_ROWS", buckets.PREFILL_ROWS)
     patch.setattr(buckets.Buckets, "decode", property(lambda self: [self.slots]))

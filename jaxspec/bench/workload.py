@@ -15,7 +15,7 @@ from jaxspec import decode, released
 from jaxspec.checks import integer, number
 from jaxspec.decode.accept import COUPLED, Rule, rule_of, synthetic
 from jaxspec.drafters.base import check_tree, num_draft_tokens_of
-from jaxspec.engine.buckets import PREFILL_ROWS
+from jaxspec.engine.buckets import PREFILL_ROWS, prefill_rows
 from jaxspec.engine.memory import memory_limit
 from jaxspec.model.draft_tree import DraftTree, tree_of
 from jaxspec.model.head_guides import guided
@@ -193,7 +193,9 @@ def plan_bench(
     accept = rule_of(acceptance) if isinstance(acceptance, str) else synthetic(acceptance)
     accept.check(count)
     placement = placement_of(mesh)
-    pays, limit = workload.get("attention", "auto") != "xla" and lm_head.guide_pays(), memory_limit(jax.devices()[0])
+    kernels, limit = workload.get("attention", "auto") != "xla", memory_limit(jax.devices()[0])
+    pays = kernels and lm_head.guide_pays()
+    workload = {"prefill_chunk": prefill_rows(target, kernels and dialect.obstacle() is None)} | workload
     room = None if limit is None else int(MEMORY_FRACTION * limit)
     placement = with_head_guides(placement, target, draft, head_guide, room, pays=pays)
     if rows is not None and integer("rows", rows, 1) % placement.shards:

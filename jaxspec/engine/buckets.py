@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.model.target import TargetModel
+
 BUCKET_RATIO = 8  # between the sizes of decode calls
-PREFILL_ROWS = 512  # rows of the largest prefill call; enough that reading the weights is not what it waits for
+PREFILL_ROWS = 512  # rows of the largest prefill call at least; see `prefill_rows`
+MOST_PREFILL_ROWS = 2048
+# The most that a larger call does, in rows times weights that a row is multiplied with, since sequences that decode wait for it: what 512
+# rows of a target of 30 billion weights do, which takes an H200 50 ms.
+PREFILL_WORK = PREFILL_ROWS * 30e9
 PREFILL_CHUNK = 64  # rows of each sequence in a prefill call of several sequences, or of a short one
 TREE_SEQUENCES = 4  # the most that verify a tree each: with more, its rows take longer than what they bring
-CALL_ROWS = 256  # the cost of a prefill call beside its rows, counted in rows: it reads all weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +26,7 @@ class Buckets:
 
     slots: int  # sequences that run at a time
     max_len: int  # tokens of the longest sequence
+    prefill_rows: int = PREFILL_ROWS  # of the largest prefill call
 
     @property
     def decode(self) -> list[int]:
@@ -38,10 +44,14 @@ class Buckets:
     @property
     def prefill(self) -> list[tuple[int, int]]:
         """(sequences, rows of each) of a prefill call."""
-        short, long = min(PREFILL_CHUNK, self.max_len), min(PREFILL_ROWS, self.max_len)
-        # Once the long chunk has been through two prompts, a call that they share finishes what is left of them with few idle rows.
-        halves = {(2, long // 2)} if self.slots > 1 and long == PREFILL_ROWS > 2 * short else set()
-        return sorted({(1, short), (1, long), *halves, (min(self.slots, PREFILL_ROWS // PREFILL_CHUNK), short)})
+        rows, short, long = self.prefill_rows, PREFILL_CHUNK, PREFILL_ROWS
+        found = [(1, short), (1, long), (long // short, short)]
+        if rows > long:
+            found += [(1, rows), (rows // long, long), (rows // short, short)]
+        elif self.slots > 1 and self.max_len >= long > 2 * short:
+            # Once the long chunk has been through two prompts, a call that they share finishes what is left of them with few idle rows.
+            found.append((2, long // 2))
+        return sorted({(min(size, self.slots), min(chunk, self.max_len)) for size, chunk in found})
 
     @property
     def admit(self) -> list[int]:
@@ -51,7 +61,20 @@ class Buckets:
     def prefill_by_worth(self, left: Sequence[int]) -> list[tuple[int, int]]:
         """The prefill buckets, those first that compute most prompt rows for what they cost. left: the rows that each prompt lacks, in the
         order in which they are served."""
-        return sorted(self.prefill, key=lambda bucket: -useful_rows(left, *bucket) / (bucket[0] * bucket[1] + CALL_ROWS))
+        # A call reads all weights. Measured, that costs about as much as half the rows of the largest.
+        beside = self.prefill_rows // 2
+        return sorted(self.prefill, key=lambda bucket: -useful_rows(left, *bucket) / (bucket[0] * bucket[1] + beside))
+
+
+def prefill_rows(target: TargetModel, kernels: bool) -> int:
+    """Rows of the largest prefill call. A target that does little for a row gets more: with few, its call would wait for the weights, or
+    for its kernels to start. target: weights or their shapes. kernels: whether attention runs in kernels; XLA's needs memory for each row.
+    """
+    before, of_layers = target.weights_multiplied()
+    rows = PREFILL_ROWS
+    while kernels and rows < MOST_PREFILL_ROWS and 2 * rows * (before + sum(of_layers)) <= PREFILL_WORK:
+        rows *= 2
+    return rows
 
 
 def useful_rows(left: Sequence[int], size: int, chunk: int) -> int:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxspec.checks import integer
 from jaxspec.engine.admission import init_state
-from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS
+from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS, prefill_rows
 from jaxspec.engine.settings import PAGE, PREFIX_BYTES
 from jaxspec.learning.settings import Learn, parts
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
@@ -111,7 +111,7 @@ def sizes_of(
     one = state(1, 1)
     slot, page = state(2, 1) - one, state(1, 2) - one
     config, rows, itemsize = target.config, num_draft_tokens + 1, target.dtype.itemsize
-    prefill = _activations(config, PREFILL_ROWS) * itemsize
+    prefill = _activations(config, prefill_rows(target, kernels)) * itemsize
     decode = LOGIT * rows * config.vocab_size
     if not kernels:
         decode += _attention(config, 1, rows, max_len, itemsize)

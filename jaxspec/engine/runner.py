@@ -19,7 +19,7 @@ from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import arrays_of, init_state, packed
 from jaxspec.engine.automata_pool import Pool
-from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, smallest, useful_rows
+from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, prefill_rows, smallest, useful_rows
 from jaxspec.engine.device_clock import Compiling, Times
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import UNWRITTEN, Request
@@ -35,6 +35,7 @@ from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.sharding.placement import Placement
 from jaxspec.trees import bytes_per_device, nbytes
+from pallas_kernels import dialect
 
 AnyProgram = TypeVar("AnyProgram", bound=Program)
 # Rounds, or calls that compute prompts, that a larger program runs in place of one that is not compiled. To compile a loop takes as long as
@@ -83,7 +84,8 @@ class Runner:
         self.settings = settings
         self.target: Any = target  # this and the next: None once it is closed
         self.drafter: Any = drafter
-        self.buckets = Buckets(settings.max_slots, settings.max_len)
+        kernels = settings.attention != "xla" and dialect.obstacle() is None
+        self.buckets = Buckets(settings.max_slots, settings.max_len, prefill_rows(target, kernels))
         self.adaptive: Adaptive | None = None  # chooses the shape of rounds; None where all guess num_draft_tokens and verify them
         self.trial: Trial | None = None  # of two variants of the drafter, as long as it is open; see `begin_trial`
         self.watching = False  # whether `watched` counts

@@ -65,6 +65,7 @@ def tokens(completions):
 def quick_to_compile(unoptimised):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "PREFILL_ROWS", buckets.PREFILL_CHUNK)  # one program for prompts of every length
+        patch.setattr(buckets, "MOST_PREFILL_ROWS", buckets.PREFILL_ROWS)
         yield
 
 

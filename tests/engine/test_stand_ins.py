@@ -23,6 +23,7 @@ def texts(llm, prompts, **settings):
 def sizes_of_prompts():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "PREFILL_ROWS", 2 * buckets.PREFILL_CHUNK)
+        patch.setattr(buckets, "MOST_PREFILL_ROWS", buckets.PREFILL_ROWS)
         yield
 
 

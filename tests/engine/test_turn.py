@@ -3,11 +3,12 @@
 import collections
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode
-from jaxspec.engine.buckets import Buckets
+from jaxspec import decode, released
+from jaxspec.engine.buckets import Buckets, prefill_rows
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.params import SamplingParams
 from jaxspec.engine.request import Request
@@ -15,6 +16,7 @@ from jaxspec.engine.runner import Call
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.turn import AHEAD, BESIDE, Turn
+from jaxspec.model import gemma4
 from jaxspec.sampling.choice import PLAIN
 
 
@@ -226,17 +228,27 @@ def test_who_loses_its_slot_is_told_nothing_of_what_was_computed_there(turn):
 
 
 @pytest.mark.parametrize(
-    ("slots", "max_len", "buckets"),
+    ("slots", "max_len", "rows", "buckets"),
     [
-        (64, 4096, [(1, 64), (1, 512), (2, 256), (8, 64)]),
-        (1, 4096, [(1, 64), (1, 512)]),
-        (4, 300, [(1, 64), (1, 300), (4, 64)]),
-        (4, 100, [(1, 64), (1, 100), (4, 64)]),
-        (4, 40, [(1, 40), (4, 40)]),
+        (64, 4096, 512, [(1, 64), (1, 512), (2, 256), (8, 64)]),
+        (1, 4096, 512, [(1, 64), (1, 512)]),
+        (4, 300, 512, [(1, 64), (1, 300), (4, 64)]),
+        (4, 100, 512, [(1, 64), (1, 100), (4, 64)]),
+        (4, 40, 512, [(1, 40), (4, 40)]),
+        (64, 4096, 2048, [(1, 64), (1, 512), (1, 2048), (4, 512), (8, 64), (32, 64)]),
+        (8, 1000, 1024, [(1, 64), (1, 512), (1, 1000), (2, 512), (8, 64)]),
+        (1, 4096, 2048, [(1, 64), (1, 512), (1, 2048)]),
+        (4, 40, 2048, [(1, 40), (4, 40)]),
     ],
 )
-def test_prompts_are_computed_one_by_one_by_twos_or_many_at_a_time(slots, max_len, buckets):
-    assert Buckets(slots, max_len).prefill == buckets
+def test_prompts_are_computed_one_by_one_some_or_many_at_a_time(slots, max_len, rows, buckets):
+    assert Buckets(slots, max_len, rows).prefill == buckets
+
+
+@pytest.mark.parametrize(("config", "rows"), [("31b", 512), ("12b", 1024), ("26b", 2048), ("e2b", 2048)])
+def test_targets_that_do_little_for_a_row_get_more_rows_where_attention_has_kernels(config, rows):
+    target = gemma4.abstract(released.target_config(config), jnp.bfloat16)
+    assert prefill_rows(target, kernels=True) == rows and prefill_rows(target, kernels=False) == 512
 
 
 def test_who_begins_alike_waits_for_what_is_being_computed(turn):
