@@ -35,8 +35,8 @@ from jaxspec.batch.inputs import input_of
 from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_others
 from jaxspec.batch.lines import Line, LineReader, name_of
 from jaxspec.batch.places import Files, share_of
-from jaxspec.batch.results import ChangedInput, Known, append, digest_of, parsed, remove_errors, result_of, sync, write_line
-from jaxspec.checkpoint.files import lock
+from jaxspec.batch.results import GOES_ON, ChangedInput, Known, append, digest_of, parsed, remove_errors, result_of, sync, write_line
+from jaxspec.checkpoint.files import lock, writing
 from jaxspec.checks import expanded, integer, type_name
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.learn import Learning
@@ -259,7 +259,8 @@ class BatchJob:
                 finally:
                     self._sync()
         if self._writes and self.out is not None and self.files.result != self.out:
-            parquet.write(self.out, self.files.result)  # pyright: ignore[reportArgumentType]
+            with writing(self.files.result, GOES_ON):
+                parquet.write(self.out, self.files.result)  # pyright: ignore[reportArgumentType]
         return BatchResult(written, self._known.count, failed, self._bad, self.files.result, self.files.errors)
 
     def _requests(self, bar: Any) -> Iterator[_Asked]:

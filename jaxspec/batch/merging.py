@@ -20,6 +20,7 @@ from jaxspec.batch import openai, parquet
 from jaxspec.batch.inputs import input_of
 from jaxspec.batch.places import Files, of_shard
 from jaxspec.batch.results import parsed
+from jaxspec.checkpoint.files import writing
 from jaxspec.checks import expanded
 
 SHOWN = 8  # ranges of missing lines that are listed
@@ -47,7 +48,7 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, 
     call without shards resumes it and serves what is missing. Takes 32 bytes a result.
 
     Raises FileNotFoundError without any shard; ValueError for shards of several numbers or with different settings, for a shard that is
-    still being written, and if the output exists.
+    still being written, and if the output exists; OSError, which names the file, if a disk is full.
     """
     in_path = expanded(in_path)
     source, whole = input_of(in_path), Files.of(in_path, out_path, errors, 1, 1)
@@ -71,7 +72,7 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, 
         lines, samples, offsets = columns
         order = np.lexsort((samples, lines))
         written = whole.lines.with_name(whole.lines.name + ".part")
-        with open(written, "wb") as file:
+        with writing(whole.lines), open(written, "wb") as file:
             for i in order:
                 files[owner[i]].seek(int(offsets[i]))
                 file.write(files[owner[i]].readline())
@@ -80,10 +81,12 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, 
             f"shard {i} of {shards} has no results: {part.lines} does not exist" for i, part in enumerate(parts, 1) if part not in there
         ]
         missing += _missing(source, lines, bad, settings)
-        whole.settings.write_text(json.dumps(settings | {"shard": "1/1"}, indent=2) + "\n")
+        with writing(whole.settings):
+            whole.settings.write_text(json.dumps(settings | {"shard": "1/1"}, indent=2) + "\n")
         written.replace(whole.lines)
     if whole.lines != whole.result:
-        parquet.write(whole.lines, whole.result)
+        with writing(whole.result):
+            parquet.write(whole.lines, whole.result)
     return Merged(whole.result, len(order), shards, missing)
 
 
@@ -144,7 +147,8 @@ def _merge_errors(parts: Iterable[Files], out: Path) -> set[int]:
             with open(part.errors, "rb") as file:
                 found += [(record["line"], text) for text in file if (record := parsed(text)) is not None]
     if found:
-        out.write_bytes(b"".join(text for _, text in sorted(found)))
+        with writing(out):
+            out.write_bytes(b"".join(text for _, text in sorted(found)))
     return {line for line, _ in found}
 
 

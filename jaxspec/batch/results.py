@@ -9,17 +9,22 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec import jsonl
 from jaxspec.batch import openai
 from jaxspec.batch.lines import Line
+from jaxspec.checkpoint.files import writing
 from jaxspec.engine.completion import Completion
 
 if TYPE_CHECKING:
     from jaxspec.text import Tokenizer
+
+
+# What else to say where a disk is full.
+GOES_ON = "what is written stays, and the same command goes on with it"
 
 
 class ChangedInput(ValueError):
@@ -182,12 +187,7 @@ def sync(file: Any) -> None:
         os.fsync(file.fileno())
 
 
-@contextlib.contextmanager
-def _explained(file: Any) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(file.name, int):  # standard output or error
-            raise
-        hint = "what is written stays, and the same command goes on with it"
-        raise OSError(error.errno, f"{file.name} cannot be written: {error.strerror}; {hint}") from error
+def _explained(file: Any) -> contextlib.AbstractContextManager[None]:
+    if isinstance(file.name, int):  # standard output or error
+        return contextlib.nullcontext()
+    return writing(file.name, GOES_ON)

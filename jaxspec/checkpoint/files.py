@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,16 @@ def lock(file: Any, out: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(f"{out} is being written by another process; wait for it, or name another output") from error
+
+
+@contextlib.contextmanager
+def writing(path: Any, hint: str = "") -> Iterator[None]:
+    """While this lasts, an OSError says that the file at `path` cannot be written, and why. hint: what else the user should know."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror if error.errno is None else os.strerror(error.errno)
+        raise OSError(error.errno, f"{path} cannot be written: {reason}{hint and '; '}{hint}") from error
 
 
 def pickled_weights(names: Iterable[str]) -> list[str]:

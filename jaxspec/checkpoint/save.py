@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.files import WEIGHTS_FILE
+from jaxspec.checkpoint.files import WEIGHTS_FILE, writing
 from jaxspec.checkpoint.layout import layouts_of
 from jaxspec.trees import leaves_by_path
 
@@ -19,10 +20,8 @@ def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: 
 
     tree: of arrays; where it has a member `layouts`, that says how a file holds them: see `layout.layouts_of`. prefix: stands before our
     paths, such as "model." for a text-only target. dtype: what float weights are cast to; None keeps theirs. Integers are written as
-    int64, as in released checkpoints.
+    int64, as in released checkpoints. Raises OSError, which names the file that cannot be written.
     """
-    from safetensors.numpy import save_file
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     leaves = leaves_by_path(tree)
@@ -37,15 +36,29 @@ def save_weights(folder: Path, tree: Any, config: Mapping[str, Any], *, prefix: 
             tensors[prefix + part.key] = np.ascontiguousarray(tensor.astype(wanted))
     save_json(folder / "config.json", config)
     unfinished = _unfinished(folder / WEIGHTS_FILE)
-    save_file(tensors, unfinished, metadata={"format": "pt"})
-    unfinished.replace(folder / WEIGHTS_FILE)
+    with writing(folder / WEIGHTS_FILE):
+        _save_tensors(tensors, unfinished)
+        unfinished.replace(folder / WEIGHTS_FILE)
+
+
+def _save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(found[1]), str(error)) from error
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a config of a checkpoint."""
+    """Writes a config of a checkpoint. Raises OSError, which names the file."""
     unfinished = _unfinished(path)
-    unfinished.write_text(json.dumps(dict(values), indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    with writing(path):
+        unfinished.write_text(json.dumps(dict(values), indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(path)
 
 
 def _unfinished(path: Path) -> Path:

@@ -425,6 +425,23 @@ def test_results_of_all_shards_are_in_the_order_of_the_input(shards, tmp_path):
     assert [record["line"] for record in read_lines(tmp_path / "out.errors.jsonl")] == [11]
 
 
+def test_a_merge_or_a_parquet_file_without_room_names_the_file(shards, tmp_path, capsys, monkeypatch):
+    (tmp_path / "out.jsonl.part").symlink_to("/dev/full")
+    assert cli.main(["merge", str(shards), str(tmp_path / "out.jsonl")]) == 2
+    assert capsys.readouterr().err == f"jaxspec: [Errno 28] {tmp_path}/out.jsonl cannot be written: No space left on device\n"
+    pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    monkeypatch.setattr("jaxspec.cli.options.load_model", lambda args, **_: (FakeLLM(), SamplingParams(seed=args.seed)))
+    path, out = write_lines(tmp_path / "one.jsonl", [{"prompt": "x"}]), tmp_path / "one.parquet"
+    full = tmp_path / "one.parquet.part"
+    full.symlink_to("/dev/full")
+    assert cli.main(["batch", str(path), str(out)]) == 2
+    told = f"{out} cannot be written: No space left on device; what is written stays, and the same command goes on with it"
+    assert capsys.readouterr().err == f"jaxspec: [Errno 28] {told}\n"
+    full.unlink()
+    assert cli.main(["batch", str(path), str(out)]) == 0
+    assert out.is_file()
+
+
 def test_the_errors_of_shards_that_were_given_a_file_for_them(tmp_path, capsys):
     path, out = write_lines(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x"}, "no", "nor"]), tmp_path / "out.jsonl"
     bad = tmp_path / "bad.jsonl"

@@ -585,6 +585,16 @@ def test_resolve_a_file(tmp_path: Path) -> None:
         checkpoint.resolve(tmp_path / "model.safetensors")
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """What safetensors raises is no OSError, and neither names the file."""
+    (tmp_path / ".model.safetensors.unfinished").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"/model\.safetensors cannot be written: Is a directory$"):
+        checkpoint.save_weights(tmp_path, {"weight": np.zeros(4, np.float32)}, {})
+    (tmp_path / ".config.json.unfinished").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"/config\.json cannot be written: No space left on device$"):
+        checkpoint.save_weights(tmp_path, {"weight": np.zeros(4, np.float32)}, {})
+
+
 def test_configs(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         checkpoint.read_config(tmp_path)
