@@ -39,9 +39,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     structured = "let texts follow an automaton of N states, as structured outputs do; 0 means none (default: 0)"
     option("structured", structured, type=int, metavar="N")
     option("prefill", "also time prompts of these lengths", type=_integers, metavar="N,...")
-    option(
-        "prefill-chunk", "most rows of a prefill call (default: the engine's, 512 to 2048)", type=int, metavar="N"
-    )
+    option("prefill-chunk", "most rows of a prefill call (default: the engine's, 512 to 2048)", type=int, metavar="N")
     option("dtype", "bfloat16 (the default) or float32")
     option("quantize", "quantise the target's matrices: int8, int4 or fp8 (default: none)", metavar="KIND")
     option("quantize-embedding", "quantise the target's token embedding, which is its head too: int8 (default: none)", metavar="KIND")

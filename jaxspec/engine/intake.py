@@ -14,6 +14,7 @@ from jaxspec.checks import type_name
 from jaxspec.engine.params import MAX_SEED, Defaults, SamplingParams
 from jaxspec.engine.request import Request
 from jaxspec.engine.structures import Structure, Structures
+from jaxspec.foreign_names import PARAMS_HERE
 from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS
 from jaxspec.structured.params import StructuredOutputsParams
 from jaxspec.text import OutputText, Tokenizer
@@ -35,12 +36,17 @@ R = TypeVar("R")
 
 
 def says_where_params_go(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a method that takes params: of one of their fields as a keyword it says where that goes."""
+    """Decorates a method that takes params: of one of their fields as a keyword, under its name here or elsewhere, it says where that
+    goes."""
 
     @functools.wraps(method)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs.keys() & SamplingParams.__dataclass_fields__.keys():
-            raise TypeError(f"{method.__name__} has no argument {name!r}; it belongs into params=SamplingParams({name}=...)")
+        for name in kwargs:
+            if name in SamplingParams.__dataclass_fields__:
+                raise TypeError(f"{method.__name__} has no argument {name!r}; it belongs into params=SamplingParams({name}=...)")
+            if name in PARAMS_HERE:
+                where = f"in params=SamplingParams(...) it is called {PARAMS_HERE[name]}"
+                raise TypeError(f"{method.__name__} has no argument {name!r}; {where}")
         return method(*args, **kwargs)
 
     return checked

@@ -250,6 +250,8 @@ def test_fields_of_params_belong_into_params(llm):
     for call in (llm.generate, llm.stream, llm.chat, llm.stream_chat, llm.as_completed):
         with pytest.raises(TypeError, match=f"^{call.__name__} has no argument 'max_tokens'; it belongs into params=SamplingParams"):
             call("x", max_tokens=3)
+        with pytest.raises(TypeError, match=f"^{call.__name__} has no argument 'max_new_tokens'; in params=.* it is called max_tokens"):
+            call("x", max_new_tokens=3)
 
 
 def test_names_for_a_chat_template_change_only_what_it_writes(llm):
