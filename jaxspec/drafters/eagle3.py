@@ -190,7 +190,7 @@ class Eagle3(PlainDrafter):
         x, fresh = self.run(self.embed(rows.model, ids), features, block, rows.draft_attention)
         slots = jnp.where(count > 0, rows.slots, cache.slots)
         hidden = take_row(x, jnp.maximum(count - 1, 0))[:, 0]
-        cache = paged.write_all(cache, rows.slots, start, paged.known_after(x, count), fresh)
+        cache = paged.write_all(cache, rows.slots, start, count, fresh, after=x)
         return Eagle3State(cache, state.hidden.at[slots].set(hidden, mode="drop"))
 
     def draft(self, state: Eagle3State, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, Eagle3State]:

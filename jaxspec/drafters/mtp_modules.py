@@ -208,7 +208,7 @@ class MTPModules:
             ids = jnp.pad(ids, ((0, 0), (0, used)))
             for s in range(used):
                 x, keys = self._run(s, rows.model.embed(ids[:, s : s + longest]), x, base, done, cache, rows.slots, rows.draft_attention)
-                cache = _store(cache, s, keys, base, paged.known_after(x, done))
+                cache = _store(cache, s, keys, base, done, after=x)
             kept = kept.without(done)
         slots = jnp.where(live, rows.slots, state.kept.base.shape[0])
         return ModulesState(cache, state.kept.put(slots, kept))
@@ -233,7 +233,7 @@ class MTPModules:
             embedded = target.model.embed(ids[:, s : s + width])
             x, keys = self._run(s, embedded, x, base, count, cache, target.slots, target.draft_attention)
             if s < used:
-                cache = _store(cache, s, keys, base, paged.known_after(x, done))
+                cache = _store(cache, s, keys, base, done, after=x)
             if s < num_draft_tokens:
                 logits = self.logits(s, take_row(x, jnp.maximum(count - 1, 0)), target.draft_attention)
                 token, logits, sampling = draw(logits, target.length[:, None] + s + 1, sampling)
@@ -316,11 +316,11 @@ class MTPModules:
         return dataclasses.replace(self, model=MTPModel({name: begun(module) for name, module in modules.items()}))
 
 
-def _store(cache: PagedKV, layer: int, keys: Keys, start: jax.Array, count: jax.Array) -> PagedKV:
-    """Writes the first `count` of the fresh rows."""
+def _store(cache: PagedKV, layer: int, keys: Keys, start: jax.Array, count: jax.Array, after: jax.Array) -> PagedKV:
+    """Writes the first `count` of the fresh rows. after: see `pallas_kernels.qkv.write`."""
     assert keys.pools is not None and keys.table is not None and keys.fresh is not None
     layers = list(cache.layers)
-    layers[layer] = paged.write(keys.pools, keys.table, start, count, *keys.fresh)
+    layers[layer] = paged.write(keys.pools, keys.table, start, count, *keys.fresh, after=after)
     return dataclasses.replace(cache, layers=tuple(layers))
 
 

@@ -151,13 +151,14 @@ def learning_bytes(
 
 
 def _activations(config: TargetConfig, rows: int) -> int:
-    """Numbers that a layer's pass over so many rows holds: gate and up, the experts' rows, and a few times the hidden state."""
+    """Numbers that a layer's pass over so many rows holds: gate and up, the experts' rows, a few times the hidden state, and the inputs of
+    all layers, which are made before the first."""
 
     def layer(spec: LayerSpec) -> int:
         experts = spec.top_k_experts * (2 * spec.moe_intermediate_size + spec.hidden_size)
         return 2 * spec.intermediate_size + experts + 4 * spec.hidden_size
 
-    return rows * max(map(layer, config.layers))
+    return rows * (max(map(layer, config.layers)) + 2 * sum(spec.per_layer_input for spec in config.layers))
 
 
 def _attention(config: TargetConfig, batch: int, rows: int, max_len: int, itemsize: int) -> int:

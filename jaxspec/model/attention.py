@@ -89,7 +89,7 @@ def attend(
         implementation=attention,
     )
     if keys.fresh is not None and keys.pools is not None:
-        keys = dataclasses.replace(keys, count=paged.known_after(heads, keys.count))
+        keys = dataclasses.replace(keys, after=heads)
     return heads if packing is None else packing.packed(heads), keys
 
 
@@ -125,7 +125,8 @@ def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str
         assert keys.pools is not None and keys.table is not None
         layers[i] = keys.pools
         if keys.fresh is not None:
-            layers[i] = paged.write(keys.pools, keys.table, rows.start, keys.count, *keys.fresh, implementation=attention)
+            where = keys.table, rows.start, keys.count
+            layers[i] = paged.write(keys.pools, *where, *keys.fresh, after=keys.after, implementation=attention)
     return dataclasses.replace(cache, layers=tuple(layers))
 
 

@@ -137,32 +137,30 @@ def write(
     v: jax.Array,
     path: jax.Array | None = None,
     *,
+    after: jax.Array | None = None,
     implementation: str = "xla",
 ) -> LayerKV:
     """Stores rows start .. start + count - 1 of each sequence in its pages.
 
     table: [B, W] int32. start, count: [B] int32. k: [B, T, KV, key_dims], v: [B, T, KV, D]; rows from `count` on are dropped. path:
-    [B, N] int32, which of the rows are stored, None for all. Of more rows than the ring holds, the last are kept. implementation: see
-    `pallas_kernels.qkv.write`.
+    [B, N] int32, which of the rows are stored, None for all. Of more rows than the ring holds, the last are kept. after, implementation:
+    see `pallas_kernels.qkv.write`.
     """
     pages = qkv.Pages(layer.k, layer.v, table, start, count)
-    pools = qkv.write(pages, *layer.as_stored(k, v), path, implementation=implementation)
+    pools = qkv.write(pages, *layer.as_stored(k, v), path, after=after, implementation=implementation)
     return LayerKV(*pools, layer.scales)
 
 
-def known_after(x: jax.Array, count: jax.Array) -> jax.Array:
-    """The same count, in a way that XLA computes after x: for a `write` to pages that x was read from.
-
-    XLA overwrites a pool in place if no write can come before a read of what it was. Else it copies the pool first, every slot's pages.
-    """
-    bits = jax.lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.int32)
-    most = jax.lax.shift_right_logical(bits | 0x7FFFFFFF, 1)  # 2^30 - 1 or 2^31 - 1, whatever the bits
-    return jnp.minimum(count, most)
-
-
-def write_all(cache: PagedKV, slots: jax.Array, start: jax.Array, count: jax.Array, keys: Iterable[tuple[jax.Array, jax.Array]]) -> PagedKV:
+def write_all(
+    cache: PagedKV,
+    slots: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    keys: Iterable[tuple[jax.Array, jax.Array]],
+    after: jax.Array | None = None,
+) -> PagedKV:
     """Stores rows of these slots in every layer. keys: K and V of each; the rest as in `write`."""
-    layers = tuple(write(*cache.pages_of(i, slots), start, count, k, v) for i, (k, v) in enumerate(keys))
+    layers = tuple(write(*cache.pages_of(i, slots), start, count, k, v, after=after) for i, (k, v) in enumerate(keys))
     assert len(layers) == len(cache.layers)
     return dataclasses.replace(cache, layers=layers)
 

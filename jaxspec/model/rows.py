@@ -111,7 +111,7 @@ class Keys:
     are stored in part (`LayerSpec.key_dims`), else None. store_first: the owner puts its rows into the pages and then reads them
     there, so that none are fresh; it must have places for them beside all that they see. packing: of packed rows, for which B is the
     number of rows; else None. tree: of the fresh rows, None where they are consecutive. read_once: whether only this layer reads the
-    pages.
+    pages. after: what the last layer that read the pages made of them, if the fresh rows are written after that.
     """
 
     pools: LayerKV | None
@@ -124,6 +124,7 @@ class Keys:
     packing: Packing | None = None
     tree: DraftTree | None = struct.field(pytree_node=False, default=None)
     read_once: bool = struct.field(pytree_node=False, default=False)
+    after: jax.Array | None = None
 
 
 def take_row(x: jax.Array, index: jax.Array) -> jax.Array:

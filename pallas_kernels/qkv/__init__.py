@@ -115,19 +115,27 @@ def _unsupported(x: Any, w: Any, k_weight: Any, pages: Any, key_dims: int, dtype
 
 
 def write(
-    pages: Pages, k: jax.Array, v: jax.Array, path: jax.Array | None = None, *, implementation: str = "auto"
+    pages: Pages,
+    k: jax.Array,
+    v: jax.Array,
+    path: jax.Array | None = None,
+    *,
+    after: jax.Array | None = None,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Stores rows that were not stored at once: k [B, T, KV, key_dims] and v [B, T, KV, D] in the pools' dtype.
 
-    path: [B, N] int32, which of the rows of k and v are stored, in this order; None for all. Returns the pools. Of more rows than
-    W * page, the last are kept. implementation: see `dialect.select`; kernels do not store float8. Raises ValueError for an unknown one.
+    path: [B, N] int32, which of the rows of k and v are stored, in this order; None for all. after: any array, which is computed before
+    the rows are stored: what was made of the pools as they are. XLA overwrites a pool in place if no write can come before a read of what
+    it was. Else it copies the pool first, every slot's pages. Returns the pools. Of more rows than W * page, the last are kept.
+    implementation: see `dialect.select`; kernels do not store float8. Raises ValueError for an unknown one.
     """
     narrow = pages.k.dtype.itemsize == 1
     chosen = "xla" if narrow else dialect.select(implementation)
     if chosen == "xla":
-        where = (pages.table, pages.start, pages.count)
+        where = (pages.table, pages.start, pages.count if after is None else reference.known_after(after, pages.count))
         return reference.write_rows(pages.k, *where, k, path), reference.write_rows(pages.v, *where, v, path)
-    return triton.write(pages, k, v, path, interpret=chosen == "triton-interpret")
+    return triton.write(pages, k, v, path, after, interpret=chosen == "triton-interpret")
 
 
 __all__ = ["Pages", "projected", "qkv", "serves", "write"]

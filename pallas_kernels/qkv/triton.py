@@ -124,9 +124,10 @@ def _heads(*refs, names, together, group, key_dims, eps, value_norm):
     store("v", where, is_value, values[1], half, half)
 
 
-def write(pages, k, v, path=None, *, interpret=False):
+def write(pages, k, v, path=None, after=None, *, interpret=False):
     """See `pallas_kernels.qkv.write`."""
-    chosen = {} if path is None else {"path": path}
+    # The kernel does not read `after`. To XLA it is an argument like others, so it is there before.
+    chosen = {name: array for name, array in (("path", path), ("after", after)) if array is not None}
     inputs = {"table": pages.table, "start": pages.start, "count": pages.count, **chosen, "rows_k": k, "rows_v": v}
     inputs |= {"old_k": pages.k, "old_v": pages.v}
     return dialect.call(

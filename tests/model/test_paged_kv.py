@@ -243,7 +243,8 @@ def test_rows_land_where_attention_looks_for_them(chunks, implementation):
             expected[:, table[b, (start + i) // PAGE % 3], (start + i) % PAGE] = rows[:, b, i]
     start, count = (jnp.asarray(x, jnp.int32) for x in zip(*chunks, strict=True))
     layer = paged.LayerKV(*map(jnp.asarray, before))
-    layer = write(layer, jnp.asarray(table, jnp.int32), start, count, *map(jnp.asarray, rows), implementation=implementation)
+    new = [jnp.asarray(table, jnp.int32), start, count, *map(jnp.asarray, rows)]
+    layer = write(layer, *new, after=-layer.k, implementation=implementation)
     assert np.array_equal(np.stack([layer.k, layer.v]), expected)
     # The same by the reader's rule: place j of the ring holds the newest position congruent to j.
     held = np.asarray(ring_positions(start + count, 12))
