@@ -47,6 +47,8 @@ def says_where_params_go(method: Callable[P, R]) -> Callable[P, R]:
             if name in PARAMS_HERE:
                 where = f"in params=SamplingParams(...) it is called {PARAMS_HERE[name]}"
                 raise TypeError(f"{method.__name__} has no argument {name!r}; {where}")
+            if name in ("input_ids", "attention_mask"):  # what a tokenizer of transformers gives
+                raise TypeError(f"{method.__name__} has no argument {name!r}; a prompt's token ids are given as the prompt")
         return method(*args, **kwargs)
 
     return checked

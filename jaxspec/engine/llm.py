@@ -8,7 +8,7 @@ import functools
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,11 @@ class LLM:
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
     origin: where the drafter comes from; by default it is a checkpoint's no more, and no heads of it are repeated.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if len(args) < 4 and "settings" not in kwargs:
+            raise TypeError("jaxspec.load(target, drafter=...) makes an LLM; the LLM with vLLM's arguments is jaxspec.vllm.LLM")
+        return super().__new__(cls)
 
     def __init__(
         self,

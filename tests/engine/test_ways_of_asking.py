@@ -252,6 +252,14 @@ def test_fields_of_params_belong_into_params(llm):
             call("x", max_tokens=3)
         with pytest.raises(TypeError, match=f"^{call.__name__} has no argument 'max_new_tokens'; in params=.* it is called max_tokens"):
             call("x", max_new_tokens=3)
+        with pytest.raises(TypeError, match=f"^{call.__name__} has no argument 'input_ids'; a prompt's token ids are given as the prompt"):
+            call(input_ids=[3], attention_mask=[1])
+
+
+def test_who_makes_an_llm_without_load_is_told_of_it():
+    for given, named in ((("pocket",), {}), ((), {"model": "pocket"})):
+        with pytest.raises(TypeError, match=r"^jaxspec\.load\(target, drafter=\.\.\.\) makes an LLM; .* is jaxspec\.vllm\.LLM$"):
+            jaxspec.LLM(*given, **named)
 
 
 def test_names_for_a_chat_template_change_only_what_it_writes(llm):
