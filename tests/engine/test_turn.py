@@ -16,8 +16,8 @@ from jaxspec.engine.runner import Call
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.turn import AHEAD, BESIDE, Turn
-from jaxspec.model import gemma4
 from jaxspec.sampling.choice import PLAIN
+from jaxspec.targets import abstract_target
 
 
 class Text:
@@ -247,8 +247,13 @@ def test_prompts_are_computed_one_by_one_some_or_many_at_a_time(slots, max_len, 
 
 @pytest.mark.parametrize(("config", "rows"), [("31b", 512), ("12b", 1024), ("26b", 2048), ("e2b", 2048)])
 def test_targets_that_do_little_for_a_row_get_more_rows_where_attention_has_kernels(config, rows):
-    target = gemma4.abstract(released.target_config(config), jnp.bfloat16)
+    found = released.target_config(config)
+    target = abstract_target(found, jnp.bfloat16)
     assert prefill_rows(target, kernels=True) == rows and prefill_rows(target, kernels=False) == 512
+    packed = abstract_target(found, jnp.bfloat16, released.target_quantisation(config, found, jnp.bfloat16, "int8", None, None))
+    assert prefill_rows(packed, kernels=True) == 512
+    embedding = released.target_quantisation(config, found, jnp.bfloat16, None, "int8", None)
+    assert prefill_rows(abstract_target(found, jnp.bfloat16, embedding), kernels=True) == rows
 
 
 def test_who_begins_alike_waits_for_what_is_being_computed(turn):
