@@ -69,8 +69,8 @@ class Buckets:
 
 def prefill_rows(target: TargetModel, kernels: bool) -> int:
     """Rows of the largest prefill call. A target that does little for a row gets more: with few, its call would wait for the weights, or
-    for its kernels to start. target: weights or their shapes. Kernels multiply packed ones with 512 rows, but not with many more, for
-    which XLA unpacks them, several at a time. kernels: whether attention runs in kernels; XLA's needs memory for each row.
+    for its kernels to start. target: weights or their shapes. Kernels multiply packed ones with 512 rows, but not with many more; XLA
+    unpacks those, for which other numbers were not timed. kernels: whether attention runs in kernels; XLA's needs memory for each row.
     """
     before, of_layers = target.weights_multiplied()
     more, rows = kernels and not any(map(is_packed, weights_of(target.layers))), PREFILL_ROWS

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import device, float8_rows
 from pallas_kernels.activation import GELU, Activation
+from pallas_kernels.order import zero_after
 from pallas_kernels.packed import Packed, unpack
 from pallas_kernels.packed.matrix import float8_of, rounded, scales_of
 
@@ -42,6 +43,8 @@ def product(x: jax.Array, w: jax.Array | Packed, *, over: int = 1, dtype: Any = 
     pieces = next(n for n in range(1, blocks + 1) if blocks % n == 0 and w.size * x.dtype.itemsize <= n * UNPACKED_BYTES or n == blocks)
     of_piece = _of_codes(rows, dtype or x.dtype) if _takes_codes(w) else _of_numbers(rows, dtype)
     if pieces == 1:
+        # Else XLA may unpack matrices of many layers in one operation, before the first layer.
+        w = dataclasses.replace(w, words=w.words | zero_after(rows).astype(w.words.dtype))
         return of_piece(w)[:, : math.prod(out)].reshape(*leading, *out)
     cut = jax.tree.map(lambda part: part.reshape(pieces, -1, *part.shape[1:]), w)
     # `map` takes its pieces along the first axis, which a Packed does not count among its own.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import dialect, linear
+from pallas_kernels.order import zero_after
 from pallas_kernels.packed import Packed
 from pallas_kernels.qkv import mosaic, reference, triton
 
@@ -133,7 +134,7 @@ def write(
     narrow = pages.k.dtype.itemsize == 1
     chosen = "xla" if narrow else dialect.select(implementation)
     if chosen == "xla":
-        where = (pages.table, pages.start, pages.count if after is None else reference.known_after(after, pages.count))
+        where = (pages.table, pages.start, pages.count if after is None else pages.count + zero_after(after))
         return reference.write_rows(pages.k, *where, k, path), reference.write_rows(pages.v, *where, v, path)
     return triton.write(pages, k, v, path, after, interpret=chosen == "triton-interpret")
 

@@ -52,13 +52,6 @@ def write_rows(
     return pool.at[pages, jnp.mod(position, page)].set(stored(rows, pool.dtype), mode="drop")
 
 
-def known_after(x: jax.Array, count: jax.Array) -> jax.Array:
-    """The same count, in a way that XLA computes after x."""
-    bits = jax.lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.int32)
-    most = jax.lax.shift_right_logical(bits | 0x7FFFFFFF, 1)  # 2^30 - 1 or 2^31 - 1, whatever the bits
-    return jnp.minimum(count, most)
-
-
 def qkv(projected, cos, sin, q_weight, k_weight, pages, *, group, key_dims, eps, value_norm, dtype):
     """See `pallas_kernels.qkv.qkv`."""
     if projected.ndim == 6:
