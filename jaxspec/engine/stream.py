@@ -14,7 +14,8 @@ T = TypeVar("T")
 class Stream(Iterator[T], AsyncIterator[T]):
     """The pieces of one text, or completions. `for` reads them, and `async for` does so while other tasks go on.
 
-    It holds slots until it is read to its end or closed, or until nobody has it any more. Several threads may use it; they take turns.
+    It holds slots until it is read to its end or closed, or until nobody has it any more. Several threads may use it; they take turns. A
+    read whose task was cancelled goes on for a moment, and holds the slots so long; `aclose`, as `contextlib.aclosing` calls it, waits.
     """
 
     def __init__(self, items: Generator[T, None, None], settle: Callable[[], None]):
