@@ -22,7 +22,7 @@ from jaxspec.engine.learn import check as check_learning
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import check_limits, memory_limit, memory_used
 from jaxspec.engine.params import MAX_SEED
-from jaxspec.engine.settings import Settings, adaptive_obstacle, check_pages
+from jaxspec.engine.settings import Settings, adaptive_obstacle, check_pages, in_kernels
 from jaxspec.foreign_names import answers_foreign_names
 from jaxspec.interrupts import heeded
 from jaxspec.learning.settings import Learn, learn_of
@@ -200,7 +200,7 @@ def load(
     longest = count if grown is None else max(count, grown.depth)
     sizes = {"max_len": max_len, "num_draft_tokens": longest, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
-        kernels = attention != "xla" and dialect.obstacle() is None
+        kernels = in_kernels(attention)
         room, used = _room(memory_fraction)
         pays = attention != "xla" and lm_head.guide_pays()
         placement = with_head_guides(placement, pair.target, pair.drafter, head_guide, room, pays=pays)

@@ -17,6 +17,7 @@ from jaxspec.decode.accept import COUPLED, Rule, rule_of, synthetic
 from jaxspec.drafters.base import check_tree, num_draft_tokens_of
 from jaxspec.engine.buckets import PREFILL_ROWS, prefill_rows
 from jaxspec.engine.memory import memory_limit
+from jaxspec.engine.settings import in_kernels
 from jaxspec.model.draft_tree import DraftTree, tree_of
 from jaxspec.model.head_guides import guided
 from jaxspec.model.target import TargetConfig
@@ -193,9 +194,9 @@ def plan_bench(
     accept = rule_of(acceptance) if isinstance(acceptance, str) else synthetic(acceptance)
     accept.check(count)
     placement = placement_of(mesh)
-    kernels, limit = workload.get("attention", "auto") != "xla", memory_limit(jax.devices()[0])
-    pays = kernels and lm_head.guide_pays()
-    workload = {"prefill_chunk": prefill_rows(target, kernels and dialect.obstacle() is None)} | workload
+    attention, limit = workload.get("attention", "auto"), memory_limit(jax.devices()[0])
+    pays = attention != "xla" and lm_head.guide_pays()
+    workload = {"prefill_chunk": prefill_rows(target, in_kernels(attention))} | workload
     room = None if limit is None else int(MEMORY_FRACTION * limit)
     placement = with_head_guides(placement, target, draft, head_guide, room, pays=pays)
     if rows is not None and integer("rows", rows, 1) % placement.shards:

@@ -24,7 +24,7 @@ from jaxspec.engine.device_clock import Compiling, Times
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import UNWRITTEN, Request
 from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
-from jaxspec.engine.settings import Settings
+from jaxspec.engine.settings import Settings, in_kernels
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stats import accepted_by_call
 from jaxspec.engine.structures import Structures
@@ -35,7 +35,6 @@ from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.sharding.placement import Placement
 from jaxspec.trees import bytes_per_device, nbytes
-from pallas_kernels import dialect
 
 AnyProgram = TypeVar("AnyProgram", bound=Program)
 # Rounds, or calls that compute prompts, that a larger program runs in place of one that is not compiled. To compile a loop takes as long as
@@ -84,8 +83,7 @@ class Runner:
         self.settings = settings
         self.target: Any = target  # this and the next: None once it is closed
         self.drafter: Any = drafter
-        kernels = settings.attention != "xla" and dialect.obstacle() is None
-        self.buckets = Buckets(settings.max_slots, settings.max_len, prefill_rows(target, kernels))
+        self.buckets = Buckets(settings.max_slots, settings.max_len, prefill_rows(target, in_kernels(settings.attention)))
         self.adaptive: Adaptive | None = None  # chooses the shape of rounds; None where all guess num_draft_tokens and verify them
         self.trial: Trial | None = None  # of two variants of the drafter, as long as it is open; see `begin_trial`
         self.watching = False  # whether `watched` counts

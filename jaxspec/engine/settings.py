@@ -12,6 +12,7 @@ from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.decode.round import Round, check_tree_rule
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.sampling.choice import Needs
+from pallas_kernels import dialect
 
 PAGE = 64  # positions in a page
 PREFIX_BYTES = 2**30  # bytes for snapshots of prompts, on each device
@@ -77,6 +78,11 @@ class Settings:
         rows, tree: see `Round`."""
         count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         return Round(count, self.accept, needs, self.attention, self.draft_attention, rows, tree)
+
+
+def in_kernels(attention: str) -> bool:
+    """Whether attention of this implementation, and what surrounds it, runs in kernels on the current device."""
+    return attention != "xla" and dialect.obstacle() is None
 
 
 def adaptive_obstacle(rule: Rule, num_draft_tokens: int) -> str | None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tiny
 from interrupting import interrupted_compilation
-from quick import few_programs
+from quick import few_programs, prompt_rows
 
 import jaxspec
 from jaxspec import SamplingParams, decode, engine
@@ -64,8 +64,7 @@ def tokens(completions):
 @pytest.fixture(scope="module", autouse=True)
 def quick_to_compile(unoptimised):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "PREFILL_ROWS", buckets.PREFILL_CHUNK)  # one program for prompts of every length
-        patch.setattr(buckets, "MOST_PREFILL_ROWS", buckets.PREFILL_ROWS)
+        prompt_rows(patch, buckets.PREFILL_CHUNK)  # one program for prompts of every length
         yield
 
 

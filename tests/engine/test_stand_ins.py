@@ -1,6 +1,7 @@
 """Which programs are compiled for calls of several sizes: a larger one that is ready runs a while in place of a smaller one that is not."""
 
 import pytest
+from quick import prompt_rows
 
 import jaxspec
 from jaxspec import SamplingParams
@@ -22,8 +23,7 @@ def texts(llm, prompts, **settings):
 @pytest.fixture(scope="module", autouse=True)
 def sizes_of_prompts():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "PREFILL_ROWS", 2 * buckets.PREFILL_CHUNK)
-        patch.setattr(buckets, "MOST_PREFILL_ROWS", buckets.PREFILL_ROWS)
+        prompt_rows(patch, 2 * buckets.PREFILL_CHUNK)
         yield
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from quick import prompt_rows
 
 import jaxspec
 from jaxspec.decode.accept import synthetic
@@ -39,8 +40,7 @@ def calls(monkeypatch):
 @pytest.mark.slow  # tests/decode/test_trees.py has chains and trees in turn
 def test_few_sequences_have_trees_and_more_have_chains(folders, calls, monkeypatch):
     """Six requests that end one after the other: chains while more than four decode, then trees, and texts as without drafts."""
-    monkeypatch.setattr(buckets, "PREFILL_ROWS", buckets.PREFILL_CHUNK)  # one program for prompts of every length
-    monkeypatch.setattr(buckets, "MOST_PREFILL_ROWS", buckets.PREFILL_ROWS)
+    prompt_rows(monkeypatch, buckets.PREFILL_CHUNK)  # one program for prompts of every length
     each = [params(i) for i in range(6)]
     sizes = {"max_len": 64, "max_slots": 6, "kv_pages": 12, "progress": False}
     with jaxspec.load(folders[0], None, **sizes) as alone:
