@@ -157,6 +157,11 @@ def named_cases() -> Iterator[Case]:
             if packing == linear_shapes.ROUNDED and shape.kind == "gated":
                 codes = functools.partial(linear.gated, codes=True)
                 yield Case("linear", f"{name} x {rows}, {packing}, codes", codes, arguments, further=further)
+        for packing in linear_shapes.PACKINGS:
+            x, w, *_ = shape.arguments(1024, dtype, packing)
+            yield Case(
+                "linear", f"{name}, unpacked, {packing}", functools.partial(linear.unpacked), (w, x), further=not _first(name, packing, 5)
+            )
     for name, shape in lm_head_shapes.SHAPES.items():
         sampling = array(shape.rows, 2, dtype=jnp.uint32), array(shape.rows, dtype=jnp.float32)
         function = functools.partial(lm_head.lm_head, softcap=shape.softcap)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jaxspec.model.target import TargetModel
-from jaxspec.trees import is_packed, weights_of
 
 BUCKET_RATIO = 8  # between the sizes of decode calls
 PREFILL_ROWS = 512  # rows of the largest prefill call at least; see `prefill_rows`
@@ -69,12 +68,11 @@ class Buckets:
 
 def prefill_rows(target: TargetModel, kernels: bool) -> int:
     """Rows of the largest prefill call. A target that does little for a row gets more: with few, its call would wait for the weights, or
-    for its kernels to start. target: weights or their shapes. Kernels multiply packed ones with 512 rows, but not with many more; XLA
-    unpacks those, for which other numbers were not timed. kernels: whether attention runs in kernels; XLA's needs memory for each row.
+    for its kernels to start. target: weights or their shapes. kernels: whether attention runs in kernels; XLA's needs memory for each row.
     """
     before, of_layers = target.weights_multiplied()
-    more, rows = kernels and not any(map(is_packed, weights_of(target.layers))), PREFILL_ROWS
-    while more and rows < MOST_PREFILL_ROWS and 2 * rows * (before + sum(of_layers)) <= PREFILL_WORK:
+    rows = PREFILL_ROWS
+    while kernels and rows < MOST_PREFILL_ROWS and 2 * rows * (before + sum(of_layers)) <= PREFILL_WORK:
         rows *= 2
     return rows
 

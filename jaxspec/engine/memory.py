@@ -24,9 +24,11 @@ from jaxspec.engine.settings import PAGE, PREFIX_BYTES
 from jaxspec.learning.settings import Learn, parts
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.head_guides import guided
+from jaxspec.model.layers import Linear
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
-from jaxspec.trees import bytes_per_device, is_packed, weights_of
+from jaxspec.trees import bytes_per_device, is_packed, nbytes, weights_of
+from pallas_kernels.linear import most_rows
 from pallas_kernels.linear.reference import UNPACKED_BYTES
 
 # The most slots that are chosen when nobody asks for a number. With 4 drafts each, the rows that they verify keep a GPU's arithmetic about
@@ -37,7 +39,7 @@ SHARE = 2  # pages are planned for sequences of max_len / SHARE; if they grow lo
 # nothing is filtered, and 16 to 21 with every filter, penalty and log-probability (31B and 26B-A4B, B = 8 and 64).
 LOGIT = 21
 # Bytes of temporaries of a product with a packed matrix in XLA, which unpacks a piece at a time: its codes, numbers and weights. XLA's
-# program for 512 rows and the 31B's largest matrix takes 70 to 80 MiB beside its result.
+# program for 512 rows and the 31B's largest matrix takes 70 to 80 MiB beside its result. A kernel unpacks whole matrices: see `_unpacked`.
 UNPACKING = 3 * UNPACKED_BYTES
 # By how much calls may exceed the room: their temporaries are the most that any need, and memory_fraction leaves a tenth of the memory.
 OVER = 9 / 8
@@ -111,7 +113,8 @@ def sizes_of(
     one = state(1, 1)
     slot, page = state(2, 1) - one, state(1, 2) - one
     config, rows, itemsize = target.config, num_draft_tokens + 1, target.dtype.itemsize
-    prefill = _activations(config, prefill_rows(target, kernels)) * itemsize
+    largest = prefill_rows(target, kernels)
+    prefill = _activations(config, largest) * itemsize
     decode = LOGIT * rows * config.vocab_size
     if not kernels:
         decode += _attention(config, 1, rows, max_len, itemsize)
@@ -126,7 +129,7 @@ def sizes_of(
         width=math.ceil(max_len / PAGE),
         decode=decode,
         prefill=prefill,
-        unpacking=UNPACKING * packed,
+        unpacking=max(UNPACKING * packed, _unpacked(target, largest)),
         learnt=learnt,
         learning=learning,
     )
@@ -159,6 +162,14 @@ def _activations(config: TargetConfig, rows: int) -> int:
         return 2 * spec.intermediate_size + experts + 4 * spec.hidden_size
 
     return rows * (max(map(layer, config.layers)) + 2 * sum(spec.per_layer_input for spec in config.layers))
+
+
+def _unpacked(target: Any, rows: int) -> int:
+    """Bytes of the largest matrix of a layer that a kernel unpacks whole for products of so many rows."""
+    products = jax.tree.leaves(target.layers, is_leaf=lambda node: isinstance(node, Linear))
+    packed = [part.weight for part in products if isinstance(part, Linear) and is_packed(part.weight)]
+    whole = [w for w in packed if rows > most_rows(w)]
+    return max((w.size * bytes_per_device(w.words) // nbytes(w.words) for w in whole), default=0) * target.dtype.itemsize
 
 
 def _attention(config: TargetConfig, batch: int, rows: int, max_len: int, itemsize: int) -> int:

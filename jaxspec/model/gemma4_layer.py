@@ -13,7 +13,7 @@ from flax import struct
 from jaxspec.model import traffic
 from jaxspec.model.attention import Heads, Normed, attend
 from jaxspec.model.config import LayerSpec
-from jaxspec.model.layers import GatedMLP, Linear, RMSNorm, Weight, for_rows, rope_angles
+from jaxspec.model.layers import GatedMLP, Linear, RMSNorm, Weight, operand, rope_angles
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.rows import Keys
 from jaxspec.model.split import KVHeads
@@ -151,7 +151,7 @@ class DecoderLayer:
                 return layer_end(x, out, weight, *arrays, eps=self.post_attention_layernorm.eps, launch_dependents=read_by_kernel)
             inputs = inputs.reshape(-1, *inputs.shape[-2:])
             rows = x.reshape(len(inputs), -1)
-            chosen = for_rows(implementation, rows, gate)
+            gate, chosen = operand(implementation, rows, gate)
             (x,) = add(x, out, weight, launch_dependents=by_kernel(rows, gate, inputs, splits=1, implementation=chosen))
             settings = {"launch_dependents": projection.by_kernel(len(rows), x.dtype, implementation), "implementation": chosen}
             gated = gated_by(x.reshape(rows.shape), gate, inputs, per_layer_input.layer, **settings)

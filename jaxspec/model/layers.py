@@ -23,7 +23,7 @@ from pallas_kernels.activation import GELU, Activation
 from pallas_kernels.add_norm import Float8
 from pallas_kernels.all_reduce import Unsummed, serves
 from pallas_kernels.float8_rows import Rounded
-from pallas_kernels.linear import by_kernel, gated, linear, most_rows, partials, product, rounding, xla_parts
+from pallas_kernels.linear import by_kernel, gated, linear, most_rows, partials, product, rounding, unpacked, xla_parts
 from pallas_kernels.lm_head.guided import MOST_ROWS as MOST_GUIDED
 from pallas_kernels.lm_head.guided import Guide
 from pallas_kernels.lm_head.guided import unsupported as guide_obstacle
@@ -89,14 +89,15 @@ class Linear:
         how many axes `in` are, 3 for heads. read_by_kernel: whether there is such a kernel, wherever there are kernels at all."""
         leading, out = x.shape[: len(x.shape) - over], self.weight.shape[: self.weight.ndim - over]
         rows: Any = x.flat() if isinstance(x, Rounded) else x.reshape(math.prod(leading), -1)
-        chosen = for_rows(implementation, rows, self.weight)
+        weight, chosen = operand(implementation, rows, self.weight)
         spread = self.sum_over is not None
         in_kernel = self._summed_by_kernel(rows.shape[0], x.dtype, implementation, over)
-        matrix = self.weight if isinstance(self.weight, Packed) else self.weight.reshape(math.prod(out), -1)
+        matrix = weight if isinstance(weight, Packed) else weight.reshape(math.prod(out), -1)
         whole = chosen == "xla" and not in_kernel and (spread or implementation == "xla" or xla_parts(rows.shape[0], matrix) == 1)
         if self.gather_over is not None or whole:
             assert not isinstance(x, Rounded)
-            return self(x) if over == 1 else self.of_heads(x)
+            whole_product = dataclasses.replace(self, weight=weight)
+            return whole_product(x) if over == 1 else whole_product.of_heads(x)
         weight = matrix.flat() if isinstance(matrix, Packed) else matrix
         if spread and not in_kernel:
             return summed(linear(rows, weight, splits=None, implementation=chosen).reshape(*leading, *out), self.sum_over)
@@ -209,9 +210,9 @@ class GatedMLP:
 
     def _hidden(self, x: jax.Array | Rounded, implementation: str, read_by_kernel: bool, codes: bool = False) -> Any:
         rows: Any = x.flat() if isinstance(x, Rounded) else x.reshape(-1, x.shape[-1])
-        weight = self.gate_up_proj.weight
+        weight, chosen = operand(implementation, rows, self.gate_up_proj.weight, gated=True)
         settings = {"activation": self.activation, "codes": codes, "launch_dependents": read_by_kernel}
-        hidden = gated(rows, weight, **settings, implementation=for_rows(implementation, rows, weight, gated=True))
+        hidden = gated(rows, weight, **settings, implementation=chosen)
         if isinstance(hidden, Rounded):
             return dataclasses.replace(hidden, leading=x.shape[:-1])
         return hidden.reshape(*x.shape[:-1], -1)
@@ -220,7 +221,7 @@ class GatedMLP:
 def _product(x: jax.Array, weight: Weight, over: int, dtype: Any, implementation: str) -> jax.Array:
     """`linear.product` by a kernel, where the weight is packed and one serves so few rows. implementation: the one asked for."""
     rows = x.reshape(-1, math.prod(x.shape[x.ndim - over :]))
-    chosen = for_rows(implementation, rows, weight) if isinstance(weight, Packed) else "xla"
+    weight, chosen = operand(implementation, rows, weight) if isinstance(weight, Packed) else (weight, "xla")
     if chosen == "xla":
         return product(x, weight, over=over, dtype=dtype)
     total = jnp.sum(partials(rows, weight.flat(), implementation=chosen), axis=0).astype(dtype or x.dtype)
@@ -241,6 +242,16 @@ def head_logits(hidden: jax.Array, weight: Weight, implementation: str) -> jax.A
 def for_rows(implementation: str, rows: Any, weight: Weight, *, gated: bool = False) -> str:
     """The implementation asked for if it serves that many rows of products with this weight, or gated pair, else XLA. rows: [N, H]."""
     return implementation if rows.shape[0] <= most_rows(weight, implementation, gated=gated) else "xla"
+
+
+def operand(implementation: str, rows: jax.Array | Rounded, weight: Weight, *, gated: bool = False) -> tuple[Weight, str]:
+    """The weight and the implementation with which to multiply so many rows: as `for_rows` says, and a packed weight unpacked by a kernel
+    if it is XLA's product that serves, unless only XLA was asked for. rows: [N, H]."""
+    chosen = for_rows(implementation, rows, weight, gated=gated)
+    if isinstance(weight, Packed) and chosen == "xla" != implementation:
+        assert isinstance(rows, jax.Array)  # `rounding_for` asks for others where a kernel multiplies
+        weight = unpacked(weight, rows, implementation=implementation)
+    return weight, chosen
 
 
 def rounding_for(matrix: Weight, x: Any, implementation: str, *, gated: bool = False) -> str | None:

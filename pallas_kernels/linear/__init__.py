@@ -23,11 +23,14 @@ from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.linear import mosaic, packed_mosaic, packed_triton, reference, triton
 from pallas_kernels.linear.reference import product
 from pallas_kernels.linear.triton import MOST_ROWS
-from pallas_kernels.packed import Packed
+from pallas_kernels.packed import Packed, tile
+from pallas_kernels.packed import triton as unpacking
 
-# How often a kernel reads a packed matrix for more rows than it multiplies at a time. XLA first writes the unpacked weights to memory and
-# reads them again, which takes as long as two or three passes.
+# How often a kernel reads a packed matrix for more rows than it multiplies at a time. For more, a kernel writes the unpacked weights to
+# memory and XLA multiplies them (see `unpacked`), which costs the time of one or two passes. On an H200 that was faster from so many rows
+# on with matrices of up to so many weights, whose products do not keep all programs of a kernel busy.
 MOST_PASSES = 3
+UNPACKED_ROWS, UNPACKED_WEIGHTS = 512, 55_000_000
 # Where parts of XLA's products were found to be faster on an H200, from XLA_LEAST_ROWS on: for up to so many rows, the fewest weights, the
 # fewest and the most parts, and the most tiles of XLA_TILE outputs in all of them together.
 XLA_LEAST_ROWS, XLA_PARTS, XLA_TILE = 129, ((192, 12 << 20, 2, 3, 96), (256, 1 << 20, 4, 4, 96)), 128
@@ -36,7 +39,10 @@ XLA_LEAST_ROWS, XLA_PARTS, XLA_TILE = 129, ((192, 12 << 20, 2, 3, 96), (256, 1 <
 def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: bool = False) -> int:
     """The most rows that a kernel multiplies with this matrix. implementation: the one asked for. gated: whether w is a gated pair."""
     if isinstance(w, Packed):
-        return 0 if any(w.cut) else MOST_PASSES * packed_triton.MOST_ROWS
+        if any(w.cut):
+            return 0
+        early = w.size <= UNPACKED_WEIGHTS and w.inputs is None and not dialect.mosaic_obstacle()
+        return UNPACKED_ROWS - 1 if early else MOST_PASSES * packed_triton.MOST_ROWS
     if implementation == "mosaic":
         return mosaic.MOST_ROWS
     most = triton.most_rows(w)
@@ -122,6 +128,19 @@ def gated_by(
         return reference.gated_by(x, w, u, index)
     kernel = _kernel("gated_by", chosen, w, launch_dependents)
     return _by_rows(lambda x, w, u: kernel(x, w, u, index), 0, w)(x, u)
+
+
+def unpacked(w: Packed, x: jax.Array, *, implementation: str = "auto") -> jax.Array | Packed:
+    """The matrix for XLA's product with more rows than `most_rows`: [*out, *in] in x's dtype, if a kernel can unpack it, or as it is.
+
+    XLA by itself unpacks a matrix piece by piece, and takes several times as long. x: [N, H], the rows, which are computed first: so no
+    layer's matrix is unpacked long before its product. One whose rows are rounded stays as it is. implementation: see `dialect.select`.
+    """
+    if w.inputs is not None or any(w.cut):
+        return w
+    flat = w.flat()
+    chosen = "xla" if tile.unsupported(flat, x.dtype) else dialect.select(implementation)
+    return w if chosen == "xla" else unpacking.unpack(flat, x.dtype, x, interpret=chosen == "triton-interpret").reshape(w.shape)
 
 
 def xla_parts(rows: int, w: jax.Array | Packed) -> int:
@@ -234,4 +253,4 @@ def _by_rows(kernel: Callable[..., jax.Array], axis: int, w: jax.Array | Packed,
     return run
 
 
-__all__ = ["MOST_ROWS", "by_kernel", "gated", "gated_by", "linear", "most_rows", "partials", "product", "rounding"]
+__all__ = ["MOST_ROWS", "by_kernel", "gated", "gated_by", "linear", "most_rows", "partials", "product", "rounding", "unpacked"]

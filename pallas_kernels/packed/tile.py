@@ -150,6 +150,16 @@ def products(
     return jax.lax.fori_loop(0, count, step, zeros)
 
 
+def unpacked(refs: Sequence[Any], out: jax.Array, into: jax.Array, dtype: Any, form: Form) -> jax.Array:
+    """Blocks `out` [A] x `into` [B] of a matrix, all of which exist: [64 A, 64 B], in the order of `_inputs`. refs: of `arrays`."""
+    words_ref, *number_refs = refs
+    words = _load_words(words_ref, (), out, into, None, form)
+    where = jnp.zeros(1, jnp.int32) if form.groups is None else into
+    numbers = [_load_numbers(ref, (), out, where, None, form) for ref in number_refs]
+    scale, zero = numbers if form.zeros else (*numbers, None)
+    return weights(words, scale, zero, dtype, form)
+
+
 def load_rows(ref: Any, row: jax.Array, kept: jax.Array | None, block: Any, depth: int, form: Form) -> jax.Array:
     """Numbers of `depth` input blocks from `block` on, of rows `row` [R] of a matrix: [R, 64 depth].
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lowering import for_cuda
-from packed_matrices import FORMS, packed
+from packed_matrices import FORMS, in_one_program, packed
 
+from jaxspec.model.layers import GatedMLP, Linear
 from pallas_kernels import device, linear, moe
 from pallas_kernels.activation import Activation
 from pallas_kernels.linear import bench, packed_mosaic, packed_triton
@@ -58,6 +59,17 @@ def test_weights_are_those_of_unpack_to_the_last_bit(form, dtype, gpu):
     with device.described_as(gpu):
         (got,) = run(packed_triton.partials, jnp.eye(120, dtype=dtype), w, splits=1, interpret=True)
     np.testing.assert_array_equal(got.T, unpacked(w, dtype).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("gpu", [A100, H200])
+@pytest.mark.parametrize("form", [form if form in PACKINGS else pytest.param(form, marks=pytest.mark.slow) for form in FORMS])
+def test_a_kernel_unpacks_whole_matrices_to_the_last_bit(form, gpu):
+    """An even and an odd number of blocks of inputs."""
+    for shape, dtype in (((128, 256), "bfloat16"), ((2, 64, 192), "float32")):
+        w = packed(form, shape)
+        with device.described_as(gpu):
+            got = run(linear.unpacked, w, jnp.ones((1, 1), dtype), implementation="triton-interpret")
+        np.testing.assert_array_equal(got, unpacked(w, dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -360,6 +372,40 @@ def test_a_product_beside_others_has_one_warpgroup_for_many_rows(bits):
     for rows in (5, 64, 65, 160, 256):
         usual, slim = (packed_mosaic.choose_tiles(rows, 4224, 2816, bits, splits=None, slim=slim) for slim in (False, True))
         assert slim == usual if rows <= 64 else (slim.wide, slim.deep) == (1, 1), (rows, slim)
+
+
+def test_a_kernel_unpacks_a_layer_s_matrices_for_many_rows():
+    """For as many as a large prefill call has, whose products are then XLA's: of heads, of a gated pair, and of an output."""
+    heads = in_one_program(jnp.ones((128, 2, 1, 64), jnp.uint8), jnp.full((128, 2, 1, 1), 0.5, jnp.bfloat16), kind="int8", over=3)
+    layer = Linear(heads), GatedMLP(Linear(packed("int4", (2, 192, 128))), Linear(packed("fp8", (128, 192))))
+
+    def outputs(layer, x, implementation):
+        attended, mlp = layer[0].parts(x.reshape(*x.shape[:2], 2, 1, 64), implementation, over=3), layer[1]
+        return attended, mlp.parts(x, implementation), mlp(x, implementation)
+
+    x = normal(2, 400, 128)
+    for found, expected in zip(*(run(outputs, layer, x, implementation=name) for name in ("triton-interpret", "xla")), strict=True):
+        assert difference(found, expected) < 1e-2
+    for rows, kernels in ((400, 3), (10, 0)):  # equal ones are traced once
+        assert str(jax.make_jaxpr(outputs, static_argnums=2)(layer, x[:, :rows], "triton")).count("name=unpack") == kernels
+
+
+def test_which_matrices_xla_unpacks_itself():
+    """Those whose rows are rounded, those whose blocks are not full, and all where there are no kernels."""
+    x, w = normal(800, 128), packed("fp8", (64, 128))
+    for matrix, implementation in (
+        (dataclasses.replace(w, inputs="fp8"), "triton"),
+        (packed("fp8", (60, 128)), "triton"),
+        (w, "xla"),
+        (w, "auto"),
+    ):
+        assert linear.unpacked(matrix, x, implementation=implementation) is matrix
+
+
+def test_small_matrices_are_unpacked_for_fewer_rows_on_hopper():
+    for shape, gpu, most in (((10240, 2560), H200, 511), ((15360, 3840), H200, 768), ((10240, 2560), L4, 768)):
+        with device.described_as(gpu):
+            assert linear.most_rows(abstract(shape, "int4", group=32, scale_dtype=jnp.bfloat16)) == most
 
 
 @pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
