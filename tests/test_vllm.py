@@ -1,6 +1,7 @@
 """Scripts for vLLM with another import line: the shape of its offline examples, and every argument. What needs no model that knows
 something runs on a tiny one."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -629,6 +630,25 @@ def test_a_stop_string_that_ends_in_several_tokens_is_cut_off_texts_with_special
     )
     found = llm.generate("x", params, use_tqdm=False)[0].outputs[0]
     assert (found.text, found.stop_reason) == ("aa", "a😀")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_stop_string_of_bytes_that_are_no_character_cuts_off_itself_alone(llm, kept):
+    tokenizer = llm.jaxspec.tokenizer
+    lone = next(i for i in range(4096) if tokenizer.decode([i]) == "\ufffd" and tokenizer.decode([i, i]) == "\ufffd\ufffd")
+    params = SamplingParams(
+        allowed_token_ids=[lone],
+        ignore_eos=True,
+        min_tokens=3,
+        max_tokens=8,
+        stop=["\ufffd"],
+        include_stop_str_in_output=kept,
+        skip_special_tokens=False,
+    )
+    found = llm.generate("x", params, use_tqdm=False)[0].outputs[0]
+    plain = dataclasses.replace(params, skip_special_tokens=True)
+    assert found.stop_reason == "\ufffd" and len(found.text) >= 2
+    assert found.text == llm.generate("x", plain, use_tqdm=False)[0].outputs[0].text
 
 
 def test_a_stop_string_with_a_special_token_is_refused_where_texts_have_them(llm):

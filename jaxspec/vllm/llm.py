@@ -265,16 +265,13 @@ class LLM:
             return ""
         if params.skip_special_tokens:
             return sample.text
-        ids, stop, keep = list(sample.token_ids), sample.stop_reason, params.include_stop_str_in_output
-        text = self.jaxspec.tokenizer.decode(ids, special=True)
-        if sample.finish_reason != "stop" or (keep and not isinstance(stop, str)):
-            return text
-        before = self.jaxspec.tokenizer.decode(ids[:-1], special=True)
-        certain = before.rstrip("\ufffd")  # without a character of which tokens before the last have only some bytes
-        if not isinstance(stop, str):
-            return before
-        end = text.find(stop, max(len(certain) - len(stop) + 1, 0))  # the last token completes it
-        return text if end < 0 else text[: end + len(stop) * keep]
+        ids, stop, keep = sample.token_ids, sample.stop_reason, params.include_stop_str_in_output
+        tokenizer = self.jaxspec.tokenizer
+        text = tokenizer.decode(ids, special=True)
+        if isinstance(stop, str):
+            cut = tokenizer.decode(ids)[len(sample.text) :]  # by the stop string, which the last token completes
+            return text.removesuffix(cut)
+        return tokenizer.decode(ids[:-1], special=True) if sample.finish_reason == "stop" and not keep else text
 
 
 def _check_call(call: str, others: Mapping[str, Any]) -> None:
