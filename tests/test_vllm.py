@@ -499,14 +499,21 @@ def test_wrong_arguments(given, error, message, monkeypatch):
         LLM(**{"model": "pocket", **given})
 
 
-def test_the_format_of_a_quantised_checkpoint_is_checked(asked, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "name", "called"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, "awq_marlin", "awq of 4 bits"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", "fp8 of blocks 128 x 128"),  # as Step-3.5-Flash-FP8 has it
+    ],
+)
+def test_the_format_of_a_quantised_checkpoint_is_checked(settings, name, called, asked, tmp_path):
     folder = tmp_path / "quantised"
     shutil.copytree(hub.bundled()["pocket"], folder)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))
-    assert asked(folder, quantization="awq_marlin")["quantize"] is None
-    with pytest.raises(ValueError, match="quantization is 'gptq', but the weights of .* are quantised as awq of 4 bits"):
+    assert asked(folder, quantization=name)["quantize"] is None
+    with pytest.raises(ValueError, match=f"quantization is 'gptq', but the weights of .* are quantised as {called}"):
         LLM(folder, quantization="gptq")
 
 

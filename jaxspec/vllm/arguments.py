@@ -39,6 +39,7 @@ FORMATS = {
     "auto_round": "auto-round",
     "awq": "awq",
     "awq_marlin": "awq",
+    "fp8": "fp8",
 }
 # Methods of speculation, and the kinds of drafters that they are.
 METHODS = {
