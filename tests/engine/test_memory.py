@@ -18,6 +18,7 @@ from jaxspec.info import describe as info
 from jaxspec.model import gemma4
 from jaxspec.model.config import Gemma4Config
 from jaxspec.sharding.placement import abstract_placement_of
+from jaxspec.targets import abstract_target
 from jaxspec.trees import nbytes
 
 GIB = 2**30
@@ -65,6 +66,18 @@ def test_sizes_of_the_31b_by_hand():
     xla = sizes(kernels=False)
     assert xla.prefill / 2**20 == pytest.approx(535, rel=0.35)
     assert 8 * (xla.decode - found.decode) / 2**20 == pytest.approx(360, rel=0.35)
+
+
+def test_the_largest_matrix_is_unpacked_whole_where_prompts_have_more_rows_than_kernels_multiply():
+    def unpacking(config, **settings):
+        found = shapes.target_config(config)
+        target = abstract_target(found, jnp.bfloat16, shapes.target_quantisation(config, found, jnp.bfloat16, "int4", None, None))
+        return memory.sizes_of(target, NoDraft(), max_len=4096, num_draft_tokens=0, **settings).unpacking
+
+    assert unpacking("12b") == 2 * 15_360 * 3840 * 2
+    assert (
+        unpacking("31b") == unpacking("12b", kernels=False) == unpacking("12b", placement=abstract_placement_of("tensor=4")) == 96 * 2**20
+    )
 
 
 def test_as_many_slots_are_chosen_as_fit_at_half_their_length():

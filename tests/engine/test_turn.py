@@ -251,9 +251,7 @@ def test_targets_that_do_little_for_a_row_get_more_rows_where_attention_has_kern
     target = abstract_target(found, jnp.bfloat16)
     assert prefill_rows(target, kernels=True) == rows and prefill_rows(target, kernels=False) == 512
     packed = abstract_target(found, jnp.bfloat16, released.target_quantisation(config, found, jnp.bfloat16, "int8", None, None))
-    assert prefill_rows(packed, kernels=True) == 512
-    embedding = released.target_quantisation(config, found, jnp.bfloat16, None, "int8", None)
-    assert prefill_rows(abstract_target(found, jnp.bfloat16, embedding), kernels=True) == rows
+    assert prefill_rows(packed, kernels=True) == rows and prefill_rows(packed, kernels=False) == 512
 
 
 def test_who_begins_alike_waits_for_what_is_being_computed(turn):

@@ -127,14 +127,14 @@ def test_calls_that_compute_prompts_take_what_is_planned(name):
 
 
 def test_matrices_of_layers_are_unpacked_one_after_the_other():
-    """By XLA, for more rows than kernels multiply. It once unpacked those of many layers in one operation: 1,050 MiB, not 140."""
+    """For more rows than kernels multiply. XLA once unpacked those of many layers in one operation: 1,050 MiB. The largest takes 225."""
     config = released.target_config("12b")
     model = abstract_target(config, jnp.bfloat16, asked_quantisation(config, jnp.bfloat16, "int4"))
     sizes = sizes_of(model, NoDraft(), max_len=4096, num_draft_tokens=0)
     state = jax.eval_shape(lambda: decode.init_state(model, NoDraft(), slots=1, max_len=4096, num_draft_tokens=0))
     slots = jax.ShapeDtypeStruct((1,), jnp.int32)
     compiled = prefill.lower(model, NoDraft(), state, slots, chunk=1024, round=decode.Round(0)).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * (2 * sizes.prefill + sizes.unpacking)
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * (sizes.prefill + sizes.unpacking)
 
 
 @pytest.fixture
