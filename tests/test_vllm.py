@@ -517,6 +517,14 @@ def test_the_format_of_a_quantised_checkpoint_is_checked(settings, name, called,
         LLM(folder, quantization="gptq")
 
 
+def test_a_converted_checkpoint_is_in_the_format_that_its_config_names(asked, tmp_path):
+    jaxspec.convert("pocket", tmp_path / "converted", quantize="int8")
+    for name in ("compressed-tensors", "int8_per_channel_weight_only"):
+        assert asked(tmp_path / "converted", quantization=name)["quantize"] is None
+    with pytest.raises(ValueError, match="quantization is 'fp8', but the weights of .* are quantised as int8"):
+        LLM(tmp_path / "converted", quantization="fp8")
+
+
 def test_what_a_hub_is_asked_for_reaches_load(asked, monkeypatch, tmp_path):
     found = asked("some/model", revision="v1", tokenizer_revision="v1", download_dir=tmp_path, hf_token="secret")
     assert [found[name] for name in ("target", "revision", "cache_dir", "token")] == ["some/model", "v1", tmp_path, "secret"]
@@ -544,8 +552,9 @@ def test_calls_refuse_what_they_cannot_serve(llm):
                 call([{"role": "user", "content": "Hi"}], **{name: [1]})
     with pytest.raises(TypeError, match="generate has no argument 'sampling_param'; the nearest is 'sampling_params'"):
         llm.generate("x", sampling_param=None)
-    with pytest.warns(UserWarning, match="without effect here: priority$"):
+    with pytest.warns(UserWarning, match="without effect here: priority$") as told:
         llm.generate(["x", "y"], SamplingParams(max_tokens=1), use_tqdm=False, priority=[1, 0], lora_request=[None, None])
+    assert told[0].filename == __file__
     for name, reason in llm_file.MISSING.items():
         with pytest.raises(AttributeError, match=f"has no '{name}', which cannot be served: {reason[:20]}"):
             getattr(llm, name)

@@ -39,7 +39,6 @@ FORMATS = {
     "auto_round": "auto-round",
     "awq": "awq",
     "awq_marlin": "awq",
-    "fp8": "fp8",
 }
 # Methods of speculation, and the kinds of drafters that they are.
 METHODS = {
@@ -171,10 +170,10 @@ def sorted_out(others: Mapping[str, Any], known: Iterable[str]) -> list[str]:
     return sorted(name for name in others if name in TUNING)
 
 
-def tell_without_effect(names: list[str]) -> None:
-    """Says once which arguments are accepted but change nothing."""
+def tell_without_effect(names: list[str], stacklevel: int = 2) -> None:
+    """Says once which arguments are accepted but change nothing. stacklevel: of who gave them, as for `warnings.warn` from the caller."""
     if names:
-        warnings.warn(f"accepted but without effect here: {', '.join(names)}", UserWarning, stacklevel=3)
+        warnings.warn(f"accepted but without effect here: {', '.join(names)}", UserWarning, stacklevel=stacklevel + 1)
 
 
 def dtype_of(dtype: Any) -> Any:
@@ -198,9 +197,12 @@ def quantize_of(model: Any, quantization: str | None, hub: Hub = HUB) -> str | N
     if quantization is None:
         return None
     folder = checkpoint.resolve(model, hub, weights=False)
-    found = checkpoint.read_quantisation(folder, checkpoint.read_config(folder))
+    config = checkpoint.read_config(folder)
+    found = checkpoint.read_quantisation(folder, config)
     if found is not None and not found.dense:
-        if FORMATS.get(str(quantization)) != found.name.split()[0].lower():
+        # A converted checkpoint has the name of how it was quantised, and may say in config.json how other tools would call that.
+        names = found.name.split()[0].lower(), (config.get("quantization_config") or {}).get("quant_method")
+        if not {FORMATS.get(str(quantization)), ONLINE.get(str(quantization))}.intersection(filter(None, names)):
             raise ValueError(f"quantization is {quantization!r}, but the weights of {os.fspath(model)!r} are quantised as {found.name}")
         return None
     if not isinstance(quantization, str) or quantization not in ONLINE:

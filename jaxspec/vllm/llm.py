@@ -281,7 +281,7 @@ def _check_call(call: str, others: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} of {call} cannot be served: {CALLS_REFUSED[name]}")
         if name not in CALLS_REFUSED and name not in CALLS_TUNING:
             raise unknown(call, name, (*inspect.signature(getattr(LLM, call)).parameters, *CALLS_REFUSED, *CALLS_TUNING))
-    arguments.tell_without_effect([name for name in CALLS_TUNING if others.get(name) not in (None, "auto")])
+    arguments.tell_without_effect([name for name in CALLS_TUNING if others.get(name) not in (None, "auto")], stacklevel=3)
 
 
 def _in_format(messages: Any, content_format: str) -> Any:
