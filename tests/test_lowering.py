@@ -32,12 +32,13 @@ def test_every_array_of_the_state_is_updated_in_place(name):
 
 @pytest.mark.parametrize(("name", "quantize", "inner"), [("E2B", "int4", 6144), ("26B-A4B", "int8", 704), ("31B", "int4", 21504)])
 def test_a_quantised_target_s_weights_stay_packed(name, quantize, inner):
-    """Its products have kernels of their own beside the drafter's, and nothing in the program is as large as a float matrix of its MLP."""
+    """Its products have kernels of their own beside the drafter's, and nothing in the program is as large as a float matrix of its MLP, or
+    as that which makes the E2B's inputs of layers."""
     wanted = {PACKED.get(kernel, kernel) for kernel in KERNELS[name]} | {"linear", "gated"}
     assert wanted <= kernels(name, "triton", quantize)
 
     def matrices(text):
         shapes = (tuple(map(int, found.split("x"))) for found in re.findall(r"tensor<([\dx]+)x(?:bf16|f32)>", text))
-        return {shape for shape in shapes if inner in shape and math.prod(shape) >= inner * 1024}
+        return {shape for shape in shapes if inner in shape and math.prod(shape) >= inner * 1024 or shape == (35 * 256, 1536)}
 
     assert matrices(lowered(name, "triton")[0]) and not matrices(lowered(name, "triton", quantize)[0])

@@ -111,13 +111,13 @@ class Gemma4:
         projection = self.per_layer_model_projection
         return 0 if projection is None else projection.weight.size, tuple(map(of, self.layers))
 
-    def per_layer_inputs(self, ids: jax.Array, embedded: jax.Array) -> jax.Array | None:
-        """Per-layer embeddings of every row: [B, T, layers, P], or None where the model has none."""
+    def per_layer_inputs(self, ids: jax.Array, embedded: jax.Array, implementation: str = "xla") -> jax.Array | None:
+        """Per-layer embeddings of every row: [B, T, layers, P], or None where the model has none. implementation: see `Linear`."""
         if self.embed_tokens_per_layer is None:
             return None
         assert self.per_layer_model_projection and self.per_layer_projection_norm
         shape = (*ids.shape, self.config.num_hidden_layers, self.config.hidden_size_per_layer_input)
-        context = times(self.per_layer_model_projection(embedded), self.config.hidden_size**-0.5)
+        context = times(self.per_layer_model_projection(embedded, implementation=implementation), self.config.hidden_size**-0.5)
         context = self.per_layer_projection_norm(context.reshape(shape))
         return times(context + self.embed_tokens_per_layer(ids).reshape(shape), 2.0**-0.5)
 
@@ -140,7 +140,7 @@ class Gemma4:
         check_taps(taps, config.num_hidden_layers)
         with jax.named_scope("embed"):
             x = self.embed(rows.ids)
-            per_layer = self.per_layer_inputs(rows.ids, x)
+            per_layer = self.per_layer_inputs(rows.ids, x, attention)
         positions, last = rows.positions, jnp.maximum(rows.count - 1, 0)
         # Layers that share KV read the rows' K and V of another layer and write none: rows nobody reads can be left out of them.
         cut = config.num_hidden_layers
