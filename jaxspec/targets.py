@@ -127,7 +127,9 @@ def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation
         return tree
     if quantisation.embedding is not None and tree.head[0] is not tree.embed_tokens.weight:
         raise ValueError("quantize_embedding quantises a token embedding that is the head too; this target's head is another matrix")
-    packed = with_packed(tree, quantisation.scheme_of, family.prefixes[0], embedding=quantisation.embedding is not None)
+    unpacked = not quantisation.converted and quantisation.inputs is None  # else rows of their products are to be rounded
+    settings = {"embedding": quantisation.embedding is not None, "unpacked": unpacked}
+    packed = with_packed(tree, quantisation.scheme_of, family.prefixes[0], **settings)
     packed = packed if quantisation.inputs is None else with_rounded_inputs(packed, quantisation.inputs)
     return packed.with_kv_scales(quantisation.kv_scales)
 

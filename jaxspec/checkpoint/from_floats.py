@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspec.checkpoint.jobs import compiled_once
 from jaxspec.checkpoint.onto_devices import COPIED_BYTES
-from jaxspec.checkpoint.quantisation import EMBEDDING, Matrix, Quantisation, Scheme, Wanted
+from jaxspec.checkpoint.quantisation import EMBEDDING, UNPACKED, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import FLOATS, Stored
 from pallas_kernels.packed import KINDS, rounded
 
@@ -25,8 +25,9 @@ GROUPS = {"int8": None, "int4": 32, "fp8": None}
 EMBEDDINGS = ("int8",)  # of these, what a token embedding may have
 # What a scale is of: the largest magnitude of its weights over this.
 STEPS = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}
-# Modules that stay float: routers, and gates of attention heads. What is no matrix, and embedding tables, stay so anyway.
-FLOAT = r"router|\bg_proj|\.gate$"
+# Modules that stay float: routers, gates of attention heads, and what would be unpacked when it is read. What is no matrix, and embedding
+# tables, stay so anyway.
+FLOAT = rf"router|\bg_proj|\.gate$|{UNPACKED.pattern}"
 # A target's head stays float too. A drafter's heads have 8 bits whatever its layers have: the wrong ones of thousands of tokens are near.
 HEAD = re.compile(r"(^|\.)(lm_head|shared_head\.output|markov_w2)$")
 _QUANTISING = threading.Lock()  # so that the default device holds the float32 of one chunk
@@ -154,5 +155,8 @@ def config_of(name: str) -> dict[str, Any]:
         "format": "float-quantized" if name == "fp8" else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}},
-        "ignore": ["lm_head", "re:.*embed.*", "re:.*vision.*", "re:.*audio.*", "re:.*router.*", "re:.*g_proj", "re:.*[.]gate"],
+        "ignore": [
+            "lm_head",
+            *(f"re:.*{part}" for part in ("embed.*", "vision.*", "audio.*", "router.*", "g_proj", "[.]gate", UNPACKED.pattern)),
+        ],
     }

@@ -19,7 +19,7 @@ from jaxspec.checkpoint.files import CONVERTED
 from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts_of, raise_misfits
 from jaxspec.checkpoint.onto_devices import placing
 from jaxspec.checkpoint.packing import Source, packed_placing
-from jaxspec.checkpoint.quantisation import Quantisation, Wanted
+from jaxspec.checkpoint.quantisation import UNPACKED, Quantisation, Wanted
 from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Stored, read_folder, same_numbers
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
@@ -72,7 +72,7 @@ def load_weights(
     tensors = {path: [tensor for source in found for tensor in _tensors(source)] for path, found in sources.items()}
     # In the order of the files, so that a disk reads forward.
     order = sorted(sources, key=lambda path: min((str(t.file), t.offset) for t in tensors[path]))
-    how = {path: (packed_placing if isinstance(leaves[path], Packed) else placing)(leaves[path], sources[path]) for path in order}
+    how = {path: (packed_placing if isinstance(sources[path][0], Source) else placing)(leaves[path], sources[path]) for path in order}
     from tqdm.auto import tqdm
 
     total = sum(tensor.nbytes for found in tensors.values() for tensor in found)
@@ -153,8 +153,8 @@ def _sources(
     layouts: Layouts,
     quantisation: Quantisation | None,
 ) -> dict[str, list[Any]]:
-    """What makes up each leaf, by the leaf's path: (Part, Stored) of each of its tensors, or a Source for each part of a Packed. Raises
-    ValueError that lists all that does not fit."""
+    """What makes up each leaf, by the leaf's path: (Part, Stored) of each of its tensors, or a Source for each part of one that the file
+    holds quantised. Raises ValueError that lists all that does not fit."""
     quantised = [key for key in stored if QUANTISED.search(key)]
     if quantised and quantisation is None:
         raise ValueError(
@@ -169,7 +169,10 @@ def _sources(
         known.update(dead)
         if quantisation is not None and dead:
             known.update(key for key in stored if key.startswith(tuple(key.removesuffix("weight") for key in dead)))
-        if isinstance(leaf, Packed):
+        unpacked = None
+        if quantisation is not None and UNPACKED.search(path):
+            unpacked = quantisation.format_for(prefix + path.removesuffix(".weight"))
+        if isinstance(leaf, Packed) or unpacked is not None:
             assert quantisation is not None
             sources[path] = _packed_sources(possible, stored, prefix, quantisation, problems, known)
             continue

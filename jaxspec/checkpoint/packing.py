@@ -1,4 +1,5 @@
-"""From a quantised checkpoint's tensors to a `Packed` on devices. The host holds one leaf's codes, a byte a weight, never its weights."""
+"""From a quantised checkpoint's tensors to a `Packed` on devices, or to a small matrix unpacked. The host holds one leaf's codes, a byte a
+weight, and of large leaves never the weights."""
 
 from __future__ import annotations
 
@@ -30,14 +31,27 @@ class Source(NamedTuple):
     tensors: Mapping[str, Stored]
 
 
-def packed_placing(leaf: Packed, sources: Sequence[Source]) -> Placing:
-    """How a leaf's matrix comes to its devices. leaf: of ShapeDtypeStructs. sources: the parts that make it up, all of one scheme. The job
-    raises ValueError for a file that ends early and for contents that do not fit."""
+def packed_placing(leaf: Any, sources: Sequence[Source]) -> Placing:
+    """How a leaf's matrix comes to its devices. leaf: a Packed of ShapeDtypeStructs, or a ShapeDtypeStruct of a matrix to be unpacked.
+    sources: the parts that make it up, all of one scheme. The job raises ValueError for a file that ends early and for contents that do
+    not fit."""
     nbytes = 2 * math.prod(leaf.shape)  # a byte a weight as codes, and about one as words
-    return Placing([Job(nbytes, lambda update: _packed_onto_devices(leaf, sources, update))], lambda made: made[0])
+    if isinstance(leaf, Packed):
+        return Placing([Job(nbytes, lambda update: jax.tree.map(put_on_devices, _read(leaf, sources, update), leaf))], lambda made: made[0])
+    scheme = sources[0].format.scheme
+    form = packed.abstract(leaf.shape, scheme.kind, group=scheme.group, zeros=scheme.zeros, scale_dtype=jnp.dtype(scheme.scale_dtype))
+    nbytes += math.prod(leaf.shape) * leaf.dtype.itemsize
+
+    def unpacked(update: Callable[[int], Any]) -> jax.Array:
+        made = jax.tree.map(lambda x: jax.device_put(x, _host()), _read(form, sources, update))
+        program = compiled_once(("unpack", leaf.shape, leaf.dtype, scheme), _unpack, made, dtype=leaf.dtype)
+        return put_on_devices(np.asarray(program(made)), leaf)
+
+    return Placing([Job(nbytes, unpacked)], lambda made: made[0])
 
 
-def _packed_onto_devices(leaf: Packed, sources: Sequence[Source], update: Callable[[int], Any]) -> Packed:
+def _read(leaf: Packed, sources: Sequence[Source], update: Callable[[int], Any]) -> Packed:
+    """The matrix in host memory, packed."""
     scheme = sources[0].format.scheme
     split, shape = leaf.ndim - leaf.over, leaf.shape
     group = group_within(shape, leaf.over, scheme.group)
@@ -56,8 +70,7 @@ def _packed_onto_devices(leaf: Packed, sources: Sequence[Source], update: Callab
                 assert part is not None
                 _fill(numbers, source.part, np.repeat(part, again, axis=-1)[..., : math.prod(inner)] if again > 1 else part)
         update(sum(tensor.nbytes for tensor in source.tensors.values()))
-    made = dataclasses.replace(_packed(codes, scale, zero, kind=scheme.kind, over=leaf.over, group=group), inputs=leaf.inputs)
-    return jax.tree.map(put_on_devices, made, leaf)
+    return dataclasses.replace(_packed(codes, scale, zero, kind=scheme.kind, over=leaf.over, group=group), inputs=leaf.inputs)
 
 
 def _fill(whole: np.ndarray, part: Part, values: np.ndarray) -> None:
@@ -76,6 +89,7 @@ def _packed(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, **set
 
 
 _jitted = jax.jit(packed.pack, static_argnames=("kind", "over", "group"))
+_unpack = jax.jit(packed.unpack, static_argnames="dtype")
 
 
 @functools.cache

@@ -32,6 +32,9 @@ EMBEDDING = "embed_tokens"  # the module of the token embedding
 # Matrices whose products take rows as they are whatever their own kind is: routed experts, routers, embeddings and heads.
 AS_THEY_ARE = re.compile(rf"\bexperts\.|\brouter\.|\bmoe\.gate\.|{EMBEDDING}|\blm_head\b")
 
+# Small matrices, which kernels take with others where they are not packed. They are unpacked as they are read, into the same numbers.
+UNPACKED = re.compile(r"\bper_layer_(input_gate|projection)\b")
+
 # From the name of a module of the checkpoint, as a key without ".weight", to its scheme, or None where it has float weights.
 SchemeOf = Callable[[str], Scheme | None]
 
@@ -79,6 +82,7 @@ class Quantisation:
     embedding: Format | None = None  # of the token embedding, which is the head too, or None where it is float
     inputs: str | None = None  # what rows of products with matrices of this kind are rounded to: see `packed.Packed`
     dense: bool = False  # whether a config says that all weights are float, as one for the cache alone does
+    converted: bool = False  # whether matrices lie in the checkpoint as they do in memory
 
     def format_for(self, name: str) -> Format | None:
         """The format of a module, the token embedding among them, or None where it has float weights."""
@@ -90,9 +94,10 @@ class Quantisation:
         return None if found is None else found.scheme
 
 
-def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: bool = False) -> Any:
+def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: bool = False, unpacked: bool = True) -> Any:
     """A tree of ShapeDtypeStructs with a `Packed` in place of every matrix that is quantised. prefix: stands before our paths in the
-    names that scheme_of takes. embedding: whether scheme_of is asked for token embeddings too.
+    names that scheme_of takes. embedding: whether scheme_of is asked for token embeddings too. unpacked: whether those of UNPACKED stay,
+    if their dtype holds the numbers that they stand for.
 
     Other embedding tables and vectors stay. Raises ValueError if the parts of a fused matrix have different schemes.
     """
@@ -113,6 +118,8 @@ def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: 
         scheme = next(iter(schemes.values()))
         if scheme is None:
             return leaf
+        if unpacked and UNPACKED.search(name) and _holds(leaf.dtype, scheme.scale_dtype):
+            return leaf
         shape, over = tuple(leaf.shape), input_axes(tuple(leaf.shape), parts[0])
         settings = {"group": group_within(shape, over, scheme.group), "zeros": scheme.zeros, "scale_dtype": jnp.dtype(scheme.scale_dtype)}
         try:
@@ -121,6 +128,12 @@ def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: 
             raise ValueError(f"{prefix}{parts[0].key} cannot be packed: {error}") from error
 
     return jax.tree_util.tree_map_with_path(changed, tree)
+
+
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether a float dtype has every number of another."""
+    whole, part = jnp.finfo(dtype), jnp.finfo(other)
+    return whole.nmant >= part.nmant and whole.nexp >= part.nexp
 
 
 def with_rounded_inputs(tree: Any, kind: str) -> Any:

@@ -92,5 +92,5 @@ def quantised(drafter: Any, quantisation: Quantisation | None) -> Any:
     if quantisation is None:
         return drafter
     prefix = getattr(drafter, "key_prefixes", ("",))[0]
-    embedding = quantisation.embedding is not None
-    return with_checkpoint_part(drafter, with_packed(checkpoint_part(drafter), quantisation.scheme_of, prefix, embedding=embedding))
+    settings = {"embedding": quantisation.embedding is not None, "unpacked": not quantisation.converted}
+    return with_checkpoint_part(drafter, with_packed(checkpoint_part(drafter), quantisation.scheme_of, prefix, **settings))

@@ -64,4 +64,4 @@ def read(about: Mapping[str, Any]) -> Quantisation:
     embedding = next((form for name, form in modules.items() if name.endswith(EMBEDDING)), None)
     scales = {int(layer): (keys, values) for layer, (keys, values) in about["kv_scales"].items()}
     held = (lambda name: modules.get(EXPERT.sub("experts.*.", name)), scales, embedding)
-    return Quantisation(about["name"], *held, dense=not modules)
+    return Quantisation(about["name"], *held, dense=not modules, converted=True)
