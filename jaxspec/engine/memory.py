@@ -168,7 +168,7 @@ def _unpacked(target: Any, rows: int) -> int:
     """Bytes of the largest matrix of a layer that a kernel unpacks whole for products of so many rows."""
     products = jax.tree.leaves(target.layers, is_leaf=lambda node: isinstance(node, Linear))
     packed = [part.weight for part in products if isinstance(part, Linear) and is_packed(part.weight)]
-    whole = [w for w in packed if rows > most_rows(w)]
+    whole = [w for w in packed if w.inputs is None and rows > most_rows(w)]
     return max((w.size * bytes_per_device(w.words) // nbytes(w.words) for w in whole), default=0) * target.dtype.itemsize
 
 

@@ -31,6 +31,7 @@ from pallas_kernels.packed import triton as unpacking
 # on with matrices of up to so many weights, whose products do not keep all programs of a kernel busy.
 MOST_PASSES = 3
 UNPACKED_ROWS, UNPACKED_WEIGHTS = 512, 55_000_000
+MOST_PASSES_ROUNDED = 8  # with larger matrices whose rows are rounded: XLA unpacks those, which takes longer
 # Where parts of XLA's products were found to be faster on an H200, from XLA_LEAST_ROWS on: for up to so many rows, the fewest weights, the
 # fewest and the most parts, and the most tiles of XLA_TILE outputs in all of them together.
 XLA_LEAST_ROWS, XLA_PARTS, XLA_TILE = 129, ((192, 12 << 20, 2, 3, 96), (256, 1 << 20, 4, 4, 96)), 128
@@ -41,8 +42,10 @@ def most_rows(w: jax.Array | Packed, implementation: str = "auto", *, gated: boo
     if isinstance(w, Packed):
         if any(w.cut):
             return 0
-        early = w.size <= UNPACKED_WEIGHTS and w.inputs is None and not dialect.mosaic_obstacle()
-        return UNPACKED_ROWS - 1 if early else MOST_PASSES * packed_triton.MOST_ROWS
+        small = w.size <= UNPACKED_WEIGHTS
+        if small and w.inputs is None and not dialect.mosaic_obstacle():
+            return UNPACKED_ROWS - 1
+        return (MOST_PASSES if small or w.inputs is None else MOST_PASSES_ROUNDED) * packed_triton.MOST_ROWS
     if implementation == "mosaic":
         return mosaic.MOST_ROWS
     most = triton.most_rows(w)

@@ -403,9 +403,12 @@ def test_which_matrices_xla_unpacks_itself():
 
 
 def test_small_matrices_are_unpacked_for_fewer_rows_on_hopper():
+    """And large ones, whose rows are rounded, for more."""
     for shape, gpu, most in (((10240, 2560), H200, 511), ((15360, 3840), H200, 768), ((10240, 2560), L4, 768)):
         with device.described_as(gpu):
             assert linear.most_rows(abstract(shape, "int4", group=32, scale_dtype=jnp.bfloat16)) == most
+            rounded = dataclasses.replace(abstract(shape, "fp8", group=None, scale_dtype=jnp.bfloat16), inputs="fp8")
+            assert linear.most_rows(rounded) == (768 if shape == (10240, 2560) else 2048)
 
 
 @pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
