@@ -28,7 +28,7 @@ class Line:
     prompt: list[int]  # token ids
     params: SamplingParams
     seed: int  # of its first sample; sample i has seed + i
-    digest: int  # of what it asks for: see `_digest`
+    digest: int  # of what it asks for: see `digest_of_request`
     asked: dict[str, Any]  # its prompt or messages
     extra: dict[str, Any]  # columns that go to its results as they are
     url: str | None = None  # the endpoint that a line in OpenAI's form names; None for plain lines
@@ -57,11 +57,9 @@ class LineReader:
             template["enable_thinking"] = options.pop("enable_thinking", self.enable_thinking)
             if options:
                 template["chat_template_kwargs"] = options
-            digest = _digest({"url": url, "body": values["body"]})
         else:
             given, extra = _plain(values)
             asked = {key: values[key] for key in ("prompt", "messages") if values.get(key) is not None}
-            digest = _digest({key: values[key] for key in LINE_KEYS[1:] if key in values})
         if isinstance(name, bool) or not isinstance(name, str | int):
             raise TypeError(f"id is {name!r}, expected a text or an integer")
         if len(asked) != 1:
@@ -74,7 +72,7 @@ class LineReader:
             ids = self.llm.tokenizer.encode(ids) if ids else []
         self.llm.check(ids, params)
         seed = derived_seed(self.seed, name) if params.seed is None else params.seed
-        return Line(number, name, ids, params, seed, digest, asked, extra, url)
+        return Line(number, name, ids, params, seed, digest_of_request(values), asked, extra, url)
 
 
 def _plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -112,7 +110,8 @@ def derived_seed(seed: int, name: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 11
 
 
-def _digest(request: Mapping[str, Any]) -> int:
-    """64 bits, never 0, that tell requests apart. The order of keys and the spacing of the line do not matter."""
+def digest_of_request(values: Mapping[str, Any]) -> int:
+    """64 bits, never 0, that tell what a line asks for. Its id and other columns, the order of keys and the spacing do not matter."""
+    request = {key: values[key] for key in (("url", "body") if openai.is_line(values) else LINE_KEYS[1:]) if key in values}
     text = json.dumps(request, sort_keys=True, default=repr).encode()  # what is no JSON is refused by who reads it
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") | 1

@@ -18,6 +18,7 @@ import numpy as np
 from jaxspec import jsonl
 from jaxspec.batch import openai, parquet
 from jaxspec.batch.inputs import input_of
+from jaxspec.batch.lines import digest_of_request
 from jaxspec.batch.places import Files, of_shard
 from jaxspec.batch.results import parsed
 from jaxspec.checkpoint.files import writing
@@ -45,10 +46,11 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, 
 
     in_path: the input of the shards. out_path: the output as the shards were given it, so `OUT-1-of-n` and so on are read. errors: the
     file for bad lines as the shards were given it, if they were given one. What is written is as one run would have left it: the same
-    call without shards resumes it and serves what is missing. Takes 32 bytes a result.
+    call without shards resumes it and serves what is missing. Takes 40 bytes a result.
 
-    Raises FileNotFoundError without any shard; ValueError for shards of several numbers or with different settings, for a shard that is
-    still being written, and if the output exists; OSError, which names the file, if a disk is full.
+    Raises FileNotFoundError without any shard, or for one without its `.run.json`; ValueError for shards of several numbers or with
+    different settings, for a shard that is still being written, or has a result twice, one that is another shard's, or one of another
+    input, and if the output exists; OSError, which names the file, if a disk is full.
     """
     in_path = expanded(in_path)
     source, whole = input_of(in_path), Files.of(in_path, out_path, errors, 1, 1)
@@ -62,15 +64,23 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, 
             raise ValueError(
                 f"{path} exists; expected a name that only the shards' files begin with; remove it if an earlier merge wrote it"
             )
-    there = [part for part in parts if part.lines is not None and part.lines.exists()]
+    there = {i: part for i, part in enumerate(parts, 1) if part.lines is not None and part.lines.exists()}
     with contextlib.ExitStack() as stack:
-        settings = _common_settings(there, stack)
-        files = [stack.enter_context(open(part.lines, "rb")) for part in there if part.lines is not None]
+        settings = _common_settings(there.values(), stack)
+        files = [stack.enter_context(open(part.lines, "rb")) for part in there.values() if part.lines is not None]
         places = [_places(file) for file in files]
-        columns = [np.concatenate([place[i] for place in places]) for i in range(3)]
+        for (i, part), (found, *_) in zip(there.items(), places, strict=True):
+            other = found[(found - 1) % shards != i - 1]
+            if len(other):
+                of = (int(other[0]) - 1) % shards + 1
+                raise ValueError(f"{part.lines} has a result of line {other[0]}, which is shard {of}'s; expected those of shard {i} alone")
+        lines, samples, offsets, digests = (np.concatenate(column) for column in zip(*places, strict=True))
         owner = np.repeat(np.arange(len(files)), [len(place[0]) for place in places])
-        lines, samples, offsets = columns
         order = np.lexsort((samples, lines))
+        twice = order[1:][(np.diff(lines[order]) == 0) & (np.diff(samples[order]) == 0)]
+        if len(twice):
+            raise ValueError(f"{files[owner[twice[0]]].name} has a result of line {lines[twice[0]]} twice; expected it once, so remove one")
+        _check_input(source, dict(zip(lines.tolist(), digests.tolist(), strict=True)), whole.lines)
         written = whole.lines.with_name(whole.lines.name + ".part")
         with writing(whole.lines), open(written, "wb") as file:
             for i in order:
@@ -78,7 +88,7 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, 
                 file.write(files[owner[i]].readline())
         bad = _merge_errors(parts, whole.errors)
         missing = [
-            f"shard {i} of {shards} has no results: {part.lines} does not exist" for i, part in enumerate(parts, 1) if part not in there
+            f"shard {i} of {shards} has no results: {part.lines} does not exist" for i, part in enumerate(parts, 1) if i not in there
         ]
         missing += _missing(source, lines, bad, settings)
         with writing(whole.settings):
@@ -92,7 +102,7 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, 
 
 def _count(out: Path) -> int:
     """How many shards wrote this output."""
-    pattern = re.compile(re.escape(out.stem) + r"-(\d+)-of-(\d+)" + re.escape(out.suffix) + r"(\.jsonl|\.run\.json)?")
+    pattern = re.compile(re.escape(out.stem) + r"-(\d+)-of-(\d+)" + re.escape(out.suffix) + r"(\.jsonl)?")
     found = {int(match[2]) for path in out.parent.iterdir() if (match := pattern.fullmatch(path.name))}
     if not found:
         raise FileNotFoundError(f"there are no results of shards, such as {of_shard(out, 1, 2)}")
@@ -125,9 +135,10 @@ def _common_settings(parts: Iterable[Files], stack: contextlib.ExitStack) -> dic
     return common
 
 
-def _places(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(line, sample, offset) of each result in a file. A damaged end is left out; the run that goes on with it makes its results again."""
-    lines, samples, offsets, offset = array.array("q"), array.array("q"), array.array("q"), 0
+def _places(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(line, sample, offset, digest of the request) of each result in a file. A damaged end is left out; the run that goes on with it makes
+    its results again."""
+    lines, samples, offsets, digests, offset = array.array("q"), array.array("q"), array.array("q"), array.array("Q"), 0
     for text in file:
         record = parsed(text)
         if record is None:
@@ -135,8 +146,9 @@ def _places(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         lines.append(record["line"])
         samples.append(record.get("index", 0))
         offsets.append(offset)
+        digests.append(int(record.get("request", "0"), 16))
         offset += len(text)
-    return np.asarray(lines, np.int64), np.asarray(samples, np.int64), np.asarray(offsets, np.int64)
+    return np.asarray(lines, np.int64), np.asarray(samples, np.int64), np.asarray(offsets, np.int64), np.asarray(digests, np.uint64)
 
 
 def _merge_errors(parts: Iterable[Files], out: Path) -> set[int]:
@@ -150,6 +162,23 @@ def _merge_errors(parts: Iterable[Files], out: Path) -> set[int]:
         with writing(out):
             out.write_bytes(b"".join(text for _, text in sorted(found)))
     return {line for line, _ in found}
+
+
+def _check_input(source: Any, asked: dict[int, int], out: Path) -> None:
+    """Raises ValueError where results answer other requests than the input's. asked: the digest of each line that has a result."""
+    for number, row in enumerate(source.rows(), start=1):
+        known = asked.pop(number, 0)
+        if known and known != _digest(row):
+            raise ValueError(f"line {number} is not the request that its result in a shard of {out} answers; expected the shards' input")
+    if asked:
+        raise ValueError(f"the shards of {out} have a result of line {min(asked)}, which {source.name} does not have; expected their input")
+
+
+def _digest(row: Any) -> int:
+    try:
+        return digest_of_request(jsonl.value(row) if isinstance(row, bytes) else row)
+    except (ValueError, TypeError):  # a line that cannot be served
+        return 0
 
 
 def _missing(source: Any, lines: np.ndarray, bad: set[int], settings: dict[str, Any]) -> list[str]:

@@ -473,6 +473,35 @@ def test_shards_that_do_not_belong_together(shards, tmp_path):
         merging.merge(shards, tmp_path / "out.jsonl")
 
 
+def test_results_that_are_not_those_of_their_shard_and_input_are_not_put_together(shards, tmp_path):
+    """Each result is in the merged file once, and every one answers a line of this input."""
+    out, second = tmp_path / "out.jsonl", tmp_path / "out-2-of-3.jsonl"
+    lines = second.read_bytes().splitlines(keepends=True)
+    for wrong, said in (
+        (b"".join([*lines, lines[3]]), r"out-2-of-3\.jsonl has a result of line \d+ twice; expected it once"),
+        (
+            (tmp_path / "out-1-of-3.jsonl").read_bytes(),
+            r"out-2-of-3\.jsonl has a result of line 7, which is shard 1's",
+        ),
+    ):
+        second.write_bytes(wrong)
+        with pytest.raises(ValueError, match=said):
+            merging.merge(shards, out)
+    second.write_bytes(b"".join(lines))
+    asked_for = shards.read_text().splitlines()
+    shards.write_text("\n".join([*asked_for[:28], asked_for[29]]) + "\n")
+    with pytest.raises(ValueError, match="line 29 is not the request that its result in a shard of .* answers; expected the shards' input"):
+        merging.merge(shards, out)
+    shards.write_text("\n".join(asked_for[:20]) + "\n")
+    with pytest.raises(ValueError, match=r"have a result of line 2\d, which .*in\.jsonl does not have; expected their input"):
+        merging.merge(shards, out)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.")]
+    for path in tmp_path.glob("out-*-of-3.jsonl"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="there are no results of shards"):
+        merging.merge(shards, out)
+
+
 def test_standard_output_has_no_shards(tmp_path):
     with pytest.raises(ValueError, match="the output is standard output, '-', which no shards have written"):
         merging.merge(write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}]), "-")
