@@ -39,9 +39,10 @@ def heeded() -> Iterator[None]:
         sys.unraisablehook = ignored
 
 
-def undisturbed(work: Callable[[], Result]) -> Result:
+def undisturbed(work: Callable[[], Result], *, to_end: bool = False) -> Result:
     """Calls a function on a thread of its own, where no interrupt reaches it, and returns or raises what it does. An interrupt is raised
-    here at once; the function goes on to its end, for which Python waits before it exits.
+    here at once; the function goes on to its end, for which Python waits before it exits. to_end: wait for that end here, unless a second
+    interrupt comes. For a function that starts threads, which Python refuses once it exits.
 
     Programs are compiled in this way, but for those that take milliseconds: if their caller is interrupted, JAX's compiler goes on with a
     program that is no longer held, and the process crashes."""
@@ -51,7 +52,7 @@ def undisturbed(work: Callable[[], Result]) -> Result:
     try:
         return pool.submit(work).result()
     finally:
-        pool.shutdown(wait=False)
+        pool.shutdown(wait=to_end)
 
 
 def compiled(jitted: Any, *args: Any, **static: Any) -> Any:

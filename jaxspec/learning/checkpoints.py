@@ -20,7 +20,8 @@ _writing = threading.Lock()  # held by who writes or reads: whose caller was int
 def save(folder: Path, step: int, *trees: Any) -> Path:
     """Writes the trees as a checkpoint in `folder`. Removes all but the newest few, and unfinished ones of killed runs. Wherever it is
     killed, a whole checkpoint stays: the one before, of this step or an older one, or the new one. It is written `undisturbed`, as
-    Orbax's threads go on where their caller is interrupted, and the next checkpoint would meet them in this folder."""
+    Orbax's threads go on where their caller is interrupted, and the next checkpoint would meet them in this folder. An interrupt is raised
+    once it is written, a second one at once."""
     import orbax.checkpoint as ocp
 
     folder, flat = folder.resolve(), _flat(*trees)
@@ -37,7 +38,7 @@ def save(folder: Path, step: int, *trees: Any) -> Path:
                 if old.name not in newest:
                     shutil.rmtree(old)
 
-    undisturbed(write)
+    undisturbed(write, to_end=True)
     return folder / str(step)
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,13 +95,31 @@ def test_a_checkpoint_that_cannot_be_read_is_left_for_the_one_before(tmp_path, k
         value(tmp_path)
 
 
+def test_an_interrupt_is_raised_once_the_checkpoint_is_written(tmp_path, monkeypatch):
+    """Else a process that ends with it would end the threads of Orbax, and the checkpoint would be lost."""
+    close = ocp.StandardCheckpointer.close
+
+    def interrupted(checkpointer):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        close(checkpointer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.StandardCheckpointer, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saved(tmp_path, 5, 1.0)
+    assert names(tmp_path) == ["5"] and value(tmp_path) == 1.0
+
+
 def test_the_next_save_waits_for_one_whose_caller_was_interrupted(tmp_path, monkeypatch):
-    """Such as that of an LLM that is closed since it was interrupted. Threads of Orbax write on."""
+    """Twice, so that it waited no more. Such as that of an LLM that is closed since it was interrupted. Threads of Orbax write on."""
     close, told, order = ocp.StandardCheckpointer.close, threading.Event(), []
 
     def interrupted(checkpointer):
         if not told.is_set():
-            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)  # until it is raised
             told.wait(60)
         close(checkpointer)
         order.append("closed")
