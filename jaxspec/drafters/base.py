@@ -105,7 +105,7 @@ class Drafter(Protocol):
       config.json with the reading's key.
     - `draft_tree(state, target, sampling, tree)` guesses the nodes of a `DraftTree`, as `draft` guesses tokens: Drafts whose tokens are
       [B, N], in the tree's order, and the new state. A node at depth d is chosen at position length + d, as `sampling.best` ranks its
-      parent's candidates. Without it the drafter serves chains alone.
+      parent's candidates; `branching.Branching` does it for the nodes of a depth. Without it the drafter serves chains alone.
     - `watched`: False if hardly any accepted draft is no sign of a mistake; see `engine.acceptance_watch`.
     - `abstains`: True if `draft` may guess fewer tokens than it is asked for, with ids that the vocabulary does not have, such as -1,
       in place of the rest. Then stats count the guesses before the first of these, and otherwise all K.
@@ -153,8 +153,9 @@ class Drafter(Protocol):
 
     def draft(self, state: Any, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, Any]:
         """Guesses the tokens at positions length + 1 .. length + K, and gives the new state. K is what a round asks for, from 1 to what
-        `init` was told; a round without drafts does not ask. Guesses are chosen with `sampling.choose` at those positions. The new state is
-        kept for every slot, those of no running sequence too; what of the guesses became text, `observe` tells."""
+        `init` was told; a round without drafts does not ask. Guesses are chosen at those positions with `sampling.draw`, or with
+        `sampling.choose`, which knows nothing of structured outputs. The new state is kept for every slot, those of no running sequence
+        too; what of the guesses became text, `observe` tells."""
         ...
 
 

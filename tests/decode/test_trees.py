@@ -15,7 +15,7 @@ from jaxspec.decode import FULL_LENGTH, STOPPED, Round, accept
 from jaxspec.decode.accept import coupled_path
 from jaxspec.drafters.base import Drafts, NoDraft
 from jaxspec.model.draft_tree import DraftTree
-from jaxspec.sampling.choice import Needs, Sampling, best, choose
+from jaxspec.sampling import Needs, Sampling, best, choose
 from jaxspec.sampling.logprobs import MAX_LOGPROBS
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
