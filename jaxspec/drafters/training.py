@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.checks import integer, number
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
@@ -26,7 +27,7 @@ XLA = "xla"  # the implementation of attention that has a derivative
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """What a drafter is trained towards: draft steps at places of a text, and weights of the distances of a guess's distribution q from
-    the target's p. Raises ValueError for numbers that make no objective."""
+    the target's p. Raises ValueError or TypeError for what makes no objective."""
 
     # Draft steps in a row.
     steps: int = 4
@@ -46,9 +47,10 @@ class Objective:
 
     def __post_init__(self) -> None:
         for name in ("steps", "anchors"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"the objective's {name} is {getattr(self, name)}, expected at least 1")
-        if not (0 < self.decay <= 1 and min(self.soft, self.hard, self.tv, self.confidence) >= 0 < self.soft + self.hard + self.tv):
+            object.__setattr__(self, name, integer(f"the objective's {name}", getattr(self, name), 1))
+        for name in ("decay", "soft", "hard", "tv", "confidence"):
+            object.__setattr__(self, name, number(f"the objective's {name}", getattr(self, name), 0))
+        if not (0 < self.decay <= 1 and 0 < self.soft + self.hard + self.tv):
             raise ValueError(f"the objective is {self}; expected a decay above 0 and at most 1, weights of at least 0, and one above")
 
 

@@ -38,7 +38,7 @@ METRICS, CURVES, CHECKPOINTS, SETTINGS = "metrics.jsonl", "curves.png", "checkpo
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How to train. Raises ValueError for values that make no sense."""
+    """How to train. Raises ValueError or TypeError for values that make no sense."""
 
     steps: int = 1000
     """Updates."""
@@ -60,16 +60,14 @@ class Run:
     """Of computing, "bfloat16" or "float32". Master weights and moments are float32."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        number("peak", self.peak, 0, above=True)
-        integer("seed", self.seed, 0, MAX_SEED - 1)
-        if self.length < 4:
-            raise ValueError(f"length is {self.length}, expected at least 4")
+        for name, least in {"steps": 1, "batch": 1, "length": 4, "accumulate": 1, "every": 1, "save_every": 0}.items():
+            if name != "save_every" or self.save_every is not None:
+                object.__setattr__(self, name, integer(name, getattr(self, name), least))  # settings.json holds no integers of NumPy
+        object.__setattr__(self, "peak", number("peak", self.peak, 0, above=True))
+        object.__setattr__(self, "seed", integer("seed", self.seed, 0, MAX_SEED - 1))
         if self.batch % self.accumulate:
             raise ValueError(f"batch is {self.batch}, expected a multiple of accumulate, which is {self.accumulate}")
-        if self.save_every is not None and (self.save_every < 0 or self.save_every % self.every):
+        if self.save_every is not None and self.save_every % self.every:
             raise ValueError(f"save_every is {self.save_every}, expected a multiple of every, which is {self.every}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; available: {', '.join(map(repr, DTYPES))}")

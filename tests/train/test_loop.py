@@ -1,5 +1,6 @@
 """The training loop: it learns, repeats itself exactly, goes on where it was killed, and says where and why it failed."""
 
+import dataclasses
 import json
 import math
 import threading
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from interrupting import interrupted_compilation
 
+from jaxspec.drafters.training import Objective
 from jaxspec.learning.losses import Batch
 from jaxspec.sharding.placement import placement_of
 from jaxspec.train import curves, loop, tuning
@@ -206,6 +208,24 @@ def test_the_rate_rises_evenly_to_its_peak_and_falls_to_a_fiftieth(steps, rise):
 def test_numbers_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         Run(**changes)
+
+
+@pytest.mark.parametrize("name", ["steps", "batch", "length", "accumulate", "every", "save_every", "peak"])
+def test_what_is_no_number_is_refused_by_name(name):
+    for value in ("4", True) if name == "peak" else ("4", True, 2.5):
+        with pytest.raises(TypeError, match=rf"^{name} is {value!r} of type {type(value).__name__}, expected "):
+            Run(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["steps", "anchors", "decay", "soft", "hard", "tv", "confidence"])
+def test_what_is_no_number_in_an_objective_is_refused_by_name(name):
+    with pytest.raises(TypeError, match=f"^the objective's {name} is '1' of type str, expected "):
+        Objective(**{name: "1"})
+
+
+def test_numbers_of_numpy_are_written_into_the_settings(tmp_path):
+    run = Run(steps=np.int64(3), save_every=np.int32(100), peak=np.float32(0.5), seed=np.uint32(7))
+    assert loop.check_out(tmp_path, run, None, resume=False) | {"save_every": None} == dataclasses.asdict(Run(steps=3, peak=0.5, seed=7))
 
 
 def test_curves_are_drawn_of_what_was_measured(tmp_path):
