@@ -35,7 +35,19 @@ from jaxspec.batch.inputs import input_of
 from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_others
 from jaxspec.batch.lines import Line, LineReader, name_of
 from jaxspec.batch.places import Files, share_of
-from jaxspec.batch.results import GOES_ON, ChangedInput, Known, append, digest_of, parsed, remove_errors, result_of, sync, write_line
+from jaxspec.batch.results import (
+    GOES_ON,
+    ChangedInput,
+    Known,
+    append,
+    digest_of,
+    parsed,
+    remove_errors,
+    result_of,
+    settings_of,
+    sync,
+    write_line,
+)
 from jaxspec.checkpoint.files import lock, writing
 from jaxspec.checks import expanded, integer, type_name
 from jaxspec.engine.completion import Completion
@@ -213,7 +225,7 @@ class BatchJob:
         """Writes what the run was started with, or checks it, if there are results."""
         if self._known.count:
             self._settings.seek(0)
-            before, after = json.loads(self._settings.read()), json.loads(text)
+            before, after = settings_of(self.files.settings, self._settings.read()), json.loads(text)
             changed = [f"{name} {before.get(name)!r}, not {after[name]!r}" for name in after if before.get(name) != after[name]]
             if changed:
                 raise ValueError(f"{self.out} was made with {'; '.join(changed)}: use the same to resume, or name another output")

@@ -20,7 +20,7 @@ from jaxspec.batch import openai, parquet
 from jaxspec.batch.inputs import input_of
 from jaxspec.batch.lines import digest_of_request
 from jaxspec.batch.places import Files, of_shard
-from jaxspec.batch.results import parsed
+from jaxspec.batch.results import parsed, settings_of
 from jaxspec.checkpoint.files import writing
 from jaxspec.checks import expanded
 
@@ -120,12 +120,7 @@ def _common_settings(parts: Iterable[Files], stack: contextlib.ExitStack) -> dic
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"{part.lines} is still being written; wait for its process") from error
-        try:
-            found = json.loads(file.read() or "{}")
-        except ValueError as error:
-            raise ValueError(f"{part.settings} is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{part.settings} holds a {type(found).__name__}; expected an object")
+        found = settings_of(part.settings, file.read())
         found.pop("shard", None)
         if first is None:
             common, first = found, part.lines

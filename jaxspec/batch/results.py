@@ -121,6 +121,17 @@ def parsed(text: bytes) -> dict[str, Any] | None:
     return record if intact else None
 
 
+def settings_of(path: Path, text: bytes) -> dict[str, Any]:
+    """What a file `.run.json` says: `text`, which may be empty. Raises ValueError, naming the file, if it is damaged."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; expected an object")
+    return found
+
+
 def remove_errors(path: Path) -> None:
     """Removes the errors file of an earlier run, because each run finds the bad lines again. Its only line may be incomplete. A device,
     such as /dev/null, stays; and so does a link.

@@ -371,6 +371,14 @@ def test_files_and_arguments_that_make_no_sense(requests, tmp_path):
     assert mine.read_text() == "dear diary\n"
 
 
+def test_a_damaged_file_of_settings_is_named(requests, tmp_path):
+    job.run_batch(FakeLLM(), requests, out := tmp_path / "out.jsonl")
+    for text, said in (('{"top_k": ', "is not JSON: "), ("[1]", "holds a list; expected an object")):
+        (tmp_path / "out.jsonl.run.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/out\.jsonl\.run\.json {said}"):
+            job.run_batch(FakeLLM(), requests, out)
+
+
 def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
     out = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
