@@ -108,7 +108,13 @@ def init_state(
     max_stop_ids: int = 16,
     kv_dtype: Any = None,
 ) -> DecodeState:
-    """A state of empty slots. num_draft_tokens: the largest K to be used with it. kv_dtype: the target's dtype by default."""
+    """A state of empty slots.
+
+    slots: S, sequences at a time. max_len: tokens of a sequence at most, its prompt's among them. num_draft_tokens: the largest K, or
+    depth of a tree, to be used with it. page_size: rows of a page of K and V. full_pages: pages that the full layers of all
+    slots share; by default every slot can grow to max_len. max_stop_ids: N, stop ids of a sequence at most. kv_dtype: of the cache, the
+    target's dtype by default. Raises ValueError for more drafts than the drafter can make.
+    """
     cache = target.init_cache(
         slots=slots,
         max_len=max_len,
