@@ -80,7 +80,7 @@ def merge(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str], *, 
         twice = order[1:][(np.diff(lines[order]) == 0) & (np.diff(samples[order]) == 0)]
         if len(twice):
             raise ValueError(f"{files[owner[twice[0]]].name} has a result of line {lines[twice[0]]} twice; expected it once, so remove one")
-        _check_input(source, dict(zip(lines.tolist(), digests.tolist(), strict=True)), whole.lines)
+        _check_input(source, lines[order], digests[order], whole.lines)
         written = whole.lines.with_name(whole.lines.name + ".part")
         with writing(whole.lines), open(written, "wb") as file:
             for i in order:
@@ -159,14 +159,18 @@ def _merge_errors(parts: Iterable[Files], out: Path) -> set[int]:
     return {line for line, _ in found}
 
 
-def _check_input(source: Any, asked: dict[int, int], out: Path) -> None:
-    """Raises ValueError where results answer other requests than the input's. asked: the digest of each line that has a result."""
+def _check_input(source: Any, lines: np.ndarray, digests: np.ndarray, out: Path) -> None:
+    """Raises ValueError where results answer other requests than the input's. lines, digests: of all results, by line; a digest may be 0,
+    which is none."""
+    at = 0
     for number, row in enumerate(source.rows(), start=1):
-        known = asked.pop(number, 0)
-        if known and known != _digest(row):
+        first = at
+        while at < len(lines) and lines[at] == number:
+            at += 1
+        if at > first and digests[first] and digests[first] != _digest(row):
             raise ValueError(f"line {number} is not the request that its result in a shard of {out} answers; expected the shards' input")
-    if asked:
-        raise ValueError(f"the shards of {out} have a result of line {min(asked)}, which {source.name} does not have; expected their input")
+    if at < len(lines):
+        raise ValueError(f"the shards of {out} have a result of line {lines[at]}, which {source.name} does not have; expected their input")
 
 
 def _digest(row: Any) -> int:
