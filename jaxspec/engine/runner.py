@@ -199,9 +199,10 @@ class Runner:
         slot = self.held.idle()
         if slot < 0 or not self.free_pages:
             return
-        self.held.end([slot])
-        if slot in self.held.ended:
+        if slot in self.held.kept or slot in self.held.ended:
+            self.held.end([slot])
             self.flush()
+        self.held.end([slot])  # first: if an interrupt comes before it is kept, its pages are released
         self._fork(request.slot, slot, request.computed)
         self.held.keep(slot, request.tokens[: request.computed + 1], request, request.writer)
 

@@ -87,10 +87,9 @@ class Slots:
         self._holds[slot] = KeptSequence(tokens, by is None, next(self._clock), set() if by is None else {by}, writer)
 
     def end(self, slots: Iterable[int]) -> None:
-        """Marks slots as ended, except those that hold nothing."""
+        """Marks slots as ended."""
         for slot in slots:
-            if self._holds[slot] is not None:
-                self._holds[slot] = self.ENDED
+            self._holds[slot] = self.ENDED
 
     def released(self, slots: Sequence[int]) -> None:
         """Marks slots as empty, whose pages are released now, except those into which a sequence was put meanwhile."""

@@ -459,6 +459,26 @@ def test_what_gives_prompts_may_take_the_slot_of_what_it_gave():
     assert all_free(llm)
 
 
+def test_an_interrupt_as_a_prompt_is_kept_loses_no_page(monkeypatch):
+    """The copy holds pages by then, of which the slot's next prompts know nothing."""
+    llm, fork = llm_of(1), Runner._fork
+    begin(llm)
+
+    def interrupted(*args):
+        fork(*args)
+        raise KeyboardInterrupt
+
+    asked = [([*P, end], params(5, end)) for end in (13, 14)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_fork", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(*map(list, zip(*asked, strict=True)))
+    llm._runner.flush()
+    assert llm._runner.free_pages == PAGES
+    for found, one in zip(llm.generate(*map(list, zip(*asked, strict=True))), asked, strict=True):
+        same(found, *one)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_an_interrupt_as_slots_are_freed_loses_none(shards, monkeypatch):
     """The next call frees them."""
