@@ -46,6 +46,14 @@ def test_weights_are_those_of_unpack_to_the_last_bit(form, dtype):
     np.testing.assert_array_equal(got.T, unpack(w, dtype).astype(jnp.float32))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_whole_matrices_are_those_of_unpack_to_the_last_bit(form):
+    """An even and an odd number of blocks of inputs."""
+    for shape, dtype in (((640, 2048), "bfloat16"), ((2, 64, 192), "float32")):
+        w = packed(form, shape)
+        np.testing.assert_array_equal(jax.jit(linear.unpacked)(w, jnp.ones((8, 1), dtype)), unpack(w, dtype))
+
+
 @pytest.mark.parametrize("form", ["int4 zeros float16", "int8 float16", "fp8 blocks float16", "fp4 of 8 float16", "fp8 float32"])
 def test_small_weights_are_those_of_unpack_to_the_last_bit(form):
     """Scales, and products, that are subnormal in float16."""
