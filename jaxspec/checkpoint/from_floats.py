@@ -157,6 +157,6 @@ def config_of(name: str) -> dict[str, Any]:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}},
         "ignore": [
             "lm_head",
-            *(f"re:.*{part}" for part in ("embed.*", "vision.*", "audio.*", "router.*", "g_proj", "[.]gate", UNPACKED.pattern)),
+            *(f"re:.*{part}" for part in ("embed.*", "vision.*", "audio.*", "router.*", "g_proj", "[.]gate$", UNPACKED.pattern)),
         ],
     }

@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint import from_floats
+from jaxspec.checkpoint.formats import compressed_tensors
 from jaxspec.checkpoint.quantisation import Scheme
 from jaxspec.checkpoint.safetensors import read_folder
 from pallas_kernels.packed import pack, unpack
@@ -71,3 +72,17 @@ def test_routers_and_heads_stay_float():
         assert made.scheme_of(module) is None
     for module in ("model.layers.0.self_attn.q_proj", "model.layers.3.experts.7.down_proj", "model.per_layer_model_projection"):
         assert made.scheme_of(module) == Scheme("int8", scale_dtype="float32")
+
+
+MODULES = ("mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "experts.3.gate_proj", "moe.share_expert.gate_proj")
+STAY_FLOAT = ("moe.gate", "router.proj", "self_attn.g_proj", "per_layer_input_gate", "per_layer_projection")
+
+
+@pytest.mark.parametrize("kind", from_floats.GROUPS)
+def test_the_config_of_a_conversion_names_what_is_quantised(kind):
+    """As compressed-tensors reads it."""
+    told = compressed_tensors.read(from_floats.config_of(kind), scale_dtype="bfloat16", fused_float_experts=False)
+    made = from_floats.quantisation(kind, "bfloat16")
+    for name in (*MODULES, *STAY_FLOAT):
+        module = f"model.language_model.layers.0.{name}"
+        assert told.scheme_of(module) == made.scheme_of(module) and (made.scheme_of(module) is None) == (name in STAY_FLOAT), name
