@@ -9,9 +9,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_LISTED = 20  # misfits in an error
+Held = TypeVar("Held")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,14 @@ def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]
         stem = path.removesuffix("gate_up_proj.weight")
         return [[Part(f"{stem}gate_proj.weight", shape[1:], (0,)), Part(f"{stem}up_proj.weight", shape[1:], (1,))]]
     return [[Part(path, shape)]]
+
+
+def unwrapped(stored: Mapping[str, Held], tables: Sequence[str]) -> dict[str, Held]:
+    """The tensors of a file without what a module around the model put before their keys, as "language_model." or "base_model.model.".
+    tables: the keys that the token embedding may have in a file without such a module, the longest first."""
+    known = stored.keys() & set(tables)
+    outer = "" if known else next((key.removesuffix(table) for table in tables for key in stored if key.endswith(f".{table}")), "")
+    return {key.removeprefix(outer): tensor for key, tensor in stored.items()}
 
 
 def dead_keys(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

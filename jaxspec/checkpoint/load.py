@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxspec.checkpoint import fused, jobs
 from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.files import CONVERTED
-from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts_of, raise_misfits
+from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts_of, raise_misfits, unwrapped
 from jaxspec.checkpoint.onto_devices import placing
 from jaxspec.checkpoint.packing import Source, packed_placing
 from jaxspec.checkpoint.quantisation import UNPACKED, Quantisation, Wanted
@@ -63,7 +63,7 @@ def load_weights(
     leaves = leaves_by_path(abstract, whole=(Packed,))
     tops = tuple({f"{path.partition('.')[0]}." for path in leaves})
     possible = (*prefixes, *(prefix.removeprefix("model.") for prefix in prefixes))
-    stored = _unwrapped(read_headers(folder), leaves, possible)
+    stored = unwrapped(read_headers(folder), [p + path for path in leaves if path.endswith("embed_tokens.weight") for p in possible])
     stored = {key: tensor for key, tensor in stored.items() if not key.startswith(tuple(skip))}
     prefix = next((p for p in possible if any(key.startswith(p) and key.startswith(tops, len(p)) for key in stored)), prefixes[-1])
     stored = _with_table(stored, leaves, prefix)
@@ -81,16 +81,6 @@ def load_weights(
     loaded = {path: how[path].array(list(itertools.islice(made, len(how[path].jobs)))) for path in order}
     structure = jax.tree.structure(abstract, is_leaf=lambda node: isinstance(node, Packed))
     return jax.tree.unflatten(structure, [loaded[path] for path in leaves])
-
-
-def _unwrapped(stored: Mapping[str, Stored], leaves: Mapping[str, Any], possible: Sequence[str]) -> Mapping[str, Stored]:
-    """The tensors of a file without what a module around the model put before their keys, as "language_model." or
-    "base_model.model."."""
-    tables = [prefix + path for path in leaves if path.endswith("embed_tokens.weight") for prefix in possible]
-    if stored.keys() & set(tables):
-        return stored
-    outer = next((key.removesuffix(table) for table in tables for key in stored if key.endswith(f".{table}")), "")
-    return {key.removeprefix(outer): tensor for key, tensor in stored.items()}
 
 
 def _with_table(stored: Mapping[str, Stored], leaves: Mapping[str, Any], prefix: str) -> dict[str, Stored]:

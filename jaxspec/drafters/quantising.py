@@ -15,6 +15,8 @@ from typing import Any
 from jaxspec import checkpoint
 from jaxspec.checkpoint import from_floats
 from jaxspec.checkpoint.files import CONVERTED
+from jaxspec.checkpoint.formats import headers
+from jaxspec.checkpoint.formats.rules import names_of
 from jaxspec.checkpoint.quantisation import Format, Quantisation, with_packed
 from jaxspec.checkpoint.safetensors import FLOATS
 
@@ -42,14 +44,11 @@ def stored_quantisation(folder: Path, config: Mapping[str, Any], drafter: Any) -
     unquantised, name = getattr(drafter, "unquantised", None), type(drafter).__name__
     if unquantised is None:
         raise ValueError(f"its weights are quantised ({found.name}); those of a {name} have to be float")
-    try:
-        stored = checkpoint.read_headers(folder)
-    except FileNotFoundError:  # of a target's own drafter, before the weights are there
-        stored = {}
+    stored = headers(folder) or {}  # none of a target's own drafter, before the weights are there
 
     def format_of(module: str) -> Format | None:
-        held = stored.get(f"{module}.weight") or stored.get(module)
-        if held is not None and held.dtype in FLOATS:
+        held = (stored.get(key) for name in names_of(module) for key in (f"{name}.weight", name))
+        if any(tensor is not None and tensor.dtype in FLOATS for tensor in held):
             return None
         form = found.format_of(module)
         if form is None or not any(re.search(pattern, module) for pattern in unquantised):

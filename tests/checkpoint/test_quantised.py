@@ -158,6 +158,8 @@ def with_scale_inv(key: str, w: np.ndarray) -> tuple[dict[str, np.ndarray], np.n
         (INT4, "base_model.model.model."),
         ((SCALE_INV, with_scale_inv), "model."),
         ((SCALE_INV, with_scale_inv), "language_model.model."),
+        ((SCALE_INV, with_scale_inv), "base_model.model.model."),
+        (FORMATS["awq"][1:], "language_model."),
         (None, "base_model.model.model."),
     ],
 )
@@ -171,8 +173,11 @@ def test_keys_may_begin_with_the_name_of_any_class_or_wrapper(form, prefix: str,
         tensors |= named
 
     if form is not None:
-        means = written(tmp_path / "quantised", "31B", *form, change=rename)
-        assert_means(load(tmp_path / "quantised"), plain(tmp_path / "float", "31B", means))
+        scale = {"model.layers.0.self_attn.k_scale": np.full(1, 0.5, np.float32)}
+        means = written(tmp_path / "quantised", "31B", *form, more=scale, change=rename)
+        found = load(tmp_path / "quantised")
+        assert_means(found, plain(tmp_path / "float", "31B", means))
+        assert found.kv_scales == ((0, 0.5, 1.0),)
         return
     wanted = plain(tmp_path / "usual", "31B", original("31B")[1])
     plain(tmp_path / "float", "31B", renamed(original("31B")[1]))

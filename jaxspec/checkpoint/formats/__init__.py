@@ -14,7 +14,9 @@ from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.files import CONVERTED, MODELOPT_CONFIG, read_json
 from jaxspec.checkpoint.formats import compressed_tensors, converted, fp8, gptq, modelopt
 from jaxspec.checkpoint.formats.matrices import SCALE_NAMES
-from jaxspec.checkpoint.quantisation import Quantisation
+from jaxspec.checkpoint.formats.rules import PREFIXES
+from jaxspec.checkpoint.layout import unwrapped
+from jaxspec.checkpoint.quantisation import EMBEDDING, Quantisation
 from jaxspec.checkpoint.safetensors import Stored, read_folder
 
 SERVED = (
@@ -45,7 +47,7 @@ def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation |
     found = _config(folder, config)
     if found is None:
         return None
-    stored = _headers(folder)
+    stored = headers(folder)
     try:
         made = _parsed(found, stored, _scale_dtype(config, stored or {}))
     except (TypeError, AttributeError, LookupError) as error:  # a value of another type than all that tools write there
@@ -87,10 +89,11 @@ def _config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None
     return found
 
 
-def _headers(folder: Path) -> dict[str, Stored] | None:
-    """The tensors of a checkpoint, None if they are not there."""
+def headers(folder: Path) -> dict[str, Stored] | None:
+    """The tensors of a checkpoint, None if they are not there. Their keys name modules as `rules.names_of` has them, whatever module is
+    around the model."""
     try:
-        return read_folder(folder)
+        return unwrapped(read_folder(folder), [f"{prefix}{EMBEDDING}.weight" for prefix in PREFIXES])
     except FileNotFoundError:
         return None
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Rules are matched as if a module's name began with each of these. Tools write the same modules' names with either.
-PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 EXPERT = re.compile(r"(?P<all>.*\bexperts)\.(?P<index>\d+)\.(?P<name>gate|up|down)_proj")
 EXPERTS = ("Gemma4TextExperts",)  # transformers' class of all experts of a layer
 
