@@ -118,14 +118,13 @@ def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: 
         scheme = next(iter(schemes.values()))
         if scheme is None:
             return leaf
-        if unpacked and UNPACKED.search(name) and _holds(leaf.dtype, scheme.scale_dtype):
-            return leaf
         shape, over = tuple(leaf.shape), input_axes(tuple(leaf.shape), parts[0])
         settings = {"group": group_within(shape, over, scheme.group), "zeros": scheme.zeros, "scale_dtype": jnp.dtype(scheme.scale_dtype)}
         try:
-            return packed.abstract(shape, scheme.kind, over=over, **settings)
+            made = packed.abstract(shape, scheme.kind, over=over, **settings)
         except ValueError as error:
             raise ValueError(f"{prefix}{parts[0].key} cannot be packed: {error}") from error
+        return leaf if unpacked and UNPACKED.search(name) and _holds(leaf.dtype, scheme.scale_dtype) else made
 
     return jax.tree_util.tree_map_with_path(changed, tree)
 

@@ -507,6 +507,15 @@ def test_formats_that_are_refused_by_name(settings: dict, message: str, tmp_path
         targets.abstract_target(config, jnp.float32, targets.read_quantisation(tmp_path))
 
 
+def test_a_small_matrix_that_cannot_be_packed_is_named_before_weights_are_read(tmp_path) -> None:
+    """Though it would be unpacked as it is read."""
+    settings = weights(INT4, group_size=24) | {"ignore": ["re:.*_proj", "re:.*model_projection"]}
+    (tmp_path / "config.json").write_text(json.dumps(config_of("E2B", quantization_config=settings)))
+    config, _ = targets.read_target(tmp_path)
+    with pytest.raises(ValueError, match=r"layers\.0\.per_layer_input_gate\.weight cannot be packed: groups have 24 inputs"):
+        targets.abstract_target(config, jnp.float32, targets.read_quantisation(tmp_path))
+
+
 def test_parts_of_a_fused_matrix_have_one_format(tmp_path) -> None:
     settings = INT4[0] | {"ignore": ["model.layers.0.self_attn.k_proj"]}
     (tmp_path / "config.json").write_text(json.dumps(config_of("12B", quantization_config=settings)))
