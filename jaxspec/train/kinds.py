@@ -13,7 +13,7 @@ from jaxspec.checkpoint.formats import quantisation_config
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import trainable
-from jaxspec.model.target import TargetModel
+from jaxspec.model.target import TargetConfig, TargetModel
 from pallas_kernels.packed import Packed, unpack
 
 
@@ -29,17 +29,22 @@ def fresh(kind: Kind, config: Mapping[str, Any], target: TargetModel, tokens: np
     """A drafter that has learnt nothing, float32. tokens: what it will be trained on, whose counts choose a draft vocabulary.
 
     Heads begin as rows of the target's, and the norms before such a head, or before the target's own, as the target's last norm:
-    see the drafters' `fresh`. Raises ValueError for a config that is not of this kind, does not fit the target, or has quantised weights.
+    see the drafters' `fresh`. Raises ValueError as `abstract_fresh`.
     """
-    if found := quantisation_config(config):
-        method = found.get("quant_method", "unknown")
-        raise ValueError(f"config.json says that the weights are quantised (quant_method {method!r}); a drafter that is trained is float")
-    abstract = fitted(kind.from_checkpoint(None, config, target.config, jnp.float32), target.config)
-    weights = initial(abstract, seed, target.config.hidden_size)
+    weights = initial(abstract_fresh(kind, config, target.config), seed, target.config.hidden_size)
     head, _ = target.head
     table, norm = (np.asarray(x, np.float32) for x in (unpack(head) if isinstance(head, Packed) else head, target.norm.weight))
     begin = getattr(weights, "fresh", None)
     return weights if begin is None else begin(table, norm, tokens, seed)
+
+
+def abstract_fresh(kind: Kind, config: Mapping[str, Any], target: TargetConfig) -> Any:
+    """That drafter as a tree of ShapeDtypeStructs. Raises ValueError for a config that is not of this kind, does not fit the target, or has
+    quantised weights."""
+    if found := quantisation_config(config):
+        method = found.get("quant_method", "unknown")
+        raise ValueError(f"config.json says that the weights are quantised (quant_method {method!r}); a drafter that is trained is float")
+    return fitted(kind.from_checkpoint(None, config, target, jnp.float32), target)
 
 
 def initial(abstract: Any, seed: int, width: int) -> Any:

@@ -73,19 +73,26 @@ class Run:
             raise ValueError(f"dtype is {self.dtype!r}; available: {', '.join(map(repr, DTYPES))}")
 
 
+def check_begin(out: Path, resume: bool) -> None:
+    """Raises what `check_out` raises whatever the settings are."""
+    left = checkpoints.steps_of(out / CHECKPOINTS)
+    if resume and not left:
+        raise FileNotFoundError(f"{out} has no checkpoint to resume from")
+    if left and not resume:
+        raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
+    if not left and not (out / SETTINGS).is_file():
+        refuse_to_replace(out)
+
+
 def check_out(out: Path, run: Run, settings: dict[str, Any] | None, resume: bool) -> dict[str, Any]:
     """All settings of a run, as its folder keeps them. Raises FileExistsError for a folder whose checkpoints or weights the run would write
     over, unless they are from an earlier start of the same run, and NotADirectoryError for a file. Where the run resumes, raises
     FileNotFoundError for a folder without checkpoints, and ValueError if they are of a run with other settings."""
     wanted = json.loads(json.dumps(dataclasses.asdict(run) | (settings or {})))  # as the file will give them back
-    left, before = checkpoints.steps_of(out / CHECKPOINTS), out / SETTINGS
+    check_begin(out, resume)
     if resume:
-        if not left:
-            raise FileNotFoundError(f"{out} has no checkpoint to resume from")
         _check_same(out, wanted)
-    elif left:
-        raise FileExistsError(f"{out} has checkpoints of an earlier run; resume it, or take another folder")
-    elif not before.is_file() or before.read_text(encoding="utf-8") != _written(wanted):
+    elif (before := out / SETTINGS).is_file() and before.read_text(encoding="utf-8") != _written(wanted):
         refuse_to_replace(out)
     return wanted
 

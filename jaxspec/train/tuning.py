@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,26 @@ from jax.sharding import Mesh
 from jaxspec import checkpoint
 from jaxspec.checkpoint import safetensors
 from jaxspec.checkpoint.files import CONVERTED, SUFFIX
-from jaxspec.checks import expanded, integer, number
+from jaxspec.checks import expanded, flag, integer, number, path, unknown
+from jaxspec.collectives import DATA
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
 from jaxspec.engine.memory import AUTO_SLOTS, memory_limit, memory_used, most_slots, sizes_of
 from jaxspec.interrupts import compiled, heeded
 from jaxspec.learning.losses import Batch, distil_loss, target_loss
-from jaxspec.learning.settings import check_tokens
+from jaxspec.learning.settings import FIELDS, check_tokens
 from jaxspec.learning.update import split
 from jaxspec.model.families import family_of
-from jaxspec.model.target import TargetModel
+from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.progress import watched
-from jaxspec.sharding.placement import placement_of
+from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.sharding.specs import WHOLE
 from jaxspec.targets import DTYPES, abstract_target, eos_token_ids, load_target, read_quantisation, read_target
 from jaxspec.text import Tokenizer, load_tokenizer
 from jaxspec.train import kinds
 from jaxspec.train.data import drawn, held_back, joined, read, take_rows
 from jaxspec.train.generate import acceptance_length, beginnings, continued, written
-from jaxspec.train.loop import Run, alone, check_batch, check_out, fit
+from jaxspec.train.loop import Run, alone, check_batch, check_begin, check_out, fit
 from jaxspec.trees import packed_kinds
 from pallas_kernels import dialect
 
@@ -85,8 +86,14 @@ def distil(
     Raises FileNotFoundError, TypeError or ValueError for what cannot be used, FileExistsError where `out` holds another run or another
     checkpoint, and FloatingPointError as `loop.fit` does.
     """
-    kind, how, out, progress = kinds.kind_of(drafter_kind), Run(**run), expanded(out), watched(progress)
+    kind, how, out, progress = kinds.kind_of(drafter_kind), _run(run, distil), expanded(path("out", out, "a folder")), watched(progress)
+    resume = flag("resume", resume)
     assert kind.objective is not None  # as of every kind that can be trained
+    if not isinstance(objective, Mapping | None):
+        raise TypeError(f"objective is {objective!r}, expected a dict of fields of Objective")
+    for name in objective or {}:
+        if name not in FIELDS:
+            raise unknown("the objective", name, FIELDS)
     goal = dataclasses.replace(kind.objective, **objective or {})
     integer("the objective's steps", goal.steps, 1, how.length - 1)
     integer("num_draft_tokens", num_draft_tokens, 1, how.length - 1)
@@ -94,17 +101,22 @@ def distil(
     if self_generate and how.batch < 2:
         raise ValueError(f"batch is {how.batch}, expected at least 2 with self_generate: half of every batch are texts of the target")
     temperature = number("temperature", temperature, 0)
-    folder = checkpoint.resolve(target)
+    placement = _placement(mesh)
+    check_batch(how, placement)
+    folder = checkpoint.resolve(path("target", target, "a hub id, a folder or a bundled name"))
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
-    placement = placement_of(mesh)
-    model = _target(folder, DTYPES[how.dtype])  # which writes texts where it is; a mesh's devices get copies when training begins
-    texts, held = _texts(data, held_out, tokenizer, how.length, model)
-    weights, config, generation, begun = _drafter(drafter_kind, init, raw, model, texts, how.seed)
+    of_target: Any = read_target(folder)[0]
+    # What can be refused here is, before the weights of the target are read, which takes long.
+    texts, held = _texts(data, held_out, tokenizer, how.length, of_target)
+    first = _init(drafter_kind, init, raw, of_target)
     for count, named in ((goal.steps, f"the objective has {goal.steps} draft steps: "), (num_draft_tokens, "")):
         try:
-            jax.eval_shape(lambda count=count: weights.init(1, how.length, count))
+            jax.eval_shape(lambda count=count: first[0].init(1, how.length, count))
         except ValueError as error:
             raise ValueError(f"{named}{error}") from error
+    check_begin(out, resume)
+    model = _target(folder, DTYPES[how.dtype])  # which writes texts where it is; a mesh's devices get copies when training begins
+    weights, config, generation, begun = _drafter(drafter_kind, first, model, texts, how.seed)
     settings = {
         "drafter_kind": drafter_kind,
         "target": os.fspath(target),
@@ -115,8 +127,7 @@ def distil(
         "config": config,
         "init": _checksum(begun),
     }
-    check_batch(how, placement)  # this and the next: before texts are written, which takes long
-    check_out(out, how, settings, resume)
+    check_out(out, how, settings, resume)  # before texts are written, which takes long
 
     def loss(drafter: Any, model: TargetModel, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return distil_loss(drafter, model, batch, key, goal)
@@ -162,14 +173,18 @@ def finetune(
 
     Arguments and errors as for `distil`, and ValueError for a quantised target.
     """
-    how, out = Run(**run), expanded(out)
-    folder = checkpoint.resolve(target)
+    how, out, placement = _run(run, finetune), expanded(path("out", out, "a folder")), _placement(mesh)
+    resume = flag("resume", resume)
+    check_batch(how, placement)
+    folder = checkpoint.resolve(path("target", target, "a hub id, a folder or a bundled name"))
     quantisation = read_quantisation(folder)
     if quantisation is not None and not quantisation.dense:
         raise ValueError(f"the target {folder} is quantised ({quantisation.name}); only float weights can be trained")
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
+    texts, held = _texts(data, held_out, tokenizer, how.length, read_target(folder)[0])
+    settings = {"target": os.fspath(target), "data": _fingerprint(texts)}
+    check_out(out, how, settings, resume)  # before weights are read, and the run's first file is there
     model = _target(folder, jnp.float32)
-    texts, held = _texts(data, held_out, tokenizer, how.length, model)
 
     def loss(model: TargetModel, _: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return target_loss(model, batch)
@@ -182,11 +197,9 @@ def finetune(
 
     score = scores(held, loss, min(how.batch // how.accumulate, len(held.ids)))
     draw = drawn(texts, how.batch, how.seed)
-    settings = {"target": os.fspath(target), "data": _fingerprint(texts)}
-    check_out(out, how, settings, resume)  # before the run's first file is there
     with alone(out):
         fit(loss, model, (), draw, how, out=out, evaluate=lambda m: score(m, ()), save=save, resume=resume, settings=settings,
-            placement=placement_of(mesh), progress=watched(progress))  # fmt: skip
+            placement=placement, progress=watched(progress))  # fmt: skip
     return out
 
 
@@ -204,27 +217,47 @@ def _target(folder: Path, dtype: Any) -> TargetModel:
     return load_target(folder, abstract_target(config, dtype, quantisation), quantisation, progress=False)
 
 
-def _texts(data: Files, held_out: Files | None, tokenizer: Tokenizer, length: int, model: TargetModel) -> tuple[Batch, Batch]:
+def _run(given: Mapping[str, Any], function: Callable[..., Any]) -> Run:
+    """The `Run` of these fields. Raises TypeError for an unknown one."""
+    known = [field.name for field in dataclasses.fields(Run)]
+    for name in given:
+        if name not in known:
+            raise unknown(function.__name__, name, known)
+    return Run(**given)
+
+
+def _placement(mesh: Any) -> Placement:
+    """Where a run computes. Raises TypeError or ValueError."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is {mesh!r}, expected a Mesh with an axis 'data', or None")
+    if mesh is not None and DATA not in mesh.axis_names:
+        raise ValueError(f"mesh has the axes {mesh.axis_names}; expected one called {DATA!r}, over which batches are spread")
+    return placement_of(mesh)
+
+
+def _texts(data: Files, held_out: Files | None, tokenizer: Tokenizer, length: int, config: TargetConfig) -> tuple[Batch, Batch]:
     """(to train on, held out)"""
 
-    def load(files: Files) -> Batch:
-        paths = [files] if isinstance(files, str | os.PathLike) else list(files)
-        return read(paths, tokenizer, length=length, vocab_size=model.config.vocab_size)
+    def load(name: str, files: Any) -> Batch:
+        paths = list(files) if isinstance(files, Iterable) and not isinstance(files, str) else [files]
+        for file in paths:
+            path(name, file, "a file, or a list of files")
+        if not paths:
+            raise ValueError(f"{name} is {files!r}, expected at least one file")
+        return read(paths, tokenizer, length=length, vocab_size=config.vocab_size)
 
-    return held_back(load(data)) if held_out is None else (load(data), load(held_out))
+    return held_back(load("data", data)) if held_out is None else (load("data", data), load("held_out", held_out))
 
 
-def _drafter(
-    kind: str, init: Any, raw: Mapping[str, Any], model: TargetModel, texts: Batch, seed: int
-) -> tuple[Any, Mapping[str, Any], Mapping[str, Any], Any]:
-    """(float32 weights, config.json, generation_config.json, those of the weights by which one init is told from another). These are all of
-    a drafter that was trained; of a fresh one, whose float weights follow from config and seed, the others, which stay as they are."""
+def _init(kind: str, init: Any, raw: Mapping[str, Any], target: TargetConfig) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
+    """(drafter, config.json, generation_config.json). The drafter has float32 weights, or is abstract if it is a fresh one. Raises
+    ValueError, TypeError or FileNotFoundError for an init that is no drafter of the kind or does not fit the target."""
     chosen = kinds.kind_of(kind)
     if isinstance(init, str | os.PathLike):
         folder = checkpoint.resolve(init)
         config, generation = checkpoint.read_config(folder), checkpoint.read_generation_config(folder)
-        if (folder / CONVERTED).exists() or any(path.name.removesuffix(".index.json").endswith(SUFFIX) for path in folder.iterdir()):
-            found = abstract_drafter(folder, model.config, jnp.float32)
+        if (folder / CONVERTED).exists() or any(file.name.removesuffix(".index.json").endswith(SUFFIX) for file in folder.iterdir()):
+            found = abstract_drafter(folder, target, jnp.float32)
             if not isinstance(found, chosen.made):
                 raise ValueError(f"init {folder} is a {type(found).__name__}; drafter_kind {kind!r} is a {chosen.made.__name__}")
             check_tokens(found)
@@ -235,16 +268,30 @@ def _drafter(
                     f"the config.json of init {folder} leaves open {' or '.join(readings)}; expected the one that the drafter was trained "
                     "with: generate with it, and llm.stats says which accepts more"
                 )
-            weights = load_drafter(folder, model.config, jnp.float32, progress=False)
-            return weights, config, generation, weights
+            return load_drafter(folder, target, jnp.float32, progress=False), config, generation
     elif init is not None:
+        if not isinstance(init, Mapping):
+            raise TypeError(f"init is {init!r}, expected a drafter, a folder, a config.json as a dict, or None")
         config, generation = init, chosen.generation
     elif chosen.default_config is not None:
-        config, generation = chosen.default_config(raw, model.config), chosen.generation
+        config, generation = chosen.default_config(raw, target), chosen.generation
     else:
         raise ValueError(f"init is None, and drafter_kind {kind!r} has no default config; expected a config.json or a drafter")
-    weights = kinds.fresh(chosen, config, model, texts.ids, seed)
-    check_tokens(weights)
+    abstract = kinds.abstract_fresh(chosen, config, target)
+    check_tokens(abstract)
+    return abstract, config, generation
+
+
+def _drafter(
+    kind: str, first: tuple[Any, Mapping[str, Any], Mapping[str, Any]], model: TargetModel, texts: Batch, seed: int
+) -> tuple[Any, Mapping[str, Any], Mapping[str, Any], Any]:
+    """(float32 weights, config.json, generation_config.json, those of the weights by which one init is told from another). These are all of
+    a drafter that was trained; of a fresh one, whose float weights follow from config and seed, the others, which stay as they are. first:
+    what `_init` gives."""
+    weights, config, generation = first
+    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(weights)):
+        return weights, config, generation, weights
+    weights = kinds.fresh(kinds.kind_of(kind), config, model, texts.ids, seed)
     if getattr(weights, "readings", ()):  # it learns the first, and its config.json says so
         weights, config = weights.read_as(np.int32(0)).decided(config)
     return weights, config, generation, split(weights)[1]

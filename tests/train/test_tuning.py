@@ -115,7 +115,9 @@ def test_transformers_loads_what_is_written(trained):
         ({}, "has checkpoints of an earlier run; resume it, or take another folder"),
     ],
 )
-def test_what_cannot_be_used_is_said_at_the_door(trained, capsys, changes, message):
+def test_what_cannot_be_used_is_said_at_the_door(trained, capsys, monkeypatch, changes, message):
+    """Before the target's weights are read, which takes long."""
+    monkeypatch.setattr(tuning, "_target", lambda *args: pytest.fail("weights are read"))
     command = list(trained[1])
     for name, value in changes.items():
         command += [name, value]
@@ -123,14 +125,48 @@ def test_what_cannot_be_used_is_said_at_the_door(trained, capsys, changes, messa
     assert message in capsys.readouterr().err
 
 
+def test_arguments_that_make_no_sense_are_named_before_weights_are_read(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "_target", lambda *args: pytest.fail("weights are read"))
+    sideways = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("x",))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    (tmp_path / "file").write_text("x")
+    refused = [
+        ({"objective": "soft"}, TypeError, "objective is 'soft', expected a dict of fields of Objective"),
+        ({"objective": {"step": 2}}, TypeError, "the objective has no argument 'step'; the nearest is 'steps'"),
+        ({"step": 3}, TypeError, "distil has no argument 'step'; the nearest is 'steps'"),
+        ({"data": 5}, TypeError, "data is 5 of type int, expected a file, or a list of files"),
+        ({"held_out": [SOURCE, None]}, TypeError, "held_out is None of type NoneType, expected a file, or a list of files"),
+        ({"data": []}, ValueError, r"data is \[\], expected at least one file"),
+        ({"init": 5}, TypeError, "init is 5, expected a drafter, a folder, a config.json as a dict, or None"),
+        ({"init": {"model_type": "llama"}}, ValueError, "model_type is 'llama'; a Gemma 4 assistant has one of"),
+        ({"target": 5}, TypeError, "target is 5 of type int, expected a hub id, a folder or a bundled name"),
+        ({"out": None}, TypeError, "out is None of type NoneType, expected a folder"),
+        ({"out": tmp_path / "file"}, NotADirectoryError, "file is a file; expected a folder, or nothing"),
+        ({"out": tmp_path / "mine"}, FileExistsError, "mine holds another checkpoint"),
+        ({"resume": "yes"}, TypeError, "resume is 'yes', expected True or False"),
+        ({"resume": True}, FileNotFoundError, "out has no checkpoint to resume from"),
+        ({"mesh": 2}, TypeError, "mesh is 2, expected a Mesh with an axis 'data', or None"),
+        ({"mesh": sideways}, ValueError, r"mesh has the axes \('x',\); expected one called 'data', over which batches are spread"),
+        ({"mesh": jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",)), "batch": 3}, ValueError, "do not divide a batch of 3 texts"),
+    ]
+    for changes, error, message in refused:
+        given = {"target": target, "drafter_kind": "mtp", "data": SOURCE, "out": tmp_path / "out", "length": 32, **changes}
+        with pytest.raises(error, match=message):
+            distil(**given, progress=False)
+    with pytest.raises(TypeError, match="finetune has no argument 'step'; the nearest is 'steps'"):
+        finetune(target, data=SOURCE, out=tmp_path / "out", step=3)
+    with pytest.raises(FileNotFoundError, match="data file none.txt does not exist"):
+        finetune(target, data="none.txt", out=tmp_path / "out")
+
+
 def test_a_converted_drafter_is_gone_on_from(target, trained, tmp_path):
     given = trained[1][trained[1].index("--init") + 1]
     converted = jaxspec.convert(target, tmp_path / "float", drafter=given, dtype="float32", progress=False) / "drafter"
     packed = jaxspec.convert(target, tmp_path / "packed", drafter=given, quantize_drafter="int8", progress=False) / "drafter"
-    texts = Batch(np.ones((1, 24), np.int32), np.zeros(1, np.int32), np.full(1, 24, np.int32))
 
     def first(init):
-        return tuning._drafter("mtp", init, {}, tuning._target(target, jnp.float32), texts, 0)[0]
+        return tuning._init("mtp", init, {}, tuning.read_target(target)[0])[0]
 
     assert all(map(np.array_equal, *(jax.tree.leaves(first(init)) for init in (converted, given))))
     with pytest.raises(ValueError, match=r"the weights of init .*drafter are quantised \(int8\); a drafter that is trained is float"):
@@ -328,11 +364,11 @@ def test_a_quantised_target_is_not_finetuned(target, tmp_path):
 def test_what_a_config_leaves_open_is_decided_for_a_fresh_drafter_and_asked_for_a_trained_one(tmp_path):
     """A config for Gemma without input_embedding_scale: a fresh drafter learns without one, and its config.json says so."""
     config, model, texts = small.CONFIGS["dflash"], small.target(), Batch(np.arange(8, dtype=np.int32)[None], None, None)
-    fresh, written, *_ = tuning._drafter("dflash", config, {}, model, texts, 0)
+    fresh, written, *_ = tuning._drafter("dflash", tuning._init("dflash", config, {}, model.config), model, texts, 0)
     assert fresh.reading is None and written == {**config, "input_embedding_scale": 1.0}
     save_trained(tmp_path / "open", fresh, config, {})
     message = "leaves open input_embedding_scale=1.0 or input_embedding_scale=.*; expected the one that the drafter was trained with"
     with pytest.raises(ValueError, match=message):
-        tuning._drafter("dflash", tmp_path / "open", {}, model, texts, 0)
+        tuning._init("dflash", tmp_path / "open", {}, model.config)
     save_trained(tmp_path / "said", fresh, written, {})
-    assert tuning._drafter("dflash", tmp_path / "said", {}, model, texts, 0)[0].readings == ()
+    assert tuning._init("dflash", tmp_path / "said", {}, model.config)[0].readings == ()
