@@ -17,7 +17,7 @@ from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.decode.round import check_tree_rule
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.device_lock import DeviceLock
-from jaxspec.engine.learn import Origin, check_out
+from jaxspec.engine.learn import Origin, check_left, check_out
 from jaxspec.engine.learn import check as check_learning
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import check_limits, memory_limit, memory_used
@@ -180,8 +180,9 @@ def load(
     count = pair.num_draft_tokens(num_draft_tokens, max_len)
     rule.check(count)
     if learning is not None:
-        check_learning(pair.drafter, rule.name, count)
-        check_out(learning, pair.drafter_folder)  # before weights are read, which takes long
+        check_learning(learning, pair.drafter, rule.name, count)
+        check_out(learning, pair.drafter_folder)  # this and the next: before weights are read, which takes long
+        check_left(learning, pair.drafter, config, pair.dtype)
     if adaptive_verification not in (None, True, False):
         raise TypeError(f"adaptive_verification is {adaptive_verification!r}, expected True, False or None")
     if adaptive_verification and (obstacle := adaptive_obstacle(rule, count)):

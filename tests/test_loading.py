@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import foreign_names, loading, planning, sharding
+from jaxspec import Learn, foreign_names, loading, planning, sharding
 from jaxspec.decode import accept
 from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.engine.params import Defaults, SamplingParams
@@ -148,6 +148,8 @@ def test_a_drafter_may_be_an_object(folders, llm):
         ({"drafter": None, "num_draft_tokens": 2}, ValueError, "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter"),
         ({"drafter": "bigram"}, FileNotFoundError, "'bigram' is neither a folder, nor a hub id"),
         ({"mesh": "tensor=2"}, TypeError, "mesh is 'tensor=2', expected a Mesh, as jaxspec.mesh"),
+        ({"learn": Learn(objective={"soft": -1})}, ValueError, "the objective's soft is -1.0, expected a finite number of at least 0"),
+        ({"learn": Learn(objective={"soft": 0, "hard": 0})}, ValueError, "the objective is Objective.* expected a decay above 0"),
         ({"drafter": 3}, TypeError, "drafter is of type int without taps, init, observe, draft; expected a checkpoint's name"),
     ],
 )

@@ -21,7 +21,7 @@ import numpy as np
 from jaxspec import checkpoint
 from jaxspec.checkpoint.files import WEIGHTS_FILE, refuse_to_replace
 from jaxspec.checks import expanded
-from jaxspec.drafters.registry import load_drafter, save_trained
+from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.memory import learning_bytes, memory_limit, memory_used, size
@@ -32,7 +32,7 @@ from jaxspec.engine.stats import LearningStats
 from jaxspec.engine.trials import Comparison, Trial
 from jaxspec.learning import checkpoints
 from jaxspec.learning.pace import Pace
-from jaxspec.learning.settings import Learn, learnable
+from jaxspec.learning.settings import Learn, learnable, objective_of
 from jaxspec.sharding.placement import Placement
 
 if TYPE_CHECKING:
@@ -296,18 +296,14 @@ class Learning:
     def _begin_at(self, out: Path) -> None:
         """Goes on from what `out` holds, if that was asked for: from the drafter, and from the state if there is one. Raises ValueError for
         another drafter, or a state that cannot be read."""
-        left = checkpoints.steps_of(out / STATE)
-        if not self._learner.learn.resume or not (left or (out / WEIGHTS_FILE).exists()):
+        if not _goes_on(self._learner.learn, out):
             return
         assert self.origin.config is not None
         dtype = self._runners[0].target.dtype
         weights = load_drafter(out, self.origin.config, dtype, place=self._placement.place, progress=False)
-        if jax.tree.structure(weights) != jax.tree.structure(self.origin.weights) or _shapes(weights) != _shapes(self.origin.weights):
-            there, given = type(weights).__name__, type(self.origin.weights).__name__
-            found = f"another drafter that learnt, {there}" if there != given else f"a {there} that learnt, of another size or config"
-            raise ValueError(f"{out} holds {found} than the {given} that was given; give that one to go on, or name another folder")
+        _check_same(out, weights, self.origin.weights)
         self._learner.begin_at(weights)
-        if left:
+        if checkpoints.steps_of(out / STATE):
             _, self._learner.state = checkpoints.restore(out / STATE, *self._learner.state)
         self._offered = self._learner.steps
         self.origin = dataclasses.replace(self.origin, weights=weights)
@@ -315,12 +311,26 @@ class Learning:
             runner.use(part)  # last: where something cannot be read, all stays as it was
 
 
+def _goes_on(learn: Learn, out: Path) -> bool:
+    """Whether learning is to go on from what a folder holds, and that holds anything."""
+    return learn.resume and (bool(checkpoints.steps_of(out / STATE)) or (out / WEIGHTS_FILE).exists())
+
+
+def _check_same(out: Path, weights: Any, given: Any) -> None:
+    """Raises ValueError if the drafter in a folder is another than the one that was given. Both: weights, or both abstract."""
+    if jax.tree.structure(weights) != jax.tree.structure(given) or _shapes(weights) != _shapes(given):
+        there, wanted = type(weights).__name__, type(given).__name__
+        found = f"another drafter that learnt, {there}" if there != wanted else f"a {there} that learnt, of another size or config"
+        raise ValueError(f"{out} holds {found} than the {wanted} that was given; give that one to go on, or name another folder")
+
+
 def _shapes(weights: Any) -> list[tuple[int, ...]]:
     return [x.shape for x in jax.tree.leaves(weights)]
 
 
-def check(drafter: Any, rule: str, num_draft_tokens: int) -> None:
-    """Raises ValueError where learning would change texts, or where there is nothing to learn."""
+def check(learn: Learn, drafter: Any, rule: str, num_draft_tokens: int) -> None:
+    """Raises ValueError where learning would change texts, or where there is nothing to learn, and ValueError or TypeError for an objective
+    that makes no sense."""
     learnable(drafter)
     if readings := getattr(drafter, "readings", ()):
         raise ValueError(
@@ -333,6 +343,7 @@ def check(drafter: Any, rule: str, num_draft_tokens: int) -> None:
         raise ValueError("num_draft_tokens is 0, so that no draft would be accepted however much the drafter learns; expected at least 1")
     if jax.process_count() > 1:
         raise ValueError(f"there are {jax.process_count()} processes; a drafter learns in one process only")
+    objective_of(learn, drafter, num_draft_tokens)
 
 
 def check_out(learn: Learn, folder: Path | None) -> None:
@@ -348,6 +359,13 @@ def check_out(learn: Learn, folder: Path | None) -> None:
         if checkpoints.steps_of(out / STATE):
             raise FileExistsError(f"{out} holds a drafter that learnt before; give resume=True to go on from it, or another folder")
         refuse_to_replace(out)
+
+
+def check_left(learn: Learn, drafter: Any, config: TargetConfig, dtype: Any) -> None:
+    """Raises ValueError or FileNotFoundError where learning is to go on from what `out` holds, and its config.json is damaged or another
+    drafter's. drafter: abstract."""
+    if learn.out is not None and _goes_on(learn, out := expanded(learn.out)):
+        _check_same(out, abstract_drafter(out, config, dtype), drafter)
 
 
 def check_room(target: Any, drafter: Any, learn: Learn, num_draft_tokens: int, max_len: int, placement: Placement) -> None:

@@ -240,9 +240,13 @@ class LLM:
         trials in a row that gained nothing, learning ends; so it does, with a warning, if a loss is not finite.
 
         Raises ValueError for a drafter that has nothing to learn ("ngram", none), an acceptance rule other than "coupled", or settings out
-        of range; FileExistsError if `out` holds a checkpoint, such as a drafter that learnt before, and `resume` is not set; RuntimeError
-        while the LLM learns already, ImportError without optax, MemoryError if a device lacks the room: `load` with `learn` plans it."""
-        learn = share if isinstance(share, Learn) else Learn(share=share, out=out, **settings)
+        of range; TypeError for other settings beside a `Learn`; FileExistsError if `out` holds a checkpoint, such as a drafter that learnt
+        before, and `resume` is not set; RuntimeError while the LLM learns already, ImportError without optax, MemoryError if a device lacks
+        the room: `load` with `learn` plans it."""
+        given = settings if out is None else {"out": out, **settings}
+        if isinstance(share, Learn) and given:
+            raise TypeError(f"{', '.join(given)} and a Learn are given; expected all settings in the Learn, or the share and these")
+        learn = share if isinstance(share, Learn) else Learn(share=share, **given)
         with self._lock():
             self._check_open()
             before = self._serving.learning
@@ -250,7 +254,7 @@ class LLM:
                 raise RuntimeError("the drafter of this LLM learns already; close that first")
             target, origin, placement = self._whole
             origin = origin if before is None else before.origin
-            check(origin.weights, self.settings.accept.name, self.num_draft_tokens)
+            check(learn, origin.weights, self.settings.accept.name, self.num_draft_tokens)
             check_out(learn, origin.folder)
             if before is not None:  # where it ended by itself, for its memory
                 before.close()

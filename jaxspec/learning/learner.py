@@ -21,11 +21,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import DATA
-from jaxspec.drafters.training import Objective
 from jaxspec.interrupts import compiled
 from jaxspec.learning.losses import Batch, distil_loss
 from jaxspec.learning.reservoir import Reservoir
-from jaxspec.learning.settings import Learn, learnable, parts
+from jaxspec.learning.settings import Learn, objective_of, parts
 from jaxspec.learning.update import join, optimizer, split, updater
 from jaxspec.sharding.kv_heads import unspread
 from jaxspec.sharding.placement import Placement
@@ -53,10 +52,7 @@ class Learner:
     """
 
     def __init__(self, target: Any, drafter: Any, learn: Learn, *, num_draft_tokens: int, max_len: int, placement: Placement):
-        kind = learnable(drafter)
-        assert kind.objective is not None
-        changes = {**learn.objective, "steps": num_draft_tokens, "anchors": learn.anchors}
-        objective = Objective(**{**vars(kind.objective), **changes})
+        objective = objective_of(learn, drafter, num_draft_tokens)
         self.learn, self._placement, self._target = learn, placement, unspread(target)
         self.length = min(learn.length, max_len)
         self.texts = Reservoir(learn.texts, learn.seed)

@@ -89,6 +89,13 @@ def learnable(drafter: Any) -> Kind:
     return kind
 
 
+def objective_of(learn: Learn, drafter: Any, num_draft_tokens: int) -> Objective:
+    """What a drafter learns towards. Raises ValueError as `learnable`, and ValueError or TypeError for an objective that makes no sense."""
+    kind = learnable(drafter)
+    assert kind.objective is not None
+    return dataclasses.replace(kind.objective, **{**learn.objective, "steps": num_draft_tokens, "anchors": learn.anchors})
+
+
 def check_tokens(drafter: Any) -> None:
     """Raises ValueError for a drafter whose own tables lack tokens of the target, which would have to be learnt."""
     if getattr(drafter, "narrower", False):

@@ -165,7 +165,7 @@ def test_a_drafter_whose_reading_is_open_is_refused():
     config = {**kinds.DFLASH["z-lab"], "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 2]}}
     drafter = dataclasses.replace(kinds.drafter("dflash"), config=DFlashConfig.from_hf(config, rounds.target().config))
     with pytest.raises(ValueError, match=r"the drafter's config.json leaves open input_embedding_scale=1.0 or"):
-        engine_learn.check(drafter, "coupled", 4)
+        engine_learn.check(Learn(), drafter, "coupled", 4)
 
 
 @pytest.mark.slow  # tests/engine/test_learn.py has an LLM that learns, and what is refused

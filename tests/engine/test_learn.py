@@ -83,12 +83,17 @@ def test_no_checkpoint_is_written_over(folders, tmp_path, monkeypatch):
             llm.learn(dataclasses.replace(LEARN, out=mine))
         with pytest.raises(FileExistsError, match="mine holds another checkpoint"):
             llm.learn(dataclasses.replace(LEARN, out="~/mine"))
+        with pytest.raises(TypeError, match="out, rate and a Learn are given; expected all settings in the Learn, or the share and these"):
+            llm.learn(LEARN, out=tmp_path / "new", rate=1e-3)
         assert llm.learning is None
         with pytest.raises(NotADirectoryError, match="config.json is a file; expected a folder, or nothing"):
             llm.learn(dataclasses.replace(LEARN, out=mine / "config.json", resume=True))
     monkeypatch.setattr(loading, "load_target", lambda *args, **more: pytest.fail("weights are read"))
     with pytest.raises(FileExistsError, match="mine holds another checkpoint"):
         jaxspec.load(folders[0], mine, learn=dataclasses.replace(LEARN, out=mine), **SIZES)
+    other = tiny_assistant(tmp_path / "other", intermediate_size=48)
+    with pytest.raises(ValueError, match="other holds a Gemma4MTP that learnt, of another size or config than the Gemma4MTP that was"):
+        jaxspec.load(folders[0], mine, learn=dataclasses.replace(LEARN, out=other, resume=True), **SIZES)
     assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
 
 
