@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.checkpoint.from_floats import HEAD
 from jaxspec.checks import integer
 from jaxspec.engine.admission import init_state
 from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS, prefill_rows
@@ -27,7 +28,7 @@ from jaxspec.model.head_guides import guided
 from jaxspec.model.layers import Linear
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import ONE_DEVICE, Placement
-from jaxspec.trees import bytes_per_device, is_packed, nbytes, weights_of
+from jaxspec.trees import bytes_per_device, is_packed, leaves_by_path, nbytes, weights_of
 from pallas_kernels.linear import most_rows
 from pallas_kernels.linear.reference import UNPACKED_BYTES
 
@@ -129,7 +130,7 @@ def sizes_of(
         width=math.ceil(max_len / PAGE),
         decode=decode,
         prefill=prefill,
-        unpacking=max(UNPACKING * packed, _unpacked(target, largest)),
+        unpacking=max(UNPACKING * packed, _unpacked(target, drafter, largest)),
         learnt=learnt,
         learning=learning,
     )
@@ -164,10 +165,11 @@ def _activations(config: TargetConfig, rows: int) -> int:
     return rows * (max(map(layer, config.layers)) + 2 * sum(spec.per_layer_input for spec in config.layers))
 
 
-def _unpacked(target: Any, rows: int) -> int:
-    """Bytes of the largest matrix of a layer that a kernel unpacks whole for products of so many rows."""
-    products = jax.tree.leaves(target.layers, is_leaf=lambda node: isinstance(node, Linear))
-    packed = [part.weight for part in products if isinstance(part, Linear) and is_packed(part.weight)]
+def _unpacked(target: Any, drafter: Any, rows: int) -> int:
+    """Bytes of the largest matrix that a kernel unpacks whole for products of so many rows, those of prompts: of a layer, or of a drafter
+    and no head."""
+    found = leaves_by_path((target.layers, drafter), whole=(Linear,))
+    packed = [part.weight for path, part in found.items() if isinstance(part, Linear) and is_packed(part.weight) and not HEAD.search(path)]
     whole = [w for w in packed if w.inputs is None and rows > most_rows(w)]
     return max((w.size * bytes_per_device(w.words) // nbytes(w.words) for w in whole), default=0) * target.dtype.itemsize
 

@@ -69,15 +69,17 @@ def test_sizes_of_the_31b_by_hand():
 
 
 def test_the_largest_matrix_is_unpacked_whole_where_prompts_have_more_rows_than_kernels_multiply():
-    def unpacking(config, **settings):
+    def unpacking(config, quantise="int4", drafter=None, **settings):
         found = shapes.target_config(config)
-        target = abstract_target(found, jnp.bfloat16, shapes.target_quantisation(config, found, jnp.bfloat16, "int4", None, None))
-        return memory.sizes_of(target, NoDraft(), max_len=4096, num_draft_tokens=0, **settings).unpacking
+        target = abstract_target(found, jnp.bfloat16, shapes.target_quantisation(config, found, jnp.bfloat16, quantise, None, None))
+        return memory.sizes_of(target, drafter or NoDraft(), max_len=4096, num_draft_tokens=0, **settings).unpacking
 
     assert unpacking("12b") == 2 * 15_360 * 3840 * 2
     assert (
         unpacking("31b") == unpacking("12b", kernels=False) == unpacking("12b", placement=abstract_placement_of("tensor=4")) == 96 * 2**20
     )
+    dspark = shapes.abstract_drafter("dspark", "12b", shapes.target_config("12b"), jnp.bfloat16, "int4")
+    assert unpacking("12b", None, dspark) == 2 * 15_360 * 3840 * 2  # at most: of its matrices, prompts pass `fc` and those of K and V
 
 
 def test_as_many_slots_are_chosen_as_fit_at_half_their_length():
