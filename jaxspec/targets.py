@@ -18,7 +18,7 @@ from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.files import CONVERTED
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.checkpoint.peft import read_adapter
-from jaxspec.checkpoint.quantisation import Quantisation, with_packed, with_rounded_inputs
+from jaxspec.checkpoint.quantisation import Quantisation, with_rounded_inputs
 from jaxspec.checkpoint.safetensors import FLOATS
 from jaxspec.checks import integer
 from jaxspec.model.families import family_named, family_of
@@ -127,9 +127,7 @@ def abstract_target(config: TargetConfig, dtype: Any, quantisation: Quantisation
         return tree
     if quantisation.embedding is not None and tree.head[0] is not tree.embed_tokens.weight:
         raise ValueError("quantize_embedding quantises a token embedding that is the head too; this target's head is another matrix")
-    unpacked = not quantisation.converted and quantisation.inputs is None  # else rows of their products are to be rounded
-    settings = {"embedding": quantisation.embedding is not None, "unpacked": unpacked}
-    packed = with_packed(tree, quantisation.scheme_of, family.prefixes[0], **settings)
+    packed = quantisation.applied(tree, family.prefixes[0])
     packed = packed if quantisation.inputs is None else with_rounded_inputs(packed, quantisation.inputs)
     return packed.with_kv_scales(quantisation.kv_scales)
 

@@ -93,6 +93,12 @@ class Quantisation:
         found = self.format_for(name)
         return None if found is None else found.scheme
 
+    def applied(self, tree: Any, prefix: str) -> Any:
+        """A tree of ShapeDtypeStructs as `with_packed` makes it. Those of UNPACKED are packed too where a converted checkpoint has them so,
+        and where rows of their products are to be rounded. prefix and errors: as there."""
+        unpacked = not self.converted and self.inputs is None
+        return with_packed(tree, self.scheme_of, prefix, embedding=self.embedding is not None, unpacked=unpacked)
+
 
 def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: bool = False, unpacked: bool = True) -> Any:
     """A tree of ShapeDtypeStructs with a `Packed` in place of every matrix that is quantised. prefix: stands before our paths in the

@@ -17,7 +17,7 @@ from jaxspec.checkpoint import from_floats
 from jaxspec.checkpoint.files import CONVERTED
 from jaxspec.checkpoint.formats import headers
 from jaxspec.checkpoint.formats.rules import names_of
-from jaxspec.checkpoint.quantisation import Format, Quantisation, with_packed
+from jaxspec.checkpoint.quantisation import Format, Quantisation
 from jaxspec.checkpoint.safetensors import FLOATS
 
 
@@ -86,10 +86,9 @@ def asked_quantisation(
 
 
 def quantised(drafter: Any, quantisation: Quantisation | None) -> Any:
-    """A drafter of ShapeDtypeStructs with a `Packed` in place of every matrix that is quantised. Raises ValueError as `with_packed` and the
-    quantisation's `format_of` do."""
+    """A drafter of ShapeDtypeStructs with a `Packed` in place of every matrix that is quantised. Raises ValueError as
+    `Quantisation.applied` and `format_of` do."""
     if quantisation is None:
         return drafter
     prefix = getattr(drafter, "key_prefixes", ("",))[0]
-    settings = {"embedding": quantisation.embedding is not None, "unpacked": not quantisation.converted}
-    return with_checkpoint_part(drafter, with_packed(checkpoint_part(drafter), quantisation.scheme_of, prefix, **settings))
+    return with_checkpoint_part(drafter, quantisation.applied(checkpoint_part(drafter), prefix))
