@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from pallas_kernels.paged_attention import (
     mosaic_rotary_prompt,
     mosaic_whole,
     mosaic_whole_prompt,
+    mosaic_wide_prompt,
     triton,
 )
 from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
@@ -58,10 +60,12 @@ def is_faster(q, key_weight, window) -> bool:
         # Where `triton` needs several tiles of 16 query rows, each tile reads the keys again.
         plan = mosaic_parts.Plan(q.shape, True, window, 1.0)
         return q.shape[1] * q.shape[3] > 16 or (mosaic_rotary_few.serves(plan) and plan.items >= LEAST_ROTARY_ITEMS)
-    if mosaic_whole_prompt.unsupported(q) is None:
-        return window is not None and mosaic_whole_prompt.Plan(q.shape, True, window, 1.0).items >= LEAST_PROMPT_ITEMS
+    wide = q.shape[4] > mosaic_whole.PART
+    if (kernel := _for_prompts(q)) is not None:
+        items = mosaic_whole_prompt.Plan(q.shape, True, window, 1.0, kernel.MEMBERS).items
+        return (wide or window is not None) and items >= LEAST_PROMPT_ITEMS
     plan = mosaic_whole.Plan(q.shape, True, window, 1.0)
-    if q.shape[4] > mosaic_whole.PART:
+    if wide:
         return plan.tiles == 1 and plan.items >= LEAST_WIDE_ITEMS
     return window is not None and plan.tiles == 1 and plan.items >= LEAST_ITEMS
 
@@ -93,8 +97,8 @@ def paged_attention(
         fresh = tuple(jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in fresh) if missing else fresh
         inputs |= {"count": fresh_count, "fresh_k": fresh[0], "fresh_v": fresh[1]}
     scale = scale * triton.LOG2_E
-    if key_weight is None and splits is None and mosaic_whole_prompt.unsupported(q) is None:
-        return mosaic_whole_prompt.attend(mosaic_whole_prompt.Plan(q.shape, causal, window, scale), inputs, q)
+    if key_weight is None and splits is None and (kernel := _for_prompts(q)) is not None:
+        return kernel.attend(mosaic_whole_prompt.Plan(q.shape, causal, window, scale, kernel.MEMBERS), inputs, q)
     visible = table.shape[1] * cached[0].shape[1]
     visible = visible if window is None else min(visible, window + q.shape[1])
     blocks = visible // KEYS + (window is not None)  # a window seldom begins where a block does
@@ -115,6 +119,11 @@ def paged_attention(
     acc = acc.reshape(batch, heads, plan.splits, queries * group, dim)
     numbers = (x.reshape(batch, heads, plan.splits, x.shape[1]) for x in numbers)
     return triton.merged((acc, *numbers), q, plan.splits, interpret=False, rows=plan.rows, launch_dependents=launch_dependents)
+
+
+def _for_prompts(q) -> Any:
+    """The kernel for many rows of a prompt, if keys are stored whole, or None if none serves these queries."""
+    return next((kernel for kernel in (mosaic_whole_prompt, mosaic_wide_prompt) if kernel.serves(q)), None)
 
 
 def splits_for(programs: int, blocks: int) -> int:

@@ -321,12 +321,24 @@ class Softmax:
         """The weights of a block's keys, by what to multiply all sums before it, and the largest score and the sum of weights with it.
 
         scores: products of queries and keys. seen: of the block. plain: whether every row sees every key of it, if that is known."""
-        scores = self._masked(scores, seen) if plain is None else jax.lax.cond(plain, lambda x: x, lambda x: self._masked(x, seen), scores)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1) * self.scale)
+        scores = self.masked(scores, seen, plain)
+        new_top = self.raised(scores, top)
+        weights, shrink, total = self.weights(scores, top, new_top, total)
+        return weights, shrink, new_top, total
+
+    def masked(self, scores, seen, plain=None):
+        """Minus infinity for keys that a row does not see. The arguments are those of `weigh`."""
+        return self._masked(scores, seen) if plain is None else jax.lax.cond(plain, lambda x: x, lambda x: self._masked(x, seen), scores)
+
+    def raised(self, scores, top):
+        """Each row's largest score, with these masked ones."""
+        return jnp.maximum(top, jnp.max(scores, axis=1) * self.scale)
+
+    def weights(self, scores, top, new_top, total):
+        """The weights of masked scores, by what to multiply all sums before them, and the sum of weights with theirs."""
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores * self.scale - across(new_top, KEYS))
-        total = total * shrink + jnp.sum(weights, axis=1)
-        return weights.astype(jnp.bfloat16), shrink, new_top, total
+        return weights.astype(jnp.bfloat16), shrink, total * shrink + jnp.sum(weights, axis=1)
 
     def _masked(self, scores, seen):
         base, end = seen

@@ -22,12 +22,14 @@ from pallas_kernels.paged_attention.mosaic_parts import KEYS, ROWS
 DIM = 256
 SLOTS = 5  # blocks of keys or of values in shared memory
 AHEAD = 2  # so many blocks before it is needed, a block's copy starts
-WORKERS = 2  # warpgroups, and query heads of an item
+MEMBERS = 2  # query heads of an item, each for a warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(parts.Call):
     """How a call is cut into items."""
+
+    members: int  # query heads of an item
 
     @property
     def tiles(self) -> int:
@@ -35,7 +37,7 @@ class Plan(parts.Call):
 
     @property
     def pairs(self) -> int:
-        return self.shape[3] // WORKERS
+        return self.shape[3] // self.members
 
     @property
     def items(self) -> int:
@@ -54,7 +56,12 @@ class Plan(parts.Call):
         b, head = jax.lax.div(rest, self.shape[2]), jax.lax.rem(rest, self.shape[2])
         low, high = refs["low"][b, tile], refs["high"][b, tile]
         span = parts.span_of(refs, b, [low, high], self.causal, self.window)
-        return Item(b, head, tile * ROWS, span, jnp.int32(0), span.blocks, pair * WORKERS, low, high)
+        return Item(b, head, tile * ROWS, span, jnp.int32(0), span.blocks, pair * self.members, low, high)
+
+    def softmax(self, refs, item: Item) -> parts.Softmax:
+        own = refs["positions"].at[item.b, pl.ds(item.first, ROWS)]
+        after = dialect.mosaic_load(own, dialect.mosaic().Layout.WGMMA.reduce(1)).astype(jnp.float32) + 1.0
+        return parts.Softmax(after, item.span.begin, causal=self.causal, window=self.window, scale=self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +71,9 @@ class Item(parts.Work):
     high: jax.Array  # the largest
 
 
-def unsupported(q) -> str | None:
-    """Why the kernel cannot serve these queries, which `mosaic_whole` can, or None."""
-    if q.shape[4] != DIM:
-        return f"head_dim is {q.shape[4]}, the kernel needs {DIM}"
-    if q.shape[1] < ROWS or q.shape[1] % 8 or q.shape[3] % WORKERS:
-        return f"there are {q.shape[1]} rows and {q.shape[3]} heads, the kernel needs {ROWS} or more in multiples of 8, and an even number"
-    return None
+def serves(q) -> bool:
+    """Whether the kernel can serve these queries, which `mosaic_whole` can."""
+    return q.shape[4] == DIM and q.shape[1] >= ROWS and q.shape[1] % 8 == 0 and q.shape[3] % MEMBERS == 0
 
 
 def attend(plan: Plan, inputs, q):
@@ -79,11 +82,11 @@ def attend(plan: Plan, inputs, q):
     programs = min(plan.items, dialect.MULTIPROCESSORS)
     inputs = inputs | plan.ends(inputs["positions"])
     scratch = {
-        "queries": parts.tiled(WORKERS, ROWS, DIM),  # where results are put together later
+        "queries": parts.tiled(MEMBERS, ROWS, DIM),  # where results are put together later
         "pages": parts.tiled(SLOTS, KEYS, DIM),
-        "loaded": mosaic.Barrier(num_barriers=WORKERS),
+        "loaded": mosaic.Barrier(num_barriers=MEMBERS),
         "full": mosaic.Barrier(num_barriers=SLOTS),
-        "empty": mosaic.Barrier(num_arrivals=WORKERS, num_barriers=SLOTS),
+        "empty": mosaic.Barrier(num_arrivals=MEMBERS, num_barriers=SLOTS),
     }
     names = (*inputs, "out")
 
@@ -97,7 +100,7 @@ def attend(plan: Plan, inputs, q):
         scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
-        num_threads=WORKERS,
+        num_threads=MEMBERS,
         thread_name="warpgroup",
         kernel_name="paged_attention",
         compiler_params=mosaic.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
@@ -139,9 +142,7 @@ def _compute(plan, refs, warpgroup, program, programs):
         item = plan.item(refs, number)
         at = (item.b, pl.ds(item.first, ROWS), item.head, item.member + warpgroup)
         mosaic.copy_gmem_to_smem(refs["q"].at[at], held, refs["loaded"].at[warpgroup])
-        own = dialect.mosaic_load(refs["positions"].at[item.b, pl.ds(item.first, ROWS)], mosaic.Layout.WGMMA.reduce(1))
-        after = own.astype(jnp.float32) + 1.0
-        softmax = parts.Softmax(after, item.span.begin, causal=plan.causal, window=plan.window, scale=plan.scale)
+        softmax = plan.softmax(refs, item)
         mosaic.barrier_wait(refs["loaded"].at[warpgroup])
 
         def step(block, carry):

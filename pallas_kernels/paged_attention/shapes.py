@@ -50,6 +50,7 @@ SHAPES = {
     "12b-dspark": Shape(7, 1, 16, 512, causal=False),
     # Prefill chunks.
     "e2b-full-prefill": Shape(512, 1, 8, 512),
+    "e4b-full-prefill": Shape(2048, 2, 4, 512),
     "e2b-sliding-prefill": Shape(512, 1, 8, 256, window=512),
     "31b-full-prefill": Shape(2048, 4, 8, 512, rotary=128),
     "31b-sliding-prefill": Shape(2048, 16, 2, 256, window=1024),

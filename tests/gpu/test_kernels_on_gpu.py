@@ -170,10 +170,13 @@ def test_paged_attention_on_hopper(name):
     assert_close(one, wanted[:1], "bfloat16")
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3, None])
 @pytest.mark.parametrize(
     "shape",
     [
+        attention_shapes.Shape(72, 2, 4, 256, window=512),
+        attention_shapes.Shape(72, 2, 3, 512),
+        attention_shapes.Shape(136, 1, 2, 512, window=100, causal=False),
         attention_shapes.Shape(3, 2, 4, 256, window=512),
         attention_shapes.Shape(5, 2, 3, 256, window=512),
         attention_shapes.Shape(25, 2, 2, 256, window=512),

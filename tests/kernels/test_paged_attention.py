@@ -518,12 +518,13 @@ def test_the_hopper_kernels_read_each_key_that_a_row_sees_once(lengths, offsets,
     counts=st.lists(st.integers(0, 136), min_size=2, max_size=2),
     window=st.sampled_from([None, 1, 64, 200]),
     causal=st.booleans(),
+    members=st.sampled_from([1, 2]),
 )
-def test_the_hopper_kernel_for_prompts_masks_no_block_too_few(lengths, counts, window, causal):
+def test_the_hopper_kernels_for_prompts_mask_no_block_too_few(lengths, counts, window, causal, members):
     """Each key that a row sees is in one block of its item, and of a block that is not masked each row sees each key."""
     queries, heads, group = 136, 2, 4
     positions = np.add.outer(lengths, np.arange(queries))
-    plan = mosaic_whole_prompt.Plan((2, queries, heads, group, 8), causal, window, 1.0)
+    plan = mosaic_whole_prompt.Plan((2, queries, heads, group, 8), causal, window, 1.0, members)
     refs = {name: jnp.asarray(x, jnp.int32) for name, x in {"lengths": lengths, "count": counts, **plan.ends(positions)}.items()}
     refs |= {"k": np.empty((9, 64, heads, 8)), "table": np.empty((2, 4)), "fresh_k": np.empty((2, queries, heads, 8))}
     found = {}
@@ -539,7 +540,7 @@ def test_the_hopper_kernel_for_prompts_masks_no_block_too_few(lengths, counts, w
                     assert base >= item.span.begin and base + mosaic_parts.KEYS <= min(end, min(at) + 1 if causal else end)
                     assert window is None or max(at) - base < window
     assert set(found) == {
-        (b, head, member, first) for b in range(2) for head in range(heads) for member in (0, 2) for first in (0, 64, 128)
+        (b, head, member, first) for b in range(2) for head in range(heads) for member in range(0, group, members) for first in (0, 64, 128)
     }
     for (b, _, _, first), keys in found.items():
         at = positions[b, first : first + 64]
@@ -567,7 +568,7 @@ def test_auto_takes_a_hopper_kernel_where_it_is_faster(name, monkeypatch):
             if not shape.rotary and items >= shape.kv_heads:
                 few = shape.window is not None and shape.head_dim == 256 and shape.queries * shape.group <= 40
                 few = few and (items >= 32 or jax.__version_info__ >= (0, 12))
-                many = shape.queries >= 64 and shape.window is not None
+                many = shape.queries >= 64
                 wide = shape.head_dim == 512 and shape.queries * shape.group <= 32 and items >= 8
                 assert call(items // shape.kv_heads) == ("mosaic" if few or many or wide else "triton")
         assert call(implementation="triton") == "triton"
@@ -575,14 +576,26 @@ def test_auto_takes_a_hopper_kernel_where_it_is_faster(name, monkeypatch):
         assert call() == "triton"
 
 
-@pytest.mark.parametrize(("queries", "expected"), [(56, "triton"), (64, "triton"), (72, "mosaic"), (76, "triton")])
-def test_auto_takes_the_hopper_kernel_for_prompts_if_tiles_and_heads_are_enough(queries, expected, monkeypatch):
-    """16 KV heads with a pair of query heads: 16 items of up to 64 rows, 32 of up to 128. It takes rows in multiples of eight."""
+@pytest.mark.parametrize(
+    ("name", "queries", "expected"),
+    [
+        ("31b-sliding-prefill", 56, "triton"),
+        ("31b-sliding-prefill", 64, "triton"),
+        ("31b-sliding-prefill", 72, "mosaic"),
+        ("31b-sliding-prefill", 76, "triton"),
+        ("e4b-full-prefill", 192, "triton"),
+        ("e4b-full-prefill", 200, "mosaic"),
+        ("e4b-full-prefill", 204, "triton"),
+    ],
+)
+def test_auto_takes_a_hopper_kernel_for_prompts_if_tiles_and_heads_are_enough(name, queries, expected, monkeypatch):
+    """16 KV heads with a pair of query heads: 16 items of up to 64 rows, 32 of up to 128. Eight wide heads, an item each: 24 of up
+    to 192 rows, 32 of up to 256. Both kernels take rows in multiples of eight."""
     for module in (mosaic, triton):
         monkeypatch.setattr(module, "paged_attention", lambda *args, name=module.__name__, **settings: name.rpartition(".")[2])
     with device.described_as(HOPPER):
-        args = described(dataclasses.replace(SHAPES["31b-sliding-prefill"], queries=queries), 1)
-        assert paged_attention(*args, causal=True, window=1024) == expected
+        shape = dataclasses.replace(SHAPES[name], queries=queries)
+        assert paged_attention(*described(shape, 1), causal=True, window=shape.window) == expected
 
 
 def test_the_hopper_kernels_divide_the_keys_where_that_keeps_more_multiprocessors_busy():
@@ -704,9 +717,9 @@ def interpreted(monkeypatch):
 
     def run_state(do):
         def run(value):
-            sums = Sums(value)
+            sums = jax.tree.map(Sums, value)
             do(sums)
-            return sums.value
+            return jax.tree.map(lambda x: x.value, sums)
 
         return run
 
@@ -714,6 +727,7 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(mgpu, "kernel", functools.partial(mgpu.kernel, interpret=InterpretGPUParams()))
     monkeypatch.setattr(mgpu, "wgmma", wgmma)
+    monkeypatch.setattr(mgpu, "wgmma_wait", lambda n: None)
     monkeypatch.setattr(mgpu, "ACC", Accumulator)
     monkeypatch.setattr(mgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(mgpu, "broadcasted_iota", lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(dtype, shape, axis))
@@ -757,6 +771,12 @@ HOPPER_CASES = {
     ),
     "a row that stores nothing": ({**ROTARY, "queries": 1, "fresh": 0, "width": 4}, [200, 65], 1),
     "a prompt": ({**ROTARY, **PROMPT, "group": 4, "width": 4}, [150, 64, 1], 1),
+    "a prompt over wide keys": ({**PROMPT, **WIDE, "group": 2, "width": 4}, [150, 64, 1], None),
+    "a prompt over wide keys, both ways": (
+        {**PROMPT, **WIDE, "kv": 2, "group": 1, "width": 3, "window": 100, "causal": False},
+        [192, 0, 7],
+        None,
+    ),
     "a prompt over windows": ({**PROMPT, "kv": 1, "group": 4, "dim": 256, "page": 64, "width": 4, "window": 100}, [300, 64, 1], None),
     "a prompt over windows, both ways": (
         {**PROMPT, "kv": 2, "dim": 256, "page": 64, "width": 3, "window": 200, "causal": False},
