@@ -10,6 +10,7 @@ has 168 registers (see `packed.mosaic.registers`), with two 255; the sums take 1
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
     return launch(plan, inputs, outputs, scratch, _compute, launch_dependents)
 
 
-def launch(plan: parts.Plan, inputs, outputs, scratch, compute, launch_dependents: bool = False, **settings):
+def launch(plan: Any, inputs, outputs, scratch, compute, launch_dependents: bool = False, **settings):
     """The results of a kernel with a program for each item. inputs, outputs, launch_dependents: as for `attend`. scratch: shared memory and
     barriers, by name. compute: a function of the plan, all references, the item and a warpgroup's number. settings: further ones of the
     compiler."""
