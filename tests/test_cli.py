@@ -214,6 +214,7 @@ def test_info_downloads_no_weights(models, monkeypatch, capsys):
         (["generate", "--prompt", "x", "--temperature", "-1"], "jaxspec: temperature is -1.0, expected a finite number"),
         (["generate", "--prompt", "x", "--top-k", "99999999999"], "jaxspec: top_k is 99999999999, expected -1 .. 2147483647"),
         (["generate", "--prompt", ""], "jaxspec: prompt 0 is empty; expected at least one token"),
+        (["generate", "--prompt", "a", "--prompt", "b"], "jaxspec: --prompt is given 2 times, expected once; jaxspec batch completes"),
         (["chat", "--k", "-3"], "jaxspec: num_draft_tokens is -3, expected 0 .. 95"),
         (["info", "/nowhere"], "jaxspec: '/nowhere' is neither a folder"),
     ],

@@ -14,14 +14,18 @@ from jaxspec.cli import errors, options
 def add_parser(commands: Any, model: argparse.ArgumentParser) -> None:
     """Adds the command. model: the options that say what is loaded, and how it chooses tokens."""
     generate = commands.add_parser("generate", parents=[model], help="continue a prompt", description="Continues a prompt.")
-    generate.add_argument("--prompt", required=True, help="the text to continue; - reads it from standard input")
+    generate.add_argument("--prompt", required=True, action="append", help="the text to continue; - reads it from standard input")
     generate.set_defaults(command=_run)
 
 
 def _run(args: argparse.Namespace) -> None:
     with errors.door():
+        if len(args.prompt) > 1:
+            raise ValueError(f"--prompt is given {len(args.prompt)} times, expected once; jaxspec batch completes a file of prompts")
         llm, params = options.load_model(args, max_slots=1)
-        prompt = options.without_mark(sys.stdin.read()) if args.prompt == "-" else args.prompt
+        [prompt] = args.prompt
+        if prompt == "-":
+            prompt = options.without_mark(sys.stdin.read())
         chunks = llm.stream(prompt, params)
     for i, chunk in enumerate(compiled(chunks)):
         print(chunk.text if i else prompt + chunk.text, end="", flush=True)
