@@ -83,6 +83,13 @@ def test_what_a_drafters_config_leaves_open_is_told(capsys):
     assert not any("leaves open" in line for line in said(capsys, "31b", "--drafter", "dspark"))
 
 
+def test_how_many_tokens_a_drafter_can_guess_is_told(capsys):
+    """Where they are fewer than the target's. A drafter without a head of its own guesses all."""
+    line = "            guesses 32,000 of the target's 262,144 tokens"
+    for drafter, told in {"eagle3": True, "dspark": True, "mtp": False, "dflash2": False}.items():
+        assert (line in said(capsys, "31b", "--drafter", drafter)) == told
+
+
 def test_the_plan_of_an_old_card_is_made_without_kernels(capsys):
     """For one card the table and the plan agree, which they do not with kernels."""
     for card, slots in (("T4", "62"), ("16GB", "64")):

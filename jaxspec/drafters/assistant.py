@@ -103,9 +103,13 @@ class Gemma4MTP:
         return dataclasses.replace(self, model=dataclasses.replace(self.model, embed_tokens=self.model.embed_tokens.with_guide()))
 
     @property
+    def draft_vocab_size(self) -> int:
+        return self.config.text.vocab_size
+
+    @property
     def narrower(self) -> bool:
         """Whether the target has more tokens."""
-        return self.config.target_vocab_size not in (None, self.config.text.vocab_size)
+        return self.config.target_vocab_size not in (None, self.draft_vocab_size)
 
     def bind(self, target: TargetConfig) -> Gemma4MTP:
         return dataclasses.replace(self, config=bind(self.config, target))

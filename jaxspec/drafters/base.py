@@ -99,6 +99,8 @@ class Drafter(Protocol):
     - `bind(target: TargetConfig)` gives the drafter as it is used with that target, and raises ValueError, naming what was found and what
       was expected, if it does not fit.
     - `num_draft_tokens`: drafts a round where nobody asks for a number; None or no such member for 4, 0 for a drafter that never drafts.
+    - `draft_vocab_size`: how many tokens it can guess, which `jaxspec info` tells where the target has more. None or no such member for
+      all.
     - `readings`: where the config leaves open how the checkpoint is read, what either reading is called, the first being the one that is
       used as it is; else (). `read_as(which)`, an int32 scalar, is the drafter by that reading: both have the same shapes, and keep the
       same of a sequence. An LLM tries them: see `engine.trials`. `decided(config)` gives the drafter as its checkpoint holds it and the

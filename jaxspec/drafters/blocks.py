@@ -169,6 +169,10 @@ class PlainDrafter:
         return self.config.taps
 
     @property
+    def draft_vocab_size(self) -> int | None:
+        return None if self.d2t is None else self.d2t.shape[0]
+
+    @property
     def own_logits(self) -> bool:
         """Whether logits of all tokens come from tables of the drafter's own."""
         return self.lm_head is not None and self.d2t is None

@@ -93,9 +93,13 @@ class DraftModel:
         return dataclasses.replace(self, target_vocab_size=target.vocab_size)
 
     @property
+    def draft_vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    @property
     def narrower(self) -> bool:
         """Whether the target has more tokens."""
-        return self.target_vocab_size not in (None, self.model.config.vocab_size)
+        return self.target_vocab_size not in (None, self.draft_vocab_size)
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> DraftModelState:
         config, dtype = self.model.config, self.model.dtype

@@ -93,6 +93,8 @@ def describe(
         if readings := getattr(draft, "readings", ()):
             yield f"            its config.json leaves open {' or '.join(readings)}: the first rounds try both"
         held = f" in {' and '.join([*kinds, jnp.dtype(dtype).name])}" if (kinds := packed_kinds(draft)) else ""
+        if (known := getattr(draft, "draft_vocab_size", None) or config.vocab_size) < config.vocab_size:
+            yield f"            guesses {known:,} of the target's {config.vocab_size:,} tokens"
         yield f"            {kind}, fits; {weight_count(draft):,} parameters, {show(nbytes(draft))}{held}; num_assistant_tokens {count}"
 
 

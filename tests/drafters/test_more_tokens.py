@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec import checkpoint
+from jaxspec import checkpoint, cli
 from jaxspec.collectives import TENSOR, Shard, over_vocabulary
 from jaxspec.sampling.choice import Sampling, choose
 
@@ -95,6 +95,12 @@ def test_rules_that_weigh_drafts(enlarged, alone, drafter, rule):
 def test_such_a_drafter_does_not_learn(enlarged):
     with pytest.raises(ValueError, match="the drafter has fewer tokens than the target, so it drafts for it but cannot learn from it"):
         jaxspec.load(enlarged, drafter="pocket-mtp", learn=0.1, **SETTINGS)
+
+
+def test_how_many_tokens_it_can_guess_is_told(enlarged, capsys):
+    for drafter in ("pocket-mtp", "pocket-draft"):
+        assert cli.main(["info", str(enlarged), "--drafter", drafter]) == 0
+        assert "guesses 4,096 of the target's 4,160 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("drafter", ["pocket-dspark", "pocket-modules"])
