@@ -186,15 +186,23 @@ class Maker:
 
 
 class Requests(Iterator[Request]):
-    """The requests of items, made when they are asked for. Where the items stop for a while, so does this."""
+    """The requests of items, made when they are asked for. Where the items stop for a while, so does this. An item that is refused is the
+    last one that is read."""
 
     def __init__(self, items: Iterable[Any], made: Callable[[int, Any], list[Request]]):
         """made: the requests of an item, from its index and itself."""
         self._items, self._made, self._ready = enumerate(items), made, collections.deque[Request]()
+        self.refused = list[Exception]()  # the error of an item that cannot be served, to be raised after those before it
 
     def __next__(self) -> Request:
         while not self._ready:
-            self._ready.extend(self._made(*next(self._items)))
+            if self.refused:
+                raise StopIteration
+            index, item = next(self._items)
+            try:
+                self._ready.extend(self._made(index, item))
+            except Exception as error:
+                self.refused.append(error)
         return self._ready.popleft()
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self, Unpack
 
 import jax
@@ -297,9 +297,9 @@ class LLM:
         prompts: any iterable, read as slots come free and never far ahead. An item is a prompt, or a tuple of a prompt and its own
         SamplingParams. An iterator that has no more is asked again as long as sequences are under way, so it may have more by then.
         params: for the items that bring none.
-        When an item is read that is not valid, this raises what `generate` raises, with the item's number; `check` tells beforehand. Such
-        an item, an exception in `prompts` or in the consumer, or closing the iterator ends all unfinished requests and frees the slots.
-        What has ended before an item was read comes before its error.
+        When an item is read that is not valid, no more are read, and once those before it have come this raises what `generate` raises,
+        with the item's number; `check` tells beforehand. An exception in `prompts` or in the consumer, or closing the iterator ends all
+        unfinished requests and frees the slots. What had ended before an exception in `prompts` comes before it.
         While it computes, and while it waits for `prompts`, other threads' calls wait. Between two completions it computes nothing but
         keeps its slots: other calls run in the slots that are left, or raise RuntimeError. So read it to its end or close it.
         """
@@ -312,19 +312,18 @@ class LLM:
         self._check_open()
         self._maker.requests(0, prompt, SamplingParams() if params is None else params, lambda: 0)
 
-    def _read(self, items: Iterable[Any], params: SamplingParams) -> Iterator[Request]:
+    def _read(self, items: Iterable[Any], params: SamplingParams) -> Requests:
         """Checked requests for each item, when it is asked for."""
 
         def made(index: int, item: Any) -> list[Request]:
             own = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
             prompt, given = item if own else (item, params)
-            return self._maker.requests(index, prompt, given, self._draw_seed)
+            requests = self._maker.requests(index, prompt, given, self._draw_seed)
+            for request in requests:
+                request.asked = self._accounts.clock()
+            return requests
 
-        def asked(request: Request) -> Request:
-            request.asked = self._accounts.clock()
-            return request
-
-        return map(asked, Requests(items, made))
+        return Requests(items, made)
 
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done = dict[tuple[int, int], Completion]()

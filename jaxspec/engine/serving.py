@@ -13,6 +13,7 @@ from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.completion import Chunk, Completion
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.finish import completion_of, final_logprobs, look
+from jaxspec.engine.intake import Requests
 from jaxspec.engine.learn import Learning
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
@@ -58,9 +59,9 @@ class Serving:
                     yield some
                 wait_for(turn.expected)
 
-    def apart(self, requests: Iterator[Request]) -> Generator[Completion, None, None]:
+    def apart(self, requests: Requests) -> Generator[Completion, None, None]:
         """The same with requests that are read as slots come free. The lock is free whenever the caller has a completion, and while all
-        that is left waits for automata."""
+        that is left waits for automata. What is wrong with an item that was refused is raised at the end."""
         ended, failed = list[Request](), list[Exception]()
         with self._turn(requests) as turn:
             going = True
@@ -70,6 +71,8 @@ class Serving:
                     expected = turn.expected
                 yield from completions
                 wait_for(expected)
+        if requests.refused:
+            raise requests.refused.pop()
 
     def stream(self, request: Request, steps: int) -> Generator[Chunk, None, None]:
         """Gives the text of one request as it comes, what `steps` rounds add at a time."""

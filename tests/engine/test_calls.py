@@ -631,21 +631,28 @@ def test_a_stream_does_not_wait_for_itself():
 
 
 def test_what_is_done_comes_before_an_error():
-    """The bad item is read as slots come free, those of sequences that have ended then."""
+    """It comes as slots come free, those of sequences that have ended then. An item that is not valid waits for all before it."""
     llm, ended, end = llm_of(0), [], turn.Turn.end
     begin(llm)
     asked = [(ids(9, i), params(5 + i, i)) for i in range(TOTAL + turn.AHEAD + 4)]
     expected = [alone(*each).token_ids for each in asked]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turn.Turn, "end", lambda self: (found := end(self), ended.extend(r.prompt_index for r in found))[0])
-        found = llm.as_completed([*asked, ([], params(1, 0)), *asked])
-        done = []
-        with pytest.raises(ValueError, match=f"prompt {len(asked)}"):
-            for completion in found:
-                assert completion.token_ids == expected[completion.prompt_index]
-                done.append(completion.prompt_index)
-    assert sorted(done) == sorted(ended) and ended
-    assert all_free(llm)
+
+        def gone():
+            yield from asked
+            raise OSError("gone")
+
+        for prompts, error in ((gone(), "gone"), ([*asked, ([], params(1, 0)), *asked], f"prompt {len(asked)} is empty")):
+            ended.clear()
+            done = []
+            with pytest.raises((OSError, ValueError), match=error):
+                for completion in llm.as_completed(prompts):
+                    assert completion.token_ids == expected[completion.prompt_index]
+                    done.append(completion.prompt_index)
+            assert sorted(done) == sorted(ended) and ended
+            assert all_free(llm)
+    assert sorted(done) == list(range(len(asked)))
 
 
 def test_time_counts_once_where_calls_are_within_calls():

@@ -771,8 +771,10 @@ def test_completions_come_as_they_are_ready_from_an_iterable_that_is_read_as_nee
 
 def test_an_item_that_is_not_valid_is_named_and_costs_only_its_iterator(llm, expected):
     good, bad = (PROMPTS[0][0], params(0)), []
+    done, asked = [], iter([good, bad, good])
     with pytest.raises(ValueError, match="prompt 1 is empty"):
-        list(llm.as_completed(iter([good, bad])))
+        done.extend(llm.as_completed(asked))
+    assert tokens(done) == [expected[0]] and next(asked) == good
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         llm.check(bad)
     with pytest.raises(TypeError, match="params of prompt 0 are of type dict"):
