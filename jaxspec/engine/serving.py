@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,11 +19,12 @@ from jaxspec.engine.learn import Learning
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.shards import Shards, Turns
-from jaxspec.engine.turn import Turn, wait_for
+from jaxspec.engine.turn import NoSlots, Turn, wait_for
 from jaxspec.interrupts import heeded
 from jaxspec.sampling.choice import Needs
 from jaxspec.text import Tokenizer
 
+LEAVING = 0.05  # seconds in which a thread that has read a stream lets go of it
 WATCHED_STEPS = 8  # rounds of a call at most while requests have stop strings, which the host looks for between calls
 
 
@@ -144,7 +146,13 @@ class Serving:
         self._settle()
         if self.learning is not None:
             self.learning.between()
-        going = turn.step(min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)]), meanwhile)
+        steps = min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)])
+        try:
+            going = turn.step(steps, meanwhile)
+        except NoSlots:  # of a stream whose read was cancelled, the thread that read may be all that still has it
+            time.sleep(LEAVING)
+            self._settle()
+            going = turn.step(steps, meanwhile)
         for request in turn.active:
             if request.output and not request.first_token_seconds:
                 request.first_token_seconds = self._accounts.clock() - request.asked

@@ -30,9 +30,12 @@ SOON = 8  # rounds of a step at most while a request waits for its automaton
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
 
 
-def no_slots(count: int) -> RuntimeError:
-    """What is wrong where other calls hold all slots."""
-    return RuntimeError(f"all {count} slots are held by open streams; close some, or load with more max_slots")
+class NoSlots(RuntimeError):
+    """Other calls hold all slots."""
+
+
+def no_slots(count: int) -> NoSlots:
+    return NoSlots(f"all {count} slots are held by open streams; close some, or load with more max_slots")
 
 
 def wait_for(expected: Sequence[concurrent.futures.Future[Any]]) -> None:

@@ -5,6 +5,7 @@ import functools
 import gc
 import json
 import threading
+import types
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from quick import few_programs
 
 import jaxspec
 from jaxspec import SamplingParams
+from jaxspec.engine import serving
 from jaxspec.engine.stream import Stream
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -193,6 +195,15 @@ def test_a_piece_whose_wait_was_cancelled_comes_next():
         return found + [piece async for piece in stream]
 
     assert asyncio.run(read()) == ["one", "two", "three"]
+
+
+def test_a_read_that_was_cancelled_leaves_its_slot_to_the_next_call(llm, expected, monkeypatch):
+    """The thread that read has the stream for a moment more."""
+    held = [llm.stream("def f(n):", PARAMS.replace(max_tokens=40)) for _ in range(2)]
+    assert all(map(next, held))
+    monkeypatch.setattr(serving, "time", types.SimpleNamespace(sleep=lambda _: held.clear()))
+    assert llm.generate(["import os"], PARAMS)[0].token_ids == expected[1]
+    assert llm.free_slots == 2
 
 
 def test_a_stream_whose_loop_was_stopped_ends_though_the_error_is_kept():
