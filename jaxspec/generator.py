@@ -66,11 +66,7 @@ class Generator:
         given = {name: value for name, value in locals().items() if name not in ("self", "settings", "__class__")}
         self._arguments = given | settings
         params = check_params(sampling_params)
-        for name, column in {"prompt_column": prompt_column, "messages_column": messages_column, "id_column": id_column}.items():
-            if not isinstance(column, str) and (column is not None or name == "prompt_column"):
-                raise TypeError(f"{name} is {column!r}, expected the name of a column")
-        if not isinstance(output_prefix, str):
-            raise TypeError(f"output_prefix is {output_prefix!r}, expected a str")
+        check_columns(prompt_column, messages_column, id_column, output_prefix)
         self._key, self._column = ("prompt", prompt_column) if messages_column is None else ("messages", messages_column)
         self._ids, self._prefix = () if id_column is None else (id_column,), output_prefix
         self._seed = integer("seed", seed, 0, MAX_SEED - 1)
@@ -302,6 +298,15 @@ def check_params(params: SamplingParams | None) -> SamplingParams:
     if params.n > 1:
         raise ValueError(f"sampling_params.n is {params.n}; a row has one text, expected 1")
     return params
+
+
+def check_columns(prompt_column: Any, messages_column: Any, id_column: Any, output_prefix: Any) -> None:
+    """Raises TypeError for what is no name of a column, or no beginning of one."""
+    for name, column in {"prompt_column": prompt_column, "messages_column": messages_column, "id_column": id_column}.items():
+        if not isinstance(column, str) and (column is not None or name == "prompt_column"):
+            raise TypeError(f"{name} is {column!r}, expected the name of a column")
+    if not isinstance(output_prefix, str):
+        raise TypeError(f"output_prefix is {output_prefix!r}, expected a str")
 
 
 def _made(kind: type[Generator], arguments: dict[str, Any]) -> Generator:

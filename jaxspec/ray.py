@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from jaxspec.checks import integer, number, path
-from jaxspec.engine.params import SamplingParams
-from jaxspec.generator import Generator, check_params
+from jaxspec.checks import expanded, integer, number, path
+from jaxspec.engine.params import MAX_SEED, SamplingParams
+from jaxspec.generator import Generator, check_columns, check_params
 
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 MEMORY_FRACTION = 0.9  # of a GPU, for the replicas on it together
@@ -29,7 +29,7 @@ def generate(
     cpus_per_replica: float = 0,
     batch_size: int = 256,
     checkpoint_path: str | os.PathLike[str] | None = None,
-    cache_dir: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Any:
     """A ray.data.Dataset with the rows of `dataset` and the columns that `Generator` adds. As with all of Ray Data, nothing runs before the
@@ -53,6 +53,8 @@ def generate(
     """
     data = _library().data
     check_params(sampling_params)
+    check_columns(prompt_column, messages_column, id_column, settings.get("output_prefix", ""))
+    integer("seed", seed, 0, MAX_SEED - 1)
     if settings.get("mesh") is not None:
         raise ValueError("mesh names devices of this process, which replicas do not have; expected gpus_per_replica, or tensor")
     if isinstance(replicas, tuple) and len(replicas) != 2:
@@ -67,12 +69,14 @@ def generate(
         raise ValueError(f"gpus_per_replica is {gpus_per_replica}, expected a part of one, or a number of whole ones")
     if gpus_per_replica > 1 and "tensor" not in settings:
         settings["tensor"] = int(gpus_per_replica)
+    if cache_dir is not None:
+        cache_dir = os.fspath(expanded(path("cache_dir", cache_dir, "a folder")))
     if checkpoint_path is not None:
         if id_column is None:
             raise ValueError("checkpoint_path is given and id_column is not; expected the column by which rows are known again")
         checkpoint_path = os.fspath(path("checkpoint_path", checkpoint_path, "a folder"))
         if "://" not in checkpoint_path:  # Ray wants a whole path
-            checkpoint_path = os.path.abspath(checkpoint_path)
+            checkpoint_path = os.path.abspath(expanded(checkpoint_path))
         # With a context of its own: what else is made of the caller's dataset has nothing to do with this checkpoint.
         dataset = type(dataset).copy(dataset, _deep_copy=True)
         dataset.context.checkpoint_config = data.checkpoint.CheckpointConfig(id_column, checkpoint_path, delete_checkpoint_on_success=False)

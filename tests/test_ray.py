@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -176,12 +177,14 @@ def test_a_replica_has_its_share_of_memory_and_the_cache(monkeypatch):
     assert "XLA_CLIENT_MEM_FRACTION" not in made[-1]
 
 
-def test_a_checkpoint_is_of_the_result_alone(tmp_path):
-    given, folders = Recorded(), [tmp_path / "first", tmp_path / "second"]
-    settings = {"id_column": "id", "gpus_per_replica": 0}
+def test_a_checkpoint_is_of_the_result_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given, folders = Recorded(), [tmp_path / "first", "~/second"]
+    settings = {"id_column": "id", "gpus_per_replica": 0, "cache_dir": Path("~/cache")}
     made = [jaxspec.ray.generate(given, "pocket", checkpoint_path=folder, **settings) for folder in folders]
     assert given.context.checkpoint_config is None
-    assert [dataset.context.checkpoint_config.checkpoint_path for dataset in made] == [*map(str, folders)]
+    assert [dataset.context.checkpoint_config.checkpoint_path for dataset in made] == [str(tmp_path / name) for name in ("first", "second")]
+    assert made[0].asked[1]["fn_constructor_kwargs"]["cache_dir"] == str(tmp_path / "cache")  # as a replica's environment takes it
 
 
 @pytest.mark.parametrize(
@@ -195,8 +198,11 @@ def test_a_checkpoint_is_of_the_result_alone(tmp_path):
         ({"gpus_per_replica": 1.5}, "gpus_per_replica is 1.5, expected a part of one, or a number of whole ones"),
         ({"checkpoint_path": "/x"}, "checkpoint_path is given and id_column is not"),
         ({"sampling_params": SamplingParams(seed=1)}, r"sampling_params\.seed is 1, which all rows would share"),
+        ({"seed": -1}, "seed is -1, expected 0 .. "),
+        ({"id_column": 5}, "id_column is 5, expected the name of a column"),
+        ({"cache_dir": 5}, "cache_dir is 5 of type int, expected a folder"),
     ],
 )
 def test_settings_that_make_no_sense(given, error):
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises((ValueError, TypeError), match=error):
         jaxspec.ray.generate(Recorded(), "pocket", **{"gpus_per_replica": 0, **given})
