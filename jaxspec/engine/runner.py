@@ -50,7 +50,9 @@ class Call(NamedTuple):
     shape: RoundShape  # of its rounds; no drafts where it computes prompts
     report: decode.Report  # what it returns
     known: Sequence[int] = ()  # of how many tokens of each request the host knew when the call was made: the report tells of those after
-    finished: Sequence[Request | None] = ()  # those whose prompts it computes to their ends, unless pages are lacking
+    rows: Sequence[int] = ()  # of each request's prompt that it computes, unless pages are lacking
+    finished: Sequence[Request | None] = ()  # those whose prompts it computes to their ends then
+    reaches: bool = True  # whether the host has something to do after it that the next call for prompts must wait for
     number: int = 0  # its place in the order in which the device runs calls that tell how many pages are free
     variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
 
@@ -228,26 +230,33 @@ class Runner:
         if self.held.ended:
             self._release(self.held.ended, [])
 
-    def prefill(self, requests: Sequence[Request], needs: Needs) -> Call:
-        """Starts one call that computes rows of some of the requests; the first ones come first."""
-        goals, left, program = self._next_rows(requests, needs, work=1)
+    def prefill(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> Call:
+        """Starts one call that computes rows of some of the requests; the first ones come first. behind: a call before it that computes
+        such rows and has not been read."""
+        goals, left, program = self._next_rows(requests, needs, behind, work=1)
         size, chunk = program.size, program.chunk
         some, known = requests[:size], [r.length for r in requests[:size]]
         self._written(some)
         columns = self._columns(some, size, goals[:size], known)
-        last = [r for r, goal, rows in zip(some, goals, left, strict=False) if goal == r.goal and rows <= chunk]
-        return Call(some, size, NO_DRAFTS, self.programs.run(program, columns), known, last, next(self._numbers))
+        rows, reached = [min(n, chunk) for n in left[:size]], [n <= chunk for n in left[:size]]
+        last = [r for r, goal, ends in zip(some, goals, reached, strict=False) if goal == r.goal and ends]
+        report = self.programs.run(program, columns)
+        return Call(some, size, NO_DRAFTS, report, known, rows, last, any(reached), next(self._numbers))
 
-    def used(self, requests: Sequence[Request], needs: Needs) -> float:
-        """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1."""
-        _, left, program = self._next_rows(requests, needs)
+    def used(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> float:
+        """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1. behind: as for `prefill`."""
+        _, left, program = self._next_rows(requests, needs, behind)
         return useful_rows(left, program.size, program.chunk) / (program.size * program.chunk)
 
-    def _next_rows(self, requests: Sequence[Request], needs: Needs, work: int = 0) -> tuple[list[int], list[int], Prefill]:
+    def _next_rows(
+        self, requests: Sequence[Request], needs: Needs, behind: Call | None = None, work: int = 0
+    ) -> tuple[list[int], list[int], Prefill]:
         """(goals, left, program): the row up to which each request is to be computed next, how many rows are left until there, and what
-        starts on them. work: see `_at_hand`."""
-        goals = [next((goal for goal in r.goals if goal > r.computed), r.goal) for r in requests]
-        left = [goal - r.computed for goal, r in zip(goals, requests, strict=True)]
+        starts on them. behind: as for `prefill`. work: see `_at_hand`."""
+        coming = {} if behind is None else dict(zip(behind.requests, behind.rows, strict=True))
+        computed = [r.computed + coming.get(r, 0) for r in requests]
+        goals = [next((goal for goal in r.goals if goal > rows), r.goal) for r, rows in zip(requests, computed, strict=True)]
+        left = [goal - rows for goal, rows in zip(goals, computed, strict=True)]
         best, *others = self.buckets.prefill_by_worth(left)
         larger = [bucket for bucket in others if useful_rows(left, *bucket) >= useful_rows(left, *best)]
         return goals, left, self._at_hand(Prefill(*best, needs), (Prefill(*bucket, needs) for bucket in larger), work)

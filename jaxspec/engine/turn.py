@@ -116,16 +116,18 @@ class Turn:
             rounds = [runner.decode(decoding, fewer, until_any=bool(computing or self.waiting), needs=needs, unread=unread)]
         if followers:
             self._rounds = runner.decode(followers, steps, needs=needs, unread=unread)
-        starved, kept = runner.read(prompts), [r for r in computing if r.computed in r.goals]
-        left = [r for r in computing if not (r.ready or r.ended)]
-        if left and not (starved or kept or followers) and runner.used(left, needs) >= ENOUGH:
+        if call is not None and not call.reaches and runner.used(computing, needs, call) >= ENOUGH:
+            self._prompts = runner.prefill(computing, needs, call)
+        starved = runner.read(prompts)
+        left, to_keep = [r for r in computing if not (r.ready or r.ended)], any(r.computed in r.goals for r in computing)
+        if left and not (starved or to_keep or followers or self._prompts) and runner.used(left, needs) >= ENOUGH:
             self._prompts = runner.prefill(left, needs)
         starved |= runner.read(rounds)
-        if starved and self._rounds is not None:  # which lacked the same pages
-            rounds, self._rounds = [self._rounds], None
-            runner.read(rounds)
+        if starved:  # what is queued lacked the same pages
+            queued, self._prompts, self._rounds = [x for x in (self._prompts, self._rounds) if x is not None], None, None
+            runner.read(queued)
         runner.times.turn()
-        for request in kept:
+        for request in [r for r in computing if r.computed in r.goals]:
             request.goals.remove(request.computed)
             runner.snapshot(request)
         if starved and not any(r.ended for r in self.active):  # the pages of one that has ended come free anyway

@@ -33,6 +33,7 @@ class Notes:
     def __init__(self):
         self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(3), [], 100, False, set()
         self.count, self.times, self.queueing, self.unread, self.told, self.prepared = 0, Times(lambda: 0.0), False, [], [], []
+        self.behind, self.prompts_read = [], 0
 
     @property
     def free_slots(self):
@@ -55,14 +56,21 @@ class Notes:
     def prepare(self, requests, sequences, needs):
         self.prepared.append(([r.order for r in requests], sequences))
 
-    def prefill(self, requests, needs):
+    def prefill(self, requests, needs, behind=None):
         self.calls.append(("prefill", [r.order for r in requests]))
-        goal = next((goal for goal in requests[0].goals if goal > requests[0].computed), requests[0].goal)
-        until = min(requests[0].computed + 8, goal)
-        return Call(requests[:1], "prefill", until, None, finished=requests[: until == requests[0].goal])
+        self.behind.append(behind is not None)
+        first, computed = requests[0], self.computed(requests[0], behind)
+        goal = next((goal for goal in first.goals if goal > computed), first.goal)
+        until = min(computed + 8, goal)
+        rows, finished = [until - computed], requests[: until == first.goal]
+        return Call(requests[:1], "prefill", until, None, rows=rows, finished=finished, reaches=until == goal)
 
-    def used(self, requests, needs):
-        return min(requests[0].goal - requests[0].computed, 8) / 8
+    def used(self, requests, needs, behind=None):
+        return min(requests[0].goal - self.computed(requests[0], behind), 8) / 8
+
+    def computed(self, request, behind):
+        coming = {} if behind is None else dict(zip(behind.requests, behind.rows, strict=True))
+        return request.computed + coming.get(request, 0)
 
     def decode(self, requests, steps, until_any=False, needs=PLAIN, unread=1):
         self.calls.append(("decode", [r.order for r in requests]))
@@ -73,6 +81,7 @@ class Notes:
     def read(self, calls):
         starved, self.starved = self.starved, False
         for requests, name, rows, *_ in calls:
+            self.prompts_read += name == "prefill"
             for request in requests:
                 if request is None:
                     continue
@@ -202,6 +211,29 @@ def test_rows_of_prompts_follow_the_rounds_at_once_if_they_fill_a_call(turn):
     assert turn.active[0].computed == 24
     assert step() == []  # the last of the long prompt's rows were under way, and the short one's do not fill a call
     assert step() == [("prefill", [2]), ("decode", [1])]
+
+
+def test_rows_of_a_long_prompt_are_queued_before_those_before_them_are_read(turn):
+    """Not behind the rows at which the prompt is kept for others, and not behind its last."""
+    runner, turn = turn(long := request(*range(50, 90)), request(*range(50, 70), 1))
+    found = []
+    while not long.output:
+        turn.step()
+        found.append((long.computed, runner.prompts_read))
+    assert found == [(8, 1), (16, 2), (19, 3), (27, 4), (35, 5), (40, 6)]
+    assert runner.behind[:6] == [False, True, True, False, True, True]
+    assert ("snapshot", 19) in runner.calls
+
+
+def test_rows_of_prompts_that_lacked_pages_with_those_before_them_make_room_once(turn):
+    """And what is to be kept for others is kept."""
+    runner, turn = turn(request(*range(50, 90)), request(*range(10, 60)), request(*range(50, 65), 1))
+    runner.starved = True
+    turn.step()
+    assert runner.behind == [False, True] and runner.prompts_read == 2
+    assert runner.calls[-2:] == [("snapshot", 14), ("preempt", 1)]
+    turn.step()
+    assert runner.prompts_read == 3
 
 
 def test_who_ends_while_its_rows_are_computed_is_told_nothing_more(turn):
