@@ -79,9 +79,9 @@ def distil(
     or the config.json of a fresh one, as a mapping or in a folder without weights; by default a fresh one of a size that suits the target.
     held_out: files that are measured on and not trained on; by default a fiftieth of the data. self_generate: texts that the target first
     writes behind beginnings of the data, at `temperature`, and that are half of every batch. objective: fields of `Objective` that shall
-    differ from the kind's. num_draft_tokens: K with which acceptance is measured. resume: go on from the newest checkpoint in `out`. mesh:
-    batches are spread over its axis "data", and all weights are on each of its devices. run: fields of `loop.Run`: steps, batch, length,
-    peak and others.
+    differ from the kind's. num_draft_tokens: K with which acceptance is measured. resume: go on from the newest checkpoint in `out`, with
+    the texts and settings that the run began with. mesh: batches are spread over its axis "data", and all weights are on each of its
+    devices. run: fields of `loop.Run`: steps, batch, length, peak and others.
 
     Raises FileNotFoundError, TypeError or ValueError for what cannot be used, FileExistsError where `out` holds another run or another
     checkpoint, and FloatingPointError as `loop.fit` does.
@@ -120,9 +120,11 @@ def distil(
     settings = {
         "drafter_kind": drafter_kind,
         "target": os.fspath(target),
-        "data": _fingerprint(texts),
+        "data": _checksum(texts),
+        "held_out": _checksum(held),
         "self_generate": self_generate,
         "temperature": temperature,
+        "num_draft_tokens": num_draft_tokens,
         "objective": dataclasses.asdict(goal),
         "config": config,
         "init": _checksum(begun),
@@ -182,7 +184,7 @@ def finetune(
         raise ValueError(f"the target {folder} is quantised ({quantisation.name}); only float weights can be trained")
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     texts, held = _texts(data, held_out, tokenizer, how.length, read_target(folder)[0])
-    settings = {"target": os.fspath(target), "data": _fingerprint(texts)}
+    settings = {"target": os.fspath(target), "data": _checksum(texts), "held_out": _checksum(held)}
     check_out(out, how, settings, resume)  # before weights are read, and the run's first file is there
     model = _target(folder, jnp.float32)
 
@@ -310,7 +312,7 @@ def _own(
 ) -> Batch:
     """Texts that the target writes on one device, where `model` lies. They are kept in a file as they come, so that a run which goes on has
     the same."""
-    asked = json.dumps([str(folder), _fingerprint(texts), count, temperature, how.seed, how.length])
+    asked = json.dumps([str(folder), _checksum(texts), count, temperature, how.seed, how.length])
     own = Batch(*(np.zeros((0, *shape), np.int32) for shape in ((how.length,), (), ())))
     if kept.exists():
         found = np.load(kept, allow_pickle=False)
@@ -339,15 +341,10 @@ def _own(
     return own
 
 
-def _fingerprint(texts: Batch) -> list[int]:
-    """What tells other data most likely."""
-    return [len(texts.ids), int(np.sum(texts.ids, dtype=np.int64))]
-
-
-def _checksum(weights: Any) -> str:
+def _checksum(tree: Any) -> str:
     """The CRC-32 of all bytes, in hexadecimal digits."""
     found = 0
-    for leaf in jax.tree.leaves(weights):
+    for leaf in jax.tree.leaves(tree):
         found = zlib.crc32(np.ascontiguousarray(leaf).data, found)
     return f"{found:08x}"
 

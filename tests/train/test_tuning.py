@@ -19,6 +19,7 @@ from jaxspec.drafters import NoDraft
 from jaxspec.drafters.registry import save_trained
 from jaxspec.engine import memory
 from jaxspec.learning.losses import Batch
+from jaxspec.text import load_tokenizer
 from jaxspec.train import distil, finetune, tuning
 from jaxspec.train.data import batch_of, read
 from jaxspec.train.generate import beginnings
@@ -204,6 +205,25 @@ def test_a_run_begins_with_one_init(trained, tmp_path, capsys, changed):
     assert cli.main([*command, "--save-every", "0", "--init", str(moved)]) == 2
     assert "out holds another checkpoint (config.json, model.safetensors), which stays" in capsys.readouterr().err
     assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_resumes_with_its_own_texts_in_their_order_and_measures_as_before(target, trained, tmp_path, capsys):
+    """A batch draws texts by their places, so the same ones in another order are others. And what a run brought is the difference of its
+    first measurement and its last."""
+    out, command = trained
+    rows = read([SOURCE], load_tokenizer(target), length=24, vocab_size=tiny.VOCAB)
+    stream = np.concatenate([ids[:length] for ids, length in zip(rows.ids, rows.length, strict=True)])
+    np.save(tmp_path / "same.npy", stream)
+    np.save(tmp_path / "swapped.npy", np.concatenate([stream[24:48], stream[:24], stream[48:]]))
+    assert cli.main([*command, "--resume", "--data", str(tmp_path / "same.npy")]) == 0
+    changed = {
+        ("--data", str(tmp_path / "swapped.npy")): "data is",
+        ("--held-out", str(tmp_path / "swapped.npy")): "held_out is",
+        ("--k", "1"): "num_draft_tokens is 1; the run in",
+    }
+    for more, message in changed.items():
+        assert cli.main([*command, "--resume", *more]) == 2
+        assert message in (said := capsys.readouterr().err) and "a resumed run must have the same" in said
 
 
 def test_what_a_run_refuses_it_refuses_before_texts_are_written(target, trained, tmp_path, capsys, monkeypatch):
