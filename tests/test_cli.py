@@ -276,6 +276,19 @@ def test_a_device_without_memory_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == f"{told} allocating 7 bytes.\n"
 
 
+def test_training_that_is_interrupted_says_how_it_goes_on(monkeypatch, tmp_path, capsys):
+    def interrupted(*args, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxspec.train.distil", interrupted)
+    command = ["train", "--target", "pocket", "--drafter-kind", "mtp", "--data", "x", "--out", str(tmp_path)]
+    assert cli.main(command) == 130 and capsys.readouterr().err == "\n"
+    kept = tmp_path / "checkpoints"
+    (kept / "200").mkdir(parents=True)
+    assert cli.main(command) == 130
+    assert capsys.readouterr().err == f"\njaxspec: interrupted; the same command with --resume goes on from the newest of {kept}\n"
+
+
 def test_a_process_starts_without_jax_and_ends_quietly_when_nobody_reads(models):
     code = "import sys, jaxspec.cli; jaxspec.cli._parser(); sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

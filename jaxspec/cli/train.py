@@ -70,8 +70,10 @@ def _train(args: argparse.Namespace) -> tuple[str, str]:
     import jax
     import numpy as np
 
+    from jaxspec.checks import expanded
+    from jaxspec.learning import checkpoints
     from jaxspec.train import distil
-    from jaxspec.train.loop import METRICS, read_metrics
+    from jaxspec.train.loop import CHECKPOINTS, METRICS, read_metrics
 
     given = {name: value for name, value in vars(args).items() if name != "command"}
     objective = {name.removeprefix("objective_"): given.pop(name) for name in list(given) if name.startswith("objective_")}
@@ -79,9 +81,14 @@ def _train(args: argparse.Namespace) -> tuple[str, str]:
     if not 1 <= count <= jax.device_count():
         raise ValueError(f"devices is {count}; found {jax.device_count()}")
     mesh = None if count == 1 else jax.sharding.Mesh(np.asarray(jax.devices()[:count]), ("data",))
+    kept = expanded(args.out) / CHECKPOINTS
     try:
         progress = sys.stderr.isatty()
         folder = distil(given.pop("target"), given.pop("drafter_kind"), objective=objective, mesh=mesh, progress=progress, **given)
+    except KeyboardInterrupt:
+        if checkpoints.steps_of(kept):
+            print(f"\njaxspec: interrupted; the same command with --resume goes on from the newest of {kept}", end="", file=sys.stderr)
+        raise
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
