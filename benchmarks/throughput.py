@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs=2, default=(64, 1024), help="tokens of the shortest and longest prompt (default: 64 1024)"
     )
-    parser.add_argument("--tokens", type=int, default=256, help="new tokens of each prompt (default: 256)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[256], help="new tokens of each prompt, or the fewest and the most (default: 256)"
+    )
     parser.add_argument("--acceptance", default=",".join(map(str, RATES)), help="share of rounds that accept draft i and all before it")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--memory-fraction", type=float, default=0.9, help="as for jaxspec.load (default: 0.9)")
@@ -82,7 +84,8 @@ def main() -> None:
     placement = placement_of(None if args.mesh is None else sharding.mesh_of(args.mesh))
     placement = with_head_guides(placement, *trees, None, room, pays=guide_pays())
     shards = placement.shards
-    max_len = args.lengths[1] + args.tokens
+    fewest, most = args.tokens[0], args.tokens[-1]
+    max_len = args.lengths[1] + most
     sizes = sizes_of(*trees, max_len=max_len, num_draft_tokens=args.k, kernels=dialect.obstacle() is None, placement=placement)
     begun = time.perf_counter()
     placed = tuple(placement.place(tree) for tree in trees)
@@ -94,13 +97,13 @@ def main() -> None:
         f"random weights {time.perf_counter() - begun:.1f} s; {args.prompts} prompts of {args.lengths[0]} to {args.lengths[1]} tokens,",
         end="",
     )
-    print(
-        f" {args.tokens} new tokens each; acceptance {args.acceptance}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True
-    )
+    each = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    print(f" {each} new tokens each; acceptance {args.acceptance}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
 
     rng = np.random.default_rng(args.seed)
     lengths = rng.integers(args.lengths[0], args.lengths[1] + 1, args.prompts)
     prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
+    tokens = rng.integers(fewest, most + 1, args.prompts).tolist()
     rates = tuple(map(float, args.acceptance.split(",")))[: args.k]
     for asked in args.slots.split(","):
         share = -(-args.prompts // shards)
@@ -116,17 +119,17 @@ def main() -> None:
             progress=False,
         )
         llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement)
-        print(row(llm, prompts, args.tokens, shards, placement.size), flush=True)
+        print(row(llm, prompts, tokens, shards, placement.size), flush=True)
         del llm
         gc.collect()  # what it held is to be free for the next
 
 
-def row(llm: LLM, prompts: list[list[int]], tokens: int, shards: int, devices: int) -> str:
+def row(llm: LLM, prompts: list[list[int]], tokens: list[int], shards: int, devices: int) -> str:
     """A line of the table: one job, after everything that it uses has run."""
-    params = SamplingParams(max_tokens=tokens, temperature=0)
-    llm.warmup(params)
+    params = [SamplingParams(max_tokens=count, temperature=0) for count in tokens]
+    llm.warmup(params[0])
     # A CUDA graph is recorded in the second run of a program, so each batch size runs thrice.
-    few = SamplingParams(max_tokens=min(3 * (llm.num_draft_tokens + 1), tokens), temperature=0)
+    few = SamplingParams(max_tokens=min(3 * (llm.num_draft_tokens + 1), *tokens), temperature=0)
     for count in [shards] * 3 + [8 * shards] * 3 + [llm.max_slots] * 3:
         llm.generate([prompt[:16] for prompt in prompts[:count]], few)
     longest = max(prompts, key=len)
@@ -136,7 +139,7 @@ def row(llm: LLM, prompts: list[list[int]], tokens: int, shards: int, devices: i
         before, begun = llm.stats, time.perf_counter()
         completions = llm.generate(prompts, params)
         seconds, stats = time.perf_counter() - begun, llm.stats - before
-    if any(len(completion.token_ids) != tokens for completion in completions):
+    if [len(completion.token_ids) for completion in completions] != tokens:
         raise RuntimeError("a sequence ended before its last token")
     cells: list[Any] = [
         llm.max_slots,

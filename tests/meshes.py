@@ -203,5 +203,5 @@ class Placed:
         for _ in range(-(-LENGTHS.max() // CHUNK)):
             state = prefill(self.target, self.drafter, state, self.slots)
         loop = self.run(decode.decode_loop, round=decode.Round(k, rule, rows=rows))
-        state = loop(self.target, self.drafter, state, self.slots, np.int32(1000), np.bool_(False))
+        state = loop(self.target, self.drafter, state, self.slots, np.int32(1000), np.int32(0))
         return np.asarray(state.tokens), state

@@ -130,7 +130,7 @@ def decode_loop(
     state: DecodeState,
     slots: jax.Array,
     max_steps: jax.Array | int,
-    until_any: jax.Array | bool = False,
+    until_ended: jax.Array | int = 0,
     *,
     round: Round,
     automata: Automata | None = None,
@@ -138,8 +138,8 @@ def decode_loop(
     """Repeats `spec_step` on the device until the host is needed.
 
     That is when no slot of the list is ready to decode any more, after `max_steps` steps, when full pages ran out
-    (`state.starved`), or, with `until_any`, as soon as one more slot has ended or failed. A slot whose known tokens `prefill` has not
-    computed to the end is not ready. Other arguments and errors: as for `spec_step`.
+    (`state.starved`), or as soon as `until_ended` more slots have ended or failed; 0 waits for none. A slot whose known tokens `prefill`
+    has not computed to the end is not ready. Other arguments and errors: as for `spec_step`.
     """
     slots = nobody_past(state.slots, slots)
     if not len(slots):
@@ -153,7 +153,7 @@ def decode_loop(
     def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         step, state = carry
         now = running(state)
-        return (step < max_steps) & (now > 0) & ~state.starved & ~(until_any & (now < begun))
+        return (step < max_steps) & (now > 0) & ~state.starved & ~((until_ended > 0) & (begun - now >= until_ended))
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry

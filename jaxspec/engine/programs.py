@@ -63,8 +63,8 @@ def prefill(target, drafter, automata, state, columns, *, chunk, round) -> Any:
 
 
 def decode_rounds(target, drafter, automata, state, columns, *, width, round) -> Any:
-    slots, known, steps, until_any = columns.T
-    state = decode.decode_loop(target, drafter, state, slots, steps[0], until_any[0] != 0, round=round, automata=automata)
+    slots, known, steps, until_ended = columns.T
+    state = decode.decode_loop(target, drafter, state, slots, steps[0], until_ended[0], round=round, automata=automata)
     return state, decode.report(state, slots, known, width, round.needs.logprobs is not None, round.tells(drafter))
 
 

@@ -292,21 +292,21 @@ class Runner:
         self,
         requests: Sequence[Request],
         steps: int,
-        until_any: bool = False,
+        until_ended: int = 0,
         needs: Needs = PLAIN,
         shape: RoundShape | None = None,
         unread: int = 1,
     ) -> Call:
-        """Starts up to `steps` rounds of the requests; with until_any, fewer if one of them ends. shape: of each round, with at most the
-        settings' number of drafts; by default a tree where the settings have one and there are few requests, else what `adaptive` chooses
-        among the compiled shapes, or the settings' number without it. unread: decode calls that may be under way at a time with results
-        that the host has not read, this one among them."""
+        """Starts up to `steps` rounds of the requests, fewer if `until_ended` of them end before, unless that is 0. shape: of each round,
+        with at most the settings' number of drafts; by default a tree where the settings have one and there are few requests, else what
+        `adaptive` chooses among the compiled shapes, or the settings' number without it. unread: decode calls that may be under way at a
+        time with results that the host has not read, this one among them."""
         program = self._rounds(len(requests), needs, shape, work=steps)
         size, chosen = program.size, program.shape
         variant = None if self.trial is None or shape is not None or not chosen.num_draft_tokens else self.trial.name
         self._written(requests)
         steps, known = self.programs.steps_for(needs, steps, unread), [r.length for r in requests]
-        columns = self._columns(requests, size, known, [steps] * size, [until_any] * size)
+        columns = self._columns(requests, size, known, [steps] * size, [until_ended] * size)
         report = self.programs.run(program, columns)
         return Call(requests, size, chosen, report, known, number=next(self._numbers), variant=variant)
 

@@ -22,6 +22,9 @@ AHEAD = 4  # requests that are read before there is a slot for them
 # While prompts are computed, a step runs one round for every SHARE decoding sequences per unfinished prompt, at least 1 and at most BESIDE.
 # A round takes about as long for few sequences as for many, so while few of them decode, the time is better spent on prompts.
 BESIDE, SHARE = 4, 8
+# While others decode, a slot that comes free waits for company, since a call that computes one short prompt takes about as long as one for
+# several: until so large a share of the slots is free, or until the prompts that wait for them fill the largest call.
+COMPANY = 1 / 8
 # The next call is queued behind a step's before the host reads their results, so that the device does not pause: rounds by `_followers`. A
 # call that computes prompts cannot include those that get a slot afterwards, so it is queued only if this share of its rows is of use.
 ENOUGH = 0.5
@@ -83,7 +86,9 @@ class Turn:
             return False
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
             self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
-        self._admit()
+        company = self._company()
+        if runner.free_slots >= company:
+            self._admit()
         if not self.active and self._expecting:
             meanwhile()
             return True
@@ -113,7 +118,8 @@ class Turn:
                 fewer = min(fewer, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
             if self._expecting:
                 fewer = min(fewer, SOON)
-            rounds = [runner.decode(decoding, fewer, until_any=bool(computing or self.waiting), needs=needs, unread=unread)]
+            ends = max(company - runner.free_slots, 1) if computing or self.waiting else 0
+            rounds = [runner.decode(decoding, fewer, until_ended=ends, needs=needs, unread=unread)]
         if followers:
             self._rounds = runner.decode(followers, steps, needs=needs, unread=unread)
         if call is not None and not call.reaches and runner.used(computing, needs, call) >= ENOUGH:
@@ -199,6 +205,19 @@ class Turn:
         if any(r.params.stop or not (r.ready or r.ended or r in finished) for r in self.active):
             return []
         return decoding + more
+
+    def _company(self) -> int:
+        """How many slots are to be free before waiting requests get them. One, if prompts are computed anyway or nobody decodes."""
+        runner = self._runner
+        if not all(r.ready or r.ended for r in self.active):
+            return 1
+        most = max(int(COMPANY * (len(self.active) + runner.free_slots)), 1) if self.active else 1
+        rows = 0
+        for count, request in enumerate(itertools.islice(self.waiting, most), 1):
+            rows += request.goal - runner.held.find(request.tokens)[1]
+            if rows >= runner.buckets.prefill_rows:
+                return count
+        return min(most, len(self.waiting))
 
     def _admit(self) -> None:
         """Gives slots to waiting requests, in order, as long as there are pages for their tokens. A request waits longer if its prompt

@@ -121,8 +121,8 @@ def prefill(state, slots, chunk=32, **static):
     return state
 
 
-def loop(state, slots, drafter, k, steps=1000, until_any=False, size=SLOTS, **static):
-    return jit_loop(target(), drafter, state, padded(slots, size), steps, until_any, round=decode.Round(k, **static))
+def loop(state, slots, drafter, k, steps=1000, until_ended=0, size=SLOTS, **static):
+    return jit_loop(target(), drafter, state, padded(slots, size), steps, until_ended, round=decode.Round(k, **static))
 
 
 def run(drafter, k, slots=ROWS, rows=ROWS, **requests):
@@ -133,7 +133,7 @@ def run(drafter, k, slots=ROWS, rows=ROWS, **requests):
 def run_rounds(round, drafter, **requests):
     """The same with other rounds."""
     state = prefill(admit(empty(), ROWS, **requests), ROWS)
-    return jit_loop(target(), drafter, state, padded(ROWS), 1000, False, round=round)
+    return jit_loop(target(), drafter, state, padded(ROWS), 1000, round=round)
 
 
 def numbers(state, name, slots=ROWS):
@@ -453,7 +453,7 @@ def test_the_loop_ends_after_the_steps_asked_for():
     assert numbers(loop(state, [1, 3], parrot(), 4, 2), "rounds").tolist() == [3, 5, 3, 5, 3, 3]
 
 
-def test_the_loop_ends_with_the_last_sequence_or_with_any():
+def test_the_loop_ends_with_the_last_sequence_or_with_some():
     limit = np.array([20, 40, 30, MAX_LEN, 60, 20])
     start = prefill(admit(empty(), ROWS, limit=limit), ROWS)
     needed = [rounds(right(row), PROMPT[row] + 1, 4, limit[row])[0] for row in ROWS]
@@ -462,13 +462,16 @@ def test_the_loop_ends_with_the_last_sequence_or_with_any():
     assert_equal(loop(done, ROWS, parrot(), 4), done)
     state, ended = start, 0
     while ended < len(ROWS):
-        state = loop(state, ROWS, parrot(), 4, until_any=True)
+        state = loop(state, ROWS, parrot(), 4, until_ended=1)
         now = np.sum(numbers(state, "status") == FULL_LENGTH)
         assert now > ended and numbers(state, "rounds").max() == sorted(needed)[now - 1]  # at once when the next one ends
         ended = now
     assert_equal(state, done)
-    others = loop(start, [1, 2, 3], parrot(), 4, until_any=True)  # of its own list
+    others = loop(start, [1, 2, 3], parrot(), 4, until_ended=1)  # of its own list
     assert numbers(others, "rounds").max() == min(needed[1:4])
+    for ends in (2, 3, 7):
+        some = loop(start, ROWS, parrot(), 4, until_ended=ends)
+        assert numbers(some, "rounds").max() == sorted(needed)[min(ends, len(ROWS)) - 1]
 
 
 def test_sequences_that_cannot_decode_stay_as_they_are():
@@ -637,7 +640,7 @@ def test_ids_below_zero_stand_for_no_sequence_too():
     state = prefill(admit(empty(), [*some, *others]), [*some, *others])
     before = jax.tree.map(np.asarray, state)
     nobody = np.asarray([*some, *[-1] * (SLOTS - len(some))], np.int32)
-    state = jit_loop(target(), parrot(), state, nobody, 1000, False, round=decode.Round(4))
+    state = jit_loop(target(), parrot(), state, nobody, 1000, round=decode.Round(4))
     assert_same(numbers(state, "tokens", some), rows=some)
     for name in ("tokens", "length", "computed", "rounds", "status"):
         assert np.array_equal(numbers(state, name, others), numbers(before, name, others))

@@ -25,13 +25,14 @@ class Text:
 
 
 class Notes:
-    """A runner of two slots and pages of 4 tokens. ends: orders of the requests that the next decode call ends. pages: free ones. queueing:
-    whether rounds may be queued behind others."""
+    """A runner of a few slots and pages of 4 tokens. ends: orders of the requests that the next decode call ends. pages: free ones.
+    queueing: whether rounds may be queued behind others."""
 
     settings = Settings(num_draft_tokens=0, max_slots=2, max_len=1000, page_size=4)
 
-    def __init__(self):
-        self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(3), [], 100, False, set()
+    def __init__(self, slots=2):
+        self.settings, self.buckets = dataclasses.replace(self.settings, max_slots=slots), Buckets(slots, 1000)
+        self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(slots + 1), [], 100, False, set()
         self.count, self.times, self.queueing, self.unread, self.told, self.prepared = 0, Times(lambda: 0.0), False, [], [], []
         self.behind, self.prompts_read = [], 0
 
@@ -72,9 +73,9 @@ class Notes:
         coming = {} if behind is None else dict(zip(behind.requests, behind.rows, strict=True))
         return request.computed + coming.get(request, 0)
 
-    def decode(self, requests, steps, until_any=False, needs=PLAIN, unread=1):
+    def decode(self, requests, steps, until_ended=0, needs=PLAIN, unread=1):
         self.calls.append(("decode", [r.order for r in requests]))
-        self.steps = steps
+        self.steps, self.until_ended = steps, until_ended
         self.unread.append(unread)
         return Call(requests, "decode", 0, None)
 
@@ -128,8 +129,8 @@ def request(*tokens):
 def turn(monkeypatch):
     monkeypatch.setattr(Request, "profile", ())
 
-    def made(*requests):
-        runner = Notes()
+    def made(*requests, slots=2):
+        runner = Notes(slots)
         return runner, Turn(runner, iter(requests), lambda _: PLAIN, collections.deque())
 
     return made
@@ -179,10 +180,9 @@ def test_a_sequence_waits_until_there_are_pages_for_what_it_knows(turn):
 @pytest.mark.parametrize(("decoding", "computing", "rounds"), [(1, 1, 1), (15, 1, 1), (16, 1, 2), (31, 1, 3), (64, 1, BESIDE), (31, 3, 1)])
 def test_prompts_are_computed_the_sooner_the_more_slots_wait_for_theirs(turn, monkeypatch, decoding, computing, rounds):
     """A round is as long for few sequences as for many. But a long prompt costs many that decode no more than a part of their speed."""
-    monkeypatch.setattr(Notes, "settings", dataclasses.replace(Notes.settings, max_slots=decoding + computing))
     monkeypatch.setattr(Notes, "used", lambda *_: 0.0)
-    runner, turn = turn(*(request(i) for i in range(decoding)), *(request(*range(90, 120), i) for i in range(computing)))
-    runner.held, events = Slots(decoding + computing), []
+    short, long = (request(i) for i in range(decoding)), (request(*range(90, 120), i) for i in range(computing))
+    (runner, turn), events = turn(*short, *long, slots=decoding + computing), []
     while len(turn.active) < decoding + computing or any(r.computed == 0 for r in turn.active):
         turn.step()
         for r in turn.active:  # all that have begun get on, and only the long ones have something left
@@ -284,6 +284,60 @@ def test_targets_that_do_little_for_a_row_get_more_rows_where_attention_has_kern
     assert prefill_rows(target, kernels=True) == rows and prefill_rows(target, kernels=False) == 512
     packed = abstract_target(found, jnp.bfloat16, released.target_quantisation(config, found, jnp.bfloat16, "int8", None, None))
     assert prefill_rows(packed, kernels=True) == rows and prefill_rows(packed, kernels=False) == 512
+
+
+@pytest.fixture
+def full(turn):
+    """A function of the requests that wait while 24 sequences decode. It gives a runner and free(n), which ends n sequences and gives the
+    first call of the next step, and after how many ends its rounds are to return."""
+
+    def made(*waiting):
+        runner, turn_ = turn(*(request(i) for i in range(24)), *waiting, slots=24)
+        runner.free_pages = 1000
+
+        def settle():
+            while not turn_.active or not all(r.ready for r in turn_.active):
+                turn_.step()
+
+        def free(count):
+            settle()
+            runner.ends = {r.order for r in turn_.active[:count]}
+            turn_.step()
+            turn_.end()
+            runner.calls.clear()
+            turn_.step()
+            return runner.calls[0], runner.until_ended
+
+        settle()
+        return runner, free
+
+    return made
+
+
+def test_slots_that_come_free_wait_until_prompts_share_a_call(full):
+    """Until an eighth of the slots are free, or as many as there are prompts."""
+    _, free = full(*(request(i) for i in range(5)))
+    assert free(0) == (("decode", [*range(24)]), 3)
+    assert free(1) == (("decode", [*range(1, 24)]), 2)
+    assert free(2)[0] == ("admit", [24, 25, 26])
+    assert free(0)[1] == 2
+    assert free(1) == (("decode", [*range(4, 27)]), 1)
+    assert free(1)[0] == ("admit", [27, 28])
+    assert free(3)[1] == 0
+
+
+@pytest.mark.parametrize(("lengths", "company"), [((600, 1, 1), 1), ((300, 300, 1), 2), ((1, 600, 1), 2), ((170, 170, 170), 3)])
+def test_slots_wait_no_longer_than_until_prompts_fill_a_call(full, lengths, company):
+    _, free = full(*(request(*range(7, 7 + length)) for length in lengths))
+    assert free(0)[1] == company
+    assert free(company - 1)[0][0] == "decode"
+    assert free(1)[0][0] == "admit"
+
+
+def test_rows_that_are_kept_do_not_fill_a_call(full):
+    runner, free = full(*(request(*range(600), i) for i in range(3)))
+    runner.held.keep(24, np.arange(597), request(*range(600)))
+    assert free(0)[1] == 3
 
 
 def test_who_begins_alike_waits_for_what_is_being_computed(turn):

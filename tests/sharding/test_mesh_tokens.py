@@ -269,7 +269,7 @@ def released(data, tensor):
     init = functools.partial(decode.init_state, *trees, slots=2, max_len=1024, num_draft_tokens=4)
     layout = sharding.Layout.of(mesh, trees[1], init)
     slots = jax.ShapeDtypeStruct((2 * data,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
-    return layout, (*trees, layout.shapes, slots, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_))
+    return layout, (*trees, layout.shapes, slots, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def loop(layout, attention):
@@ -302,15 +302,15 @@ def test_kernels_serve_on_a_mesh(monkeypatch):
     also add up and choose, so that nothing cuts a round in two."""
     table = mailboxes.mailbox_table([2**44, 2**45])[None]
     monkeypatch.setattr(all_reduce, "mailbox_tables", lambda groups: table)
-    layout, (*trees, _, slots, steps, until_any) = released.__wrapped__(1, 2)
+    layout, (*trees, _, slots, steps, until_ended) = released.__wrapped__(1, 2)
     state = layout.shapes
     assert state.mail.shape == table.shape and layout.shardings.mail.spec == PartitionSpec("data", "tensor")
     program = jax.jit(loop(layout, "triton"))
-    text = for_cuda(program, *trees, state, slots, steps, until_any)
+    text = for_cuda(program, *trees, state, slots, steps, until_ended)
     found = set(re.findall(r'name = "(\w+)"', text))
     assert {"qkv", "add_norm", "gated", "paged_attention", "lm_head", "all_reduce", "all_gather"} <= found
     assert "tensor<131072x1024xbf16>" in text and "stablehlo.all_reduce" not in text
-    assert jax.eval_shape(program, *trees, state, slots, steps, until_any).mail.shape == table.shape
+    assert jax.eval_shape(program, *trees, state, slots, steps, until_ended).mail.shape == table.shape
     monkeypatch.setenv("JAXSPEC_ALL_REDUCE", "xla")
     assert layout.shapes.mail is None and jax.tree.structure(layout.shapes) == jax.tree.structure(layout.shardings)
 
