@@ -133,7 +133,7 @@ def run(drafter, k, slots=ROWS, rows=ROWS, **requests):
 def run_rounds(round, drafter, **requests):
     """The same with other rounds."""
     state = prefill(admit(empty(), ROWS, **requests), ROWS)
-    return jit_loop(target(), drafter, state, padded(ROWS), 1000, round=round)
+    return jit_loop(target(), drafter, state, padded(ROWS), 1000, 0, round=round)
 
 
 def numbers(state, name, slots=ROWS):
@@ -640,7 +640,7 @@ def test_ids_below_zero_stand_for_no_sequence_too():
     state = prefill(admit(empty(), [*some, *others]), [*some, *others])
     before = jax.tree.map(np.asarray, state)
     nobody = np.asarray([*some, *[-1] * (SLOTS - len(some))], np.int32)
-    state = jit_loop(target(), parrot(), state, nobody, 1000, round=decode.Round(4))
+    state = jit_loop(target(), parrot(), state, nobody, 1000, 0, round=decode.Round(4))
     assert_same(numbers(state, "tokens", some), rows=some)
     for name in ("tokens", "length", "computed", "rounds", "status"):
         assert np.array_equal(numbers(state, name, others), numbers(before, name, others))

@@ -101,7 +101,7 @@ def test_chains_and_trees_take_turns():
     state, slots = loops.prefill(loops.admit(loops.empty(), ROWS), ROWS), loops.padded(ROWS)
     rounds = [Round.of_tree(WIDE), Round(4), Round(0)]
     for turn in range(60):
-        state = loops.jit_loop(loops.target(), loops.assistant(), state, slots, 1, False, round=rounds[turn % 3])
+        state = loops.jit_loop(loops.target(), loops.assistant(), state, slots, 1, 0, round=rounds[turn % 3])
     loops.assert_same(numbers(state, "tokens"))
     assert (numbers(state, "status") == FULL_LENGTH).all()
 
@@ -126,7 +126,7 @@ def test_slots_in_any_order_beside_ids_of_nobody():
     order = [4, 6, 0, 2, 5, 1]
     state = loops.prefill(loops.admit(loops.empty(), order), order)
     for slots in ([loops.NOBODY, 6, loops.SLOTS, 4], [0, 1, 2, 5]):
-        state = loops.jit_loop(loops.target(), orchard(), state, loops.padded(slots), 1000, False, round=Round.of_tree(WIDE))
+        state = loops.jit_loop(loops.target(), orchard(), state, loops.padded(slots), 1000, 0, round=Round.of_tree(WIDE))
     loops.assert_same(numbers(state, "tokens", order))
 
 
@@ -134,7 +134,7 @@ def test_pages_that_run_out_leave_every_sequence_as_it_was():
     state = loops.prefill(loops.admit(loops.empty(), ROWS), ROWS)
     none = dataclasses.replace(state, cache=dataclasses.replace(state.cache, free_count=jnp.zeros_like(state.cache.free_count)))
     while True:
-        after = loops.jit_loop(loops.target(), orchard(), none, loops.padded(ROWS), 1, False, round=Round.of_tree(WIDE))
+        after = loops.jit_loop(loops.target(), orchard(), none, loops.padded(ROWS), 1, 0, round=Round.of_tree(WIDE))
         if after.starved:
             break
         none = after
@@ -152,7 +152,7 @@ def test_filters_edits_and_log_probabilities(scope):
         state = loops.admit(loops.empty(), ROWS, **asked)
         for _ in range(2):
             state = loops.jit_prefill(loops.target(), loops.assistant(), state, loops.padded(ROWS), chunk=32, round=Round(0, needs=needs))
-        return loops.jit_loop(loops.target(), drafter, state, loops.padded(ROWS), 1000, False, round=round)
+        return loops.jit_loop(loops.target(), drafter, state, loops.padded(ROWS), 1000, 0, round=round)
 
     plain = run(NoDraft(), Round(0, needs=needs))
     right = dataclasses.replace(orchard(), answers=jnp.asarray(numbers(plain, "tokens")))
@@ -226,9 +226,9 @@ def test_candidates_rank_by_what_they_are_chosen_by():
 )  # fmt: skip
 def test_what_a_tree_does_not_go_with(round, message):
     with pytest.raises(ValueError, match=message):
-        loops.jit_loop(loops.target(), orchard(), loops.empty(), loops.padded(ROWS), 1, False, round=round)
+        loops.jit_loop(loops.target(), orchard(), loops.empty(), loops.padded(ROWS), 1, 0, round=round)
 
 
 def test_a_drafter_of_chains():
     with pytest.raises(ValueError, match="the drafter Parrot drafts one token after the other and no tree; expected no tree"):
-        loops.jit_loop(loops.target(), loops.parrot(), loops.empty(), loops.padded(ROWS), 1, False, round=Round.of_tree(WIDE))
+        loops.jit_loop(loops.target(), loops.parrot(), loops.empty(), loops.padded(ROWS), 1, 0, round=Round.of_tree(WIDE))
