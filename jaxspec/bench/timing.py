@@ -32,7 +32,7 @@ from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, Pro
 from jaxspec.bench.workload import QUEUED, WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.checks import expanded
 from jaxspec.engine import cuda_graphs
-from jaxspec.engine.programs import decode_rounds, flat
+from jaxspec.engine.programs import decode_rounds, flat, prefill
 from jaxspec.interrupts import compiled, undisturbed
 from jaxspec.model.head_guides import guided, has_guide
 from jaxspec.model.target import TargetConfig
@@ -309,31 +309,38 @@ def _decode(plan: BenchPlan, sequences: Sequences, batch: int, rates: tuple[floa
 
 
 def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage: Callable[[str], None]) -> Iterator[PrefillFigures]:
-    """Times every length of prompt, all in one state with one slot. rate: operations a second of a device."""
+    """Times every length of prompt, all in one state with one slot, by programs as the engine calls them. rate: operations a second of a
+    device."""
     if not plan.prefill:
         return
     work, max_len, slots = plan.work, max(plan.prefill) + 2, np.zeros(1, np.int32)
     layout = plan.layout(target, drafter, 1, max_len)
     state, on = jax.block_until_ready(layout.empty()), layout.on
+    (weights, models), form = jax.tree.flatten((target, drafter)), jax.tree.structure(state)
     admit = jax.jit(on(_admit), donate_argnums=0)
     programs: dict[int, tuple[Any, ProgramCost]] = {}
     for length in plan.prefill:
         chunk = min(work.prefill_chunk, length)
-        function = functools.partial(decode.prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=_free(work.round.needs)))
+        rows = functools.partial(prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=_free(work.round.needs)))
+        function, columns = flat(on(rows, WHOLE), models, form), np.asarray([[0, length, length]], np.int32)
         stage(f"prompt of {length}: compile")
         if chunk not in programs:
-            programs[chunk] = _compiled(on(function), target, drafter, state, slots)
+            programs[chunk] = _compiled(function, weights, None, jax.tree.leaves(state), columns, compiler=_plainly)
         program, cost = programs[chunk]
         requests, calls = _requests(work, target.config, 1, length, length + 2), math.ceil(length / chunk)
 
-        def compute(program: Any, calls: int = calls, length: int = length, requests: decode.Requests = requests) -> float:
+        def compute(
+            program: Any, calls: int = calls, length: int = length, requests: decode.Requests = requests, columns: np.ndarray = columns
+        ) -> float:
             nonlocal state
             state = jax.block_until_ready(compiled(admit, state, slots, requests)(state, slots, requests))
+            leaves = jax.tree.leaves(state)
             begun = time.perf_counter()
             for _ in range(calls):
-                state = program(target, drafter, state, slots)
-            jax.block_until_ready(state)
+                leaves, _ = program(weights, None, leaves, columns)
+            jax.block_until_ready(leaves)
             took = 1e3 * (time.perf_counter() - begun)
+            state = form.unflatten(leaves)
             if int(state.length[0]) != length + 1:
                 raise RuntimeError(f"a prompt of {length} tokens was not computed: the sequence has {int(state.length[0])}")
             return took
@@ -344,7 +351,7 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
         found: tuple[kernel_times.KernelTime, ...] = ()
         if work.profile is not None:
             if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
-                program, _ = _compiled(on(function), target, drafter, state, slots, compiler=cuda_graphs.without)
+                program, _ = _compiled(function, weights, None, jax.tree.leaves(state), columns, compiler=cuda_graphs.without)
                 compute(program)  # loads the kernels
             folder = expanded(work.profile) / f"prompt-{length}"
             with jax.profiler.trace(str(folder)):
@@ -379,9 +386,14 @@ def _requests(work: Workload, config: TargetConfig, batch: int, length: int, lim
     return decode.Requests(**fields, filters=Filters(*filters))
 
 
+def _plainly(lowered: Any, devices: Any) -> Any:
+    """Compiles what is no loop, as the engine does."""
+    return lowered.compile()
+
+
 def _compiled(function: Callable[..., Any], *args: Any, compiler: Any = cuda_graphs.compiled) -> tuple[Any, ProgramCost]:
-    """A compiled program, and what it took to make. The third argument is the state, which is donated. compiler: a function of
-    `cuda_graphs`."""
+    """A compiled program, and what it took to make. The third argument is the state, which is donated. compiler: `_plainly` or a function
+    of `cuda_graphs`."""
     begun = time.perf_counter()
     lowered = jax.jit(function, donate_argnums=2).lower(*args)
     traced = time.perf_counter()
