@@ -23,8 +23,9 @@ AHEAD = 4  # requests that are read before there is a slot for them
 # A round takes about as long for few sequences as for many, so while few of them decode, the time is better spent on prompts.
 BESIDE, SHARE = 4, 8
 # While others decode, a slot that comes free waits for company, since a call that computes one short prompt takes about as long as one for
-# several: until so large a share of the slots is free, or until the prompts that wait for them fill the largest call.
-COMPANY = 1 / 8
+# several: until so large a share of the slots is free, or until the prompts that wait for them fill the largest call, but for no more than
+# PATIENCE rounds.
+COMPANY, PATIENCE = 1 / 8, 16
 # The next call is queued behind a step's before the host reads their results, so that the device does not pause: rounds by `_followers`. A
 # call that computes prompts cannot include those that get a slot afterwards, so it is queued only if this share of its rows is of use.
 ENOUGH = 0.5
@@ -68,6 +69,7 @@ class Turn:
         self.waiting = collections.deque[Request]()  # requests that were read and have no slot
         self.active = list[Request]()  # requests with a slot, oldest first
         self._expecting = False  # whether a waiting request's automaton is on its way
+        self._held_back = False  # whether the last step left slots free that requests wait for
         self._prompts: Call | None = None  # the call that computes prompts for the next step, if it is under way
         self._rounds: Call | None = None  # the same of its rounds
 
@@ -86,7 +88,8 @@ class Turn:
             return False
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
             self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
-        company = self._company()
+        company = 1 if self._held_back else self._company()
+        self._held_back = 0 < runner.free_slots < company
         if runner.free_slots >= company:
             self._admit()
         if not self.active and self._expecting:
@@ -118,7 +121,9 @@ class Turn:
                 fewer = min(fewer, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
             if self._expecting:
                 fewer = min(fewer, SOON)
-            ends = max(company - runner.free_slots, 1) if computing or self.waiting else 0
+            ends = 1 if computing or self.waiting else 0
+            if self._held_back:
+                ends, fewer = company - runner.free_slots, min(fewer, PATIENCE)
             rounds = [runner.decode(decoding, fewer, until_ended=ends, needs=needs, unread=unread)]
         if followers:
             self._rounds = runner.decode(followers, steps, needs=needs, unread=unread)
@@ -207,7 +212,7 @@ class Turn:
         return decoding + more
 
     def _company(self) -> int:
-        """How many slots are to be free before waiting requests get them. One, if prompts are computed anyway or nobody decodes."""
+        """How many slots should be free before waiting requests get them. One, if prompts are computed anyway or nobody decodes."""
         runner = self._runner
         if not all(r.ready or r.ended for r in self.active):
             return 1

@@ -15,7 +15,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Call
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
-from jaxspec.engine.turn import AHEAD, BESIDE, Turn
+from jaxspec.engine.turn import AHEAD, BESIDE, PATIENCE, STEPS, Turn
 from jaxspec.sampling.choice import PLAIN
 from jaxspec.targets import abstract_target
 
@@ -34,7 +34,7 @@ class Notes:
         self.settings, self.buckets = dataclasses.replace(self.settings, max_slots=slots), Buckets(slots, 1000)
         self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(slots + 1), [], 100, False, set()
         self.count, self.times, self.queueing, self.unread, self.told, self.prepared = 0, Times(lambda: 0.0), False, [], [], []
-        self.behind, self.prompts_read = [], 0
+        self.behind, self.prompts_read, self.steps, self.until_ended = [], 0, 0, 0
 
     @property
     def free_slots(self):
@@ -288,56 +288,62 @@ def test_targets_that_do_little_for_a_row_get_more_rows_where_attention_has_kern
 
 @pytest.fixture
 def full(turn):
-    """A function of the requests that wait while 24 sequences decode. It gives a runner and free(n), which ends n sequences and gives the
-    first call of the next step, and after how many ends its rounds are to return."""
+    """A function of the requests that wait while 24 sequences decode. It gives a runner and step(n), a step in which n sequences end. That
+    gives its first call, after how many ends its rounds were to return, and after how many rounds at the latest."""
 
     def made(*waiting):
         runner, turn_ = turn(*(request(i) for i in range(24)), *waiting, slots=24)
         runner.free_pages = 1000
 
-        def settle():
-            while not turn_.active or not all(r.ready for r in turn_.active):
-                turn_.step()
-
-        def free(count):
-            settle()
-            runner.ends = {r.order for r in turn_.active[:count]}
+        def step(ends=0):
+            runner.calls.clear()
+            runner.ends = {r.order for r in turn_.active[:ends]}
             turn_.step()
             turn_.end()
-            runner.calls.clear()
-            turn_.step()
-            return runner.calls[0], runner.until_ended
+            found = runner.calls[0], runner.until_ended, runner.steps
+            while not turn_.active or not all(r.ready for r in turn_.active):
+                turn_.step()
+            return found
 
-        settle()
-        return runner, free
+        step()
+        return runner, step
 
     return made
 
 
 def test_slots_that_come_free_wait_until_prompts_share_a_call(full):
     """Until an eighth of the slots are free, or as many as there are prompts."""
-    _, free = full(*(request(i) for i in range(5)))
-    assert free(0) == (("decode", [*range(24)]), 3)
-    assert free(1) == (("decode", [*range(1, 24)]), 2)
-    assert free(2)[0] == ("admit", [24, 25, 26])
-    assert free(0)[1] == 2
-    assert free(1) == (("decode", [*range(4, 27)]), 1)
-    assert free(1)[0] == ("admit", [27, 28])
-    assert free(3)[1] == 0
+    _, step = full(*(request(i) for i in range(5)))
+    assert step(1) == (("decode", [*range(24)]), 1, STEPS)
+    assert step(2) == (("decode", [*range(1, 24)]), 2, PATIENCE)
+    assert step(0)[0] == ("admit", [24, 25, 26])
+    assert step(1) == (("decode", [*range(3, 27)]), 1, STEPS)
+    assert step(1) == (("decode", [*range(4, 27)]), 1, PATIENCE)
+    assert step(0)[0] == ("admit", [27, 28])
+    assert step(0)[1:] == (0, STEPS)
 
 
-@pytest.mark.parametrize(("lengths", "company"), [((600, 1, 1), 1), ((300, 300, 1), 2), ((1, 600, 1), 2), ((170, 170, 170), 3)])
+def test_slots_that_come_free_do_not_wait_for_long(full):
+    _, step = full(*(request(i) for i in range(5)))
+    for first in range(2):
+        assert step(1)[0] == ("decode", [*range(first, 24 + first)])
+        assert step(0) == (("decode", [*range(first + 1, 24 + first)]), 2, PATIENCE)
+        assert step(0)[0] == ("admit", [24 + first])
+
+
+@pytest.mark.parametrize(("lengths", "company"), [((600, 1, 1), 1), ((300, 300, 1), 2), ((1, 600, 1), 2), ((170, 170, 172), 3)])
 def test_slots_wait_no_longer_than_until_prompts_fill_a_call(full, lengths, company):
-    _, free = full(*(request(*range(7, 7 + length)) for length in lengths))
-    assert free(0)[1] == company
-    assert free(company - 1)[0][0] == "decode"
-    assert free(1)[0][0] == "admit"
+    _, step = full(*(request(*range(7, 7 + length)) for length in lengths))
+    step(1)
+    call, ends, _ = step()
+    assert call[0] == ("admit" if company == 1 else "decode") and (company == 1 or ends == company - 1)
 
 
 def test_rows_that_are_kept_do_not_fill_a_call(full):
-    runner, free = full(*(request(*range(600), i) for i in range(3)))
+    runner, step = full(*(request(*range(600), i) for i in range(3)))
     runner.held.keep(24, np.arange(597), request(*range(600)))
-    assert free(0)[1] == 3
+    step(1)
+    assert step()[1] == 2
 
 
 def test_who_begins_alike_waits_for_what_is_being_computed(turn):
