@@ -84,6 +84,8 @@ def main() -> None:
     placement = placement_of(None if args.mesh is None else sharding.mesh_of(args.mesh))
     placement = with_head_guides(placement, *trees, None, room, pays=guide_pays())
     shards = placement.shards
+    if len(args.tokens) > 2:
+        parser.error(f"--tokens: found {len(args.tokens)} numbers, expected one or two")
     fewest, most = args.tokens[0], args.tokens[-1]
     max_len = args.lengths[1] + most
     sizes = sizes_of(*trees, max_len=max_len, num_draft_tokens=args.k, kernels=dialect.obstacle() is None, placement=placement)

@@ -88,9 +88,9 @@ class Turn:
             return False
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
             self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
-        company = 1 if self._held_back else self._company()
-        self._held_back = 0 < runner.free_slots < company
-        if runner.free_slots >= company:
+        company, free = 1 if self._held_back else self._company(), runner.free_slots
+        self._held_back = 0 < free < company
+        if free >= company:
             self._admit()
         if not self.active and self._expecting:
             meanwhile()
@@ -123,7 +123,7 @@ class Turn:
                 fewer = min(fewer, SOON)
             ends = 1 if computing or self.waiting else 0
             if self._held_back:
-                ends, fewer = company - runner.free_slots, min(fewer, PATIENCE)
+                ends, fewer = company - free, min(fewer, PATIENCE)
             rounds = [runner.decode(decoding, fewer, until_ended=ends, needs=needs, unread=unread)]
         if followers:
             self._rounds = runner.decode(followers, steps, needs=needs, unread=unread)

@@ -45,9 +45,9 @@ def attend(plan: parts.Plan, inputs, outputs, launch_dependents: bool):
 
 
 def launch(plan: Any, inputs, outputs, scratch, compute, launch_dependents: bool = False, **settings):
-    """The results of a kernel with a program for each item. inputs, outputs, launch_dependents: as for `attend`. scratch: shared memory and
-    barriers, by name. compute: a function of the plan, all references, the item and a warpgroup's number. settings: further ones of the
-    compiler."""
+    """The results of a kernel with a program for each item. plan: says how many `items` there are, and gives an `item` by number. inputs,
+    outputs, launch_dependents: as for `attend`. scratch: shared memory and barriers, by name. compute: a function of the plan, all
+    references, the item and a warpgroup's number. settings: further ones of the compiler."""
     mosaic, names = dialect.mosaic(), (*inputs, *outputs)
 
     def body(*refs, **scratch):

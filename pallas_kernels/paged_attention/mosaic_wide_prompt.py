@@ -39,7 +39,7 @@ def attend(plan: Plan, inputs, q):
         "queries": parts.tiled(2, ROWS, HALF),  # where results are put together later
         "pages": parts.tiled(2, PIECES, KEYS, PIECE),
         "weights": parts.tiled(PAIR, ROWS, KEYS),
-        "tops": mosaic.SMEM((PAIR, ROWS), jnp.float32),  # each row's largest score with the block of a warpgroup
+        "numbers": mosaic.SMEM((PAIR, ROWS), jnp.float32),  # numbers of each row that the warpgroups exchange
         "loaded": mosaic.Barrier(num_arrivals=2),
         "full": mosaic.Barrier(num_barriers=2 * PIECES),
         "both": mosaic.Barrier(num_arrivals=2),
@@ -50,7 +50,7 @@ def attend(plan: Plan, inputs, q):
 
 def _compute(plan, refs, item, own):
     """own: the number of the warpgroup, of its half of the columns, and of its block in a pair."""
-    mosaic, queries, weights, tops, both = dialect.mosaic(), refs["queries"], refs["weights"], refs["tops"], refs["both"]
+    mosaic, queries, weights, held, both = dialect.mosaic(), refs["queries"], refs["weights"], refs["numbers"], refs["both"]
     columns = pl.ds(own * HALF, HALF)
     rows = (item.b, pl.ds(item.first, ROWS), item.head, item.member)
     pairs = jax.lax.div(item.stop - item.start + PAIR - 1, PAIR)
@@ -88,6 +88,14 @@ def _compute(plan, refs, item, own):
                 mosaic.wgmma_wait(1)
                 copy_next(piece - 1)
 
+    def others(numbers):
+        """The other warpgroup's numbers of each row, in exchange for the own ones."""
+        held.at[own][...] = numbers
+        mosaic.commit_smem()
+        mosaic.barrier_arrive(both)
+        mosaic.barrier_wait(both)
+        return dialect.mosaic_load(held.at[1 - own], mosaic.Layout.WGMMA.reduce(1))
+
     pages = pages_of(0)
     mosaic.copy_gmem_to_smem(refs["q"].at[(*rows, columns)], queries.at[own], refs["loaded"])
     for piece in range(PIECES):
@@ -117,11 +125,7 @@ def _compute(plan, refs, item, own):
         own_seen = tuple(jnp.where(own == 0, *x) for x in zip(*seen, strict=True))
         scores = softmax.masked(scores, own_seen, plan.plain(item, own_seen, item.low, item.high))
         own_top = softmax.raised(scores, top)
-        tops.at[own][...] = own_top
-        mosaic.commit_smem()
-        mosaic.barrier_arrive(both)
-        mosaic.barrier_wait(both)
-        new_top = jnp.maximum(own_top, dialect.mosaic_load(tops.at[1 - own], mosaic.Layout.WGMMA.reduce(1)))
+        new_top = jnp.maximum(own_top, others(own_top))
         found, shrink, total = softmax.weights(scores, top, new_top, total)
         weights.at[own][...] = found
         mosaic.commit_smem()
@@ -135,9 +139,9 @@ def _compute(plan, refs, item, own):
         def add(sums):
             def multiply(piece):
                 n, part = divmod(piece, 2)
-                held = refs["pages"].at[own + zero, piece]
-                parts.clear(held, parts.within(item.span.begin, seen[n]))
-                mosaic.wgmma(sums[part], weights.at[n + zero], held)
+                values = refs["pages"].at[own + zero, piece]
+                parts.clear(values, parts.within(item.span.begin, seen[n]))
+                mosaic.wgmma(sums[part], weights.at[n + zero], values)
 
             in_turn(multiply, copy_next)
 
@@ -147,11 +151,7 @@ def _compute(plan, refs, item, own):
 
     acc, top, total = softmax.start(PIECE)
     (*acc, _, total), _ = jax.lax.fori_loop(0, pairs, step, ((acc, acc, top, total), pages))
-    tops.at[own][...] = total
-    mosaic.commit_smem()
-    mosaic.barrier_arrive(both)
-    mosaic.barrier_wait(both)
-    total = total + dialect.mosaic_load(tops.at[1 - own], mosaic.Layout.WGMMA.reduce(1))  # each has added up the weights of its own blocks
+    total = total + others(total)  # each has added up the weights of its own blocks
     for part, x in enumerate(acc):
         queries.at[own, :, pl.ds(part * PIECE, PIECE)][...] = softmax.result(x, total).astype(queries.dtype)
     mosaic.commit_smem()
