@@ -55,6 +55,7 @@ class Call(NamedTuple):
     reaches: bool = True  # whether the host has something to do after it that the next call for prompts must wait for
     number: int = 0  # its place in the order in which the device runs calls that tell how many pages are free
     variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
+    until_ended: int = 0  # its rounds return once so many more have ended, unless this is 0
 
     def without(self, gone: Collection[Request]) -> Call | None:
         """The call, of which these requests are not told; None if that leaves nobody."""
@@ -308,7 +309,8 @@ class Runner:
         steps, known = self.programs.steps_for(needs, steps, unread), [r.length for r in requests]
         columns = self._columns(requests, size, known, [steps] * size, [until_ended] * size)
         report = self.programs.run(program, columns)
-        return Call(requests, size, chosen, report, known, number=next(self._numbers), variant=variant)
+        number = next(self._numbers)
+        return Call(requests, size, chosen, report, known, number=number, variant=variant, until_ended=until_ended)
 
     def use(self, drafter: Drafter) -> None:
         """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings. What other weights

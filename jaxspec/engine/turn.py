@@ -29,6 +29,8 @@ COMPANY, PATIENCE = 1 / 8, 16
 # The next call is queued behind a step's before the host reads their results, so that the device does not pause: rounds by `_followers`. A
 # call that computes prompts cannot include those that get a slot afterwards, so it is queued only if this share of its rows is of use.
 ENOUGH = 0.5
+# Rounds that follow those that return once slots are free. They run while the host gives the slots to waiting requests.
+BRIEF = 1
 POLL = 0.05  # seconds that a step waits at most where there is nothing to do but to build automata
 SOON = 8  # rounds of a step at most while a request waits for its automaton
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
@@ -69,7 +71,7 @@ class Turn:
         self.waiting = collections.deque[Request]()  # requests that were read and have no slot
         self.active = list[Request]()  # requests with a slot, oldest first
         self._expecting = False  # whether a waiting request's automaton is on its way
-        self._held_back = False  # whether the last step left slots free that requests wait for
+        self._lacking = 0  # how many more slots are to come free before those that are free are given to waiting requests
         self._prompts: Call | None = None  # the call that computes prompts for the next step, if it is under way
         self._rounds: Call | None = None  # the same of its rounds
 
@@ -88,10 +90,11 @@ class Turn:
             return False
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
             self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
-        company, free = 1 if self._held_back else self._company(), runner.free_slots
-        self._held_back = 0 < free < company
-        if free >= company:
-            self._admit()
+        if self._rounds is None or not self._rounds.until_ended:  # else more slots come free soon
+            company, free = 1 if self._lacking else self._company(), runner.free_slots
+            self._lacking = max(company - free, 0) if free else 0
+            if free >= company:
+                self._admit()
         if not self.active and self._expecting:
             meanwhile()
             return True
@@ -111,22 +114,28 @@ class Turn:
             runner.prepare(computing, to_decode, needs)
         call = self._prompts or (runner.prefill(computing, needs) if computing else None)
         prompts, self._prompts = [] if call is None else [call], None
-        meanwhile()
         followers = self._followers(decoding, [] if call is None else call.finished, needs)
         unread = 2 if followers else 1
+        if not followers:  # before the rounds, since their call may not return before they are over
+            meanwhile()
         rounds, self._rounds = [] if self._rounds is None else [self._rounds], None
+        ends = self._lacking or (1 if computing or self.waiting else 0)
+        if self._expecting:
+            steps = min(steps, SOON)
+        if self._lacking:
+            steps = min(steps, PATIENCE)
         if decoding and not rounds:
             fewer = steps
             if computing:
                 fewer = min(fewer, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
-            if self._expecting:
-                fewer = min(fewer, SOON)
-            ends = 1 if computing or self.waiting else 0
-            if self._held_back:
-                ends, fewer = company - free, min(fewer, PATIENCE)
             rounds = [runner.decode(decoding, fewer, until_ended=ends, needs=needs, unread=unread)]
         if followers:
-            self._rounds = runner.decode(followers, steps, needs=needs, unread=unread)
+            if not self.waiting:
+                ends = 0
+            elif rounds and rounds[0].until_ended:
+                ends, steps = 0, BRIEF
+            self._rounds = runner.decode(followers, steps, until_ended=ends, needs=needs, unread=unread)
+            meanwhile()
         if call is not None and not call.reaches and runner.used(computing, needs, call) >= ENOUGH:
             self._prompts = runner.prefill(computing, needs, call)
         starved = runner.read(prompts)
@@ -205,7 +214,7 @@ class Turn:
 
         decoding: those that decode. finished: those whose prompts this step computes to their ends. needs: of all requests."""
         more = [r for r in finished if r is not None and r.length + 1 < r.limit]  # the others end with their first token
-        if self.waiting or self._expecting or not self._runner.queues(needs):
+        if self._expecting or not self._runner.queues(needs):
             return []
         if any(r.params.stop or not (r.ready or r.ended or r in finished) for r in self.active):
             return []

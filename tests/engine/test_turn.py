@@ -15,7 +15,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Call
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
-from jaxspec.engine.turn import AHEAD, BESIDE, PATIENCE, STEPS, Turn
+from jaxspec.engine.turn import AHEAD, BESIDE, BRIEF, PATIENCE, STEPS, Turn
 from jaxspec.sampling.choice import PLAIN
 from jaxspec.targets import abstract_target
 
@@ -77,7 +77,7 @@ class Notes:
         self.calls.append(("decode", [r.order for r in requests]))
         self.steps, self.until_ended = steps, until_ended
         self.unread.append(unread)
-        return Call(requests, "decode", 0, None)
+        return Call(requests, "decode", 0, None, until_ended=until_ended)
 
     def read(self, calls):
         starved, self.starved = self.starved, False
@@ -396,11 +396,47 @@ def test_rounds_are_queued_before_what_they_follow_is_read(queueing):
     assert not runner.held.running
 
 
-def test_no_rounds_are_queued_where_the_host_has_to_look_first(queueing):
-    runner, turn = queueing(*(request(i) for i in range(3)))
-    while ("decode", [0, 1]) not in runner.calls:
+def test_the_device_goes_on_while_slots_are_given_to_requests_that_wait(queueing):
+    """Behind rounds that return once a slot is free, a brief call is queued; behind that, the next request's prompt and long rounds."""
+    runner, turn = queueing(*(request(i) for i in range(4)))
+
+    def step(*ends):
+        runner.calls.clear()
+        runner.ends = set(ends)
         turn.step()
-    assert len(turn.waiting) == 1 and runner.calls[-2:] == [("decode", [0]), ("decode", [0, 1])] and runner.unread == [1, 1]
+        turn.end()
+        return runner.calls, runner.until_ended, runner.steps
+
+    while len(runner.held.running) < 2 or not all(r.ready for r in turn.active) or runner.steps != STEPS:
+        step()
+    assert step(0) == ([("decode", [0, 1])], 0, BRIEF) and [r.order for r in turn.active] == [1]
+    assert step() == ([("admit", [2]), ("prefill", [2]), ("decode", [1, 2])], 1, STEPS)
+    assert step(1, 2) == ([("decode", [1, 2])], 0, BRIEF) and not turn.active
+    assert step() == ([("admit", [3]), ("prefill", [3]), ("decode", [3])], 0, STEPS) and not turn.waiting
+    assert step() == ([("decode", [3])], 0, STEPS)
+
+
+def test_no_slot_is_given_away_before_rounds_that_return_once_more_are_free(turn):
+    """Three of 24 slots are to be free; one is when the long rounds begin."""
+    runner, turn = turn(*(request(i) for i in range(28)), slots=24)
+    runner.queueing, runner.free_pages = True, 1000
+
+    def step(*ends):
+        runner.calls.clear()
+        runner.ends = set(ends)
+        turn.step()
+        turn.end()
+        return runner.calls[0], runner.until_ended, runner.steps
+
+    while len(turn.active) < 24 or not all(r.ready for r in turn.active) or runner.steps != STEPS:
+        step()
+    assert step(0) == (("decode", [*range(24)]), 0, BRIEF)
+    assert step() == (("decode", [*range(1, 24)]), 2, PATIENCE)
+    assert step(1) == (("decode", [*range(1, 24)]), 0, BRIEF)
+    assert step()[0] == ("admit", [24, 25])
+
+
+def test_no_rounds_are_queued_where_the_host_has_to_look_first(queueing):
     runner, turn = queueing(one := request(1))
     one.params = SamplingParams(stop="x")
     for _ in range(3):
