@@ -55,7 +55,7 @@ class Buckets:
 
     @property
     def admit(self) -> list[int]:
-        """Requests that a call puts into slots: 1, and 8 or a quarter of the slots, of which more than an eighth may come free at a time."""
+        """Requests that a call puts into slots: 1, and 8 or a quarter of the slots, since more than an eighth may come free at a time."""
         return sorted({1, min(self.slots, max(BUCKET_RATIO, self.slots // 4))})
 
     def prefill_by_worth(self, left: Sequence[int]) -> list[tuple[int, int]]:
