@@ -25,7 +25,6 @@ from jaxspec.sampling.choice import Needs
 from jaxspec.text import Tokenizer
 
 LEAVING = 0.05  # seconds in which a thread that has read a stream lets go of it
-WATCHED_STEPS = 8  # rounds of a call at most while requests have stop strings, which the host looks for between calls
 
 
 class Serving:
@@ -146,7 +145,6 @@ class Serving:
         self._settle()
         if self.learning is not None:
             self.learning.between()
-        steps = min([steps, *(WATCHED_STEPS for r in turn.active if r.params.stop)])
         try:
             going = turn.step(steps, meanwhile)
         except NoSlots:  # of a stream whose read was cancelled, the thread that read may be all that still has it

@@ -29,6 +29,9 @@ COMPANY, PATIENCE = 1 / 8, 16
 # The next call is queued behind a step's before the host reads their results, so that the device does not pause: rounds by `_followers`. A
 # call that computes prompts cannot include those that get a slot afterwards, so it is queued only if this share of its rows is of use.
 ENOUGH = 0.5
+# Rounds of a call at most while requests have stop strings, which the host looks for between calls: where the next rounds are queued before
+# it has looked at these, and where they are not.
+WATCHED, WATCHED_ALONE = 3, 8
 # Rounds that follow those that return once slots are free. They run while the host gives the slots to waiting requests.
 BRIEF = 1
 POLL = 0.05  # seconds that a step waits at most where there is nothing to do but to build automata
@@ -120,6 +123,8 @@ class Turn:
             meanwhile()
         rounds, self._rounds = [] if self._rounds is None else [self._rounds], None
         ends = self._lacking or (1 if computing or self.waiting else 0)
+        if any(r.params.stop for r in self.active):
+            steps = min(steps, WATCHED if followers else WATCHED_ALONE)
         if self._expecting:
             steps = min(steps, SOON)
         if self._lacking:
@@ -133,7 +138,7 @@ class Turn:
             if not self.waiting:
                 ends = 0
             elif rounds and rounds[0].until_ended:
-                ends, steps = 0, BRIEF
+                ends, steps = 0, min(steps, BRIEF)
             self._rounds = runner.decode(followers, steps, until_ended=ends, needs=needs, unread=unread)
             meanwhile()
         if call is not None and not call.reaches and runner.used(computing, needs, call) >= ENOUGH:
@@ -210,13 +215,13 @@ class Turn:
 
     def _followers(self, decoding: list[Request], finished: Sequence[Request | None], needs: Needs) -> list[Request]:
         """The sequences whose next rounds can be queued before the host reads what this step's calls report, since it will have nothing
-        else for the device to do. None, if others wait or will still be computed, or if the host looks for stop strings first.
+        else for the device to do. None, if others will still be computed.
 
         decoding: those that decode. finished: those whose prompts this step computes to their ends. needs: of all requests."""
         more = [r for r in finished if r is not None and r.length + 1 < r.limit]  # the others end with their first token
         if self._expecting or not self._runner.queues(needs):
             return []
-        if any(r.params.stop or not (r.ready or r.ended or r in finished) for r in self.active):
+        if any(not (r.ready or r.ended or r in finished) for r in self.active):
             return []
         return decoding + more
 

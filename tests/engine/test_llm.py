@@ -267,7 +267,7 @@ def test_a_stream_gives_what_generate_gives(speculative, expected, steps):
         assert all(len(c.token_ids) <= steps * (K + 1) for c in chunks[1:])
 
 
-@pytest.mark.parametrize(("returns", "changes", "queued"), [(True, {}, True), (False, {}, False), (True, {"stop": "no such text"}, False)])
+@pytest.mark.parametrize(("returns", "changes", "queued"), [(True, {}, True), (False, {}, False), (True, {"stop": "no such text"}, True)])
 def test_rounds_are_queued_where_a_call_returns_before_they_are_over(llm, expected, monkeypatch, returns, changes, queued):
     events, run, fetch = [], Programs.run, Programs.fetch
 

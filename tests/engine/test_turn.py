@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Call
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
-from jaxspec.engine.turn import AHEAD, BESIDE, BRIEF, PATIENCE, STEPS, Turn
+from jaxspec.engine.turn import AHEAD, BESIDE, BRIEF, PATIENCE, STEPS, WATCHED, WATCHED_ALONE, Turn
 from jaxspec.sampling.choice import PLAIN
 from jaxspec.targets import abstract_target
 
@@ -436,16 +437,33 @@ def test_no_slot_is_given_away_before_rounds_that_return_once_more_are_free(turn
     assert step()[0] == ("admit", [24, 25])
 
 
-def test_no_rounds_are_queued_where_the_host_has_to_look_first(queueing):
+def test_no_rounds_are_queued_for_who_ends_with_its_first_token(queueing):
     runner, turn = queueing(one := request(1))
+    one.limit = 2
+    turn.step()
+    assert [name for name, _ in runner.calls] == ["admit", "prefill"]
+
+
+def test_calls_are_short_while_the_host_looks_for_stop_strings(queueing):
+    """Where the next rounds are queued before it has looked they are shorter, and who is found to have ended is told nothing of them."""
+    runner, turn = queueing(one := request(1), request(2))
     one.params = SamplingParams(stop="x")
     for _ in range(3):
         turn.step()
-    assert [name for name, _ in runner.calls] == ["admit", "prefill", "decode", "decode"] and runner.unread == [1, 1]
-    runner, turn = queueing(one := request(1))
-    one.limit = 2  # it ends with its first token
+    assert runner.calls[-1] == ("decode", [0, 1]) and runner.steps == WATCHED
+    one.text = types.SimpleNamespace(found="x")
+    assert turn.end() == [one]
+    runner.told.clear()
     turn.step()
-    assert [name for name, _ in runner.calls] == ["admit", "prefill"]
+    assert runner.told == [1] and runner.calls[-1] == ("decode", [1]) and runner.steps == STEPS
+    runner.queueing = False
+    two = request(1)
+    two.params = SamplingParams(stop="x")
+    turn.waiting.append(two)
+    while not two.ready:
+        turn.step()
+    turn.step()
+    assert runner.calls[-1] == ("decode", [1, 2]) and runner.steps == WATCHED_ALONE
 
 
 def test_rounds_that_lacked_pages_with_those_before_them_make_room_once(queueing):
