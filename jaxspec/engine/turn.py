@@ -84,44 +84,72 @@ class Turn:
 
         meanwhile: work for the host, called while the device computes rows of prompts, if there are any. Returns False once nothing is
         left to do; True at once, if there are automata that are `expected`. Raises RuntimeError if other turns hold all slots."""
+        self._take_in()
+        if not (self.waiting or self.active):
+            return False
+        self._fill_slots()
+        if not self.active:
+            self._idle(meanwhile)
+            return True
+        needs = self._needs_of(list(self._kinds.values()))
+        if needs.structured:
+            self._runner.pool.begin()
+        computing = [r for r in self.active if not (r.ready or r.ended)]
+        prompts = self._begin_prompts(computing, needs)
+        rounds = self._begin_rounds(computing, prompts, steps, needs, meanwhile)
+        self._read(computing, prompts, rounds, needs)
+        return True
+
+    def _take_in(self) -> None:
+        """Reads requests, as many as slots are free and AHEAD more, and notes who has lost its slot."""
         runner = self._runner
         runner.ready()
         self.waiting.extend(itertools.islice(self._requests, max(runner.free_slots + AHEAD - len(self.waiting), 0)))
         runner.ready()
         self._readmit([r for r in self.active if r.slot < 0])  # what gives the requests may have used the LLM, which made room
-        if not (self.waiting or self.active):
-            return False
+
+    def _fill_slots(self) -> None:
+        """Gives slots to waiting requests, unless more slots should come free first."""
+        runner = self._runner
         if not self.active and not runner.free_slots and self.waiting[0].order >= 0:
             self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
-        if self._rounds is None or not self._rounds.until_ended:  # else more slots come free soon
-            company, free = 1 if self._lacking else self._company(), runner.free_slots
-            self._lacking = max(company - free, 0) if free else 0
-            if free >= company:
-                self._admit()
-        if not self.active and self._expecting:
+        if self._rounds is not None and self._rounds.until_ended:
+            return  # once these return, more are free
+        company, free = 1 if self._lacking else self._company(), runner.free_slots
+        self._lacking = max(company - free, 0) if free else 0
+        if free >= company:
+            self._admit()
+
+    def _idle(self, meanwhile: Callable[[], None]) -> None:
+        """What a step does if no request has a slot. Raises RuntimeError if none will get one before other turns give up theirs."""
+        runner = self._runner
+        if self._expecting:
             meanwhile()
-            return True
-        if not self.active:
-            if not runner.free_slots:
-                raise no_slots(runner.settings.max_slots)
-            if self.waiting[0].order >= 0 and (others := [r for r in runner.held.running if r.structure is not None]):
-                self._preempt(others[-1])  # likewise
-                return True
+        elif not runner.free_slots:
+            raise no_slots(runner.settings.max_slots)
+        elif self.waiting[0].order >= 0 and (others := [r for r in runner.held.running if r.structure is not None]):
+            self._preempt(others[-1])  # for a structured request that had a slot and lost it
+        else:
             raise RuntimeError("the memory of structured outputs is held by open streams; close some")
-        needs = self._needs_of(list(self._kinds.values()))
-        if needs.structured:
-            runner.pool.begin()
-        computing, decoding = [r for r in self.active if not (r.ready or r.ended)], [r for r in self.active if r.ready]
-        if computing and self._prompts is None:
+
+    def _begin_prompts(self, computing: list[Request], needs: Needs) -> Call | None:
+        """The call for prompts that this step reads: the one that is under way, or a new one."""
+        call, self._prompts = self._prompts, None
+        if call is None and computing:
             to_decode = sum(not r.ended and r.length + 1 < r.limit for r in self.active)  # the others end with their first token
-            runner.prepare(computing, to_decode, needs)
-        call = self._prompts or (runner.prefill(computing, needs) if computing else None)
-        prompts, self._prompts = [] if call is None else [call], None
-        followers = self._followers(decoding, [] if call is None else call.finished, needs)
+            self._runner.prepare(computing, to_decode, needs)
+            call = self._runner.prefill(computing, needs)
+        return call
+
+    def _begin_rounds(
+        self, computing: list[Request], prompts: Call | None, steps: int, needs: Needs, meanwhile: Callable[[], None]
+    ) -> Call | None:
+        """The rounds that this step reads: those that are under way, or new ones. Queues the next behind them if it can."""
+        runner, decoding = self._runner, [r for r in self.active if r.ready]
+        followers = self._followers(decoding, [] if prompts is None else prompts.finished, needs)
         unread = 2 if followers else 1
         if not followers:  # before the rounds, since their call may not return before they are over
             meanwhile()
-        rounds, self._rounds = [] if self._rounds is None else [self._rounds], None
         ends = self._lacking or (1 if computing or self.waiting else 0)
         if any(r.params.stop for r in self.active):
             steps = min(steps, WATCHED if followers else WATCHED_ALONE)
@@ -129,25 +157,32 @@ class Turn:
             steps = min(steps, SOON)
         if self._lacking:
             steps = min(steps, PATIENCE)
-        if decoding and not rounds:
+        rounds, self._rounds = self._rounds, None
+        if decoding and rounds is None:
             fewer = steps
             if computing:
                 fewer = min(fewer, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
-            rounds = [runner.decode(decoding, fewer, until_ended=ends, needs=needs, unread=unread)]
+            rounds = runner.decode(decoding, fewer, until_ended=ends, needs=needs, unread=unread)
         if followers:
             if not self.waiting:
                 ends = 0
-            elif rounds and rounds[0].until_ended:
+            elif rounds is not None and rounds.until_ended:
                 ends, steps = 0, min(steps, BRIEF)
             self._rounds = runner.decode(followers, steps, until_ended=ends, needs=needs, unread=unread)
             meanwhile()
-        if call is not None and not call.reaches and runner.used(computing, needs, call) >= ENOUGH:
-            self._prompts = runner.prefill(computing, needs, call)
-        starved = runner.read(prompts)
+        return rounds
+
+    def _read(self, computing: list[Request], prompts: Call | None, rounds: Call | None, needs: Needs) -> None:
+        """Waits for a step's calls, and queues the next rows of prompts as soon as it can. Keeps prompts that have come to where they are
+        to be kept, and makes room if pages were lacking."""
+        runner = self._runner
+        if prompts is not None and not prompts.reaches and runner.used(computing, needs, prompts) >= ENOUGH:
+            self._prompts = runner.prefill(computing, needs, prompts)
+        starved = runner.read([] if prompts is None else [prompts])
         left, to_keep = [r for r in computing if not (r.ready or r.ended)], any(r.computed in r.goals for r in computing)
-        if left and not (starved or to_keep or followers or self._prompts) and runner.used(left, needs) >= ENOUGH:
+        if left and not (starved or to_keep or self._rounds or self._prompts) and runner.used(left, needs) >= ENOUGH:
             self._prompts = runner.prefill(left, needs)
-        starved |= runner.read(rounds)
+        starved |= runner.read([] if rounds is None else [rounds])
         if starved:  # what is queued lacked the same pages
             queued, self._prompts, self._rounds = [x for x in (self._prompts, self._rounds) if x is not None], None, None
             runner.read(queued)
@@ -157,7 +192,6 @@ class Turn:
             runner.snapshot(request)
         if starved and not any(r.ended for r in self.active):  # the pages of one that has ended come free anyway
             self.make_room()
-        return True
 
     @property
     def expected(self) -> list[concurrent.futures.Future[Any]]:
