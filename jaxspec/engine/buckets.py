@@ -58,6 +58,11 @@ class Buckets:
         """Requests that a call puts into slots: 1, and 8 or a quarter of the slots, since more than an eighth may come free at a time."""
         return sorted({1, min(self.slots, max(BUCKET_RATIO, self.slots // 4))})
 
+    @property
+    def fork(self) -> list[int]:
+        """Copies of kept sequences that a call makes."""
+        return sorted({1, min(self.slots, BUCKET_RATIO)})
+
     def prefill_by_worth(self, left: Sequence[int]) -> list[tuple[int, int]]:
         """The prefill buckets, those first that compute most prompt rows for what they cost. left: the rows that each prompt lacks, in the
         order in which they are served."""

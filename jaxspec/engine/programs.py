@@ -130,13 +130,15 @@ class Admit(Program):
 
 @dataclasses.dataclass(frozen=True)
 class Fork(Program):
-    """Copies a kept sequence into another slot."""
+    """Copies kept sequences into other slots."""
+
+    size: int  # copies
 
     def __str__(self) -> str:
-        return "fork"
+        return f"fork {self.size}"
 
     def lower(self, programs: Programs) -> Any:
-        return programs.lower(fork, programs.no_slots(1, 3))
+        return programs.lower(fork, programs.no_slots(self.size, 3))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,7 +142,7 @@ class Runner:
             *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
             *(Prefill(size, chunk, needs) for size, chunk in self.buckets.prefill),
             *(Admit(size) for size in self.buckets.admit),
-            Fork(),
+            *(Fork(size) for size in self.buckets.fork),
             *((PlaceStates(), FillMasks()) if needs.structured else ()),
             *(Score(*self.buckets.prefill[0], count) for count in scores),
         ]
@@ -194,8 +194,7 @@ class Runner:
                     request.automaton = self.pool.states_of(request.structure, request.prompt, request.output)
                 request.computed, request.status = rows, decode.RUNNING
             self._release(ended, group)
-            for source, slot, rows in forks:
-                self._fork(source, slot, rows)
+            self._fork(forks)
 
     def snapshot(self, request: Request) -> None:
         """Copies the rows that a request has computed into an idle slot, for other prompts. Does nothing if there is no slot or page."""
@@ -206,7 +205,7 @@ class Runner:
             self.held.end([slot])
             self.flush()
         self.held.end([slot])  # first: if an interrupt comes before it is kept, its pages are released
-        self._fork(request.slot, slot, request.computed)
+        self._fork([(request.slot, slot, request.computed)])
         self.held.keep(slot, request.tokens[: request.computed + 1], request, request.writer)
 
     def evict(self, needed: bool = True, but: int = -1) -> bool:
@@ -476,6 +475,12 @@ class Runner:
         self.held.released(ended)
         self._free, self._told = free, next(self._numbers)
 
-    def _fork(self, source: int, slot: int, rows: int) -> None:
-        self._free = self.programs.run(Fork(), np.asarray([[source, slot, rows]], np.int32))
-        self._told = next(self._numbers)
+    def _fork(self, forks: Sequence[tuple[int, int, int]]) -> None:
+        """Copies kept sequences: (the slot that holds it, the slot that gets it, its rows) for each."""
+        most = max(self.buckets.fork)
+        for first in range(0, len(forks), most):
+            some = forks[first : first + most]
+            columns = self.programs.no_slots(smallest(self.buckets.fork, len(some)), 3)
+            columns[: len(some)] = some
+            self._free = self.programs.run(Fork(len(columns)), columns)
+            self._told = next(self._numbers)

@@ -255,12 +255,15 @@ def _copied(cache: PagedKV, kind: str, sources: jax.Array, slots: jax.Array, log
     logical = jnp.broadcast_to(logical, (slots.shape[0], logical.shape[1]))
     old, new = (jnp.take_along_axis(jnp.take(table, ids, axis=0, mode="clip"), logical, axis=1, mode="clip") for ids in (sources, slots))
 
-    def copy(pool: jax.Array) -> jax.Array:
+    def copy(pool: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
         to = jnp.where(live[:, None], new, pool.shape[0])
-        return pool.at[to].set(jnp.take(pool, old, axis=0, mode="clip"), mode="drop")
+        pool = pool.at[to].set(jnp.take(pool, old, axis=0, mode="clip"), mode="drop")
+        return jax.lax.optimization_barrier((pool, old))  # one after the other, or XLA reads the pages of all layers before it writes any
 
-    layers = tuple(
-        layer if layer is None or own != kind else dataclasses.replace(layer, k=copy(layer.k), v=copy(layer.v))
-        for layer, own in zip(cache.layers, cache.kinds, strict=True)
-    )
-    return dataclasses.replace(cache, layers=layers)
+    layers = list(cache.layers)
+    for i, (layer, own) in enumerate(zip(cache.layers, cache.kinds, strict=True)):
+        if layer is not None and own == kind:
+            k, old = copy(layer.k, old)
+            v, old = copy(layer.v, old)
+            layers[i] = dataclasses.replace(layer, k=k, v=v)
+    return dataclasses.replace(cache, layers=tuple(layers))
