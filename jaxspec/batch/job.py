@@ -40,6 +40,7 @@ from jaxspec.batch.results import (
     ChangedInput,
     Known,
     append,
+    check_errors,
     digest_of,
     parsed,
     remove_errors,
@@ -162,7 +163,7 @@ class BatchJob:
                     self._out = files.enter_context(open(self.out, "ab", buffering=0))
                     self._repair(self.out)
                 if self.files.errors is not None:
-                    remove_errors(self.files.errors)
+                    check_errors(self.files.errors)
                 self._open = files.pop_all()
         self._wait()  # until the results are repaired
         if not self._writes and self.out is not None:
@@ -213,6 +214,8 @@ class BatchJob:
         self._learning = llm.learning
         if learn is not None:
             self._learning = self._open.enter_context(llm.learn(self.kept(learn)))
+        if self._writes and self.files.errors is not None:  # only now, as a run that is refused leaves what an earlier one found
+            remove_errors(self.files.errors)
 
     def kept(self, learn: float | Learn) -> Learn:
         """The settings of learning, with the drafter kept beside the results, unless they name another folder. It goes on from what that

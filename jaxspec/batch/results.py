@@ -132,12 +132,8 @@ def settings_of(path: Path, text: bytes) -> dict[str, Any]:
     return found
 
 
-def remove_errors(path: Path) -> None:
-    """Removes the errors file of an earlier run, because each run finds the bad lines again. Its only line may be incomplete. A device,
-    such as /dev/null, stays; and so does a link.
-
-    Raises ValueError for a file that is not one of errors.
-    """
+def check_errors(path: Path) -> None:
+    """Raises ValueError for a file that is there and is not one of errors. The only line of one may be incomplete."""
     if path.is_file():
         with open(path, "rb") as file:
             first = file.readline()
@@ -145,6 +141,12 @@ def remove_errors(path: Path) -> None:
         torn = not left.endswith(b"\n") and left[: len(begin)] == begin[: len(left)]
         if first and not torn and not (parsed(first) or {}).get("error"):
             raise ValueError(f"{path} exists and is not a file of errors; name another")
+
+
+def remove_errors(path: Path) -> None:
+    """Removes the errors file of an earlier run, because each run finds the bad lines again. A device, such as /dev/null, stays; and so
+    does a link."""
+    if path.is_file():
         if path.is_symlink():
             os.truncate(path, 0)
         else:

@@ -379,6 +379,20 @@ def test_a_damaged_file_of_settings_is_named(requests, tmp_path):
             job.run_batch(FakeLLM(), requests, out)
 
 
+def test_a_run_that_is_refused_leaves_the_errors_of_an_earlier_one(tmp_path):
+    requests, out = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": 1}]), tmp_path / "out.jsonl"
+    found = job.run_batch(FakeLLM(), requests, out)
+    said = found.errors.read_text()
+    with pytest.raises(ValueError, match="use the same to resume"):
+        job.run_batch(FakeLLM(), requests, out, seed=2)
+    with pytest.raises(KeyError), job.BatchJob(requests, out):
+        raise KeyError  # as if a model could not be loaded
+    assert found.errors.read_text() == said and json.loads(said)["line"] == 2
+    write_lines(requests, [{"prompt": "a"}, {"prompt": "b"}])  # mended
+    job.run_batch(FakeLLM(), requests, out)
+    assert not found.errors.exists()
+
+
 def test_results_of_another_run_are_not_gone_on_with(requests, tmp_path):
     out = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
