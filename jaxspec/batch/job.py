@@ -209,11 +209,16 @@ class BatchJob:
             "enable_thinking": enable_thinking,
             **dataclasses.asdict(self._params),
         }
-        if self._writes and self.out is not None:
-            self._write_settings(json.dumps(settings, indent=2) + "\n")
+        text = json.dumps(settings, indent=2) + "\n"
+        if self._writes and self.out is not None and self._known.count:
+            self._check_settings(json.loads(text))
         self._learning = llm.learning
         if learn is not None:
             self._learning = self._open.enter_context(llm.learn(self.kept(learn)))
+        if self._writes and self.out is not None and not self._known.count:
+            self._settings.truncate(0)
+            append(self._settings, text.encode())
+            sync(self._settings)
         if self._writes and self.files.errors is not None:  # only now, as a run that is refused leaves what an earlier one found
             remove_errors(self.files.errors)
 
@@ -224,18 +229,13 @@ class BatchJob:
         out = self.files.drafter if asked.out is None else asked.out
         return dataclasses.replace(asked, out=out, resume=out is not None)
 
-    def _write_settings(self, text: str) -> None:
-        """Writes what the run was started with, or checks it, if there are results."""
-        if self._known.count:
-            self._settings.seek(0)
-            before, after = settings_of(self.files.settings, self._settings.read()), json.loads(text)
-            changed = [f"{name} {before.get(name)!r}, not {after[name]!r}" for name in after if before.get(name) != after[name]]
-            if changed:
-                raise ValueError(f"{self.out} was made with {'; '.join(changed)}: use the same to resume, or name another output")
-            return
-        self._settings.truncate(0)
-        append(self._settings, text.encode())
-        sync(self._settings)
+    def _check_settings(self, after: dict[str, Any]) -> None:
+        """Raises ValueError if the results that are there were made with other settings."""
+        self._settings.seek(0)
+        before = settings_of(self.files.settings, self._settings.read())
+        changed = [f"{name} {before.get(name)!r}, not {after[name]!r}" for name in after if before.get(name) != after[name]]
+        if changed:
+            raise ValueError(f"{self.out} was made with {'; '.join(changed)}: use the same to resume, or name another output")
 
     def run(self) -> BatchResult:
         """Serves every line that has no result yet, and returns how that ended. Raises as `run_batch` does."""

@@ -48,6 +48,11 @@ def whole(requests, tmp_path):
     return sorted_lines(tmp_path / "whole.jsonl")
 
 
+class Unlearning(FakeLLM):
+    def learn(self, _):
+        raise ValueError("the drafter has nothing to learn")
+
+
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "there.jsonl"])
 def test_a_run_that_is_refused_leaves_no_file(name, requests, tmp_path):
     """None, at least, that was not there before."""
@@ -56,6 +61,8 @@ def test_a_run_that_is_refused_leaves_no_file(name, requests, tmp_path):
     (tmp_path / "there.jsonl").touch()
     with pytest.raises(TypeError, match="seed"):
         job.run_batch(FakeLLM(), requests, tmp_path / name, seed="x")
+    with pytest.raises(ValueError, match="nothing to learn"):
+        job.run_batch(Unlearning(), requests, tmp_path / name, learn=0.05)
     with pytest.raises(KeyError), job.BatchJob(requests, tmp_path / name):
         raise KeyError  # as if a model could not be loaded
     assert {path.name for path in tmp_path.iterdir()} - {requests.name} == {"there.jsonl"}
