@@ -147,6 +147,7 @@ def test_a_drafter_may_be_an_object(folders, llm):
         ({"seed": -1}, ValueError, "seed is -1, expected 0 .. 9223372036854775807"),
         ({"drafter": None, "num_draft_tokens": 2}, ValueError, "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter"),
         ({"drafter": "bigram"}, FileNotFoundError, "'bigram' is neither a folder, nor a hub id"),
+        ({"target": "ngram"}, FileNotFoundError, r"'ngram' is neither .* bundled \(.*\); it is a drafter, to be given as drafter=$"),
         ({"mesh": "tensor=2"}, TypeError, "mesh is 'tensor=2', expected a Mesh, as jaxspec.mesh"),
         ({"learn": Learn(objective={"soft": -1})}, ValueError, "the objective's soft is -1.0, expected a finite number of at least 0"),
         ({"learn": Learn(objective={"soft": 0, "hard": 0})}, ValueError, "the objective is Objective.* expected a decay above 0"),

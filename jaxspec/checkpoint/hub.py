@@ -73,9 +73,8 @@ def located(name: str | os.PathLike[str], hub: Hub, patterns: Sequence[str]) -> 
         refuse_file(path)
     match = HUB_ID.fullmatch(text)
     if not match:
-        raise FileNotFoundError(
-            f"{text!r} is neither a folder, nor a hub id (owner/name), nor bundled ({', '.join(sorted(found))}), nor the drafter 'ngram'"
-        )
+        rest = "; it is a drafter, to be given as drafter=" if text == "ngram" else ", nor the drafter 'ngram'"
+        raise FileNotFoundError(f"{text!r} is neither a folder, nor a hub id (owner/name), nor bundled ({', '.join(sorted(found))}){rest}")
     if match["revision"]:
         if hub.revision not in (None, match["revision"]):
             raise ValueError(f"revision is {hub.revision!r}, but {text!r} names another; expected one of them")
