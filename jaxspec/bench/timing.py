@@ -322,7 +322,7 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
     for length in plan.prefill:
         chunk = min(work.prefill_chunk, length)
         rows = functools.partial(prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=_free(work.round.needs)))
-        function, columns = flat(on(rows, WHOLE), models, form), np.asarray([[0, length, length]], np.int32)
+        function, columns = flat(on(rows, WHOLE), models, form), np.asarray([[0, length, length, 0]], np.int32)
         stage(f"prompt of {length}: compile")
         if chunk not in programs:
             programs[chunk] = _compiled(function, weights, None, jax.tree.leaves(state), columns, compiler=_plainly)

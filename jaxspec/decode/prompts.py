@@ -25,6 +25,7 @@ def prefill(
     state: DecodeState,
     slots: jax.Array,
     until: jax.Array | None = None,
+    offset: jax.Array | None = None,
     *,
     chunk: int,
     round: Round = NO_DRAFTS,
@@ -32,10 +33,12 @@ def prefill(
 ) -> DecodeState:
     """Computes up to `chunk` (static) more rows of each slot's known tokens; a slot whose prompt is done chooses its first token.
 
-    slots: [B] int32, each at most once; ids below 0 and >= slots stand for no sequence. until: [B] int32, how many rows a slot may have
-    computed afterwards; None for all. A slot is ready to decode once computed == length - 1. A resumed sequence, which knows more than its
-    prompt, has its anchor already and chooses nothing. round: static, of the rounds that follow; how many tokens they draft, and how they
-    accept them, makes no difference here. automata: as for `spec_step`.
+    slots: [B] int32; ids below 0 and >= slots stand for no sequence. until: [B] int32, how many rows a slot may have computed afterwards;
+    None for all. offset: [B] int32, by how many rows an entry's begin after those that are computed; None for 0. A slot may be there once,
+    or several times, with 0, `chunk`, 2 * `chunk` and so on, if every layer has room for `chunk` rows (`paged_kv.has_room`), no ring has
+    come round at the last of them, and the drafter is one that `takes_parts`. A slot is ready to decode once computed == length - 1. A
+    resumed sequence, which knows more than its prompt, has its anchor already and chooses nothing. round: static, of the rounds that
+    follow; how many tokens they draft, and how they accept them, makes no difference here. automata: as for `spec_step`.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, expected at least 1")
@@ -46,20 +49,25 @@ def prefill(
     resumed = rows.length > rows.prompt
     todo = rows.length - resumed.astype(jnp.int32)
     todo = (todo if until is None else jnp.minimum(todo, until)) - rows.computed
-    count = jnp.where(rows.live, jnp.clip(todo, 0, chunk), 0)
-    state, count = reserve_rows(state, slots, rows.computed, count, chunk)
-    at = rows.computed[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :]
+    offset = jnp.zeros_like(todo) if offset is None else offset
+    count = jnp.where(rows.live, jnp.clip(todo - offset, 0, chunk), 0)
+    together = jnp.sum(jnp.where(slots[:, None] == slots[None, :], count[None, :], 0), axis=1)  # by all entries of a slot
+    state, _ = reserve_rows(state, slots, rows.computed, jnp.where(offset == 0, together, 0), chunk * len(slots))
+    count = jnp.where(state.starved, 0, count)
+    start, computed = rows.computed + offset, rows.computed + jnp.where(state.starved, 0, together)
+    end = start + count
+    at = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :]
     ids = state.tokens.at[slots[:, None], at].get(mode="clip")
-    block = Rows(ids, rows.computed, count, slots)
+    block = Rows(ids, start, count, slots)
     out, cache = target(block, state.cache, taps=drafter.taps, last_only=True, attention=round.attention)
     assert cache is not None
-    computed = rows.computed + count
-    choices = target_choices(target, rows, out.hidden, computed[:, None], round)
+    choices = target_choices(target, rows, out.hidden, end[:, None], round)
     assert choices.tokens is not None
-    chosen = (count > 0) & (computed == rows.length)
-    next_known = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), computed[:, None], axis=1, mode="clip")
+    chosen = (count > 0) & (end == rows.length)
+    next_known = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), end[:, None], axis=1, mode="clip")
     anchor = jnp.where(chosen[:, None], choices.tokens, next_known)[:, 0]
-    observed = Observed(target, slots, ids, block.positions, out.hidden[:, 0], out.taps, count, anchor, round.draft_attention)
+    hidden, last = out.hidden[:, 0], end == computed
+    observed = Observed(target, slots, ids, block.positions, hidden, out.taps, count, anchor, round.draft_attention, last)
     state = dataclasses.replace(
         state,
         cache=cache,

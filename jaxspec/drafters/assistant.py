@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,8 @@ class Gemma4MTP:
     """The assistant's weights; paths are Hugging Face keys. pre_projection: [h, 2 H], post_projection: [H, h], with h the
     assistant's width and H the target's. suppress_tokens: ids that are never drafted."""
 
+    takes_parts: ClassVar[bool] = True
+
     model: AssistantModel
     pre_projection: Linear
     post_projection: Linear
@@ -118,7 +120,8 @@ class Gemma4MTP:
         return MTPState(jnp.zeros((slots, self.config.backbone_hidden_size), self.dtype))
 
     def observe(self, state: MTPState, rows: Observed) -> MTPState:
-        slots = jnp.where(rows.committed > 0, rows.slots, state.hidden.shape[0])
+        newest = rows.committed > 0 if rows.last is None else (rows.committed > 0) & rows.last
+        slots = jnp.where(newest, rows.slots, state.hidden.shape[0])
         return MTPState(state.hidden.at[slots].set(rows.hidden.astype(state.hidden.dtype), mode="drop"))
 
     def draft(self, state: MTPState, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, MTPState]:

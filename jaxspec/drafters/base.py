@@ -32,7 +32,8 @@ class Observed:
     model: the target, for its embeddings. slots: [B] int32, ids >= slots stand for no sequence. ids, positions: [B, T] int32.
     hidden: [B, H], after the final norm, at the last committed row. taps: [B, T, H] each, the drafter's `taps`. committed: [B] int32,
     0 leaves the slot alone. anchor: [B] int32, the token after the last committed row: the newest choice, or the next prompt token
-    in the middle of a prompt. draft_attention: as in `Target`.
+    in the middle of a prompt. draft_attention: as in `Target`. last: [B] bool, whether these are the last of the slot's new rows; None
+    where each slot is there once. If it is there several times, the parts are of one prompt.
     """
 
     model: TargetModel
@@ -44,6 +45,7 @@ class Observed:
     committed: jax.Array
     anchor: jax.Array
     draft_attention: str = struct.field(pytree_node=False, default="auto")
+    last: jax.Array | None = None
 
 
 @struct.dataclass
@@ -109,6 +111,8 @@ class Drafter(Protocol):
       [B, N], in the tree's order, and the new state. A node at depth d is chosen at position length + d, as `sampling.best` ranks its
       parent's candidates; `branching.Branching` does it for the nodes of a depth. Without it the drafter serves chains alone.
     - `watched`: False if hardly any accepted draft is no sign of a mistake; see `engine.acceptance_watch`.
+    - `takes_parts`: True if `observe` may be told of a prompt's rows in several parts at a time, each as an entry of its own, because it
+      keeps the same of a row whatever comes before it. Then one call of the engine can compute prompts of any length side by side.
     - `abstains`: True if `draft` may guess fewer tokens than it is asked for, with ids that the vocabulary does not have, such as -1,
       in place of the rest. Then stats count the guesses before the first of these, and otherwise all K.
 
@@ -169,6 +173,7 @@ class NoDraft:
     num_draft_tokens: int = struct.field(pytree_node=False, default=0)
 
     watched: ClassVar[bool] = False
+    takes_parts: ClassVar[bool] = True
 
     def init(self, slots: int, max_len: int, num_draft_tokens: int) -> tuple[()]:
         return ()

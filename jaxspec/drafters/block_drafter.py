@@ -96,6 +96,8 @@ class BlockDrafter(PlainDrafter):
     of a sequence is the same in both.
     """
 
+    takes_parts: ClassVar[bool] = True
+
     fc: Linear
     hidden_norm: RMSNorm
     kv_proj: Linear

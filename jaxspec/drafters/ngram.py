@@ -61,6 +61,7 @@ class NGram:
 
     watched: ClassVar[bool] = False  # text that does not repeat itself gives it nothing to go by
     abstains: ClassVar[bool] = True  # where it finds nothing it guesses nothing
+    takes_parts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("longest", "shortest", "windows"):

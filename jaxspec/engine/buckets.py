@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxspec.model.config import SLIDING
+from jaxspec.model.paged_kv import PagedKV, has_room, page_size_of
 from jaxspec.model.target import TargetModel
 
 BUCKET_RATIO = 8  # between the sizes of decode calls
@@ -27,6 +30,8 @@ class Buckets:
     slots: int  # sequences that run at a time
     max_len: int  # tokens of the longest sequence
     prefill_rows: int = PREFILL_ROWS  # of the largest prefill call
+    # Up to which position a call may compute several parts of PREFILL_CHUNK rows of a prompt; 0 where it computes one part of each.
+    parts_end: int = 0
 
     @property
     def decode(self) -> list[int]:
@@ -48,10 +53,15 @@ class Buckets:
         found = [(1, short), (1, long), (long // short, short)]
         if rows > long:
             found += [(1, rows), (rows // long, long), (rows // short, short)]
-        elif self.slots > 1 and self.max_len >= long > 2 * short:
+        elif self.slots > 1 and self.max_len >= long > 2 * short and not self.parts_end:
             # Once the long chunk has been through two prompts, a call that they share finishes what is left of them with few idle rows.
             found.append((2, long // 2))
-        return sorted({(min(size, self.slots), min(chunk, self.max_len)) for size, chunk in found})
+
+        def size_of(size: int, chunk: int) -> int:
+            each = max(min(self.parts_end, self.max_len) // chunk, 1) if chunk == short else 1
+            return min(size, self.slots * each if self.slots > 1 else 1)
+
+        return sorted({(size_of(size, chunk), min(chunk, self.max_len)) for size, chunk in found})
 
     @property
     def admit(self) -> list[int]:
@@ -63,12 +73,29 @@ class Buckets:
         """Copies of kept sequences that a call makes."""
         return sorted({1, min(self.slots, BUCKET_RATIO)})
 
-    def prefill_by_worth(self, left: Sequence[int]) -> list[tuple[int, int]]:
+    def prefill_by_worth(self, left: Sequence[int], computed: Sequence[int]) -> list[tuple[int, int]]:
         """The prefill buckets, those first that compute most prompt rows for what they cost. left: the rows that each prompt lacks, in the
-        order in which they are served."""
+        order in which they are served. computed: those that it has."""
         # A call reads all weights. Measured, that costs about as much as half the rows of the largest.
         beside = self.prefill_rows // 2
-        return sorted(self.prefill, key=lambda bucket: -useful_rows(left, *bucket) / (bucket[0] * bucket[1] + beside))
+
+        def worth(bucket: tuple[int, int]) -> float:
+            return sum(self.shared_out(left, computed, *bucket)) / (bucket[0] * bucket[1] + beside)
+
+        return sorted(self.prefill, key=worth, reverse=True)
+
+    def shared_out(self, left: Sequence[int], computed: Sequence[int], size: int, chunk: int) -> list[int]:
+        """How many rows of each of the first prompts a prefill call with `size` parts of `chunk` rows computes. left, computed: as for
+        `prefill_by_worth`."""
+        shares = list[int]()
+        for missing, begin in zip(left, computed, strict=True):
+            most = (self.parts_end - begin) // chunk if size > 1 and chunk == PREFILL_CHUNK else 1
+            parts = min(-(-missing // chunk), max(most, 1), size)
+            if not parts:
+                break
+            shares.append(min(missing, parts * chunk))
+            size -= parts
+        return shares
 
 
 def prefill_rows(target: TargetModel, kernels: bool) -> int:
@@ -82,9 +109,17 @@ def prefill_rows(target: TargetModel, kernels: bool) -> int:
     return rows
 
 
-def useful_rows(left: Sequence[int], size: int, chunk: int) -> int:
-    """How many rows of a prefill call for `size` sequences of `chunk` rows belong to prompts, of which `left` rows each are missing."""
-    return sum(min(chunk, n) for n in left[:size])
+def parts_end(target: TargetModel, drafter: Any, state: Any) -> int:
+    """See `Buckets`: no ring may come round while a call computes several parts of a prompt, neither of the target's cache nor of one that
+    the drafter keeps. state: of slots, whose shapes alone count."""
+    if not getattr(drafter, "takes_parts", False):
+        return 0
+    if not all(has_room(state.cache, spec, PREFILL_CHUNK) for spec in target.config.layers):
+        return 0
+    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, PagedKV))
+    caches = [part for part in parts if isinstance(part, PagedKV)]
+    rings = [part.tables[SLIDING].shape[1] * page_size_of(part) for part in caches if SLIDING in part.kinds]
+    return min(rings, default=state.tokens.shape[1])
 
 
 def smallest(sizes: Sequence[int], count: int) -> int:

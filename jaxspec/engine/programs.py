@@ -57,8 +57,8 @@ def fork(target: Any, drafter: Any, automata: None, state: DecodeState, columns:
 
 
 def prefill(target, drafter, automata, state, columns, *, chunk, round) -> Any:
-    slots, until, known = columns.T
-    state = decode.prefill(target, drafter, state, slots, until, chunk=chunk, round=round, automata=automata)
+    slots, until, known, offset = columns.T
+    state = decode.prefill(target, drafter, state, slots, until, offset, chunk=chunk, round=round, automata=automata)
     return state, decode.report(state, slots, known, 1, round.needs.logprobs is not None)
 
 
@@ -145,7 +145,7 @@ class Fork(Program):
 class Prefill(Program):
     """Computes rows of prompts."""
 
-    size: int  # sequences
+    size: int  # parts of prompts
     chunk: int  # rows of each
     needs: Needs  # what sampling is compiled for
 
@@ -154,7 +154,7 @@ class Prefill(Program):
 
     def lower(self, programs: Programs) -> Any:
         function = functools.partial(prefill, chunk=self.chunk, round=programs.settings.round(self.needs))
-        return programs.lower(function, programs.no_slots(self.size, 3), structured=self.structured)
+        return programs.lower(function, programs.no_slots(self.size, 4), structured=self.structured)
 
 
 @dataclasses.dataclass(frozen=True)

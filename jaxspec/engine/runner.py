@@ -19,7 +19,7 @@ from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import arrays_of, init_state, packed
 from jaxspec.engine.automata_pool import Pool
-from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, prefill_rows, smallest, useful_rows
+from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, parts_end, prefill_rows, smallest
 from jaxspec.engine.device_clock import Compiling, Times
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import UNWRITTEN, Request
@@ -86,7 +86,6 @@ class Runner:
         self.settings = settings
         self.target: Any = target  # this and the next: None once it is closed
         self.drafter: Any = drafter
-        self.buckets = Buckets(settings.max_slots, settings.max_len, prefill_rows(target, in_kernels(settings.attention)))
         self.adaptive: Adaptive | None = None  # chooses the shape of rounds; None where all guess num_draft_tokens and verify them
         self.trial: Trial | None = None  # of two variants of the drafter, as long as it is open; see `begin_trial`
         self.watching = False  # whether `watched` counts
@@ -103,6 +102,8 @@ class Runner:
         self._free: Any = settings.kv_pages  # free pages: a number, or the result of a call that is under way
         self._numbers, self._told = itertools.count(1), 0  # of calls that tell of free pages, and which one `_free` is from
         self.programs = Programs(target, drafter, settings, slots=self.total_slots, placement=placement, times=self.times)
+        most = prefill_rows(target, in_kernels(settings.attention))
+        self.buckets = Buckets(settings.max_slots, settings.max_len, most, parts_end(target, drafter, self.programs.state))
         self.pool = Pool(self.programs, structures, lambda: self.held.running)
         parts = jax.tree.leaves(self.programs.state.drafter, is_leaf=lambda part: isinstance(part, PagedKV))
         # Whether the drafter keeps K and V of its own, which its weights have computed.
@@ -233,33 +234,38 @@ class Runner:
     def prefill(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> Call:
         """Starts one call that computes rows of some of the requests; the first ones come first. behind: a call before it that computes
         such rows and has not been read."""
-        goals, left, program = self._next_rows(requests, needs, behind, work=1)
-        size, chunk = program.size, program.chunk
-        some, known = requests[:size], [r.length for r in requests[:size]]
+        goals, left, rows, program = self._next_rows(requests, needs, behind, work=1)
+        some, size, chunk = requests[: len(rows)], program.size, program.chunk
+        known = [r.length for r in some]
         self._written(some)
-        columns = self._columns(some, size, goals[:size], known)
-        rows, reached = [min(n, chunk) for n in left[:size]], [n <= chunk for n in left[:size]]
+        # The first part of each request comes first: the report is read there.
+        parts = [(i, 0) for i in range(len(rows))] + [(i, at) for i, n in enumerate(rows) for at in range(chunk, n, chunk)]
+        of = [i for i, _ in parts]
+        columns = self._columns([some[i] for i in of], size, [goals[i] for i in of], [known[i] for i in of], [at for _, at in parts])
+        reached = [share == n for share, n in zip(rows, left, strict=False)]
         last = [r for r, goal, ends in zip(some, goals, reached, strict=False) if goal == r.goal and ends]
         report = self.programs.run(program, columns)
         return Call(some, size, NO_DRAFTS, report, known, rows, last, any(reached), next(self._numbers))
 
     def used(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1. behind: as for `prefill`."""
-        _, left, program = self._next_rows(requests, needs, behind)
-        return useful_rows(left, program.size, program.chunk) / (program.size * program.chunk)
+        _, _, rows, program = self._next_rows(requests, needs, behind)
+        return sum(rows) / (program.size * program.chunk)
 
     def _next_rows(
         self, requests: Sequence[Request], needs: Needs, behind: Call | None = None, work: int = 0
-    ) -> tuple[list[int], list[int], Prefill]:
-        """(goals, left, program): the row up to which each request is to be computed next, how many rows are left until there, and what
-        starts on them. behind: as for `prefill`. work: see `_at_hand`."""
+    ) -> tuple[list[int], list[int], list[int], Prefill]:
+        """(goals, left, rows, program): the row up to which each request is to be computed next, how many rows are left until there, what
+        starts on them, and how many rows of each of the first requests it computes. behind: as for `prefill`. work: see `_at_hand`."""
         coming = {} if behind is None else dict(zip(behind.requests, behind.rows, strict=True))
         computed = [r.computed + coming.get(r, 0) for r in requests]
         goals = [next((goal for goal in r.goals if goal > rows), r.goal) for r, rows in zip(requests, computed, strict=True)]
         left = [goal - rows for goal, rows in zip(goals, computed, strict=True)]
-        best, *others = self.buckets.prefill_by_worth(left)
-        larger = [bucket for bucket in others if useful_rows(left, *bucket) >= useful_rows(left, *best)]
-        return goals, left, self._at_hand(Prefill(*best, needs), (Prefill(*bucket, needs) for bucket in larger), work)
+        best, *others = self.buckets.prefill_by_worth(left, computed)
+        least = sum(self.buckets.shared_out(left, computed, *best))
+        larger = [bucket for bucket in others if sum(self.buckets.shared_out(left, computed, *bucket)) >= least]
+        program = self._at_hand(Prefill(*best, needs), (Prefill(*bucket, needs) for bucket in larger), work)
+        return goals, left, self.buckets.shared_out(left, computed, program.size, program.chunk), program
 
     def _rounds(self, sequences: int, needs: Needs, shape: RoundShape | None = None, work: int = 0) -> DecodeRounds:
         """What runs rounds of so many sequences. shape: as for `decode`. work: see `_at_hand`."""

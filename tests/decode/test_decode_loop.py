@@ -587,6 +587,30 @@ def test_a_fork_goes_on_as_if_it_had_computed_what_it_shares():
     assert jit_release(found, padded([5, 2, 0])).cache.free_count == state.cache.free.shape[0]
 
 
+def test_a_call_may_compute_several_parts_of_a_prompt():
+    """As one call with a part of each does, to the end or not. The ring holds all of these prompts."""
+    some, start = [0, 1, 2, 5], admit(empty(), ROWS)
+    parts = [(0, 0), (1, 0), (2, 0), (5, 0), (2, 4), (2, 8), (2, 12), (0, 4), (5, 4), (NOBODY, 4), (NOBODY, 0)]
+
+    def computed(state, parts, until=MAX_LEN):
+        slots, offset = (np.asarray(of, np.int32) for of in zip(*parts, strict=True))
+        until = np.full(len(parts), until, np.int32)
+        return jit_prefill(target(), assistant(), state, slots, until, offset, chunk=4, round=decode.Round(0))
+
+    plain, packed = prefill(start, some), computed(start, parts)
+    half = computed(start, parts, until=6)
+    assert numbers(half, "computed", some).tolist() == [5, 1, 6, 6] and numbers(half, "length", some).tolist() == [6, 2, 13, 8]
+    for found in (packed, computed(half, parts)):
+        for name in ("tokens", "length", "computed", "status"):
+            assert_equal(getattr(found, name), getattr(plain, name))
+        assert found.cache.free_count == plain.cache.free_count and not found.starved
+        np.testing.assert_allclose(found.drafter.hidden[jnp.asarray(some)], plain.drafter.hidden[jnp.asarray(some)], rtol=1e-4, atol=1e-5)
+        assert_same(numbers(loop(found, some, assistant(), 3), "tokens", some), rows=some)
+    lacking = dataclasses.replace(start, cache=dataclasses.replace(start.cache, free_count=jnp.int32(6)))
+    starved = computed(lacking, parts)  # the prompts take seven pages
+    assert starved.starved and not numbers(starved, "computed", some).any() and starved.cache.free_count == 6
+
+
 def test_a_released_slot_serves_another_sequence():
     state = run(parrot(), 4, slots=[2], rows=[4])
     assert numbers(state, "from_draft", [2]).any()

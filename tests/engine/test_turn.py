@@ -278,6 +278,18 @@ def test_prompts_are_computed_one_by_one_some_or_many_at_a_time(slots, max_len, 
     assert Buckets(slots, max_len, rows).prefill == buckets
 
 
+def test_a_call_computes_several_parts_of_prompts_that_fit_a_ring():
+    some, few = Buckets(64, 4096, 2048, 576), Buckets(3, 4096, 512, 1088)
+    assert some.prefill == Buckets(64, 4096, 2048).prefill and few.prefill == [(1, 64), (1, 512), (8, 64)]
+    assert Buckets(2, 4096, 2048, 320).prefill == [(1, 64), (1, 512), (1, 2048), (2, 512), (8, 64), (10, 64)]
+    assert some.shared_out([300, 700, 20, 900], [0, 0, 0, 500], 32, 64) == [300, 576, 20, 64]
+    assert some.shared_out([300, 700, 20], [0, 0, 0], 8, 64) == [300, 192]
+    assert some.shared_out([300, 700, 20], [0, 0, 0], 4, 512) == [300, 512, 20]
+    assert some.shared_out([300], [0], 1, 64) == [64] and Buckets(64, 4096, 2048).shared_out([300, 20], [0, 0], 32, 64) == [64, 20]
+    assert some.prefill_by_worth([300] * 7, [0] * 7)[0] == (32, 64) and some.prefill_by_worth([900] * 4, [600] * 4)[0] == (4, 512)
+    assert few.prefill_by_worth([200, 250], [0, 512])[0] == (8, 64) and few.prefill_by_worth([400], [0])[0] == (1, 512)
+
+
 @pytest.mark.parametrize(("config", "rows"), [("31b", 512), ("12b", 1024), ("26b", 2048), ("e2b", 2048)])
 def test_targets_that_do_little_for_a_row_get_more_rows_where_attention_has_kernels(config, rows):
     found = released.target_config(config)
