@@ -26,15 +26,22 @@ prefill = jax.jit(decode.prefill, static_argnames=("chunk", "round"), donate_arg
 decode_loop = jax.jit(decode.decode_loop, static_argnames="round", donate_argnums=2)
 
 
-def decoded(target, drafter, sequences, *, num_draft_tokens, attention, temperature, rows=None):
-    """The finished sequences. rows: of a round."""
+def decoded(target, drafter, sequences, *, num_draft_tokens, attention, temperature, rows=None, parts=False):
+    """The finished sequences. rows: of a round. parts: whether the first call for prompts computes several parts of them."""
     if attention == "triton" and (reason := dialect.obstacle()):
         pytest.skip(reason)
     state = decode.init_state(target, drafter, slots=len(sequences), max_len=MAX_LEN, num_draft_tokens=7, page_size=32)
     slots = jnp.arange(len(sequences), dtype=jnp.int32)
     state = put(state, sequences, [MAX_LEN] * len(sequences), temperature=temperature)
+    compute = functools.partial(prefill, round=decode.Round(0, attention=attention))
+    if parts:
+        ring, chunk = state.cache.tables[SLIDING].shape[1] * 32, 32
+        entries = [(slot, at) for slot, ids in enumerate(sequences) for at in range(0, min(len(ids), ring), chunk)]
+        assert len(entries) > 2 * len(sequences)
+        some, offset = jnp.asarray(entries, jnp.int32).T
+        state = compute(target, drafter, state, some, jnp.full_like(some, MAX_LEN), offset, chunk=chunk)
     for _ in range(-(-max(map(len, sequences)) // 80)):
-        state = prefill(target, drafter, state, slots, chunk=80, round=decode.Round(0, attention=attention))
+        state = compute(target, drafter, state, slots, chunk=32 if parts else 80)
     state = decode_loop(target, drafter, state, slots, 10_000, round=decode.Round(num_draft_tokens, attention=attention, rows=rows))
     return [np.asarray(row[:n]) for row, n in zip(state.tokens, state.length, strict=True)]
 
@@ -66,6 +73,14 @@ def test_the_same_tokens_by_xla_and_by_kernels_for_any_k(sequences, plain, atten
             ties += assert_same(f, e, temperature, seed)
             compared += len(e)
     assert ties <= 1 + compared // 10_000
+
+
+@pytest.mark.parametrize("attention", ["xla", "triton"])
+@pytest.mark.parametrize("name", ["mtp", "dflash"])
+def test_parts_of_prompts_side_by_side_give_the_same_tokens(sequences, plain, attention, name):
+    found = decoded(target(), drafter_of(name), sequences, num_draft_tokens=4, attention=attention, temperature=0.8, parts=True)
+    ties = sum(assert_same(f, e, 0.8, seed) for seed, (f, e) in enumerate(zip(found, plain[0.8], strict=True)))
+    assert ties <= 1
 
 
 def halved(tree):
