@@ -65,6 +65,8 @@ class Request:
     # UNWRITTEN before the first call.
     writer: object = None
 
+    under_way: set[int] = dataclasses.field(default_factory=set)  # numbers of the calls that run rounds of it and have not been read
+
     # What it has.
     output: list[int] = dataclasses.field(default_factory=list)  # the new tokens, without what follows a stop string
     from_draft: list[bool] = dataclasses.field(default_factory=list)  # for each of them, whether it was an accepted draft
@@ -135,6 +137,7 @@ class Request:
         """Takes note that its slot is gone, and with it what was computed. Its tokens stay."""
         self.slot, self.computed = -1, 0
         self.goals.clear()
+        self.under_way.clear()
 
     def advance(self, report: decode.Report, row: int, known: int, shape: RoundShape) -> None:
         """Takes in what a call reports about it. row: its row of the report, which tells of the tokens after the first `known`. shape: of

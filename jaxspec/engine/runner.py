@@ -40,6 +40,7 @@ AnyProgram = TypeVar("AnyProgram", bound=Program)
 # Rounds, or calls that compute prompts, that a larger program runs in place of one that is not compiled. To compile a loop takes as long as
 # some hundreds of its rounds, or thousands for a small model. It is no time, so that the same calls always take the same programs.
 STANDS_IN = 256
+AHEAD = 1
 
 
 class Call(NamedTuple):
@@ -311,11 +312,26 @@ class Runner:
         size, chosen = program.size, program.shape
         variant = None if self.trial is None or shape is not None or not chosen.num_draft_tokens else self.trial.name
         self._written(requests)
+        unread = max([unread, *(1 + len(r.under_way) for r in requests)])
         steps, known = self.programs.steps_for(needs, steps, unread), [r.length for r in requests]
         columns = self._columns(requests, size, known, [steps] * size, [until_ended] * size)
         report = self.programs.run(program, columns)
         number = next(self._numbers)
+        for request in requests:
+            request.under_way.add(number)
         return Call(requests, size, chosen, report, known, number=number, variant=variant, until_ended=until_ended)
+
+    def companions(self, requests: Sequence[Request], needs: Needs, steps: int, fits: Callable[[Request], bool]) -> list[Request]:
+        """Sequences of other turns that can have rounds beside these, since a round takes about as long for several: their readers are not
+        far behind, and the program need not be compiled, or has been wanted for long. steps: rounds of the call. fits: whether a call with
+        these needs serves a request."""
+        found = [r for r in self.held.running if r.ready and not r.ended and r not in requests]
+        found = [r for r in found if len(r.output) - r.taken < AHEAD * steps * (self.settings.most_accepted + 1) and fits(r)]
+        if found and not self.programs.at_hand(program := self._rounds(len(requests) + len(found), needs)):
+            self._stood_in[program] += steps
+            if self._stood_in[program] < STANDS_IN:
+                return []
+        return found
 
     def use(self, drafter: Drafter) -> None:
         """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings. What other weights
@@ -352,6 +368,7 @@ class Runner:
             for row, request in enumerate(call.requests):
                 if request is None:
                     continue
+                request.under_way.discard(call.number)
                 known, before = len(request.output), len(request.verified)
                 request.advance(report, row, call.known[row], call.shape)
                 if wanted and 0 < known < len(request.output):

@@ -24,6 +24,7 @@ from jaxspec.interrupts import heeded
 from jaxspec.sampling.choice import Needs
 from jaxspec.text import Tokenizer
 
+YIELDING = 1e-4
 LEAVING = 0.05  # seconds in which a thread that has read a stream lets go of it
 
 
@@ -82,6 +83,8 @@ class Serving:
             with self._turn([request]) as turn:
                 while True:
                     expected: Sequence[Any] = ()
+                    if len(request.output) == known and self._unread(request):
+                        time.sleep(YIELDING)
                     with heeded(), self._lock(), self._accounts.timed():
                         while len(request.output) == known and not (request.ended or expected):
                             self._step(turn, steps)
@@ -101,6 +104,11 @@ class Serving:
             if request.output and not sys.is_finalizing():
                 self._over.append(functools.partial(self._account, request))
                 self.settle(waits=False)
+
+    def _unread(self, request: Request) -> bool:
+        """Whether another request has tokens that its reader has not taken."""
+        others = (r for runner in self._shards.runners for r in runner.held.running if r is not request)
+        return any(len(r.output) > r.taken for r in others)
 
     @contextlib.contextmanager
     def _turn(self, requests: Iterable[Request]) -> Iterator[Turn | Turns]:

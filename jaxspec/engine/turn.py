@@ -147,6 +147,10 @@ class Turn:
         """The rounds that this step reads: those that are under way, or new ones. Queues the next behind them if it can."""
         runner, decoding = self._runner, [r for r in self.active if r.ready]
         followers = self._followers(decoding, [] if prompts is None else prompts.finished, needs)
+        kinds = list(self._kinds.values())
+        beside = runner.companions(self.active, needs, steps, lambda r: self._needs_of([*kinds, r]) == needs) if decoding else []
+        if beside:  # they can have rounds only if none of theirs are under way, and in calls that are read at once
+            followers, beside = [], [r for r in beside if not r.under_way]
         unread = 2 if followers else 1
         if not followers:  # before the rounds, since their call may not return before they are over
             meanwhile()
@@ -162,7 +166,7 @@ class Turn:
             fewer = steps
             if computing:
                 fewer = min(fewer, BESIDE, max(len(decoding) // (SHARE * len(computing)), 1))
-            rounds = runner.decode(decoding, fewer, until_ended=ends, needs=needs, unread=unread)
+            rounds = runner.decode(decoding + beside, fewer, until_ended=ends, needs=needs, unread=unread)
         if followers:
             if not self.waiting:
                 ends = 0

@@ -97,6 +97,9 @@ class Notes:
                     request.status = decode.STOPPED
         return starved
 
+    def companions(self, requests, needs, steps, fits):
+        return []
+
     def snapshot(self, request):
         self.calls.append(("snapshot", request.computed))
         self.held.keep(self.held.idle(), request.tokens[: request.computed + 1], request)
@@ -123,6 +126,7 @@ def request(*tokens):
     found.prompt, found.output, found.goals = np.asarray(tokens, np.int32), [], []
     found.params, found.limit = SamplingParams(), 100
     found.slot, found.order, found.computed, found.status, found.keep, found.text = -1, -1, 0, decode.EMPTY, False, Text()
+    found.under_way = set()
     return found
 
 
