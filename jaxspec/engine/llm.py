@@ -56,6 +56,7 @@ class LLM:
     """A target with a drafter, ready to generate.
 
     Several threads may use one LLM. Their calls take turns, also with those of other LLMs whose weights are spread over the same devices.
+    Streams that are open at a time have their rounds together, once the program for so many sequences is compiled: see `warmup`.
     A stream holds a slot until it is read to its end or closed, and an iterator of `as_completed` holds as many as it has use for. Other
     calls use the slots that are left, and raise RuntimeError where there are none. `with load(...) as llm:` closes it at its end.
 

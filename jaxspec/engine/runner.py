@@ -40,7 +40,6 @@ AnyProgram = TypeVar("AnyProgram", bound=Program)
 # Rounds, or calls that compute prompts, that a larger program runs in place of one that is not compiled. To compile a loop takes as long as
 # some hundreds of its rounds, or thousands for a small model. It is no time, so that the same calls always take the same programs.
 STANDS_IN = 256
-AHEAD = 1
 
 
 class Call(NamedTuple):
@@ -322,16 +321,14 @@ class Runner:
         return Call(requests, size, chosen, report, known, number=number, variant=variant, until_ended=until_ended)
 
     def companions(self, requests: Sequence[Request], needs: Needs, steps: int, fits: Callable[[Request], bool]) -> list[Request]:
-        """Sequences of other turns that can have rounds beside these, since a round takes about as long for several: their readers are not
-        far behind, and the program need not be compiled, or has been wanted for long. steps: rounds of the call. fits: whether a call with
-        these needs serves a request."""
-        found = [r for r in self.held.running if r.ready and not r.ended and r not in requests]
-        found = [r for r in found if len(r.output) - r.taken < AHEAD * steps * (self.settings.most_accepted + 1) and fits(r)]
-        if found and not self.programs.at_hand(program := self._rounds(len(requests) + len(found), needs)):
-            self._stood_in[program] += steps
-            if self._stood_in[program] < STANDS_IN:
-                return []
-        return found
+        """Sequences of other turns that `steps` rounds of these could include, since a round takes about as long for several: their readers
+        are not further behind than by such a call, and the program need not be compiled. fits: whether a call with these needs serves a
+        request."""
+        most = steps * (self.settings.most_accepted + 1)
+        found = [
+            r for r in self.held.running if r.ready and not r.ended and r not in requests and len(r.output) - r.taken < most and fits(r)
+        ]
+        return found if found and self.programs.at_hand(self._rounds(len(requests) + len(found), needs)) else []
 
     def use(self, drafter: Drafter) -> None:
         """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings. What other weights

@@ -24,7 +24,7 @@ from jaxspec.interrupts import heeded
 from jaxspec.sampling.choice import Needs
 from jaxspec.text import Tokenizer
 
-YIELDING = 1e-4
+YIELDING = 1e-4  # seconds in which other threads take what a call of this one has brought them
 LEAVING = 0.05  # seconds in which a thread that has read a stream lets go of it
 
 

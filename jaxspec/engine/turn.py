@@ -32,6 +32,8 @@ ENOUGH = 0.5
 # Rounds of a call at most while requests have stop strings, which the host looks for between calls: where the next rounds are queued before
 # it has looked at these, and where they are not.
 WATCHED, WATCHED_ALONE = 3, 8
+# Rounds of a call at most in which sequences of other turns have a part. With more, these would run far ahead of their readers.
+TOGETHER = 8
 # Rounds that follow those that return once slots are free. They run while the host gives the slots to waiting requests.
 BRIEF = 1
 POLL = 0.05  # seconds that a step waits at most where there is nothing to do but to build automata
@@ -147,9 +149,8 @@ class Turn:
         """The rounds that this step reads: those that are under way, or new ones. Queues the next behind them if it can."""
         runner, decoding = self._runner, [r for r in self.active if r.ready]
         followers = self._followers(decoding, [] if prompts is None else prompts.finished, needs)
-        kinds = list(self._kinds.values())
-        beside = runner.companions(self.active, needs, steps, lambda r: self._needs_of([*kinds, r]) == needs) if decoding else []
-        if beside:  # they can have rounds only if none of theirs are under way, and in calls that are read at once
+        beside = self._companions(decoding, steps, needs)
+        if beside:  # in a call that is read at once, and only those of which no other call will tell
             followers, beside = [], [r for r in beside if not r.under_way]
         unread = 2 if followers else 1
         if not followers:  # before the rounds, since their call may not return before they are over
@@ -262,6 +263,14 @@ class Turn:
         if any(not (r.ready or r.ended or r in finished) for r in self.active):
             return []
         return decoding + more
+
+    def _companions(self, decoding: list[Request], steps: int, needs: Needs) -> list[Request]:
+        """Sequences of other turns to run rounds of beside those of this turn that decode, if they are as many: open streams, mostly."""
+        if not decoding or steps > TOGETHER:
+            return []
+        kinds = list(self._kinds.values())
+        found = self._runner.companions(decoding, needs, steps, lambda r: self._needs_of([*kinds, r]) == needs)
+        return found if len(found) >= len(decoding) else []
 
     def _company(self) -> int:
         """How many slots should be free before waiting requests get them. One, if prompts are computed anyway or nobody decodes."""

@@ -313,6 +313,30 @@ def test_closing_a_stream_frees_its_slot(llm, expected):
     assert tokens(generate(llm)) == expected
 
 
+def test_open_streams_have_their_rounds_together(llm, expected, monkeypatch):
+    """Once the program for three is compiled. One that is not read does not get far ahead, and goes on from where it is."""
+    generate(llm, [0, 1, 2], max_tokens=9)
+    together, decode_ = [], Runner.decode
+
+    def noted(self, requests, *args, **more):
+        together.append(len(requests))
+        return decode_(self, requests, *args, **more)
+
+    monkeypatch.setattr(Runner, "decode", noted)
+    streams = [llm.stream(PROMPTS[row][0], params(row), steps=2) for row in (0, 1, 2)]
+    found = [next(stream).token_ids for stream in streams]
+    for _ in range(6):
+        for tokens_, stream in zip(found, streams, strict=True):
+            tokens_ += next(stream).token_ids
+    assert together.count(3) >= 5 and len(together) <= 10
+    (unread,) = (r for r in llm._runner.held.running if r.prompt.tolist() == PROMPTS[2][0])
+    for row in (0, 1):
+        found[row] += sum((c.token_ids for c in streams[row]), [])
+    assert len(unread.output) - unread.taken < 4 * (llm.num_draft_tokens + 1)
+    found[2] += sum((c.token_ids for c in streams[2]), [])
+    assert found == expected[:3]
+
+
 def test_a_stream_that_nobody_starts_takes_no_slot(llm, expected):
     unread = [llm.stream("x") for _ in range(9)]
     assert tokens(generate(llm, [0])) == [expected[0]]

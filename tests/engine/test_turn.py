@@ -16,7 +16,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Call
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
-from jaxspec.engine.turn import AHEAD, BESIDE, BRIEF, PATIENCE, STEPS, WATCHED, WATCHED_ALONE, Turn
+from jaxspec.engine.turn import AHEAD, BESIDE, BRIEF, PATIENCE, STEPS, TOGETHER, WATCHED, WATCHED_ALONE, Turn
 from jaxspec.sampling.choice import PLAIN
 from jaxspec.targets import abstract_target
 
@@ -35,7 +35,7 @@ class Notes:
         self.settings, self.buckets = dataclasses.replace(self.settings, max_slots=slots), Buckets(slots, 1000)
         self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(slots + 1), [], 100, False, set()
         self.count, self.times, self.queueing, self.unread, self.told, self.prepared = 0, Times(lambda: 0.0), False, [], [], []
-        self.behind, self.prompts_read, self.steps, self.until_ended = [], 0, 0, 0
+        self.behind, self.prompts_read, self.steps, self.until_ended, self.others = [], 0, 0, 0, []
 
     @property
     def free_slots(self):
@@ -98,7 +98,7 @@ class Notes:
         return starved
 
     def companions(self, requests, needs, steps, fits):
-        return []
+        return [r for r in self.others if fits(r)]
 
     def snapshot(self, request):
         self.calls.append(("snapshot", request.computed))
@@ -480,6 +480,27 @@ def test_calls_are_short_while_the_host_looks_for_stop_strings(queueing):
         turn.step()
     turn.step()
     assert runner.calls[-1] == ("decode", [1, 2]) and runner.steps == WATCHED_ALONE
+
+
+def test_sequences_of_other_turns_have_their_rounds_beside_these(queueing):
+    """In calls of few rounds that are read at once, if they are as many as the turn's own and no other call tells of them."""
+    runner, turn = queueing(request(1))
+    others = [request(2), request(3)]
+    for order, other in enumerate(others, 7):
+        other.order, other.output, other.computed = order, [7], 1
+    for _ in range(2):
+        turn.step(4)
+    assert runner.calls[-1] == ("decode", [0]) and turn._rounds is not None
+    runner.others, runner.calls = others, []
+    turn.step(4)
+    assert not runner.calls and turn._rounds is None  # what was queued is read
+    turn.step(4)
+    assert runner.calls == [("decode", [0, 7, 8])] and runner.unread[-1] == 1 and runner.told[-3:] == [0, 7, 8] and turn._rounds is None
+    others[0].under_way.add(99)
+    turn.step(4)
+    assert runner.calls[1:] == [("decode", [0, 8])]
+    turn.step(TOGETHER + 1)
+    assert runner.calls[2:] == [("decode", [0]), ("decode", [0])] and runner.unread[-1] == 2
 
 
 def test_rounds_that_lacked_pages_with_those_before_them_make_room_once(queueing):
