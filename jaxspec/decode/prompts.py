@@ -49,10 +49,11 @@ def prefill(
     resumed = rows.length > rows.prompt
     todo = rows.length - resumed.astype(jnp.int32)
     todo = (todo if until is None else jnp.minimum(todo, until)) - rows.computed
+    most = chunk if offset is None else chunk * len(slots)
     offset = jnp.zeros_like(todo) if offset is None else offset
     count = jnp.where(rows.live, jnp.clip(todo - offset, 0, chunk), 0)
     together = jnp.sum(jnp.where(slots[:, None] == slots[None, :], count[None, :], 0), axis=1)  # by all entries of a slot
-    state, _ = reserve_rows(state, slots, rows.computed, jnp.where(offset == 0, together, 0), chunk * len(slots))
+    state, _ = reserve_rows(state, slots, rows.computed, jnp.where(offset == 0, together, 0), most)
     count = jnp.where(state.starved, 0, count)
     start, computed = rows.computed + offset, rows.computed + jnp.where(state.starved, 0, together)
     end = start + count
