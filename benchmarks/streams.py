@@ -2,8 +2,8 @@
 
 Weights are random and of a released model's shape, or of a folder's; prompts are random tokens, nothing ends a text before its last
 token, and drafts are accepted at given rates. Everything is compiled and has run before the clock starts. Each is timed as it is and with
-calls that wait until the host has read what the one before reports, in turn. Prints rows of a Markdown table, medians with the least and
-the most.
+calls of one sequence that wait until the host has read what the one before reports, in turn. `--open 8` adds the tokens of eight streams
+that are open at a time and read in turn. Prints rows of a Markdown table, medians with the least and the most.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
 from pallas_kernels.lm_head import guide_pays
 
-COLUMNS = ("calls", "first tokens of a stream, ms", "then, tokens/s", "an answer, ms", "a long answer, ms")
+COLUMNS = ("calls", "first tokens of a stream, ms", "then, tokens/s", "an answer, ms", "a long answer, ms", "open streams, tokens/s")
 
 
 def main() -> None:
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: 512)")
     parser.add_argument("--tokens", type=int, nargs=2, default=(32, 512), help="of an answer and of a long one, which streams have too")
     parser.add_argument("--steps", type=int, default=STREAM_STEPS, help=f"rounds between two pieces of a stream (default: {STREAM_STEPS})")
+    parser.add_argument("--open", type=int, default=1, help="streams that are open at a time in the last column (default: 1)")
     parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     args = parser.parse_args()
@@ -53,7 +54,7 @@ def main() -> None:
     few, many = args.tokens
     settings = Settings(
         num_draft_tokens=args.k,
-        max_slots=1,
+        max_slots=args.open,
         max_len=args.prompt + many,
         accept=synthetic(RATES[: args.k]),
         progress=False,
@@ -63,6 +64,21 @@ def main() -> None:
 
     def prompt() -> list[int]:
         return rng.integers(0, config.vocab_size, args.prompt).tolist()
+
+    def opened() -> float:
+        params = SamplingParams(max_tokens=many, temperature=0)
+        streams = [llm.stream(prompt(), params, steps=args.steps) for _ in range(args.open)]
+        for stream in streams:
+            next(stream)
+        begun, tokens = time.perf_counter(), 0
+        while streams:
+            for stream in list(streams):
+                chunk = next(stream, None)
+                if chunk is None:
+                    streams.remove(stream)
+                else:
+                    tokens += len(chunk.token_ids)
+        return tokens / (time.perf_counter() - begun)
 
     def streamed() -> tuple[float, float]:
         begun = time.perf_counter()
@@ -77,12 +93,16 @@ def main() -> None:
         llm.generate([prompt()], SamplingParams(max_tokens=tokens, temperature=0), use_tqdm=False)
         return 1e3 * (time.perf_counter() - begun)
 
-    ways = {"as it is": Runner.queues, "one after the other": lambda *_: False}
+    llm.warmup(SamplingParams(max_tokens=many, temperature=0))
+    ways = {
+        "as it is": (Runner.queues, Runner.companions),
+        "one after the other": (lambda *_: False, lambda *_: []),
+    }
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
     for repeat in range(-2, args.repeats):
-        for name, queues in ways.items():
-            Runner.queues = queues
-            times = (*streamed(), answered(few), answered(many))
+        for name, (queues, companions) in ways.items():
+            Runner.queues, Runner.companions = queues, companions
+            times = (*streamed(), answered(few), answered(many), opened())
             if repeat >= 0:
                 found[name].append(times)
     device, what = jax.devices()[0].device_kind, f"{args.config} with {args.drafter}, {args.dtype}, K = {args.k}"
