@@ -90,9 +90,9 @@ class Buckets:
         shares = list[int]()
         for missing, begin in zip(left, computed, strict=True):
             most = (self.parts_end - begin) // chunk if size > 1 and chunk == PREFILL_CHUNK else 1
-            parts = min(-(-missing // chunk), max(most, 1), size)
-            if not parts:
+            if not size:
                 break
+            parts = min(max(-(-missing // chunk), 1), max(most, 1), size)
             shares.append(min(missing, parts * chunk))
             size -= parts
         return shares
