@@ -14,7 +14,7 @@ def ids(*numbers):
 def request(order=0):
     """As much of one as slots look at."""
     found = Request.__new__(Request)
-    found.slot, found.computed, found.goals, found.order = -1, 0, [], order
+    found.slot, found.computed, found.goals, found.under_way, found.order = -1, 0, [], set(), order
     return found
 
 
