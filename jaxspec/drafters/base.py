@@ -111,8 +111,8 @@ class Drafter(Protocol):
       [B, N], in the tree's order, and the new state. A node at depth d is chosen at position length + d, as `sampling.best` ranks its
       parent's candidates; `branching.Branching` does it for the nodes of a depth. Without it the drafter serves chains alone.
     - `watched`: False if hardly any accepted draft is no sign of a mistake; see `engine.acceptance_watch`.
-    - `takes_parts`: True if `observe` may be told of a prompt's rows in several parts at a time, each as an entry of its own, because it
-      keeps the same of a row whatever comes before it. Then one call of the engine can compute prompts of any length side by side.
+    - `takes_parts`: True if `observe` may be told of a prompt's rows in several parts at a time, each as an entry of its own with `last`
+      set, because it keeps the same of a row whatever comes before it. Then calls for prompts that fit a window have fewer idle rows.
     - `abstains`: True if `draft` may guess fewer tokens than it is asked for, with ids that the vocabulary does not have, such as -1,
       in place of the rest. Then stats count the guesses before the first of these, and otherwise all K.
 

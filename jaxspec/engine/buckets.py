@@ -89,9 +89,9 @@ class Buckets:
         `prefill_by_worth`."""
         shares = list[int]()
         for missing, begin in zip(left, computed, strict=True):
-            most = (self.parts_end - begin) // chunk if size > 1 and chunk == PREFILL_CHUNK else 1
             if not size:
                 break
+            most = (self.parts_end - begin) // chunk if chunk == PREFILL_CHUNK else 1
             parts = min(max(-(-missing // chunk), 1), max(most, 1), size)
             shares.append(min(missing, parts * chunk))
             size -= parts
