@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import inspect
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from jaxspec.batch.lines import LineReader, derived_seed
 from jaxspec.checks import integer, type_name
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.params import MAX_SEED, SamplingParams
+from jaxspec.foreign_names import HERE, NEEDLESS, answer
 from jaxspec.interrupts import heeded
 from jaxspec.loading import load
 
@@ -64,6 +66,7 @@ class Generator:
         **settings: Any,
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "settings", "__class__")}
+        answer("Generator", settings, (*given, *inspect.signature(load).parameters), HERE, NEEDLESS)
         self._arguments = given | settings
         params = check_params(sampling_params)
         check_columns(prompt_column, messages_column, id_column, output_prefix)

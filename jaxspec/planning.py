@@ -143,7 +143,10 @@ def released_pair(
     folder, planned = None, NoDraft()
     if drafter is None:
         _check_no_quantising(quantize_drafter, planned)
-    if drafter in released.drafter_names():
+    if drafter in (made := drafters.without_checkpoints()):
+        planned = made[drafter].made()
+        _check_no_quantising(quantize_drafter, planned)
+    elif drafter in released.drafter_names():
         planned = released.abstract_drafter(drafter, target, config, dtype, quantize_drafter)
     elif drafter is not None:
         folder = released.resolve(drafter, hub.of_others)

@@ -190,8 +190,12 @@ def test_info_says_what_a_checkpoint_is_and_needs(models, capsys):
     assert "plan" not in lines
     assert cli.main(["info", models[1], "--max-slots", "2"]) == 0
     assert "plan        2 slots, " in capsys.readouterr().out
-    assert cli.main(["info", models[1], "--drafter", "ngram"]) == 2
-    assert capsys.readouterr().err == "jaxspec: the drafter 'ngram' is not a checkpoint: it has no weights and fits every target\n"
+    for target in (models[1], "e2b"):
+        assert cli.main(["info", target, "--drafter", "ngram", "--plan"]) == 0
+        shown = capsys.readouterr().out
+        assert "drafter     ngram, without weights; fits every target\n" in shown and "target, 0.00 MiB drafter" in shown
+    assert cli.main(["info", "31B"]) == 2
+    assert capsys.readouterr().err == "jaxspec: '31B' is no folder; for the released shape expected '31b'\n"
     assert lines["KV cache"] == "sliding 32 bytes a token, for the window; full 40 bytes a token"
 
 

@@ -220,8 +220,10 @@ def test_batches_and_settings_that_make_no_sense(generator, folders):
             jaxspec.Generator(folders[0], sampling_params=params)
     with pytest.raises(TypeError, match="sampling_params is dict, expected jaxspec.SamplingParams or None"):
         jaxspec.Generator(folders[0], sampling_params={})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="load has no argument 'max_model_len'; here it is called max_len"):
+    with pytest.raises(TypeError, match="Generator has no argument 'max_model_len'; here it is called max_len"):
         jaxspec.Generator(folders[0], max_model_len=64)
+    with pytest.raises(TypeError, match="Generator has no argument 'promt_column'; the nearest is 'prompt_column'"):
+        jaxspec.Generator(folders[0], promt_column="text")
 
 
 def test_it_is_pickled_as_its_arguments_and_closed(folders):

@@ -44,13 +44,10 @@ def _run(args: argparse.Namespace) -> None:
 def _lines(args: argparse.Namespace, jax_fraction: float) -> list[str]:
     """What the command prints. jax_fraction: the share of a device's memory that JAX takes. Raises what `describe.read` and
     `describe.describe_plan` raise."""
-    from jaxspec import drafters
     from jaxspec.info import describe
     from jaxspec.info.cards import card_named
     from jaxspec.learning.settings import Learn
 
-    if args.drafter in drafters.without_checkpoints():
-        raise ValueError(f"the drafter {args.drafter!r} is not a checkpoint: it has no weights and fits every target")
     named = None if args.target is None else card_named(args.target)
     card, shares = _card(args, named, jax_fraction)
     if args.target is None or named is not None:

@@ -23,8 +23,9 @@ class SamplingParams:
     """How to generate, with vLLM's names and meanings. Values are checked when the object is made. Lists may be given, and are kept as
     tuples.
 
-    Where temperature, top_k, top_p, min_p or repetition_penalty is None, the checkpoint's generation_config.json decides. Integers are
-    below 2**31 and other numbers at most 1e30, where nothing else is said.
+    Where temperature, top_k, top_p, min_p or repetition_penalty is None, the checkpoint's generation_config.json decides. None for stop,
+    stop_token_ids, logit_bias or bad_words means none of them. Integers are below 2**31 and other numbers at most 1e30, where nothing else
+    is said.
 
     Raises TypeError for a wrong type and for a name that is none of these, ValueError for a value out of range.
     """
@@ -97,8 +98,10 @@ class SamplingParams:
             "logprobs": lambda name, x: integer(name, x, -1),
             "prompt_logprobs": lambda name, x: integer(name, x, -1),
         }
+        empty: dict[str, Any] = {"stop": (), "stop_token_ids": (), "logit_bias": {}, "bad_words": ()}
         for field in dataclasses.fields(SamplingParams):  # a subclass may have more
             value = getattr(self, field.name)
+            value = empty.get(field.name) if value is None else value
             # None is a value where it is the default.
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, checks[field.name](field.name, value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxspec import checkpoint, released
 from jaxspec.checkpoint.hub import HUB, Hub
+from jaxspec.drafters import without_checkpoints
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine.memory import Sizes, check_limits, fit, most_slots, size, sizes_of
 from jaxspec.engine.settings import PAGE
@@ -51,6 +53,8 @@ def read(target: str, drafter: str | None = None, hub: Hub = HUB, *, adapter: st
         if adapter is not None:
             raise ValueError(f"{target!r} is a released shape without weights, which no adapter can be merged into; expected a checkpoint")
         return released_pair(target, drafter, hub, **asked)
+    if target.lower() in released.TARGETS and not Path(target).exists():
+        raise FileNotFoundError(f"{target!r} is no folder; for the released shape expected {target.lower()!r}")
     return pair_of(target, drafter, hub, adapter=adapter, **asked)
 
 
@@ -85,7 +89,9 @@ def describe(
     cached = jnp.dtype(KV_DTYPES[kv_dtype] or dtype).itemsize
     per_token = {kind: kv_bytes_per_token(config, kind, cached) for kind in (SLIDING, FULL)}
     yield f"KV cache    sliding {per_token[SLIDING]:,} bytes a token, for the window; full {per_token[FULL]:,} bytes a token"
-    if drafter is not None:
+    if drafter in without_checkpoints():
+        yield f"drafter     {drafter}, without weights; fits every target"
+    elif drafter is not None:
         draft, folder = pair.drafter, pair.drafter_folder
         count = "unset" if folder is None else checkpoint.read_generation_config(folder).get("num_assistant_tokens", "unset")
         yield f"drafter     {folder or drafter}"

@@ -128,8 +128,6 @@ class SamplingParams:
         if not among(self.best_of, (None, self.n)):
             raise ValueError(f"best_of is {self.best_of!r}, which cannot be served: all n samples come back, here {self.n}")
         passed = {name: getattr(self, name) for name in self.__slots__ if name not in REFUSED and name not in WITHOUT_EFFECT}
-        empty: dict[str, Any] = {"stop": (), "stop_token_ids": (), "logit_bias": {}, "bad_words": ()}
-        passed |= {name: value for name, value in empty.items() if passed[name] is None}
         passed["seed"] = None if among(self.seed, (-1,)) else self.seed
         for name in ("logprobs", "prompt_logprobs"):
             passed[name] = {True: 1, False: None}[passed[name]] if isinstance(passed[name], bool) else passed[name]

@@ -22,6 +22,11 @@ def test_values_are_kept_as_plain_python_numbers():
         params.seed = 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("field", ("stop", "stop_token_ids", "logit_bias", "bad_words"))
+def test_none_asks_for_nothing(field):
+    assert SamplingParams(**{field: None}) == SamplingParams()
+
+
 def test_a_subclass_may_have_more_fields():
     @dataclasses.dataclass(frozen=True)
     class Named(SamplingParams):
@@ -50,7 +55,6 @@ def test_a_subclass_may_have_more_fields():
         ("seed", 1.5, TypeError, "seed is 1.5 of type float, expected an integer"),
         ("stop_token_ids", 5, TypeError, "stop_token_ids is 5, expected a list of token ids"),
         ("stop_token_ids", "56", TypeError, "stop_token_ids is '56', expected a list of token ids"),
-        ("stop_token_ids", None, TypeError, "stop_token_ids is None, expected a list of token ids"),
         ("stop_token_ids", [1, -2], ValueError, r"stop_token_ids\[1\] is -2, expected 0 .."),
         ("stop_token_ids", [2**31], ValueError, r"stop_token_ids\[0\] is 2147483648, expected 0 .. 2147483646"),
         ("stop_token_ids", [1, "2"], TypeError, r"stop_token_ids\[1\] is '2' of type str, expected an integer"),
