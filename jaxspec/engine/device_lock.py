@@ -38,6 +38,7 @@ class DeviceLock:
         self._locks = shared or [_Lock()]
         self._process = os.getpid()
         self._inside = 0  # how often the thread that is inside has entered
+        self._asking = set[object]()  # one for each thread that wants to enter
         # Waits for threads that still give the devices work after the context was left. Called before somebody else enters.
         self.settle: Callable[[], None] = lambda: None
 
@@ -46,6 +47,16 @@ class DeviceLock:
         """Whether this process is a fork of the one that made the lock."""
         return os.getpid() != self._process
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a thread waits to enter."""
+        return bool(self._asking)
+
+    @property
+    def nested(self) -> bool:
+        """Whether the thread that is inside has entered more than once."""
+        return self._inside > 1
+
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         if self.forked:  # before the locks, which a thread that is not here may hold
@@ -53,13 +64,23 @@ class DeviceLock:
                 "this process is a fork of the one that loaded the model, and has no devices; load it in the process that uses it, "
                 "and start processes by multiprocessing's 'spawn'"
             )
-        with _held(self._locks):
-            for last in [last for lock in self._locks if (last := lock.last()) not in (None, self)]:
-                last.settle()
-            for lock in self._locks:
-                lock.last = weakref.ref(self)
-            with self._entered():
-                yield
+        asking = object()
+        try:
+            self._asking.add(asking)
+            with _held(self._locks):
+                self._asking.discard(asking)
+                self._take()
+                with self._entered():
+                    yield
+        finally:
+            self._asking.discard(asking)
+
+    def _take(self) -> None:
+        """Notes who is inside now, once other DeviceLocks have settled."""
+        for last in [last for lock in self._locks if (last := lock.last()) not in (None, self)]:
+            last.settle()
+        for lock in self._locks:
+            lock.last = weakref.ref(self)
 
     @contextlib.contextmanager
     def if_free(self) -> Iterator[bool]:

@@ -55,10 +55,11 @@ Bar = bool | Callable[..., Any] | None
 class LLM:
     """A target with a drafter, ready to generate.
 
-    Several threads may use one LLM. Their calls take turns, also with those of other LLMs whose weights are spread over the same devices.
-    Streams that are open at a time have their rounds together, once the program for so many sequences is compiled: see `warmup`.
+    Several threads may use one LLM. Their calls, and streams that are open at a time, have their rounds together, once the program for so
+    many sequences is compiled: see `warmup`. They take turns with those of other LLMs whose weights are spread over the same devices.
     A stream holds a slot until it is read to its end or closed, and an iterator of `as_completed` holds as many as it has use for. Other
-    calls use the slots that are left, and raise RuntimeError where there are none. `with load(...) as llm:` closes it at its end.
+    calls use the slots that are left. Where there are none, they wait for those of another thread's `generate` or `chat`, and raise
+    RuntimeError if streams and iterators have them all. `with load(...) as llm:` closes it at its end.
 
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
@@ -301,8 +302,8 @@ class LLM:
         When an item is read that is not valid, no more are read, and once those before it have come this raises what `generate` raises,
         with the item's number; `check` tells beforehand. An exception in `prompts` or in the consumer, or closing the iterator ends all
         unfinished requests and frees the slots. What had ended before an exception in `prompts` comes before it.
-        While it computes, and while it waits for `prompts`, other threads' calls wait. Between two completions it computes nothing but
-        keeps its slots: other calls run in the slots that are left, or raise RuntimeError. So read it to its end or close it.
+        While it waits for `prompts`, other threads' calls wait. Between two completions it computes nothing but keeps its slots: other
+        calls run in the slots that are left, or raise RuntimeError. So read it to its end or close it.
         """
         if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts is of type {type(prompts).__name__}, expected an iterable of prompts")
@@ -331,14 +332,13 @@ class LLM:
         show = self.progress and len(requests) > 1 if use_tqdm is None else bool(use_tqdm)
         made = use_tqdm if callable(use_tqdm) else functools.partial(tqdm, disable=not show)
         parts = contextlib.closing(self._serving.together(requests))  # pyright: ignore[reportArgumentType]
-        with self._lock():
-            try:
-                with contextlib.closing(made(total=len(requests), desc="Generating", unit="prompt")) as bar, parts as parts:
-                    for some in parts:
-                        done |= {(c.prompt_index, c.index): c for c in some}
-                        bar.update(len(some))
-            finally:
-                self._serving.settle()
+        try:
+            with contextlib.closing(made(total=len(requests), desc="Generating", unit="prompt")) as bar, parts as parts:
+                for some in parts:
+                    done |= {(c.prompt_index, c.index): c for c in some}
+                    bar.update(len(some))
+        finally:
+            self._serving.settle()
         return [done[request.prompt_index, request.index] for request in requests]
 
     @says_where_params_go

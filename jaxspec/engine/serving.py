@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,13 +22,29 @@ from jaxspec.engine.learn import Learning
 from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.shards import Shards, Turns
-from jaxspec.engine.turn import NoSlots, Turn, wait_for
+from jaxspec.engine.turn import TOGETHER, NoRoom, Turn, wait_for
 from jaxspec.interrupts import heeded
 from jaxspec.sampling.choice import Needs
 from jaxspec.text import Tokenizer
 
 YIELDING = 1e-4  # seconds in which other threads take what a call of this one has brought them
 LEAVING = 0.05  # seconds in which a thread that has read a stream lets go of it
+SHARING = 1.0  # seconds in which calls of other threads are expected to come again
+
+Waits = Sequence[concurrent.futures.Future[Any]]  # the first of them is to be waited for, with the lock free
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """A call that runs its requests to their ends, in its thread."""
+
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+    turn: Turn | Turns | None = None
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is another thread's, and has slots that will come free."""
+        return self.thread != threading.get_ident() and self.turn is not None and self.turn.held > 0
 
 
 class Serving:
@@ -48,33 +67,49 @@ class Serving:
         self._shards, self._accounts, self._lock = shards, accounts, lock
         self.learning: Learning | None = None
         self._over = collections.deque[Callable[[], object]]()  # what is still to be done about turns that are over
+        self._calls = set[_Call]()  # those under way
+        self._freed: concurrent.futures.Future[None] = concurrent.futures.Future()  # done once one of them is over
+        self._shared = -SHARING  # when a call of another thread last waited for its part
         self._tokenizer, self._vocab_size, self._needs_of, self._check_open = tokenizer, vocab_size, needs_of, check_open
 
     def together(self, requests: list[Request]) -> Iterator[list[Completion]]:
-        """Runs requests to their ends, with the lock held throughout, and gives completions as they come."""
-        ended, failed = list[Request](), list[Exception]()
-        with self._lock(), self._accounts.timed(), self._turn(requests) as turn:
-            going = True
-            while going:
-                some, going = self._advance(turn, ended, failed)
-                if some:
-                    yield some
-                wait_for(turn.expected)
+        """Runs requests to their ends, and gives completions as they come. Calls of other threads have their rounds beside them, and wait
+        for slots where there are none."""
+        call = _Call()
+        try:
+            self._calls.add(call)
+            with contextlib.closing(self._run(requests, call)) as parts:
+                yield from parts
+        finally:
+            self._calls.discard(call)
+            freed, self._freed = self._freed, concurrent.futures.Future()
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # of another call that ends now
+                freed.set_result(None)
 
     def apart(self, requests: Requests) -> Generator[Completion, None, None]:
-        """The same with requests that are read as slots come free. The lock is free whenever the caller has a completion, and while all
-        that is left waits for automata. What is wrong with an item that was refused is raised at the end."""
+        """The same with requests that are read as slots come free. What is wrong with an item that was refused is raised at the end."""
+        with contextlib.closing(self._run(requests)) as parts:
+            for some in parts:
+                yield from some
+        if requests.refused:
+            raise requests.refused.pop()
+
+    def _run(self, requests: Iterable[Request], call: _Call | None = None) -> Generator[list[Completion], None, None]:
+        """See `together`. The lock is free whenever the caller has completions, while all that is left waits for automata or slots, and
+        between steps that are shared."""
         ended, failed = list[Request](), list[Exception]()
         with self._turn(requests) as turn:
+            if call is not None:
+                call.turn = turn
             going = True
             while going:
                 with heeded(), self._lock(), self._accounts.timed():  # not while the caller has a completion: the hook is the process's
-                    completions, going = self._advance(turn, ended, failed)
-                    expected = turn.expected
-                yield from completions
-                wait_for(expected)
-        if requests.refused:
-            raise requests.refused.pop()
+                    completions, going, waits = self._advance(turn, ended, failed)
+                if completions:
+                    yield completions
+                wait_for(waits)
+                if self._lock.wanted:
+                    time.sleep(YIELDING)
 
     def stream(self, request: Request, steps: int) -> Generator[Chunk, None, None]:
         """Gives the text of one request as it comes, what `steps` rounds add at a time."""
@@ -82,17 +117,16 @@ class Serving:
         try:
             with self._turn([request]) as turn:
                 while True:
-                    expected: Sequence[Any] = ()
+                    waits: Waits = ()
                     if len(request.output) == known and self._unread(request):
                         time.sleep(YIELDING)
                     with heeded(), self._lock(), self._accounts.timed():
-                        while len(request.output) == known and not (request.ended or expected):
-                            self._step(turn, steps)
-                            expected = turn.expected
+                        while len(request.output) == known and not (request.ended or waits):
+                            waits = self._step(turn, steps)[1] or turn.expected
                         new, piece = look(request, self._tokenizer)
                         completion = self._completion(request, turn) if turn.end() else None
-                    if expected:
-                        wait_for(expected)
+                    if waits:
+                        wait_for(waits)
                         continue
                     logprobs = request.logprobs[known:] if request.in_loop else None
                     known = len(request.output)
@@ -147,25 +181,30 @@ class Serving:
         if not request.accounted:
             self._accounts.add(request)
 
-    def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """One step of a turn. False once nothing is left to do."""
+    def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> tuple[bool, Waits]:
+        """One step of a turn. Returns whether something is left to do, and what the next step waits for if calls of other threads hold all
+        slots. Raises NoRoom if open streams do."""
         self._check_open()
         self._settle()
         if self.learning is not None:
             self.learning.between()
         try:
             going = turn.step(steps, meanwhile)
-        except NoSlots:  # of a stream whose read was cancelled, the thread that read may be all that still has it
+        except NoRoom:
+            if not self._lock.nested and any(call.elsewhere for call in list(self._calls)):
+                return True, [self._freed]
+            # Of a stream whose read was cancelled, the thread that read may be all that still has it.
             time.sleep(LEAVING)
             self._settle()
             going = turn.step(steps, meanwhile)
         for request in turn.active:
             if request.output and not request.first_token_seconds:
                 request.first_token_seconds = self._accounts.clock() - request.asked
-        return going
+        return going, []
 
-    def _advance(self, turn: Turn | Turns, ended: list[Request], failed: list[Exception]) -> tuple[list[Completion], bool]:
-        """Runs a turn until there are completions or it waits for automata alone. Returns completions, and whether there may be more.
+    def _advance(self, turn: Turn | Turns, ended: list[Request], failed: list[Exception]) -> tuple[list[Completion], bool, Waits]:
+        """Runs a turn until there are completions, for one step if it is shared, or until it waits for automata or slots alone. Returns
+        completions, whether there may be more, and what to wait for.
 
         Two lists are carried from one call of this to the next. ended: requests that have ended and whose completions are still to be made;
         that work is done while the device computes prompts for others. failed: an error that is raised once these are returned."""
@@ -178,28 +217,40 @@ class Serving:
                     look(request, self._tokenizer)
                 completions.append(self._completion(request, turn))
 
-        going = True
+        going, waits = True, list[Any]()
         while going and not completions:
             if failed:
                 raise failed.pop()
-            try:
-                going = self._step(turn, meanwhile=complete)
-            except Exception as error:
-                if not (ended or completions):
-                    raise
-                failed.append(error)
-                complete()
-                break
+            shared = self._is_shared(turn)
+            # What calls of others have brought is taken first.
+            if not any(request.ended or (shared and len(request.output) > request.taken) for request in turn.active):
+                try:
+                    going, waits = self._step(turn, TOGETHER if shared else STEPS, complete)
+                except Exception as error:
+                    if not (ended or completions):
+                        raise
+                    failed.append(error)
+                    complete()
+                    break
             for request in turn.active:
-                if request.params.stop:
+                if request.params.stop or (shared and not request.ended):  # what calls of others add is limited by what was looked at
                     look(request, self._tokenizer)
             ended += turn.end()
             # Another pass over a text makes calls, which it cannot do in the middle of a step.
-            if not turn.waiting or any(request.rescored for request in ended):
+            if waits or not turn.waiting or any(request.rescored for request in ended):
                 complete()
-            if turn.expected:
+            waits = waits or turn.expected
+            if waits or shared:
                 break
-        return completions, going or bool(completions)
+        return completions, going or bool(completions), waits
+
+    def _is_shared(self, turn: Turn | Turns) -> bool:
+        """Whether calls of other threads are to have a part in the next step: since one waits for the lock and could do something, or
+        did so a moment ago."""
+        runners = self._shards.runners
+        if self._lock.wanted and (any(r.free_slots for r in runners) or sum(len(r.held.running) for r in runners) > turn.held):
+            self._shared = time.monotonic()
+        return time.monotonic() < self._shared + SHARING
 
     def _completion(self, request: Request, turn: Turn | Turns) -> Completion:
         if self.learning is not None:

@@ -130,6 +130,11 @@ class Turns:
         return [request for i in self._resting for request in self._turns[i].active]
 
     @property
+    def held(self) -> int:
+        """How many slots it has."""
+        return sum(turn.held for turn in self._turns)
+
+    @property
     def waiting(self) -> bool:
         """Whether there are requests without a slot."""
         return bool(self._read) or any(map(len, self._dealt)) or any(self._turns[i].waiting for i in self._resting)
@@ -143,7 +148,7 @@ class Turns:
 
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Starts a step on every idle shard that has something to do, and waits until a step of one of them is done. meanwhile: called in
-        between. Returns False once nothing is left to do. Raises RuntimeError if other calls hold all slots."""
+        between. Returns False once nothing is left to do. Raises NoRoom if other calls hold all slots."""
         self._shards.take(self)
         self._deal()
         self._shards.take(self)  # what gives the requests may have used the LLM

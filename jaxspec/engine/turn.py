@@ -41,12 +41,12 @@ SOON = 8  # rounds of a step at most while a request waits for its automaton
 SEEN = 32  # prompts that are remembered, to find out what later ones have in common with them
 
 
-class NoSlots(RuntimeError):
-    """Other calls hold all slots."""
+class NoRoom(RuntimeError):
+    """Other calls hold all slots, or the memory of structured outputs."""
 
 
-def no_slots(count: int) -> NoSlots:
-    return NoSlots(f"all {count} slots are held by open streams; close some, or load with more max_slots")
+def no_slots(count: int) -> NoRoom:
+    return NoRoom(f"all {count} slots are held by open streams; close some, or load with more max_slots")
 
 
 def wait_for(expected: Sequence[concurrent.futures.Future[Any]]) -> None:
@@ -85,7 +85,7 @@ class Turn:
         rows of prompts or the next rounds may be under way when it returns; the next step reads them.
 
         meanwhile: work for the host, called while the device computes rows of prompts, if there are any. Returns False once nothing is
-        left to do; True at once, if there are automata that are `expected`. Raises RuntimeError if other turns hold all slots."""
+        left to do; True at once, if there are automata that are `expected`. Raises NoRoom if other turns hold all slots."""
         self._take_in()
         if not (self.waiting or self.active):
             return False
@@ -123,7 +123,7 @@ class Turn:
             self._admit()
 
     def _idle(self, meanwhile: Callable[[], None]) -> None:
-        """What a step does if no request has a slot. Raises RuntimeError if none will get one before other turns give up theirs."""
+        """What a step does if no request has a slot. Raises NoRoom if none will get one before other turns give up theirs."""
         runner = self._runner
         if self._expecting:
             meanwhile()
@@ -132,7 +132,7 @@ class Turn:
         elif self.waiting[0].order >= 0 and (others := [r for r in runner.held.running if r.structure is not None]):
             self._preempt(others[-1])  # for a structured request that had a slot and lost it
         else:
-            raise RuntimeError("the memory of structured outputs is held by open streams; close some")
+            raise NoRoom("the memory of structured outputs is held by open streams; close some")
 
     def _begin_prompts(self, computing: list[Request], needs: Needs) -> Call | None:
         """The call for prompts that this step reads: the one that is under way, or a new one."""
@@ -149,7 +149,7 @@ class Turn:
         """The rounds that this step reads: those that are under way, or new ones. Queues the next behind them if it can."""
         runner, decoding = self._runner, [r for r in self.active if r.ready]
         followers = self._followers(decoding, [] if prompts is None else prompts.finished, needs)
-        beside = self._companions(decoding, steps, needs)
+        beside = self._companions(decoding or followers, steps, needs)
         if beside:  # in a call that is read at once, and only those of which no other call will tell
             followers, beside = [], [r for r in beside if not r.under_way]
         unread = 2 if followers else 1
@@ -197,6 +197,11 @@ class Turn:
             runner.snapshot(request)
         if starved and not any(r.ended for r in self.active):  # the pages of one that has ended come free anyway
             self.make_room()
+
+    @property
+    def held(self) -> int:
+        """How many slots it has."""
+        return len(self.active)
 
     @property
     def expected(self) -> list[concurrent.futures.Future[Any]]:
@@ -265,12 +270,11 @@ class Turn:
         return decoding + more
 
     def _companions(self, decoding: list[Request], steps: int, needs: Needs) -> list[Request]:
-        """Sequences of other turns to run rounds of beside those of this turn that decode, if they are as many: open streams, mostly."""
+        """Sequences of other turns, of open streams or of other threads' calls, to run rounds of beside those of this turn that decode."""
         if not decoding or steps > TOGETHER:
             return []
         kinds = list(self._kinds.values())
-        found = self._runner.companions(decoding, needs, steps, lambda r: self._needs_of([*kinds, r]) == needs)
-        return found if len(found) >= len(decoding) else []
+        return self._runner.companions(decoding, needs, steps, lambda r: self._needs_of([*kinds, r]) == needs)
 
     def _company(self) -> int:
         """How many slots should be free before waiting requests get them. One, if prompts are computed anyway or nobody decodes."""

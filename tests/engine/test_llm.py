@@ -25,7 +25,7 @@ import jaxspec
 from jaxspec import SamplingParams, decode, engine
 from jaxspec.decode import accept
 from jaxspec.drafters.base import NoDraft
-from jaxspec.engine import buckets
+from jaxspec.engine import buckets, serving
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.params import Defaults
 from jaxspec.engine.programs import Admit, DecodeRounds, Prefill, Programs
@@ -700,18 +700,77 @@ def test_a_call_that_fails_costs_neither_the_llm_nor_open_streams(llm, expected,
     assert tokens(generate(llm)) == expected
 
 
-def test_threads_take_turns(llm, expected):
-    results = {}
+def begun_beside(llm, monkeypatch, work):
+    """(a thread that does `work`, begun at the first round and going on once it waits for the lock; how many sequences each call has)."""
+    thread, decode_, sizes = threading.Thread(target=work), Runner.decode, []
 
-    def work(name, rows):
-        results[name] = tokens(generate(llm, rows))
+    def noted(self, requests, *args, **more):
+        sizes.append(len(requests))
+        if thread.ident is None:
+            thread.start()
+            while not llm._lock.wanted:
+                time.sleep(1e-3)
+        return decode_(self, requests, *args, **more)
 
-    threads = [threading.Thread(target=work, args=(i, rows)) for i, rows in enumerate([[0, 1, 2, 4], [5, 6, 7, 0]])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {0: [expected[i] for i in (0, 1, 2, 4)], 1: [expected[i] for i in (5, 6, 7, 0)]}
+    monkeypatch.setattr(Runner, "decode", noted)
+    for name in ("STEPS", "TOGETHER"):  # rounds of a call, so that no text is over before the thread has begun
+        monkeypatch.setattr(serving, name, 2)
+    return thread, sizes
+
+
+def test_calls_of_several_threads_have_their_rounds_together(llm, expected, monkeypatch):
+    generate(llm, [0, 1, 2], max_tokens=9)  # compiles the program for three
+    events = []
+
+    def work():
+        stream = llm.stream(PROMPTS[2][0], params(2), steps=2)
+        found = list(next(stream).token_ids)
+        events.append("first tokens")
+        stream.close()
+        events.append((found, tokens(generate(llm, [4, 5]))))
+
+    thread, sizes = begun_beside(llm, monkeypatch, work)
+    assert tokens(generate(llm, [0, 1])) == [expected[0], expected[1]]
+    events.append("the longer call")
+    thread.join()
+    assert events.index("first tokens") < events.index("the longer call")
+    assert 3 in sizes
+    ((found, others),) = (event for event in events if isinstance(event, tuple))
+    assert found and found == expected[2][: len(found)] and others == [expected[4], expected[5]]
+
+
+def test_calls_wait_for_slots_that_another_threads_call_holds(llm, expected, monkeypatch):
+    results = []
+    thread, _ = begun_beside(llm, monkeypatch, lambda: results.extend(tokens(generate(llm, [4, 5, 6, 7]))))
+    assert tokens(generate(llm)) == expected
+    thread.join()
+    assert results == expected[4:]
+
+
+def test_a_call_within_a_call_does_not_wait_for_its_slots(llm, expected):
+    """In the bar of a call whose next text has the only slot."""
+    errors = []
+
+    class Bar:
+        def __init__(self, **_):
+            pass
+
+        def update(self, _):
+            if not errors:
+                with pytest.raises(RuntimeError) as error:
+                    generate(llm, [4])
+                errors.append(str(error.value))
+
+        def close(self):
+            pass
+
+    streams = [llm.stream(PROMPTS[row][0], params(row)) for row in (0, 1)]
+    assert all(map(next, streams))
+    found = llm.generate([PROMPTS[row][0] for row in (6, 7)], [params(row) for row in (6, 7)], use_tqdm=Bar)
+    assert tokens(found) == [expected[6], expected[7]]
+    assert errors == ["all 3 slots are held by open streams; close some, or load with more max_slots"]
+    for stream in streams:
+        stream.close()
 
 
 def test_between_two_completions_other_threads_have_the_slots_that_are_left(llm, expected):

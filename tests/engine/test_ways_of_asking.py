@@ -5,6 +5,7 @@ import functools
 import gc
 import json
 import threading
+import time
 import types
 import weakref
 from typing import Any
@@ -201,7 +202,7 @@ def test_a_read_that_was_cancelled_leaves_its_slot_to_the_next_call(llm, expecte
     """The thread that read has the stream for a moment more."""
     held = [llm.stream("def f(n):", PARAMS.replace(max_tokens=40)) for _ in range(2)]
     assert all(map(next, held))
-    monkeypatch.setattr(serving, "time", types.SimpleNamespace(sleep=lambda _: held.clear()))
+    monkeypatch.setattr(serving, "time", types.SimpleNamespace(sleep=lambda _: held.clear(), monotonic=time.monotonic))
     assert llm.generate(["import os"], PARAMS)[0].token_ids == expected[1]
     assert llm.free_slots == 2
 
