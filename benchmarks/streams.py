@@ -2,13 +2,15 @@
 
 Weights are random and of a released model's shape, or of a folder's; prompts are random tokens, nothing ends a text before its last
 token, and drafts are accepted at given rates. Everything is compiled and has run before the clock starts. Each is timed as it is and with
-calls of one sequence that wait until the host has read what the one before reports, in turn. `--open 8` adds the tokens of eight streams
-that are open at a time and read in turn. Prints rows of a Markdown table, medians with the least and the most.
+calls of one sequence that wait until the host has read what the one before reports, in turn. `--open 8` is for the last columns: eight
+streams that are open at a time and read in turn, and eight threads, of which each asks for one long answer after the other. Prints rows of
+a Markdown table, medians with the least and the most.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import statistics
 import time
 
@@ -30,7 +32,9 @@ from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
 from pallas_kernels.lm_head import guide_pays
 
-COLUMNS = ("calls", "first tokens of a stream, ms", "then, tokens/s", "an answer, ms", "a long answer, ms", "open streams, tokens/s")
+COLUMNS = ("calls", "first tokens of a stream, ms", "then, tokens/s", "an answer, ms", "a long answer, ms")
+COLUMNS += ("open streams, tokens/s", "threads, tokens/s")
+EACH = 3  # answers that a thread asks for
 
 
 def main() -> None:
@@ -42,7 +46,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: 512)")
     parser.add_argument("--tokens", type=int, nargs=2, default=(32, 512), help="of an answer and of a long one, which streams have too")
     parser.add_argument("--steps", type=int, default=STREAM_STEPS, help=f"rounds between two pieces of a stream (default: {STREAM_STEPS})")
-    parser.add_argument("--open", type=int, default=1, help="streams that are open at a time in the last column (default: 1)")
+    parser.add_argument("--open", type=int, default=1, help="streams that are open at a time, and threads (default: 1)")
     parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     args = parser.parse_args()
@@ -80,6 +84,12 @@ def main() -> None:
                     tokens += len(chunk.token_ids)
         return tokens / (time.perf_counter() - begun)
 
+    def threaded() -> float:
+        begun = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(args.open) as pool:
+            list(pool.map(lambda _: [answered(many) for _ in range(EACH)], range(args.open)))
+        return EACH * args.open * many / (time.perf_counter() - begun)
+
     def streamed() -> tuple[float, float]:
         begun = time.perf_counter()
         stream = llm.stream(prompt(), SamplingParams(max_tokens=many, temperature=0), steps=args.steps)
@@ -102,7 +112,7 @@ def main() -> None:
     for repeat in range(-2, args.repeats):
         for name, (queues, companions) in ways.items():
             Runner.queues, Runner.companions = queues, companions
-            times = (*streamed(), answered(few), answered(many), opened())
+            times = (*streamed(), answered(few), answered(many), opened(), threaded())
             if repeat >= 0:
                 found[name].append(times)
     device, what = jax.devices()[0].device_kind, f"{args.config} with {args.drafter}, {args.dtype}, K = {args.k}"
