@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import threading
 import time
@@ -30,21 +31,31 @@ from jaxspec.text import Tokenizer
 YIELDING = 1e-4  # seconds in which other threads take what a call of this one has brought them
 LEAVING = 0.05  # seconds in which a thread that has read a stream lets go of it
 SHARING = 1.0  # seconds in which calls of other threads are expected to come again
+IDLE = 5.0  # seconds after which a stream that nobody reads is not expected to give its slots up
 
 Waits = Sequence[concurrent.futures.Future[Any]]  # the first of them is to be waited for, with the lock free
 
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """A call that runs its requests to their ends, in its thread."""
+    """A call, a stream or an iterator that is open."""
 
-    thread: int = dataclasses.field(default_factory=threading.get_ident)
-    turn: Turn | Turns | None = None
+    turn: Turn | Turns
+    thread: int = dataclasses.field(default_factory=threading.get_ident)  # that runs it, or has read it last
+    left: float = math.inf  # since when nobody reads it
+    lacks: bool = False  # whether it waits for slots
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is another thread's, and has slots that will come free."""
-        return self.thread != threading.get_ident() and self.turn is not None and self.turn.held > 0
+        """Whether another thread is at work on it, so that slots of it will come free."""
+        return self.turn.held > 0 and self.thread != threading.get_ident() and time.monotonic() < self.left + IDLE
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While its reader has what it gave."""
+        self.left = time.monotonic()
+        yield
+        self.thread, self.left = threading.get_ident(), math.inf
 
 
 class Serving:
@@ -72,72 +83,62 @@ class Serving:
         self._shared = -SHARING  # when a call of another thread last waited for its part
         self._tokenizer, self._vocab_size, self._needs_of, self._check_open = tokenizer, vocab_size, needs_of, check_open
 
-    def together(self, requests: list[Request]) -> Iterator[list[Completion]]:
-        """Runs requests to their ends, and gives completions as they come. Calls of other threads have their rounds beside them, and wait
-        for slots where there are none."""
-        call = _Call()
-        try:
-            self._calls.add(call)
-            with contextlib.closing(self._run(requests, call)) as parts:
-                yield from parts
-        finally:
-            self._calls.discard(call)
-            freed, self._freed = self._freed, concurrent.futures.Future()
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # of another call that ends now
-                freed.set_result(None)
+    def together(self, requests: Iterable[Request]) -> Generator[list[Completion], None, None]:
+        """Runs requests to their ends, and gives completions as they come. The lock is free whenever the caller has completions, while all
+        that is left waits for automata or slots, and between steps that are shared with calls of other threads."""
+        ended, failed = list[Request](), list[Exception]()
+        with self._call(requests) as call:
+            going = True
+            while going:
+                with heeded(), self._lock(), self._accounts.timed():  # not while the caller has a completion: the hook is the process's
+                    completions, going, waits = self._advance(call, ended, failed)
+                if completions:
+                    with call.paused():
+                        yield completions
+                self._let_in(waits)
 
     def apart(self, requests: Requests) -> Generator[Completion, None, None]:
         """The same with requests that are read as slots come free. What is wrong with an item that was refused is raised at the end."""
-        with contextlib.closing(self._run(requests)) as parts:
+        with contextlib.closing(self.together(requests)) as parts:
             for some in parts:
                 yield from some
         if requests.refused:
             raise requests.refused.pop()
 
-    def _run(self, requests: Iterable[Request], call: _Call | None = None) -> Generator[list[Completion], None, None]:
-        """See `together`. The lock is free whenever the caller has completions, while all that is left waits for automata or slots, and
-        between steps that are shared."""
-        ended, failed = list[Request](), list[Exception]()
-        with self._turn(requests) as turn:
-            if call is not None:
-                call.turn = turn
-            going = True
-            while going:
-                with heeded(), self._lock(), self._accounts.timed():  # not while the caller has a completion: the hook is the process's
-                    completions, going, waits = self._advance(turn, ended, failed)
-                if completions:
-                    yield completions
-                wait_for(waits)
-                if self._lock.wanted:
-                    time.sleep(YIELDING)
-
     def stream(self, request: Request, steps: int) -> Generator[Chunk, None, None]:
         """Gives the text of one request as it comes, what `steps` rounds add at a time."""
         known = 0
         try:
-            with self._turn([request]) as turn:
+            with self._call([request]) as call:
                 while True:
                     waits: Waits = ()
                     if len(request.output) == known and self._unread(request):
                         time.sleep(YIELDING)
                     with heeded(), self._lock(), self._accounts.timed():
                         while len(request.output) == known and not (request.ended or waits):
-                            waits = self._step(turn, steps)[1] or turn.expected
+                            waits = self._step(call, steps)[1] or call.turn.expected
                         new, piece = look(request, self._tokenizer)
-                        completion = self._completion(request, turn) if turn.end() else None
+                        completion = self._completion(request, call.turn) if call.turn.end() else None
                     if waits:
-                        wait_for(waits)
+                        self._let_in(waits)
                         continue
                     logprobs = request.logprobs[known:] if request.in_loop else None
                     known = len(request.output)
                     if completion is not None:
                         yield Chunk(piece, new, completion.finish_reason, completion, logprobs)
                         return
-                    yield Chunk(piece, new, logprobs=logprobs)
+                    with call.paused():
+                        yield Chunk(piece, new, logprobs=logprobs)
         finally:
             if request.output and not sys.is_finalizing():
                 self._over.append(functools.partial(self._account, request))
                 self.settle(waits=False)
+
+    def _let_in(self, waits: Waits) -> None:
+        """Waits, with the lock free, and lets another thread have it."""
+        wait_for(waits)
+        if self._lock.wanted:
+            time.sleep(YIELDING)
 
     def _unread(self, request: Request) -> bool:
         """Whether another request has tokens that its reader has not taken."""
@@ -145,22 +146,31 @@ class Serving:
         return any(len(r.output) > r.taken for r in others)
 
     @contextlib.contextmanager
-    def _turn(self, requests: Iterable[Request]) -> Iterator[Turn | Turns]:
-        """A turn of requests, which ends with the context."""
+    def _call(self, requests: Iterable[Request]) -> Iterator[_Call]:
+        """A call with a turn of requests, which ends with the context."""
         self._check_open()
         known = requests if isinstance(requests, list) else []
         for request in known:
             request.asked = self._accounts.clock()
         turn = self._shards.turn(iter(requests), self._needs_of, {r.profile: r for r in known})
-        dropped = False
+        call, dropped = _Call(turn), False
         try:
-            yield turn
+            self._calls.add(call)
+            yield call
         except GeneratorExit:
             dropped = True
             raise
         finally:
             self._over.append(turn.close)  # first: if an interrupt comes before it is called, the next step calls it
+            self._calls.discard(call)
             self.settle(waits=not dropped, turn=turn)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wakes calls that wait for slots."""
+        freed, self._freed = self._freed, concurrent.futures.Future()
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # another thread does so too
+            freed.set_result(None)
 
     def settle(self, *, waits: bool = True, turn: Turn | Turns | None = None) -> None:
         """Frees the slots of turns that are over, and counts their requests. waits: whether it waits for the lock. It may not where a
@@ -181,34 +191,37 @@ class Serving:
         if not request.accounted:
             self._accounts.add(request)
 
-    def _step(self, turn: Turn | Turns, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> tuple[bool, Waits]:
-        """One step of a turn. Returns whether something is left to do, and what the next step waits for if calls of other threads hold all
-        slots. Raises NoRoom if open streams do."""
+    def _step(self, call: _Call, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> tuple[bool, Waits]:
+        """One step of a call's turn. Returns whether something is left to do, and what the next step waits for if all slots are held by
+        what other threads are at work on. Raises NoRoom if streams hold them that nobody reads."""
         self._check_open()
         self._settle()
         if self.learning is not None:
             self.learning.between()
+        others = [other for other in list(self._calls) if other is not call]
+        spared, call.lacks = sum(other.lacks for other in others), False
         try:
-            going = turn.step(steps, meanwhile)
+            going = call.turn.step(steps, meanwhile, spared)
         except NoRoom:
-            if not self._lock.nested and any(call.elsewhere for call in list(self._calls)):
+            if not self._lock.nested and any(other.elsewhere for other in others):
+                call.lacks = True
                 return True, [self._freed]
             # Of a stream whose read was cancelled, the thread that read may be all that still has it.
             time.sleep(LEAVING)
             self._settle()
-            going = turn.step(steps, meanwhile)
-        for request in turn.active:
+            going = call.turn.step(steps, meanwhile)
+        for request in call.turn.active:
             if request.output and not request.first_token_seconds:
                 request.first_token_seconds = self._accounts.clock() - request.asked
         return going, []
 
-    def _advance(self, turn: Turn | Turns, ended: list[Request], failed: list[Exception]) -> tuple[list[Completion], bool, Waits]:
-        """Runs a turn until there are completions, for one step if it is shared, or until it waits for automata or slots alone. Returns
-        completions, whether there may be more, and what to wait for.
+    def _advance(self, call: _Call, ended: list[Request], failed: list[Exception]) -> tuple[list[Completion], bool, Waits]:
+        """Runs a call's turn until there are completions, for one step if it is shared, or until it waits for automata or slots alone.
+        Returns completions, whether there may be more, and what to wait for.
 
         Two lists are carried from one call of this to the next. ended: requests that have ended and whose completions are still to be made;
         that work is done while the device computes prompts for others. failed: an error that is raised once these are returned."""
-        completions: list[Completion] = []
+        turn, completions = call.turn, list[Completion]()
 
         def complete() -> None:
             while ended:
@@ -225,7 +238,7 @@ class Serving:
             # What calls of others have brought is taken first.
             if not any(request.ended or (shared and len(request.output) > request.taken) for request in turn.active):
                 try:
-                    going, waits = self._step(turn, TOGETHER if shared else STEPS, complete)
+                    going, waits = self._step(call, TOGETHER if shared else STEPS, complete)
                 except Exception as error:
                     if not (ended or completions):
                         raise
@@ -235,7 +248,10 @@ class Serving:
             for request in turn.active:
                 if request.params.stop or (shared and not request.ended):  # what calls of others add is limited by what was looked at
                     look(request, self._tokenizer)
-            ended += turn.end()
+            over = turn.end()
+            if over and any(other.lacks for other in list(self._calls)):
+                self._tell()
+            ended += over
             # Another pass over a text makes calls, which it cannot do in the middle of a step.
             if waits or not turn.waiting or any(request.rescored for request in ended):
                 complete()

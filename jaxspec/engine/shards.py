@@ -81,9 +81,9 @@ class _Dealt(collections.deque[Request]):
         return self
 
 
-def _step(turn: Turn, steps: int) -> bool:
+def _step(turn: Turn, steps: int, spared: int) -> bool:
     """A step of a shard. If its requests wait for automata, so does its thread for a moment, as others may be at work."""
-    going = turn.step(steps)
+    going = turn.step(steps, spared=spared)
     wait_for(turn.expected)
     return going
 
@@ -146,9 +146,10 @@ class Turns:
             return []
         return [future for turn in self._turns for future in turn.expected]
 
-    def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
+    def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None, spared: int = 0) -> bool:
         """Starts a step on every idle shard that has something to do, and waits until a step of one of them is done. meanwhile: called in
-        between. Returns False once nothing is left to do. Raises NoRoom if other calls hold all slots."""
+        between. spared: see `Turn.step`, of each shard. Returns False once nothing is left to do. Raises NoRoom if other calls hold all
+        slots."""
         self._shards.take(self)
         self._deal()
         self._shards.take(self)  # what gives the requests may have used the LLM
@@ -156,7 +157,7 @@ class Turns:
             if self._load(i):
                 step = concurrent.futures.Future[bool]()
                 self._stepping[step] = i  # first, so that an interrupt finds it here
-                self._shards.pool.submit(_fulfil, step, functools.partial(_step, self._turns[i], steps))
+                self._shards.pool.submit(_fulfil, step, functools.partial(_step, self._turns[i], steps, spared))
         if not self._stepping:
             return False
         meanwhile()

@@ -76,16 +76,19 @@ class Turn:
         self.waiting = collections.deque[Request]()  # requests that were read and have no slot
         self.active = list[Request]()  # requests with a slot, oldest first
         self._expecting = False  # whether a waiting request's automaton is on its way
+        self._spared = 0  # see `step`
         self._lacking = 0  # how many more slots are to come free before those that are free are given to waiting requests
         self._prompts: Call | None = None  # the call that computes prompts for the next step, if it is under way
         self._rounds: Call | None = None  # the same of its rounds
 
-    def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None) -> bool:
+    def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None, spared: int = 0) -> bool:
         """Fills free slots, computes some rows of unfinished prompts, and runs up to `steps` rounds of the sequences that decode. The next
         rows of prompts or the next rounds may be under way when it returns; the next step reads them.
 
-        meanwhile: work for the host, called while the device computes rows of prompts, if there are any. Returns False once nothing is
-        left to do; True at once, if there are automata that are `expected`. Raises NoRoom if other turns hold all slots."""
+        meanwhile: work for the host, called while the device computes rows of prompts, if there are any. spared: how many free slots are
+        left to other calls, unless this turn has none itself. Returns False once nothing is left to do; True at once, if there are automata
+        that are `expected`. Raises NoRoom if other turns hold all slots."""
+        self._spared = spared
         self._take_in()
         if not (self.waiting or self.active):
             return False
@@ -117,10 +120,16 @@ class Turn:
             self._preempt(runner.held.running[-1])  # for a request that had a slot and lost it
         if self._rounds is not None and self._rounds.until_ended:
             return  # once these return, more are free
-        company, free = 1 if self._lacking else self._company(), runner.free_slots
+        company, free = 1 if self._lacking else self._company(), self._free
         self._lacking = max(company - free, 0) if free else 0
         if free >= company:
             self._admit()
+
+    @property
+    def _free(self) -> int:
+        """How many slots it may take."""
+        free = self._runner.free_slots
+        return max(free - self._spared, 0) if self.active else free
 
     def _idle(self, meanwhile: Callable[[], None]) -> None:
         """What a step does if no request has a slot. Raises NoRoom if none will get one before other turns give up theirs."""
@@ -292,7 +301,7 @@ class Turn:
     def _admit(self) -> None:
         """Gives slots to waiting requests, in order, as long as there are pages for their tokens. A request waits longer if its prompt
         begins like one that is being computed and will be kept."""
-        runner, fresh, free = self._runner, list[Request](), self._runner.free_slots
+        runner, fresh, free = self._runner, list[Request](), self._free
         settings = runner.settings
         promised = sum(self._to_come(r) for r in self.active if not r.ready)
         full = self._expecting = False

@@ -1,5 +1,6 @@
 """The engine: whatever the drafter, the batch, the slots and the way of asking, the tokens are those of plain decoding."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -739,12 +740,29 @@ def test_calls_of_several_threads_have_their_rounds_together(llm, expected, monk
     assert found and found == expected[2][: len(found)] and others == [expected[4], expected[5]]
 
 
-def test_calls_wait_for_slots_that_another_threads_call_holds(llm, expected, monkeypatch):
-    results = []
-    thread, _ = begun_beside(llm, monkeypatch, lambda: results.extend(tokens(generate(llm, [4, 5, 6, 7]))))
+def test_a_call_gets_the_first_slot_that_another_threads_call_gives_up(llm, expected, monkeypatch):
+    """Though that has requests which came before."""
+    events = []
+    thread, _ = begun_beside(llm, monkeypatch, lambda: events.append(tokens(generate(llm, [4]))))
     assert tokens(generate(llm)) == expected
+    events.append("the longer call")
     thread.join()
-    assert results == expected[4:]
+    assert events == [[expected[4]], "the longer call"]
+
+
+def test_more_threads_than_slots_wait_for_each_other(llm, expected):
+    def read(row):
+        return sum((chunk.token_ids for chunk in llm.stream(PROMPTS[row][0], params(row))), [])
+
+    def ask(row):
+        return generate(llm, [row])[0].token_ids
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = [[*pool.map(work, ALL)] for work in (read, ask)]
+        both = [pool.submit(work, row) for row in ALL for work in (read, ask)]
+        assert [future.result() for future in both[::2]] == [future.result() for future in both[1::2]] == expected
+    assert found == [expected, expected]
+    assert llm.free_slots == 3
 
 
 def test_a_call_within_a_call_does_not_wait_for_its_slots(llm, expected):
@@ -773,7 +791,8 @@ def test_a_call_within_a_call_does_not_wait_for_its_slots(llm, expected):
         stream.close()
 
 
-def test_between_two_completions_other_threads_have_the_slots_that_are_left(llm, expected):
+def test_between_two_completions_other_threads_have_the_slots_that_are_left(llm, expected, monkeypatch):
+    monkeypatch.setattr(serving, "IDLE", 0.01)
     found = []
 
     def other():
