@@ -57,9 +57,9 @@ class LLM:
 
     Several threads may use one LLM. Their calls, and streams that are open at a time, have their rounds together, once the program for so
     many sequences is compiled: see `warmup`. They take turns with those of other LLMs whose weights are spread over the same devices.
-    A stream holds a slot until it is read to its end or closed, and an iterator of `as_completed` holds as many as it has use for. Other
-    calls use the slots that are left. Where there are none, they wait for those of another thread's `generate` or `chat`, and raise
-    RuntimeError if streams and iterators have them all. `with load(...) as llm:` closes it at its end.
+    A stream holds a slot until it is read to its end or closed, and an iterator of `as_completed` holds as many as it has use for. Where
+    no slot is left, a call waits for one as long as other threads are at work on what holds them. It raises RuntimeError where these are
+    streams and iterators of its own thread, or none that was read in the last five seconds. `with load(...) as llm:` closes it at its end.
 
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
@@ -303,7 +303,7 @@ class LLM:
         with the item's number; `check` tells beforehand. An exception in `prompts` or in the consumer, or closing the iterator ends all
         unfinished requests and frees the slots. What had ended before an exception in `prompts` comes before it.
         While it waits for `prompts`, other threads' calls wait. Between two completions it computes nothing but keeps its slots: other
-        calls run in the slots that are left, or raise RuntimeError. So read it to its end or close it.
+        calls run in the slots that are left, if there are any: see `LLM`. So read it to its end or close it.
         """
         if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts is of type {type(prompts).__name__}, expected an iterable of prompts")

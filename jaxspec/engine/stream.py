@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TypeVar
@@ -46,7 +47,7 @@ class Stream(Iterator[T], AsyncIterator[T]):
         while self._awaited and (coming is None or coming.get_loop() is not loop):
             coming = self._awaited.popleft()
         if coming is None or coming.get_loop() is not loop:
-            coming = loop.run_in_executor(None, next, self, None)
+            coming = self._coming(loop)
         try:
             item = await asyncio.shield(coming)
         except asyncio.CancelledError:
@@ -57,6 +58,31 @@ class Stream(Iterator[T], AsyncIterator[T]):
         if item is None:
             raise StopAsyncIteration
         return item
+
+    def _coming(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[T | None]:
+        """The next item, None at the end. It is read on a thread of its own: reads that wait for slots could take all threads of the loop's
+        executor, and leave none to those that have the slots."""
+        coming = loop.create_future()
+
+        def tell(item: T | None, error: BaseException | None) -> None:
+            if coming.cancelled():  # with the loop
+                return
+            if error is None:
+                coming.set_result(item)
+            else:
+                coming.set_exception(error)
+
+        def read() -> None:
+            item, error = None, None
+            try:
+                item = next(self, None)
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(tell, item, error)
+
+        threading.Thread(target=read, name="jaxspec-stream").start()
+        return coming
 
     async def aclose(self) -> None:
         """`close`, without keeping other tasks waiting."""

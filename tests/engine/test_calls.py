@@ -306,12 +306,12 @@ def stepping(monkeypatch):
     """The runners that step, one of them more slowly. None is stepped, or loses its requests, while it does."""
     inside, seconds, step, close = set(), {}, turn.Turn.step, turn.Turn.close
 
-    def stepped(one, *args):
+    def stepped(one, *args, **more):
         assert one._runner not in inside
         inside.add(one._runner)
         time.sleep(seconds.setdefault(one._runner, 0.03 * len(seconds)))
         try:
-            return step(one, *args)
+            return step(one, *args, **more)
         finally:
             inside.discard(one._runner)
 
@@ -391,12 +391,12 @@ def test_streams_end_between_the_steps_of_other_calls(dropped, monkeypatch):
         next(stream)
     del stream
 
-    def stepped(one, *args):
+    def stepped(one, *args, **more):
         if one._runner is llm._runner:
-            return step(one, *args)
+            return step(one, *args, **more)
         inside.append(one._runner)
         time.sleep(0.3)  # the other shard is done sooner
-        going = step(one, *args)
+        going = step(one, *args, **more)
         inside.remove(one._runner)
         return going
 
@@ -423,8 +423,8 @@ def test_an_iterator_that_is_dropped_in_the_thread_of_its_shard(monkeypatch):
     begin(llm)
     held = [llm.as_completed([(ids(9, i), params(2 if i % 2 else 60, i)) for i in range(2)])]
 
-    def stepped(one, *args):
-        going = step(one, *args)
+    def stepped(one, *args, **more):
+        going = step(one, *args, **more)
         if held and any(request.params.max_tokens == 60 for request in one.active):
             assert go.wait(60)
             held.clear()

@@ -1,5 +1,6 @@
 """The engine: whatever the drafter, the batch, the slots and the way of asking, the tokens are those of plain decoding."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -763,6 +764,17 @@ def test_more_threads_than_slots_wait_for_each_other(llm, expected):
         assert [future.result() for future in both[::2]] == [future.result() for future in both[1::2]] == expected
     assert found == [expected, expected]
     assert llm.free_slots == 3
+
+
+def test_more_tasks_than_slots_and_threads_wait_for_each_other(llm, expected):
+    async def read(row):
+        return sum([chunk.token_ids async for chunk in llm.stream(PROMPTS[row][0], params(row))], [])
+
+    async def read_all():
+        asyncio.get_running_loop().set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
+        return await asyncio.gather(*map(read, ALL))
+
+    assert asyncio.run(read_all()) == expected
 
 
 def test_a_call_within_a_call_does_not_wait_for_its_slots(llm, expected):
