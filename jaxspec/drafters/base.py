@@ -112,7 +112,8 @@ class Drafter(Protocol):
       parent's candidates; `branching.Branching` does it for the nodes of a depth. Without it the drafter serves chains alone.
     - `watched`: False if hardly any accepted draft is no sign of a mistake; see `engine.acceptance_watch`.
     - `takes_parts`: True if `observe` may be told of a prompt's rows in several parts at a time, each as an entry of its own with `last`
-      set, because it keeps the same of a row whatever comes before it. Then calls for prompts that fit a window have fewer idle rows.
+      set. It keeps the same of a row whatever comes before it, or stores all rows' K and V before it attends to them. Then calls for
+      prompts that fit a window have fewer idle rows.
     - `abstains`: True if `draft` may guess fewer tokens than it is asked for, with ids that the vocabulary does not have, such as -1,
       in place of the rest. Then stats count the guesses before the first of these, and otherwise all K.
 

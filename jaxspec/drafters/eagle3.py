@@ -9,6 +9,7 @@ there is nothing to undo when guesses are rejected. Facts: SafeAILab/EAGLE `cnet
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -122,7 +123,8 @@ class Eagle3State:
 class DraftRows:
     """Rows to run: [B, T]. cache, slots, length ([B] int32): the stored positions 0 .. length - 1. fresh: K and V of each layer, of rows
     after them that are not stored, or None; count: [B] int32, how many real rows there are with the ones to run. ancestors: which of these
-    rows each row to run sees, as in `paged_attention`; None for all before it."""
+    rows each row to run sees, as in `paged_attention`; None for all before it. store: whether they are stored before they are attended to,
+    so that a slot that is there several times sees all its rows."""
 
     positions: jax.Array
     cache: PagedKV
@@ -131,6 +133,7 @@ class DraftRows:
     fresh: tuple[tuple[jax.Array, jax.Array], ...] | None
     count: jax.Array
     ancestors: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
+    store: bool = struct.field(pytree_node=False, default=False)
 
 
 @struct.dataclass
@@ -153,6 +156,7 @@ class Eagle3(PlainDrafter):
     __repr__ = told
 
     unquantised: ClassVar[tuple[str, ...]] = (r"\bembed_tokens$",)
+    takes_parts: ClassVar[bool] = True
 
     @staticmethod
     def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[layout.Part]]:
@@ -184,13 +188,17 @@ class Eagle3(PlainDrafter):
         # Each row takes the next row's token, and the last one the anchor.
         last = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)[None, :] == count[:, None] - 1
         ids = jnp.where(last, rows.anchor[:, None], jnp.roll(rows.ids, -1, axis=1))
-        start = rows.positions[:, 0]
-        block = DraftRows(rows.positions, cache, rows.slots, start, None, count)
+        start, store = rows.positions[:, 0], rows.last is not None
+        block = DraftRows(rows.positions, cache, rows.slots, start, None, count, store=store)
         features = self.features(rows.taps, rows.draft_attention)
-        x, fresh = self.run(self.embed(rows.model, ids), features, block, rows.draft_attention)
-        slots = jnp.where(count > 0, rows.slots, cache.slots)
+        x, keys = self.run(self.embed(rows.model, ids), features, block, rows.draft_attention)
+        newest = count > 0 if rows.last is None else (count > 0) & rows.last
+        slots = jnp.where(newest, rows.slots, cache.slots)
         hidden = take_row(x, jnp.maximum(count - 1, 0))[:, 0]
-        cache = paged.write_all(cache, rows.slots, start, count, fresh, after=x)
+        if store:
+            cache = dataclasses.replace(cache, layers=keys)
+        else:
+            cache = paged.write_all(cache, rows.slots, start, count, keys, after=x)
         return Eagle3State(cache, state.hidden.at[slots].set(hidden, mode="drop"))
 
     def draft(self, state: Eagle3State, target: Target, sampling: Sampling, num_draft_tokens: int) -> tuple[Drafts, Eagle3State]:
@@ -229,12 +237,13 @@ class Eagle3(PlainDrafter):
 
     def run(self, embedded: jax.Array, x: jax.Array, rows: DraftRows, attention: str) -> tuple[jax.Array, tuple[Any, ...]]:
         """Rows through all layers. embedded: [B, T, h], of each row's next token; x: [B, T, h], its feature. Returns the last layer's
-        output [B, T, h] and, for each layer, the fresh K and V with the rows' own behind them."""
+        output [B, T, h] and, for each layer, its pools if the rows are stored, else the fresh K and V with the rows' own behind them."""
         after = []
         for i, layer in enumerate(self.layers):
-            pools, table = rows.cache.pages_of(i, rows.slots)
+            pages = rows.cache.pages_of(i, rows.slots)
             fresh = None if rows.fresh is None else rows.fresh[i]
-            x, keys = _layer(layer, embedded, x, rows.positions, pools, table, rows.length, fresh, rows.count, rows.ancestors, attention)
+            static = {"ancestors": rows.ancestors, "store": rows.store, "attention": attention}
+            x, keys = _layer(layer, embedded, x, rows.positions, *pages, rows.length, fresh, rows.count, **static)
             after.append(keys)
         return x, tuple(after)
 
@@ -300,7 +309,7 @@ class Eagle3(PlainDrafter):
         return blocks.with_the_targets_head(with_query_norms(self), table, norm, tokens)
 
 
-@jax.jit(static_argnames=("ancestors", "attention"))
+@jax.jit(static_argnames=("ancestors", "store", "attention"))
 def _layer(
     layer: Eagle3Layer,
     embedded: jax.Array,
@@ -311,22 +320,26 @@ def _layer(
     length: jax.Array,
     fresh: tuple[jax.Array, jax.Array] | None,
     count: jax.Array,
+    *,
     ancestors: tuple[int, ...] | None,
+    store: bool,
     attention: str,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, Any]:
     """One layer over rows; see `Eagle3.run`."""
     attn = layer.self_attn
     with jax.named_scope("attention"):
         inputs, residual = layer.inputs(embedded, x)
         q, *own = attn.project(inputs, positions, attention)
         k, v = (new.astype(pools.k.dtype) for new in own)
-        if fresh is not None:
+        if store:
+            pools, length = paged.write(pools, table, length, count, k, v), length + count
+        elif fresh is not None:
             k, v = (jnp.concatenate(pair, axis=1) for pair in zip(fresh, (k, v), strict=True))
         settings = {"scale": attn.scale, "ancestors": ancestors, "implementation": attention}
-        heads = paged_attention(q, positions, (pools.k, pools.v), table, length, (k, v), count, **settings)
+        heads = paged_attention(q, positions, (pools.k, pools.v), table, length, None if store else (k, v), count, **settings)
         attended = attn.o_proj.of_heads(heads, implementation=attention)
     with jax.named_scope("feed_forward"):
-        return layer.outputs(residual, attended, attention), (k, v)
+        return layer.outputs(residual, attended, attention), pools if store else (k, v)
 
 
 def abstract(config: Eagle3Config, dtype: Any = jnp.bfloat16) -> Eagle3:

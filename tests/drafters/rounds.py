@@ -17,7 +17,7 @@ from jaxspec.sampling.choice import Sampling
 
 VOCAB, WINDOW, PAGE, MAX_LEN, MAX_K, CHUNK = 64, 8, 3, 43, 7, 5
 TEXT = {**tiny.THREE_LAYERS, "vocab_size": VOCAB, "sliding_window": WINDOW}
-SLOTS = 7
+SLOTS, RING = 7, 15  # RING: positions that a window's pages hold
 LENGTHS = np.array([1, 4, 9, 13, 22], np.int32)  # tokens of each prompt; a sequence's seed is its row
 TEMPERATURE = np.array([0, 1, 0, 1, 0], np.float32)
 SLOT_IDS = np.array([5, 2, 0, 6, 3, SLOTS + 1], np.int32)  # the last is nobody's
@@ -48,8 +48,9 @@ def prompts():
     return np.random.default_rng(1).integers(2, VOCAB, (len(LENGTHS), MAX_LEN)).astype(np.int32)
 
 
-def started(drafter, model=None, chunk=CHUNK, ids=None):
-    """A state in which every prompt is computed and every first token chosen. ids: of other prompts than `prompts()`."""
+def started(drafter, model=None, chunk=CHUNK, ids=None, parts=False):
+    """A state in which every prompt is computed and every first token chosen. ids: of other prompts than `prompts()`. parts: whether the
+    first call computes all of a prompt's parts that a ring holds."""
     ids = prompts() if ids is None else ids
     model = target() if model is None else model
     state = init_state(model, drafter, slots=SLOTS, max_len=MAX_LEN, num_draft_tokens=MAX_K, page_size=PAGE, max_stop_ids=1)
@@ -67,6 +68,10 @@ def started(drafter, model=None, chunk=CHUNK, ids=None):
     for slots in (np.roll(SLOT_IDS[:-1], 2), SLOT_IDS[:-1]):  # at first other sequences, of which nothing may be left
         slots = np.append(slots, SLOT_IDS[-1])
         state = admit(release(state, SLOT_IDS), slots, requests)
+        if parts:
+            entries = [(slot, at) for slot, n in zip(slots, requests.length, strict=True) for at in range(0, min(n, RING), chunk)]
+            several, offset = np.array(entries, np.int32).T
+            state = prefill(model, drafter, state, several, None, offset, chunk=chunk)
         for _ in range(-(-LENGTHS.max() // chunk)):
             state = prefill(model, drafter, state, slots, chunk=chunk)
     return state

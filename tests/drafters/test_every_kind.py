@@ -241,3 +241,16 @@ def test_a_target_with_a_float8_cache(kind):
         np.testing.assert_array_equal(after, before)
     if kind == "modules":  # that guess what they always guess; the assistant has its in tests/decode/test_decode_loop.py
         check_texts(kind, 3, float8=True)
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3", "eagle3 speculators", "eagle3 gemma"])
+def test_parts_of_a_prompt_side_by_side(name):
+    """They leave what they do one after the other."""
+    drafter = kinds.drafter(name)
+    assert drafter.takes_parts
+    found, expected = (rounds.started(drafter, parts=parts) for parts in (True, False))
+    for field in ("tokens", "length", "computed"):
+        np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
+    guessed, wanted = (rounds.drafts(rounds.target(), drafter, state, 3) for state in (found, expected))
+    np.testing.assert_array_equal(guessed.tokens[:-1], wanted.tokens[:-1])
+    np.testing.assert_allclose(guessed.logits[:-1], wanted.logits[:-1], rtol=1e-4, atol=1e-5)

@@ -76,7 +76,7 @@ def test_the_same_tokens_by_xla_and_by_kernels_for_any_k(sequences, plain, atten
 
 
 @pytest.mark.parametrize("attention", ["xla", "triton"])
-@pytest.mark.parametrize("name", ["mtp", "dflash"])
+@pytest.mark.parametrize("name", ["mtp", "dflash", "eagle3"])
 def test_parts_of_prompts_side_by_side_give_the_same_tokens(sequences, plain, attention, name):
     found = decoded(target(), drafter_of(name), sequences, num_draft_tokens=4, attention=attention, temperature=0.8, parts=True)
     ties = sum(assert_same(f, e, 0.8, seed) for seed, (f, e) in enumerate(zip(found, plain[0.8], strict=True)))
