@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import random
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self, Unpack
 
@@ -307,7 +308,8 @@ class LLM:
         """
         if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts is of type {type(prompts).__name__}, expected an iterable of prompts")
-        return Stream(self._serving.apart(self._read(prompts, params_or_default(params))), self._serving.settle)
+        closing = threading.Event()
+        return Stream(self._serving.apart(self._read(prompts, params_or_default(params)), closing), self._serving.settle, closing)
 
     def check(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises what `generate` would raise for this prompt with these params; computes nothing."""
@@ -361,8 +363,9 @@ class LLM:
         params = params_or_default(params)
         if params.n > 1:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
-        chunks = self._serving.stream(self._requests([prompt], params, keep=[keep])[0], integer("steps", steps, 1))
-        return Stream(chunks, self._serving.settle)
+        closing = threading.Event()
+        chunks = self._serving.stream(self._requests([prompt], params, keep=[keep])[0], integer("steps", steps, 1), closing)
+        return Stream(chunks, self._serving.settle, closing)
 
     @says_where_params_go
     @heeded()

@@ -41,21 +41,21 @@ class _Call:
     """A call, a stream or an iterator that is open."""
 
     turn: Turn | Turns
-    thread: int = dataclasses.field(default_factory=threading.get_ident)  # that runs it, or has read it last
+    thread: threading.Thread = dataclasses.field(default_factory=threading.current_thread)  # that runs it, or has read it last
     left: float = math.inf  # since when nobody reads it
     lacks: bool = False  # whether it waits for slots
 
     @property
     def elsewhere(self) -> bool:
         """Whether another thread is at work on it, so that slots of it will come free."""
-        return self.turn.held > 0 and self.thread != threading.get_ident() and time.monotonic() < self.left + IDLE
+        return self.turn.held > 0 and self.thread is not threading.current_thread() and time.monotonic() < self.left + IDLE
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While its reader has what it gave."""
         self.left = time.monotonic()
         yield
-        self.thread, self.left = threading.get_ident(), math.inf
+        self.thread, self.left = threading.current_thread(), math.inf
 
 
 class Serving:
@@ -83,13 +83,14 @@ class Serving:
         self._shared = -SHARING  # when a call of another thread last waited for its part
         self._tokenizer, self._vocab_size, self._needs_of, self._check_open = tokenizer, vocab_size, needs_of, check_open
 
-    def together(self, requests: Iterable[Request]) -> Generator[list[Completion], None, None]:
+    def together(self, requests: Iterable[Request], closing: threading.Event | None = None) -> Generator[list[Completion], None, None]:
         """Runs requests to their ends, and gives completions as they come. The lock is free whenever the caller has completions, while all
-        that is left waits for automata or slots, and between steps that are shared with calls of other threads."""
+        that is left waits for automata or slots, and between steps that are shared with calls of other threads. closing: once it is set,
+        this ends where it would wait or let others in."""
         ended, failed = list[Request](), list[Exception]()
         with self._call(requests) as call:
             going = True
-            while going:
+            while going and not (closing and closing.is_set()):
                 with heeded(), self._lock(), self._accounts.timed():  # not while the caller has a completion: the hook is the process's
                     completions, going, waits = self._advance(call, ended, failed)
                 if completions:
@@ -97,20 +98,20 @@ class Serving:
                         yield completions
                 self._let_in(waits)
 
-    def apart(self, requests: Requests) -> Generator[Completion, None, None]:
+    def apart(self, requests: Requests, closing: threading.Event) -> Generator[Completion, None, None]:
         """The same with requests that are read as slots come free. What is wrong with an item that was refused is raised at the end."""
-        with contextlib.closing(self.together(requests)) as parts:
+        with contextlib.closing(self.together(requests, closing)) as parts:
             for some in parts:
                 yield from some
         if requests.refused:
             raise requests.refused.pop()
 
-    def stream(self, request: Request, steps: int) -> Generator[Chunk, None, None]:
-        """Gives the text of one request as it comes, what `steps` rounds add at a time."""
+    def stream(self, request: Request, steps: int, closing: threading.Event) -> Generator[Chunk, None, None]:
+        """Gives the text of one request as it comes, what `steps` rounds add at a time. closing: see `together`."""
         known = 0
         try:
             with self._call([request]) as call:
-                while True:
+                while not closing.is_set():
                     waits: Waits = ()
                     if len(request.output) == known and self._unread(request):
                         time.sleep(YIELDING)

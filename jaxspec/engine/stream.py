@@ -19,9 +19,9 @@ class Stream(Iterator[T], AsyncIterator[T]):
     read whose task was cancelled goes on for a moment, and holds the slots so long; `aclose`, as `contextlib.aclosing` calls it, waits.
     """
 
-    def __init__(self, items: Generator[T, None, None], settle: Callable[[], None]):
-        """settle: frees the slots of a stream that was closed."""
-        self._items, self._settle = items, settle
+    def __init__(self, items: Generator[T, None, None], settle: Callable[[], None], closing: threading.Event | None = None):
+        """settle: frees the slots of a stream that was closed. closing: set when it is closed, so that a read in another thread ends."""
+        self._items, self._settle, self._closing = items, settle, closing or threading.Event()
         self._lock = threading.RLock()  # a signal's handler that reads it, while it is read, is refused by the generator
         self._awaited = collections.deque[asyncio.Future[T | None]]()  # items whose `await` was cancelled before they came
 
@@ -34,6 +34,7 @@ class Stream(Iterator[T], AsyncIterator[T]):
 
     def close(self) -> None:
         """Ends all that is unfinished here and frees its slots. A second call does nothing."""
+        self._closing.set()
         with self._lock:
             self._items.close()
         self._settle()

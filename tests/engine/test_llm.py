@@ -777,6 +777,27 @@ def test_more_tasks_than_slots_and_threads_wait_for_each_other(llm, expected):
     assert asyncio.run(read_all()) == expected
 
 
+def test_a_stream_that_waits_for_a_slot_may_be_closed(llm, expected, monkeypatch):
+    monkeypatch.setattr(serving, "IDLE", 60)
+
+    async def leave():
+        held = [llm.stream(PROMPTS[row][0], params(row)) for row in (0, 1, 2)]
+        begun = [(await anext(stream)).token_ids for stream in held]
+        more = llm.stream(PROMPTS[4][0], params(4))
+        read = asyncio.ensure_future(anext(more))
+        done, _ = await asyncio.wait([read], timeout=0.2)
+        assert not done
+        read.cancel()
+        since = time.monotonic()
+        await more.aclose()
+        assert time.monotonic() < since + 30
+        for row, stream in enumerate(held):
+            assert sum([chunk.token_ids async for chunk in stream], begun[row]) == expected[row]
+
+    asyncio.run(leave())
+    assert llm.free_slots == 3
+
+
 def test_a_call_within_a_call_does_not_wait_for_its_slots(llm, expected):
     """In the bar of a call whose next text has the only slot."""
     errors = []
