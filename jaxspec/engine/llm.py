@@ -59,8 +59,9 @@ class LLM:
     Several threads may use one LLM. Their calls, and streams that are open at a time, have their rounds together, once the program for so
     many sequences is compiled: see `warmup`. They take turns with those of other LLMs whose weights are spread over the same devices.
     A stream holds a slot until it is read to its end or closed, and an iterator of `as_completed` holds as many as it has use for. Where
-    no slot is left, a call waits for one as long as other threads are at work on what holds them. It raises RuntimeError where these are
-    streams and iterators of its own thread, or none that was read in the last five seconds. `with load(...) as llm:` closes it at its end.
+    no slot is left, calls wait in line as long as other threads are at work on what holds them. RuntimeError is raised where these are
+    streams and iterators of which none was read in the last five seconds, and at once where the main thread calls and has read them all
+    itself. `with load(...) as llm:` closes it at its end.
 
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.

@@ -43,12 +43,15 @@ class _Call:
     turn: Turn | Turns
     thread: threading.Thread = dataclasses.field(default_factory=threading.current_thread)  # that runs it, or has read it last
     left: float = math.inf  # since when nobody reads it
-    lacks: bool = False  # whether it waits for slots
+    lacks: float = math.inf  # since when it waits for slots
 
     @property
     def elsewhere(self) -> bool:
-        """Whether another thread is at work on it, so that slots of it will come free."""
-        return self.turn.held > 0 and self.thread is not threading.current_thread() and time.monotonic() < self.left + IDLE
+        """Whether somebody else is at work on it, so that slots of it will come free. Between two reads that may be another thread of the
+        pool whose thread read it last; but the main thread's reads are its own."""
+        here = threading.current_thread()
+        own = self.thread is here and (self.left == math.inf or here is threading.main_thread())
+        return self.turn.held > 0 and not own and time.monotonic() < self.left + IDLE
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -165,7 +168,6 @@ class Serving:
             self._over.append(turn.close)  # first: if an interrupt comes before it is called, the next step calls it
             self._calls.discard(call)
             self.settle(waits=not dropped, turn=turn)
-            self._tell()
 
     def _tell(self) -> None:
         """Wakes calls that wait for slots."""
@@ -180,6 +182,8 @@ class Serving:
         with self._lock() if waits else self._lock.if_free() as entered:
             if entered is not False and (waits or self._shards.may_rest(turn)):
                 self._settle()
+        if waits:  # the garbage collector may have stopped this thread at a lock that this takes; calls that wait look by themselves, too
+            self._tell()
 
     def _settle(self) -> None:
         if self._over:
@@ -200,17 +204,18 @@ class Serving:
         if self.learning is not None:
             self.learning.between()
         others = [other for other in list(self._calls) if other is not call]
-        spared, call.lacks = sum(other.lacks for other in others), False
+        before = [] if self._lock.nested else [other for other in others if other.lacks < call.lacks]
         try:
-            going = call.turn.step(steps, meanwhile, spared)
+            going = call.turn.step(steps, meanwhile, len(before))
         except NoRoom:
-            if not self._lock.nested and any(other.elsewhere for other in others):
-                call.lacks = True
+            if not self._lock.nested and (before or any(other.elsewhere for other in others)):
+                call.lacks = min(call.lacks, time.monotonic())
                 return True, [self._freed]
             # Of a stream whose read was cancelled, the thread that read may be all that still has it.
             time.sleep(LEAVING)
             self._settle()
             going = call.turn.step(steps, meanwhile)
+        call.lacks = math.inf
         for request in call.turn.active:
             if request.output and not request.first_token_seconds:
                 request.first_token_seconds = self._accounts.clock() - request.asked
@@ -250,7 +255,7 @@ class Serving:
                 if request.params.stop or (shared and not request.ended):  # what calls of others add is limited by what was looked at
                     look(request, self._tokenizer)
             over = turn.end()
-            if over and any(other.lacks for other in list(self._calls)):
+            if over and any(other.lacks < math.inf for other in list(self._calls)):
                 self._tell()
             ended += over
             # Another pass over a text makes calls, which it cannot do in the middle of a step.

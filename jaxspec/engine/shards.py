@@ -135,6 +135,10 @@ class Turns:
         return sum(turn.held for turn in self._turns)
 
     @property
+    def _slots(self) -> int:
+        return sum(runner.settings.max_slots for runner in self._shards.runners)
+
+    @property
     def waiting(self) -> bool:
         """Whether there are requests without a slot."""
         return bool(self._read) or any(map(len, self._dealt)) or any(self._turns[i].waiting for i in self._resting)
@@ -148,16 +152,19 @@ class Turns:
 
     def step(self, steps: int = STEPS, meanwhile: Callable[[], None] = lambda: None, spared: int = 0) -> bool:
         """Starts a step on every idle shard that has something to do, and waits until a step of one of them is done. meanwhile: called in
-        between. spared: see `Turn.step`, of each shard. Returns False once nothing is left to do. Raises NoRoom if other calls hold all
-        slots."""
+        between. spared: how many free slots are left to other calls, of each shard where this call has slots. Returns False once nothing is
+        left to do. Raises NoRoom if other calls hold all slots, or are left them."""
         self._shards.take(self)
         self._deal()
         self._shards.take(self)  # what gives the requests may have used the LLM
+        if self.waiting and not (self.held or self._stepping) and sum(r.free_slots for r in self._shards.runners) <= spared:
+            raise no_slots(self._slots)
         for i in self._resting:
             if self._load(i):
+                left = spared if self._turns[i].active else 0
                 step = concurrent.futures.Future[bool]()
                 self._stepping[step] = i  # first, so that an interrupt finds it here
-                self._shards.pool.submit(_fulfil, step, functools.partial(_step, self._turns[i], steps, spared))
+                self._shards.pool.submit(_fulfil, step, functools.partial(_step, self._turns[i], steps, left))
         if not self._stepping:
             return False
         meanwhile()
@@ -237,7 +244,7 @@ class Turns:
             if not usable:
                 if self._stepping or any(map(self._load, self._resting)):
                     return
-                raise no_slots(sum(runner.settings.max_slots for runner in runners))
+                raise no_slots(self._slots)
             request = self._read.popleft()
             kept = {i: runners[i].held.find(request.tokens)[1] if request.keep else 0 for i in usable}
             self._dealt[max(usable, key=lambda i: (kept[i], -self._load(i), runners[i].free_slots))].append(request)

@@ -86,8 +86,8 @@ class Turn:
         rows of prompts or the next rounds may be under way when it returns; the next step reads them.
 
         meanwhile: work for the host, called while the device computes rows of prompts, if there are any. spared: how many free slots are
-        left to other calls, unless this turn has none itself. Returns False once nothing is left to do; True at once, if there are automata
-        that are `expected`. Raises NoRoom if other turns hold all slots."""
+        left to other turns. Returns False once nothing is left to do; True at once, if there are automata that are `expected`. Raises
+        NoRoom if other turns hold all slots, or are left them."""
         self._spared = spared
         self._take_in()
         if not (self.waiting or self.active):
@@ -128,16 +128,15 @@ class Turn:
     @property
     def _free(self) -> int:
         """How many slots it may take."""
-        free = self._runner.free_slots
-        return max(free - self._spared, 0) if self.active else free
+        return max(self._runner.free_slots - self._spared, 0)
 
     def _idle(self, meanwhile: Callable[[], None]) -> None:
         """What a step does if no request has a slot. Raises NoRoom if none will get one before other turns give up theirs."""
         runner = self._runner
+        if not self._free:
+            raise no_slots(runner.settings.max_slots)
         if self._expecting:
             meanwhile()
-        elif not runner.free_slots:
-            raise no_slots(runner.settings.max_slots)
         elif self.waiting[0].order >= 0 and (others := [r for r in runner.held.running if r.structure is not None]):
             self._preempt(others[-1])  # for a structured request that had a slot and lost it
         else:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import signal
 import sys
@@ -741,14 +742,58 @@ def test_calls_of_several_threads_have_their_rounds_together(llm, expected, monk
     assert found and found == expected[2][: len(found)] and others == [expected[4], expected[5]]
 
 
-def test_a_call_gets_the_first_slot_that_another_threads_call_gives_up(llm, expected, monkeypatch):
-    """Though that has requests which came before."""
+@pytest.mark.parametrize("taken", (0, 2))
+def test_a_call_gets_the_first_slot_that_another_threads_call_gives_up(llm, expected, monkeypatch, taken):
+    """Though that has requests which came before, and if its only slot is the one that comes free."""
+    monkeypatch.setattr(serving, "SHARING", 0.0)  # as if each text took long
     events = []
-    thread, _ = begun_beside(llm, monkeypatch, lambda: events.append(tokens(generate(llm, [4]))))
-    assert tokens(generate(llm)) == expected
-    events.append("the longer call")
-    thread.join()
+    with contextlib.ExitStack() as streams:
+        for row in range(taken):
+            assert next(streams.enter_context(contextlib.closing(llm.stream(PROMPTS[row][0], params(row)))))
+        thread, _ = begun_beside(llm, monkeypatch, lambda: events.append(tokens(generate(llm, [4]))))
+        assert tokens(generate(llm)) == expected
+        events.append("the longer call")
+        thread.join()
     assert events == [[expected[4]], "the longer call"]
+
+
+def waiting(llm, work):
+    """A thread that does `work`, once a call waits for slots."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive() and not any(call.lacks < math.inf for call in list(llm._serving._calls)):
+        time.sleep(1e-3)
+    return thread
+
+
+def test_waits_for_streams_that_a_thread_read_which_is_over(llm, expected):
+    """The next thread may have its number. A read that waits ends when its stream is closed."""
+    streams = [llm.stream(PROMPTS[row][0], params(row)) for row in (0, 1, 2, 4)]
+    reader = threading.Thread(target=lambda: [next(stream) for stream in streams[:3]])
+    reader.start()
+    reader.join()
+    found = []
+    thread = waiting(llm, lambda: found.append(next(streams[3], "closed")))
+    streams[3].close()
+    thread.join()
+    thread = waiting(llm, lambda: found.append(tokens(generate(llm, [4]))))
+    for stream in streams:
+        stream.close()
+    thread.join()
+    assert found == ["closed", [expected[4]]]
+    assert llm.free_slots == 3
+
+
+def test_a_stream_that_is_dropped_wakes_nobody(llm):
+    """Garbage may be collected in a thread that is about to wait, and holds the lock that this takes."""
+    freed = llm._serving._freed
+    stream = llm.stream(PROMPTS[0][0], params(0))
+    assert next(stream)
+    del stream
+    assert not freed.done() and llm.free_slots == 3
+    with contextlib.closing(llm.stream(PROMPTS[0][0], params(0))) as stream:
+        assert next(stream)
+    assert freed.done()
 
 
 def test_more_threads_than_slots_wait_for_each_other(llm, expected):
@@ -775,27 +820,6 @@ def test_more_tasks_than_slots_and_threads_wait_for_each_other(llm, expected):
         return await asyncio.gather(*map(read, ALL))
 
     assert asyncio.run(read_all()) == expected
-
-
-def test_a_stream_that_waits_for_a_slot_may_be_closed(llm, expected, monkeypatch):
-    monkeypatch.setattr(serving, "IDLE", 60)
-
-    async def leave():
-        held = [llm.stream(PROMPTS[row][0], params(row)) for row in (0, 1, 2)]
-        begun = [(await anext(stream)).token_ids for stream in held]
-        more = llm.stream(PROMPTS[4][0], params(4))
-        read = asyncio.ensure_future(anext(more))
-        done, _ = await asyncio.wait([read], timeout=0.2)
-        assert not done
-        read.cancel()
-        since = time.monotonic()
-        await more.aclose()
-        assert time.monotonic() < since + 30
-        for row, stream in enumerate(held):
-            assert sum([chunk.token_ids async for chunk in stream], begun[row]) == expected[row]
-
-    asyncio.run(leave())
-    assert llm.free_slots == 3
 
 
 def test_a_call_within_a_call_does_not_wait_for_its_slots(llm, expected):
