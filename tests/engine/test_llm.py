@@ -822,6 +822,25 @@ def test_more_tasks_than_slots_and_threads_wait_for_each_other(llm, expected):
     assert asyncio.run(read_all()) == expected
 
 
+def test_a_worker_waits_for_streams_that_it_read_last(llm, expected, monkeypatch):
+    """Another of its pool may read them on. If nobody does, it does not wait for ever."""
+    streams = [llm.stream(PROMPTS[row][0], params(row)) for row in (0, 1, 2)]
+    with concurrent.futures.ThreadPoolExecutor(1) as worker:
+        begun = [worker.submit(next, stream).result().token_ids for stream in streams]
+        asked = worker.submit(generate, llm, [4])
+        concurrent.futures.wait([asked], 0.3)
+        for row, stream in enumerate(streams):
+            assert begun[row] + sum((chunk.token_ids for chunk in stream), []) == expected[row]
+        assert tokens(asked.result()) == [expected[4]]
+        monkeypatch.setattr(serving, "IDLE", 0.01)
+        streams = [llm.stream(PROMPTS[row][0], params(row)) for row in (0, 1, 2)]
+        assert all(worker.map(next, streams))
+        with pytest.raises(RuntimeError, match="all 3 slots are held by open streams"):
+            worker.submit(generate, llm, [4]).result()
+    for stream in streams:
+        stream.close()
+
+
 def test_a_call_within_a_call_does_not_wait_for_its_slots(llm, expected):
     """In the bar of a call whose next text has the only slot."""
     errors = []
