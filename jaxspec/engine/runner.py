@@ -365,7 +365,8 @@ class Runner:
             for row, request in enumerate(call.requests):
                 if request is None:
                     continue
-                request.under_way.discard(call.number)
+                # This tells of what came before, too: an interrupt may have cost another turn the report of its call.
+                request.under_way -= {number for number in request.under_way if number <= call.number}
                 known, before = len(request.output), len(request.verified)
                 request.advance(report, row, call.known[row], call.shape)
                 if wanted and 0 < known < len(request.output):

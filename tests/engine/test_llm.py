@@ -784,6 +784,28 @@ def test_waits_for_streams_that_a_thread_read_which_is_over(llm, expected):
     assert llm.free_slots == 3
 
 
+def test_an_interrupt_leaves_nothing_under_way_that_another_call_began(llm, expected, monkeypatch):
+    """Such a sequence would have its rounds alone from then on."""
+    generate(llm, [0, 1], max_tokens=9)  # compiles the program for two
+    streams, read, lost = [llm.stream(PROMPTS[row][0], params(row), steps=2) for row in (0, 1)], Runner.read, set()
+    found = [list(next(stream).token_ids) for stream in streams][1]
+    other = next(r for r in llm._runner.held.running if r.seed == 1)
+
+    def interrupted(self, calls):
+        if not lost and any(other in call.requests for call in calls):
+            lost.update(other.under_way)
+            raise KeyboardInterrupt
+        return read(self, calls)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Runner, "read", interrupted)
+        for _ in streams[0]:
+            pass
+    found += next(streams[1]).token_ids
+    assert lost and not lost & other.under_way
+    assert found + sum((chunk.token_ids for chunk in streams[1]), []) == expected[1]
+
+
 def test_a_stream_that_is_dropped_wakes_nobody(llm):
     """Garbage may be collected in a thread that is about to wait, and holds the lock that this takes."""
     freed = llm._serving._freed
