@@ -37,8 +37,9 @@ from jaxspec.sharding.placement import Placement
 from jaxspec.trees import bytes_per_device, nbytes
 
 AnyProgram = TypeVar("AnyProgram", bound=Program)
-# Rounds, or calls that compute prompts, that a larger program runs in place of one that is not compiled. To compile a loop takes as long as
-# some hundreds of its rounds, or thousands for a small model. It is no time, so that the same calls always take the same programs.
+# Rounds, or calls that compute prompts, that a larger program runs in place of one that is not compiled, or that programs of fewer
+# sequences run in place of one for all. To compile a loop takes as long as some hundreds of its rounds, or thousands for a small model. It
+# is no time, so that the same calls always take the same programs.
 STANDS_IN = 256
 
 
@@ -91,7 +92,7 @@ class Runner:
         self.watching = False  # whether `watched` counts
         self.watched = np.zeros(2)  # rounds with drafts, and accepted drafts, of calls with the drafter in use
         self.times = Times(clock, compiling)  # where the device's time went
-        self._stood_in = collections.Counter[Program]()  # the work that larger programs have done in place of these
+        self._stood_in = collections.Counter[Program]()  # the work that other programs have done in place of these
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
         states = (functools.partial(init_state, target, drafter, slots=n, **settings.state_sizes) for n in (1, 2))
@@ -322,13 +323,16 @@ class Runner:
 
     def companions(self, requests: Sequence[Request], needs: Needs, steps: int, fits: Callable[[Request], bool]) -> list[Request]:
         """Sequences of other turns that `steps` rounds of these could include, since a round takes about as long for several: their readers
-        are not further behind than by such a call, and the program need not be compiled. fits: whether a call with these needs serves a
-        request."""
+        are not further behind than by such a call, and the program need not be compiled, or that is worth it. fits: whether a call with
+        these needs serves a request."""
         most = steps * (self.settings.most_accepted + 1)
         found = [
             r for r in self.held.running if r.ready and not r.ended and r not in requests and len(r.output) - r.taken < most and fits(r)
         ]
-        return found if found and self.programs.at_hand(self._rounds(len(requests) + len(found), needs)) else []
+        if found and not self.programs.at_hand(program := self._rounds(len(requests) + len(found), needs)):
+            self._stood_in[program] += steps
+            return found if self._stood_in[program] >= STANDS_IN else []
+        return found
 
     def use(self, drafter: Drafter) -> None:
         """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings. What other weights

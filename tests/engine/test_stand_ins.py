@@ -81,6 +81,25 @@ def test_a_smaller_loop_is_compiled_once_that_is_worth_it(llm, served, alone, mo
     assert texts(llm, WORDS[:1]) == alone[:1]
 
 
+def test_a_loop_for_open_streams_is_compiled_once_that_is_worth_it(llm, served, alone, monkeypatch):
+    made, compiled = served[-1], llm._runner.programs.compiled
+    for program in [program for program in compiled if isinstance(program, DecodeRounds)]:
+        del compiled[program]
+    llm._runner._stood_in.clear()
+    monkeypatch.setattr(runner, "STANDS_IN", 12)
+    streams = [llm.stream(word, params(max_tokens=60), steps=4) for word in WORDS[:2]]
+    found = [list(next(stream).token_ids) for stream in streams]
+    found[0] += next(streams[0]).token_ids
+    assert sizes(made, DecodeRounds) == [1]
+    for _ in range(4):
+        for stream, tokens in zip(streams, found, strict=True):
+            tokens += next(stream).token_ids
+    assert sizes(made, DecodeRounds) == [1, llm._runner.buckets.decode[1]]
+    for stream, tokens in zip(streams, found, strict=True):
+        tokens += sum((chunk.token_ids for chunk in stream), [])
+    assert [tokens[:6] for tokens in found] == alone[:2]
+
+
 def test_what_was_kept_is_read_rather_than_replaced(llm, served, alone, monkeypatch):
     monkeypatch.setattr(Programs, "at_hand", lambda self, program: True)  # as where all programs were kept on a disk
     assert texts(llm, WORDS[:1]) == alone[:1]
