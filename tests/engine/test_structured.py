@@ -111,8 +111,8 @@ def test_a_preempted_text_goes_on_where_it_was(llm):
     before = runner.preemptions
     step = jaxspec.engine.turn.Turn.step
 
-    def preempting(turn, steps=2, meanwhile=lambda: None):
-        going = step(turn, 2, meanwhile)
+    def preempting(turn, steps=2, meanwhile=lambda: None, spared=0):
+        going = step(turn, 2, meanwhile, spared)
         for request in [r for r in turn.active if r.ready and not r.ended and len(r.output) > 1 and r not in turns][:1]:
             turns.append(request)
             turn._preempt(request)
