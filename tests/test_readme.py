@@ -150,6 +150,9 @@ def test_the_gains_of_several_gpus_are_the_records():
 def test_the_speed_of_a_stream_is_the_record_s():
     text = (RECORDS / "2026-11-26-h200-calls.md").read_text(encoding="utf-8")
     assert "[1,816 tokens/s](benchmarks/results/2026-11-26-h200-calls.md)" in README and "| 1,816 (" in text
+    text = (RECORDS / "2026-11-29-open-streams.md").read_text(encoding="utf-8")
+    assert "eight open ones [7,048](benchmarks/results/2026-11-29-open-streams.md) and eight threads 5,327" in README
+    assert "--open 8 --repeats 3` | 8 | 7,048 (" in text and ": 5,327 tokens/s (" in text
 
 
 def test_nothing_says_to_install_another_project_s_package():
