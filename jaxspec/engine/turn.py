@@ -249,7 +249,9 @@ class Turn:
         elif len(self.active) > (reader is None):
             self._preempt(self.active[-1])
         elif not runner.evict():
-            self._preempt([r for r in runner.held.running if r is not reader and r not in self.active][-1])
+            others = [r for r in runner.held.running if r is not reader and r not in self.active]
+            if others:  # else they have ended since the call began that lacked pages
+                self._preempt(others[-1])
 
     def _preempt(self, request: Request) -> None:
         self._runner.preempt(request)

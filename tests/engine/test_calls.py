@@ -380,6 +380,34 @@ def test_a_shard_whose_slots_others_hold_passes_requests_on():
     assert all_free(llm)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_more_threads_than_slots_of_all_shards(shards):
+    llm = llm_of(0, shards)
+    begin(llm)
+    asked = [(ids(9, i), params([1, 5, 20, 60][i % 4], i)) for i in range(2 * llm.max_slots)]
+    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda pair: llm.generate(*pair)[0], asked))
+    for completion, pair in zip(found, asked, strict=True):
+        same(completion, *pair)
+    assert all_free(llm)
+
+
+def test_pages_that_come_free_before_their_lack_is_known(monkeypatch):
+    """Rounds are queued that lack pages, which another stream gives up before they are read."""
+    monkeypatch.setattr(Runner, "companions", lambda *_: [])
+    llm = llm_of(0)
+    for pieces in range(1, 6):
+        begin(llm, MAX_LEN // PAGE)
+        streams = [llm.stream(prompt, params(60, 1), steps=1) for prompt in (ids(66, 1), Q)]
+        next(streams[0])
+        for _ in range(pieces):
+            next(streams[1])
+        streams[0].close()
+        llm._runner.flush()  # as another call would that looks for pages
+        last = list(streams[1])[-1].completion
+        same(last, Q, params(60, 1))
+
+
 @pytest.mark.parametrize("dropped", [False, True])
 def test_streams_end_between_the_steps_of_other_calls(dropped, monkeypatch):
     """A completion comes while another shard is still stepping: what its thread works with stays as it is."""
