@@ -92,14 +92,16 @@ class Generator:
         return self._result(self._submit(batch))
 
     def rows(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The same for a list of rows, which are dicts. Raises TypeError for others as well."""
+        """The same for a list of rows, which are dicts. A row without a prompt or without an id has that as its error. Raises TypeError for
+        what is no list of dicts."""
         if isinstance(rows, str | bytes | Mapping) or not (hasattr(rows, "__iter__") and hasattr(rows, "__len__")):
             raise TypeError(f"rows are of type {type(rows).__name__}, expected a list of dicts")
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {at} is {row!r}, expected a dict")
-        names = dict.fromkeys(name for row in rows for name in row)
-        batch = self._submit({name: [row.get(name) for row in rows] for name in names or (self._column, *self._ids)})
+        # Those that all rows lack too: what becomes of a row does not depend on which others are with it.
+        names = dict.fromkeys([self._column, *self._ids, *(name for row in rows for name in row)])
+        batch = self._submit({name: [row.get(name) for row in rows] for name in names})
         self._wait(batch)
         new = [{f"{self._prefix}{name}": cell for name, cell in cells.items()} for cells in batch.rows]
         return [{**row, **cells} for row, cells in zip(rows, new, strict=True)]

@@ -151,6 +151,8 @@ def test_a_bad_row_has_its_error_and_the_others_their_texts(generator, texts):
     assert found["error"][3] == "the column 'prompt' has no value here"
     assert found["error"][4].startswith("the prompt has id 1000000 at position 1; expected 0 .. ")
     assert found["error"][5] == "id is 1.5, expected a text or an integer"
+    for row, error in (({"id": "a"}, found["error"][3]), ({"prompt": "x"}, "id is None, expected a text or an integer")):
+        assert generator.rows([row])[0]["error"] == error  # alone too, as the last row of a job may be
 
 
 def test_cells_without_a_value_and_what_tables_make_of_others(generator):
