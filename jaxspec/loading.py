@@ -125,7 +125,7 @@ def load(
     "tensor".
 
     max_slots: sequences in flight. By default as many as memory allows, at most 64, and 8 where a device does not say what it has.
-    Each data shard has as many, so their number is rounded up to a multiple of the shards'.
+    All data shards have equally many, so the number is rounded up to a multiple of that of the shards.
 
     max_len: tokens of a sequence, its prompt included. By default the model's maximum, but at most 4096.
 

@@ -134,21 +134,19 @@ def released_pair(
 ) -> Pair:
     """The released target of a name such as "e4b", of which there need be no checkpoint, and a drafter, of which neither.
 
-    drafter: a name of `released.drafter_names`, "same" for the MTP modules that a target's checkpoint holds, or a checkpoint's name. Raises
-    ValueError or FileNotFoundError for what is none of these.
+    drafter: a name of `released.drafter_names`, "same" for the MTP modules that a target's checkpoint holds, a kind without checkpoints
+    such as "ngram", or a checkpoint's name. Raises ValueError or FileNotFoundError for what is none of these.
     """
     drafter = "modules" if drafter == SAME else drafter
     config = released.target_config(target)
     dtype = DTYPES[config.dtype]
-    folder, planned = None, NoDraft()
-    if drafter is None:
-        _check_no_quantising(quantize_drafter, planned)
-    if drafter in (made := drafters.without_checkpoints()):
-        planned = made[drafter].made()
+    folder, made = None, drafters.without_checkpoints()
+    if drafter is None or drafter in made:
+        planned = NoDraft() if drafter is None else made[drafter].made()
         _check_no_quantising(quantize_drafter, planned)
     elif drafter in released.drafter_names():
         planned = released.abstract_drafter(drafter, target, config, dtype, quantize_drafter)
-    elif drafter is not None:
+    else:
         folder = released.resolve(drafter, hub.of_others)
         planned = drafters.abstract_drafter(folder, config, dtype, quantize_drafter)
     quantisation = asked_quantisation(config, dtype, quantize, quantize_embedding, quantize_activations)

@@ -182,7 +182,7 @@ class Serving:
         with self._lock() if waits else self._lock.if_free() as entered:
             if entered is not False and (waits or self._shards.may_rest(turn)):
                 self._settle()
-        if waits:  # the garbage collector may have stopped this thread at a lock that this takes; calls that wait look by themselves, too
+        if waits:  # else the garbage collector may have stopped this thread within a lock that this takes; who waits looks by itself, too
             self._tell()
 
     def _settle(self) -> None:
