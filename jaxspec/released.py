@@ -1,6 +1,7 @@
 """Shapes of the released models and of drafters for them, config.json without a checkpoint.
 
-Only text parts. The targets' values are those of the released configs; the drafters' come from their kinds.
+The text parts and, apart from them, those that read images. The targets' values are those of the released configs; the drafters' come from
+their kinds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.families import family_named
 from jaxspec.model.target import TargetConfig
 from jaxspec.targets import asked_quantisation, quantisation_of, read_target
+from jaxspec.vision import Images, Preprocessing, vision_config
+from jaxspec.vision.preprocessing import SOFT_TOKENS
 
 _COMMON = {
     "vocab_size": 262_144,
@@ -206,6 +209,37 @@ TARGETS: dict[str, dict[str, Any]] = {
     # As many of its layers as one device of 141 GB holds, for benchmarks.
     "step3p5-15": _step3p5(15),
 }
+
+
+_LARGE_TOWER = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 72,
+    "standardize": True,
+}
+# What the config.json of a target says of its image tower beside the defaults.
+IMAGES: dict[str, dict[str, Any]] = {
+    "e2b": {"use_clipped_linears": True},
+    "e4b": {"use_clipped_linears": True},
+    "12b": {},
+    "26b": _LARGE_TOWER,
+    "31b": _LARGE_TOWER,
+}
+
+
+def images_of(name: str, dtype: Any, max_soft_tokens: int = 280) -> Images:
+    """What makes rows of images for a named target; of its tower there are shapes alone. Raises ValueError for a target without one, and
+    for another number of tokens than there is."""
+    if name not in IMAGES:
+        raise ValueError(f"{name!r} has no image tower; expected one of {', '.join(IMAGES)}")
+    if max_soft_tokens not in SOFT_TOKENS:
+        raise ValueError(f"max_soft_tokens is {max_soft_tokens}; expected one of {', '.join(map(str, SOFT_TOKENS))}")
+    config = vision_config({**TARGETS[name], "vision_config": IMAGES[name]})
+    assert config is not None
+    return Images.of(config, Preprocessing(config.patch, config.pool, max_soft_tokens), dtype)
 
 
 def target_config(name: str) -> TargetConfig:

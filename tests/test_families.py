@@ -14,6 +14,7 @@ NAMES = re.compile(r"gemma|step3", re.IGNORECASE)
 ALLOWED = {
     "model": "the families",
     "released.py": "shapes of released models",
+    "vision": "image towers, which one family has",
     "train/pocket": "how the bundled model, which is of one family, was made",
     "drafters/assistant.py": "a kind of drafter that reads that family's cache",
     "drafters/eagle3.py": "checkpoints of one architecture have that family's layers",

@@ -14,6 +14,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"  # where ModelOpt writes how it quantis
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
 DRAFTER = "drafter"  # the folder in it of a drafter that was converted with its target
+IMAGES = "images"  # and that of the target's image tower, in the layout of a release
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 SUFFIX = ".safetensors"
