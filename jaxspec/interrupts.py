@@ -1,4 +1,4 @@
-"""Interrupts that Python would ignore come again, and work that none may cut short."""
+"""Interrupts that Python would ignore come again, work that none may cut short, and work as Python exits."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ def undisturbed(work: Callable[[], Result], *, to_end: bool = False) -> Result:
         return pool.submit(work).result()
     finally:
         pool.shutdown(wait=to_end)
+
+
+def begun(pool: concurrent.futures.Executor, work: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+    """What a pool is to do. This thread does it if the main one has ended, after which pools take nothing on."""
+    try:
+        return pool.submit(work)
+    except RuntimeError:
+        done = concurrent.futures.Future[Result]()
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 def compiled(jitted: Any, *args: Any, **static: Any) -> Any:

@@ -118,12 +118,15 @@ class Tokenizer:
         """False for what `decode` leaves out: special tokens, and ids without a token, which a padded vocabulary has."""
         return token_id not in self._special_ids and self._hf.backend_tokenizer.id_to_token(token_id) is not None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, images: bool = False, **kwargs
+    ) -> list[int]:
         """The token ids of a conversation, by the checkpoint's chat template.
 
-        messages: mappings with "role" and "content", oldest first. add_generation_prompt: end with the opening of the model's turn.
-        kwargs go to the template (tools=..., enable_thinking=...). Raises ValueError if there is no template or no message, if a message
-        has no role, or neither text nor tool calls nor their responses, and if the template refuses the conversation.
+        messages: mappings with "role" and "content", oldest first. add_generation_prompt: end with the opening of the model's turn. images:
+        whether content may have parts {"type": "image"}, for each of which the template writes a token. kwargs go to the template
+        (tools=..., enable_thinking=...). Raises ValueError if there is no template or no message, if a message has no role, or neither text
+        nor tool calls nor their responses, and if the template refuses the conversation.
         """
         if self._hf.chat_template is None and kwargs.get("chat_template") is None:
             raise ValueError(
@@ -136,7 +139,7 @@ class Tokenizer:
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ValueError(f"message {i} is {message!r}, expected a dict with 'role' and 'content'")
-            _check_content(i, message)
+            _check_content(i, message, images)
         conversation = [_with_arguments(message) for message in messages]
         options = {"add_generation_prompt": add_generation_prompt, **kwargs}
         if not self._reads_parts(conversation, options):
@@ -158,9 +161,11 @@ class Tokenizer:
             return False
         return not any(str(parts) in text for parts in lists)
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions, enable_thinking: bool) -> list[int]:
-        """`apply_chat_template` with options by their names. Raises TypeError for an option that there is not, ValueError for
-        chat_template_kwargs that change more than what the template writes."""
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions, enable_thinking: bool, images: bool = False
+    ) -> list[int]:
+        """`apply_chat_template` with options by their names. images: as there. Raises TypeError for an option that there is not, ValueError
+        for chat_template_kwargs that change more than what the template writes."""
         for name in options:
             if name not in TemplateOptions.__annotations__:
                 raise unknown("chat", name, ("params", "enable_thinking", *TemplateOptions.__annotations__))
@@ -168,7 +173,7 @@ class Tokenizer:
         more = known.pop("chat_template_kwargs", None)
         if more is not None:
             self._check_names(more)
-        return self.apply_chat_template(messages, **{"enable_thinking": enable_thinking, **(more or {}), **known})
+        return self.apply_chat_template(messages, images=images, **{"enable_thinking": enable_thinking, **(more or {}), **known})
 
     def _check_names(self, more: Any) -> None:
         """Raises TypeError or ValueError for what does not go to the chat template alone."""
@@ -358,8 +363,8 @@ def _byte_ids(backend) -> frozenset[int]:
     return frozenset(i for i in ids if i is not None)
 
 
-def _check_content(i: int, message: Mapping[str, Any]) -> None:
-    """Raises ValueError for message i if it has content that a template cannot read."""
+def _check_content(i: int, message: Mapping[str, Any], images: bool) -> None:
+    """Raises ValueError for message i if it has content that a template cannot read. images: whether it may have images."""
     content = message.get("content")
     if content is None and not any(message.get(key) for key in TOOL_KEYS):
         raise ValueError(f"message {i} has no content; found {', '.join(message)}, expected 'role' and 'content'")
@@ -367,8 +372,12 @@ def _check_content(i: int, message: Mapping[str, Any]) -> None:
         raise ValueError(f"the content of message {i} is {content!r}, expected a str or a list of parts")
     for part in ({"type": "text", "text": content},) if isinstance(content, str) else content or ():
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if images and kind == "image":
+            continue
         if kind != "text":
-            raise ValueError(f"message {i} holds content of type {kind!r}; only text can be read")
+            read = "texts and images" if images else "only text"
+            more = "; to read images, load with images=True" if not images and str(kind).startswith("image") else ""
+            raise ValueError(f"message {i} holds content of type {kind!r}; {read} can be read{more}")
         if isinstance(part.get("text"), str):
             characters("the text", part["text"])
 

@@ -26,6 +26,7 @@ def prefill(
     slots: jax.Array,
     until: jax.Array | None = None,
     offset: jax.Array | None = None,
+    inserted: jax.Array | None = None,
     *,
     chunk: int,
     round: Round = NO_DRAFTS,
@@ -36,9 +37,11 @@ def prefill(
     slots: [B] int32; ids below 0 and >= slots stand for no sequence. until: [B] int32, how many rows a slot may have computed afterwards;
     None for all. offset: [B] int32, by how many rows an entry's begin after those that are computed; None for 0. A slot may be there once,
     or several times, with 0, `chunk`, 2 * `chunk` and so on, if every layer has room for `chunk` rows (`paged_kv.has_room`), no ring has
-    come round at the last of them, and the drafter is one that `takes_parts`. A slot is ready to decode once computed == length - 1. A
-    resumed sequence, which knows more than its prompt, has its anchor already and chooses nothing. round: static, of the rounds that
-    follow; how many tokens they draft, and how they accept them, makes no difference here. automata: as for `spec_step`.
+    come round at the last of them, and the drafter is one that `takes_parts`. inserted: [B, chunk, H], the rows of an image for each slot,
+    whose next known tokens stand for just these: `until` says how many; None for rows of tokens. A slot is ready to decode once
+    computed == length - 1. A resumed sequence, which knows more than its prompt, has its anchor already and chooses nothing. round:
+    static, of the rounds that follow; how many tokens they draft, and how they accept them, makes no difference here. automata: as for
+    `spec_step`.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, expected at least 1")
@@ -59,7 +62,7 @@ def prefill(
     end = start + count
     at = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :]
     ids = state.tokens.at[slots[:, None], at].get(mode="clip")
-    block = Rows(ids, start, count, slots)
+    block = Rows(ids, start, count, slots, inserted=inserted)
     out, cache = target(block, state.cache, taps=drafter.taps, last_only=True, attention=round.attention)
     assert cache is not None
     choices = target_choices(target, rows, out.hidden, end[:, None], round)

@@ -32,6 +32,7 @@ class Buckets:
     prefill_rows: int = PREFILL_ROWS  # of the largest prefill call
     # Up to which position a call may compute several parts of PREFILL_CHUNK rows of a prompt; 0 where it computes one part of each.
     parts_end: int = 0
+    image_rows: int = 0  # of an image at most; 0 where prompts have none
 
     @property
     def decode(self) -> list[int]:
@@ -62,6 +63,11 @@ class Buckets:
             return min(size, self.slots * each if self.slots > 1 else 1)
 
         return sorted({(size_of(size, chunk), min(chunk, self.max_len)) for size, chunk in found})
+
+    @property
+    def images(self) -> list[int]:
+        """Images that a call computes; none where prompts have none."""
+        return sorted({1, max(min(self.prefill_rows // self.image_rows, self.slots), 1)}) if self.image_rows else []
 
     @property
     def admit(self) -> list[int]:

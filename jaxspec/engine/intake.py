@@ -12,19 +12,21 @@ import numpy as np
 
 from jaxspec.checks import type_name
 from jaxspec.engine.params import MAX_SEED, Defaults, SamplingParams
+from jaxspec.engine.pictures import Pictures, Placed
 from jaxspec.engine.request import Request
 from jaxspec.engine.structures import Structure, Structures
 from jaxspec.foreign_names import PARAMS_HERE
 from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS
+from jaxspec.sampling.logprobs import MAX_LOGPROBS
 from jaxspec.structured.params import StructuredOutputsParams
 from jaxspec.text import OutputText, Tokenizer
 
 MAX_STOP_IDS = 16
 # Keys of a prompt that vLLM or transformers knows, and why they are refused.
 UNREAD = {
-    "multi_modal_data": "only text can be read",
-    "multi_modal_uuids": "only text can be read",
-    "mm_processor_kwargs": "only text can be read",
+    "multi_modal_data": "only text can be read; to read images, load with images=True",
+    "multi_modal_uuids": "images are told apart by what they show",
+    "mm_processor_kwargs": "all images are prepared alike; load with images=1120 for up to so many tokens of each",
     "prompt_embeds": "a prompt is made of tokens",
     "encoder_prompt": "the model has no encoder",
     "cache_salt": "prompts that begin alike are always computed once",
@@ -64,16 +66,24 @@ class Maker:
     eos_token_ids: tuple[int, ...]  # these end a sequence by default
     defaults: Defaults  # of params that say nothing
     structures: Structures  # makes automata of what texts must look like
+    pictures: Pictures | None = None  # makes the images of prompts; None where prompts have none
 
-    def requests(self, index: int, prompt: Any, params: Any, draw_seed: Any) -> list[Request]:
-        """The n samples of prompt `index` of a call. draw_seed: gives a seed where params names none.
+    def requests(self, index: int, prompt: Any, params: Any, draw_seed: Any, keep: int = 0) -> list[Request]:
+        """The n samples of prompt `index` of a call. draw_seed: gives a seed where params names none. keep: see `Request`, of the tokens
+        that are given.
 
         Raises TypeError or ValueError, with the prompt's index, for a prompt or params that cannot be served.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params of prompt {index} are of type {type_name(params)}, expected jaxspec.SamplingParams")
-        prompt_text, ids = self._prompt(index, prompt)
+        prompt_text, placed = self._prompt(index, prompt)
+        ids = placed.ids
         self._check_ids(index, params)
+        if placed.pictures and (params.prompt_logprobs is not None or not -1 < (params.logprobs or 0) <= MAX_LOGPROBS):
+            raise ValueError(
+                f"prompt {index} has images, of which prompt_logprobs and more than {MAX_LOGPROBS} logprobs cannot be served: these take a "
+                "pass over its tokens alone"
+            )
         own_ends = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*own_ends, *params.stop_token_ids)))
         if len(stop_ids) > MAX_STOP_IDS:
@@ -102,6 +112,8 @@ class Maker:
                 structure=structure,
                 index=i,
                 prompt_index=index,
+                keep=placed.length_of(keep),
+                pictures=placed.pictures,
             )
             for i in range(params.n)
         ]
@@ -118,9 +130,9 @@ class Maker:
         value = getattr(params, name)
         return getattr(self.defaults, name) if value is None else value
 
-    def _prompt(self, index: int, prompt: Any) -> tuple[str | None, Sequence[int]]:
-        """(text, token ids) of a prompt. The text is None where it was not given."""
-        text, given = _parts(index, prompt) if isinstance(prompt, Mapping) else (None, prompt)
+    def _prompt(self, index: int, prompt: Any) -> tuple[str | None, Placed]:
+        """The text of a prompt, None where it was not given, and its tokens."""
+        text, given, images = _parts(index, prompt, self.pictures is not None) if isinstance(prompt, Mapping) else (None, prompt, [])
         given = _on_host(given)
         if isinstance(given, str):
             try:
@@ -137,6 +149,8 @@ class Maker:
             raise TypeError(f"prompt {index} has {ids[at]!r} at position {at}; expected a token id, an integer")
         if not len(ids):
             raise ValueError(f"prompt {index} is empty; expected at least one token")
+        placed = self._placed(index, ids, images)
+        ids = placed.ids
         if len(ids) > self.max_len - 1:
             raise ValueError(
                 f"prompt {index} has {len(ids)} tokens; expected at most {self.max_len - 1}, max_len {self.max_len} less one to generate"
@@ -144,7 +158,16 @@ class Maker:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             at = next(at for at, i in enumerate(ids) if not 0 <= i < self.vocab_size)
             raise ValueError(f"prompt {index} has id {ids[at]} at position {at}; expected 0 .. {self.vocab_size - 1}")
-        return text, ids
+        return text, placed
+
+    def _placed(self, index: int, ids: Any, images: Sequence[Any]) -> Placed:
+        """The prompt with its images. One without images stays as it is, whatever tokens it has."""
+        if self.pictures is None or not images:
+            return Placed(ids, (), [])
+        try:
+            return self.pictures.placed([int(i) for i in ids], images)
+        except (TypeError, ValueError) as error:
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"prompt {index}: {error}") from error
 
     def _check_ids(self, index: int, params: SamplingParams) -> None:
         lists = {
@@ -225,12 +248,14 @@ def _on_host(given: Any) -> Any:
     return given.tolist() if hasattr(given, "__dlpack__") and not isinstance(given, np.ndarray) else given
 
 
-def _parts(index: int, prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """(text, text or token ids) of a prompt that is a dict. Raises TypeError or ValueError, with the prompt's index."""
-    refused = [key for key, value in prompt.items() if key not in ("prompt", "prompt_token_ids") and _says_something(value)]
+def _parts(index: int, prompt: Mapping[str, Any], with_images: bool) -> tuple[str | None, Any, list[Any]]:
+    """(text, text or token ids, images) of a prompt that is a dict. with_images: whether it may have images. Raises TypeError or
+    ValueError, with the prompt's index."""
+    known = ("prompt", "prompt_token_ids", *(("multi_modal_data",) if with_images else ()))
+    refused = [key for key, value in prompt.items() if key not in known and _says_something(value)]
     if refused:
         reason = f": {UNREAD[refused[0]]}" if refused[0] in UNREAD else ""
-        raise ValueError(f"prompt {index} has {refused[0]!r}, which cannot be served{reason}; expected 'prompt' or 'prompt_token_ids'")
+        raise ValueError(f"prompt {index} has {refused[0]!r}, which cannot be served{reason}; expected {' or '.join(map(repr, known))}")
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and ids is None:
         raise ValueError(f"prompt {index} is a dict without 'prompt' and 'prompt_token_ids'")
@@ -238,7 +263,20 @@ def _parts(index: int, prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
         raise TypeError(f"'prompt' of prompt {index} is of type {type(text).__name__}, expected a str")
     if isinstance(ids, str):
         raise TypeError(f"'prompt_token_ids' of prompt {index} are a str, expected a list of token ids")
-    return text, text if ids is None else ids
+    return text, text if ids is None else ids, _images(index, prompt.get("multi_modal_data")) if with_images else []
+
+
+def _images(index: int, given: Any) -> list[Any]:
+    """The images of what vLLM calls multi_modal_data: {"image": one or a list of them}. Raises TypeError or ValueError."""
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise TypeError(f"'multi_modal_data' of prompt {index} is of type {type(given).__name__}, expected a dict with 'image'")
+    others = [key for key, value in given.items() if key != "image" and _says_something(value)]
+    if others:
+        raise ValueError(f"'multi_modal_data' of prompt {index} has {others[0]!r}; only images can be read: expected 'image'")
+    images = given.get("image")
+    return [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
 
 
 def _says_something(value: Any) -> bool:

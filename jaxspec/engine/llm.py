@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import random
@@ -28,6 +27,7 @@ from jaxspec.engine.html import llm_html
 from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of, says_where_params_go
 from jaxspec.engine.learn import Learning, Origin, check, check_out, check_room, learner_of
 from jaxspec.engine.params import Defaults, SamplingParams
+from jaxspec.engine.pictures import ImageTower, Pictures, taken_out
 from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.serving import Serving
@@ -66,7 +66,8 @@ class LLM:
 
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
-    origin: where the drafter comes from; by default it is a checkpoint's no more, and no heads of it are repeated.
+    origin: where the drafter comes from; by default it is a checkpoint's no more, and no heads of it are repeated. images: what makes rows
+    of images in prompts; None where they have none.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -86,6 +87,7 @@ class LLM:
         placement: Placement = ONE_DEVICE,
         name: str = "",
         origin: Origin | None = None,
+        images: ImageTower | None = None,
     ):
         self.tokenizer, self.config, self.settings, self.name = tokenizer, target.config, settings, name
         self.progress = settings.progress
@@ -113,6 +115,7 @@ class LLM:
         self._serving = Serving(
             self._shards, self._accounts, self._lock, tokenizer, vocab_size, lambda requests: self._needs(requests), self._check_open
         )
+        self._pictures = None if images is None else Pictures(images)
         self._seeds = random.Random(settings.seed)
         self._closed = False
 
@@ -145,6 +148,9 @@ class LLM:
                 self._closed, self._whole = True, None
                 self._shards.close()
                 self._structures.close()
+                if self._pictures is not None:
+                    self._pictures.close()
+                    self._pictures = None
                 if failed is not None:
                     raise failed
 
@@ -188,6 +194,7 @@ class LLM:
         quantised = [*packed_kinds(self.target.layers), *(f"{kind} embedding" for kind in packed_kinds(self.target.embed_tokens))]
         quantised += [f"{kind} activations" for kind in rounded_inputs(self.target)]
         names = {"model": self.name, "dtype": dtype, "quantised": " and ".join(quantised) or None}
+        names |= {"images": self.settings.image_rows} if self.settings.image_rows else {}
         return names | {"max_len": self.max_len, "kv_dtype": kv_name, "accept": self.settings.accept.name}
 
     @property
@@ -216,8 +223,8 @@ class LLM:
     @heeded()
     def warmup(self, *params: SamplingParams) -> None:
         """Compiles everything that requests of these params can use, those of each by themselves and all beside each other, with a progress
-        bar. Without params: what requests that say nothing use. Requests that need more (filters; penalties and the like; logprobs)
-        compile it when they come.
+        bar, and the image tower if there is one. Without params: what requests that say nothing use. Requests that need more (filters;
+        penalties and the like; logprobs) compile it when they come.
 
         With adaptive verification, see `load`, this also compiles and times rounds that guess fewer tokens or none, and rounds that verify
         some of their guesses. From then on calls take those that acceptance and these times make fastest. The tokens are the same."""
@@ -232,6 +239,8 @@ class LLM:
 
         with self._lock():
             self._shards.take(None)
+            if self._pictures is not None:
+                self._pictures.warmup()
             warm_up(self._shards.runners, needs, scores, self.adaptive, requests, self.progress)
 
     def learn(self, share: float | Learn = 0.05, out: str | os.PathLike[str] | None = None, **settings: Any) -> Learning:
@@ -284,7 +293,9 @@ class LLM:
         the other.
 
         prompts: a str, a list or an array of token ids (of NumPy, JAX or PyTorch), a dict with "prompt" or "prompt_token_ids", or several
-        of these: a list, an array of two axes, a column of a dataset, any iterable. params: one for all, or one for each prompt;
+        of these: a list, an array of two axes, a column of a dataset, any iterable. A dict may have images beside, if `load` was told of
+        them: {"prompt": "<|image|>What is this?", "multi_modal_data": {"image": image}}, with as many image tokens as images, each a Pillow
+        image, an array [height, width, 3] of uint8, a path, a URL or the bytes of a file. params: one for all, or one for each prompt;
         sampling_params is another name for it. use_tqdm: whether to show a progress bar, or what makes one; by default one is shown for
         several prompts, if `load` was told to show progress.
         Raises ValueError or TypeError, before anything is computed, for a prompt that is empty, longer than max_len - 1 or has ids
@@ -391,8 +402,9 @@ class LLM:
         special=True) has them.
         What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, only what is new is
         computed. Without thinking, Gemma 4's template writes an empty thought before an answer and leaves it out of the next prompt; then
-        the last answer is computed again too. Raises what `generate` raises, and ValueError for images and other content that is
-        not text.
+        the last answer is computed again too. If `load` was told of images, content may have some as parts, in the forms of transformers,
+        {"type": "image", "image": image}, and of OpenAI and vLLM, {"type": "image_url", "image_url": {"url": url}}; what an image may be,
+        `generate` says. Raises what `generate` raises, and ValueError for content that cannot be read.
         """
         several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Any = messages if several else [messages]
@@ -425,14 +437,26 @@ class LLM:
         return self._begin(prompt, either(params, sampling_params), steps, keep=keep)
 
     def chat_prompt(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> list[int]:
-        """The token ids of a conversation up to the model's turn: what `chat` generates from."""
-        return self.tokenizer.conversation(messages, template, enable_thinking)
+        """The token ids of a conversation up to the model's turn: what `chat` generates from. An image is one token there; in the
+        `prompt_token_ids` of a completion it has all of its own."""
+        images = self._pictures is not None
+        return self.tokenizer.conversation(taken_out(messages)[0] if images else messages, template, enable_thinking, images)
+
+    def chat_input(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> Prompt:
+        """A conversation as a prompt for `generate`, with its images."""
+        ids = self.chat_prompt(messages, enable_thinking=enable_thinking, **template)
+        if self._pictures is None:
+            return ids
+        images = [self._pictures.tower.opened(image) for image in taken_out(messages)[1]]  # so that a URL is fetched once
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}} if images else ids
 
     def _conversation(self, messages: Messages, enable_thinking: bool, template: TemplateOptions) -> tuple[Prompt, int]:
         """A conversation's prompt with its text, and how many of its tokens the next turn begins with. These are all of them, but where the
         template opens the model's turn with what it leaves out of a history, such as an empty thought."""
         ids = self.chat_prompt(messages, enable_thinking=enable_thinking, **template)
-        shown: Prompt = {"prompt_token_ids": ids, "prompt": self.tokenizer.decode(ids, special=True)}
+        shown: dict[str, Any] = {"prompt_token_ids": ids, "prompt": self.tokenizer.decode(ids, special=True)}
+        if self._pictures is not None:
+            shown["multi_modal_data"] = {"image": taken_out(messages)[1]}
         if not template.get("add_generation_prompt", True):
             return shown, len(ids)
         later: TemplateOptions = {**template, "add_generation_prompt": False}
@@ -446,12 +470,12 @@ class LLM:
         """Checked requests for a list of prompts. keep: see `Request`, for each prompt; all 0 by default."""
         self._check_open()
         maker, pairs = self._maker, enumerate(zip(prompts, params_of(params, len(prompts)), strict=True))
-        made = [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, self._draw_seed)]
-        return [dataclasses.replace(request, keep=keep[request.prompt_index]) for request in made] if keep else made
+        return [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, self._draw_seed, keep[i] if keep else 0)]
 
     @property
     def _maker(self) -> Maker:
-        return Maker(self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults, self._structures)
+        of_target = self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults
+        return Maker(*of_target, self._structures, self._pictures)
 
     def _draw_seed(self) -> int:
         return self._seeds.getrandbits(53)

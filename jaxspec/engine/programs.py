@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
@@ -25,7 +26,7 @@ from jaxspec.engine.device_clock import Times
 from jaxspec.engine.kept_programs import by_address, kept_programs
 from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.settings import Settings
-from jaxspec.interrupts import undisturbed
+from jaxspec.interrupts import begun, undisturbed
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.automata import BLOCK, FILLED, SAME, Automata, fill, place
@@ -56,9 +57,10 @@ def fork(target: Any, drafter: Any, automata: None, state: DecodeState, columns:
     return state, state.cache.free_count + 0
 
 
-def prefill(target, drafter, automata, state, columns, *, chunk, round) -> Any:
+def prefill(target, drafter, automata, state, columns, *images, chunk, round) -> Any:
     slots, until, known, offset = columns.T
-    state = decode.prefill(target, drafter, state, slots, until, offset, chunk=chunk, round=round, automata=automata)
+    inserted = jnp.stack(images) if images else None
+    state = decode.prefill(target, drafter, state, slots, until, offset, inserted, chunk=chunk, round=round, automata=automata)
     return state, decode.report(state, slots, known, 1, round.needs.logprobs is not None)
 
 
@@ -148,13 +150,15 @@ class Prefill(Program):
     size: int  # parts of prompts
     chunk: int  # rows of each
     needs: Needs  # what sampling is compiled for
+    of_images: bool = False  # whether each part is an image
 
     def __str__(self) -> str:
-        return f"prefill {self.size} {self.chunk}"
+        return f"prefill {self.size} {self.chunk}{' of images' if self.of_images else ''}"
 
     def lower(self, programs: Programs) -> Any:
         function = functools.partial(prefill, chunk=self.chunk, round=programs.settings.round(self.needs))
-        return programs.lower(function, programs.no_slots(self.size, 4), structured=self.structured)
+        images = [np.zeros((self.chunk, programs.target.config.hidden_size), programs.target.dtype)] * (self.size if self.of_images else 0)
+        return programs.lower(function, programs.no_slots(self.size, 4), *images, structured=self.structured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +252,10 @@ class Programs:
         self._layout: Any = placement.layout(drafter, functools.partial(init_state, target, drafter, slots=slots, **settings.state_sizes))
         self._last: Any = None  # what the newest call returns
         self.begin()
-        self._devices = placement.devices if placement.size > 1 else tuple(self._leaves[0].devices())
-        self._gaps = cuda_graphs.keep_apart(self._devices)
+        self.devices = placement.devices if placement.size > 1 else tuple(self._leaves[0].devices())
+        self._gaps = cuda_graphs.keep_apart(self.devices)
         # Whether a call of a loop returns before its rounds are over.
-        self.loops_return = cuda_graphs.loops_return(self._devices) and (len(self._devices) == 1 or self.state.mail is not None)
+        self.loops_return = cuda_graphs.loops_return(self.devices) and (len(self.devices) == 1 or self.state.mail is not None)
         told = (
             dataclasses.replace(settings, seed=0, progress=False),
             slots,
@@ -259,7 +263,7 @@ class Programs:
             *_form((self._weights, self.state)),
             self._models,
         )
-        self._kept = kept_programs(target, drafter, self._devices, told)
+        self._kept = kept_programs(target, drafter, self.devices, told)
 
     @property
     def drafter(self) -> Any:
@@ -335,7 +339,7 @@ class Programs:
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         with self._times.compiling(), self._explained():
             try:
-                pending = {_begun(pool, self._compiler(program)): program for program in missing}
+                pending = {begun(pool, self._compiler(program)): program for program in missing}
                 for done in concurrent.futures.as_completed(pending):
                     program = pending[done]
                     self.compiled[program] = done.result()
@@ -467,18 +471,8 @@ class Programs:
     def _lowered(self, program: Program) -> Callable[[], Any]:
         """Lowers a program, and returns what compiles it."""
         lowered = program.lower(self)
-        compile = functools.partial(cuda_graphs.compiled, lowered, self._devices) if program.loops else lowered.compile
+        compile = functools.partial(cuda_graphs.compiled, lowered, self.devices) if program.loops else lowered.compile
         return functools.partial(undisturbed, compile)
-
-
-def _begun(pool: concurrent.futures.Executor, work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-    """What a pool is to do. This thread does it if the main one has ended, after which pools take nothing on."""
-    try:
-        return pool.submit(work)
-    except RuntimeError:
-        done = concurrent.futures.Future[Any]()
-        done.set_result(work())
-        return done
 
 
 def _form(tree: Any) -> tuple[Any, ...]:

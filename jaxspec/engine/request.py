@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.engine.completion import Logprob
 from jaxspec.engine.params import SamplingParams
+from jaxspec.engine.pictures import Picture
 from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.structures import Structure
 from jaxspec.sampling.choice import Needs
@@ -45,6 +47,7 @@ class Request:
     index: int = 0  # which of the prompt's n samples it is
     prompt_index: int = 0  # which of the call's prompts it belongs to
     keep: int = 0  # how many tokens of its prompt the next turn of its conversation begins with; 0 where none is to come
+    pictures: tuple[Picture, ...] = ()  # the images of its prompt, in order
 
     # Where it is. The host gives it a slot, and calls on the device report what became of it.
     slot: int = -1  # -1 while it has none
@@ -85,6 +88,45 @@ class Request:
     def tokens(self) -> np.ndarray:
         """The prompt and the new tokens: [length] int32."""
         return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
+
+    @property
+    def key(self) -> np.ndarray:
+        """The same with its images told apart: what prompts are compared by. Two sequences with equal keys have equal K and V."""
+        return self._told_apart(self.tokens)
+
+    @functools.cached_property
+    def prompt_key(self) -> np.ndarray:
+        """The key of the prompt."""
+        return self._told_apart(self.prompt)
+
+    def _told_apart(self, tokens: np.ndarray) -> np.ndarray:
+        if self.pictures:
+            tokens = tokens.copy()
+            for picture in self.pictures:
+                tokens[picture.begin : picture.end] = picture.key
+        return tokens
+
+    @property
+    def seen(self) -> bool:
+        """Whether its images are all decoded, so that it has a key."""
+        return all(picture.decoded and picture.failure is None for picture in self.pictures)
+
+    def next_picture(self, rows: int) -> Picture | None:
+        """The first image that does not begin before this row."""
+        return next((picture for picture in self.pictures if picture.begin >= rows), None)
+
+    def next_stop(self, rows: int) -> int:
+        """Up to which row it is computed next, once `rows` are: to the end of an image that begins there; else to where its prompt is kept,
+        the next image begins, or all is computed."""
+        picture = self.next_picture(rows)
+        if picture is not None and picture.begin == rows:
+            return picture.end
+        stops = [goal for goal in self.goals if goal > rows]
+        return min(stops + ([] if picture is None else [picture.begin]), default=self.goal)
+
+    def outside(self, row: int) -> int:
+        """The row itself, or that at which an image begins which it is within."""
+        return next((picture.begin for picture in self.pictures if picture.begin < row < picture.end), row)
 
     @property
     def goal(self) -> int:

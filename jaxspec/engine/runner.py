@@ -53,7 +53,9 @@ class Call(NamedTuple):
     known: Sequence[int] = ()  # of how many tokens of each request the host knew when the call was made: the report tells of those after
     rows: Sequence[int] = ()  # of each request's prompt that it computes, unless pages are lacking
     finished: Sequence[Request | None] = ()  # those whose prompts it computes to their ends then
-    reaches: bool = True  # whether the host has something to do after it that the next call for prompts must wait for
+    # Whether the next call for prompts must wait for it: the host has something to do then, or an image begins or ends there, and what
+    # comes next depends on whether there were pages for these rows.
+    reaches: bool = True
     number: int = 0  # its place in the order in which the device runs calls that tell how many pages are free
     variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
     until_ended: int = 0  # its rounds return once so many more have ended, unless this is 0
@@ -104,7 +106,8 @@ class Runner:
         self._numbers, self._told = itertools.count(1), 0  # of calls that tell of free pages, and which one `_free` is from
         self.programs = Programs(target, drafter, settings, slots=self.total_slots, placement=placement, times=self.times)
         most = prefill_rows(target, in_kernels(settings.attention))
-        self.buckets = Buckets(settings.max_slots, settings.max_len, most, parts_end(target, drafter, self.programs.state))
+        end = parts_end(target, drafter, self.programs.state)
+        self.buckets = Buckets(settings.max_slots, settings.max_len, most, end, settings.image_rows)
         self.pool = Pool(self.programs, structures, lambda: self.held.running)
         parts = jax.tree.leaves(self.programs.state.drafter, is_leaf=lambda part: isinstance(part, PagedKV))
         # Whether the drafter keeps K and V of its own, which its weights have computed.
@@ -143,6 +146,7 @@ class Runner:
             *(DecodeRounds(size, needs, *tree) for size in self.buckets.trees if tree is not None),
             *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
             *(Prefill(size, chunk, needs) for size, chunk in self.buckets.prefill),
+            *(Prefill(size, self.settings.image_rows, needs, of_images=True) for size in self.buckets.images),
             *(Admit(size) for size in self.buckets.admit),
             *(Fork(size) for size in self.buckets.fork),
             *((PlaceStates(), FillMasks()) if needs.structured else ()),
@@ -175,7 +179,7 @@ class Runner:
         while left:
             group, ended, forks = list[Request](), self.held.ended, list[tuple[int, int, int]]()
             while left and len(group) < size:
-                source, rows = self.held.find(left[0].tokens)
+                source, rows = self.held.find(left[0].key)
                 slot = self.held.idle([source, *(other for other, _, _ in forks)])
                 if slot < 0 and not rows and forks:
                     break  # the only idle slots are those that this call copies from; the next call can have them
@@ -208,7 +212,7 @@ class Runner:
             self.flush()
         self.held.end([slot])  # first: if an interrupt comes before it is kept, its pages are released
         self._fork([(request.slot, slot, request.computed)])
-        self.held.keep(slot, request.tokens[: request.computed + 1], request, request.writer)
+        self.held.keep(slot, request.key[: request.computed + 1], request, request.writer)
 
     def evict(self, needed: bool = True, but: int = -1) -> bool:
         """Gives up the kept sequence that served longest ago; False if there is none. needed: whether it may be one that shares its pages
@@ -235,8 +239,8 @@ class Runner:
     def prefill(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> Call:
         """Starts one call that computes rows of some of the requests; the first ones come first. behind: a call before it that computes
         such rows and has not been read."""
-        goals, left, rows, program = self._next_rows(requests, needs, behind, work=1)
-        some, size, chunk = requests[: len(rows)], program.size, program.chunk
+        some, goals, left, rows, program = self._next_rows(requests, needs, behind, work=1)
+        size, chunk = program.size, program.chunk
         known = [r.length for r in some]
         self._written(some)
         # The first part of each request comes first: the report is read there.
@@ -245,28 +249,44 @@ class Runner:
         columns = self._columns([some[i] for i in of], size, [goals[i] for i in of], [known[i] for i in of], [at for _, at in parts])
         reached = [share == n for share, n in zip(rows, left, strict=False)]
         last = [r for r, goal, ends in zip(some, goals, reached, strict=False) if goal == r.goal and ends]
-        report = self.programs.run(program, columns)
+        report = self.programs.run(program, columns, *(self._images(some, goals, size) if program.of_images else ()))
         return Call(some, size, NO_DRAFTS, report, known, rows, last, any(reached), next(self._numbers))
+
+    def _images(self, requests: Sequence[Request], ends: Sequence[int], size: int) -> list[Any]:
+        """The rows of the image of each request that ends there, [chunk, H], where the programs run; any for the rest of `size`."""
+        pictures = [next(p for p in request.pictures if p.end == end) for request, end in zip(requests, ends, strict=True)]
+        found, here = [picture.rows() for picture in pictures], set(self.programs.devices)
+        found = [rows if isinstance(rows, jax.Array) and rows.devices() == here else np.asarray(rows) for rows in found]
+        return found + found[:1] * (size - len(found))
 
     def used(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1. behind: as for `prefill`."""
-        _, _, rows, program = self._next_rows(requests, needs, behind)
+        *_, rows, program = self._next_rows(requests, needs, behind)
         return sum(rows) / (program.size * program.chunk)
 
     def _next_rows(
         self, requests: Sequence[Request], needs: Needs, behind: Call | None = None, work: int = 0
-    ) -> tuple[list[int], list[int], list[int], Prefill]:
-        """(goals, left, rows, program): the row up to which each request is to be computed next, how many rows are left until there, what
-        starts on them, and how many rows of each of the first requests it computes. behind: as for `prefill`. work: see `_at_hand`."""
+    ) -> tuple[Sequence[Request], list[int], list[int], list[int], Prefill]:
+        """What a call computes next: the requests of which it computes rows; the row up to which each is to be computed next; how many rows
+        are left until there; how many of them it computes; and the program. behind: as for `prefill`. work: see `_at_hand`.
+
+        Images have a call of their own, before the rows of others."""
         coming = {} if behind is None else dict(zip(behind.requests, behind.rows, strict=True))
         computed = [r.computed + coming.get(r, 0) for r in requests]
-        goals = [next((goal for goal in r.goals if goal > rows), r.goal) for r, rows in zip(requests, computed, strict=True)]
+        pictures = [(r, p) for r, rows in zip(requests, computed, strict=True) if (p := r.next_picture(rows)) and p.begin == rows]
+        if pictures:
+            pictures = pictures[: max(self.buckets.images)]
+            counts = [picture.count for _, picture in pictures]
+            program = Prefill(smallest(self.buckets.images, len(counts)), self.settings.image_rows, needs, of_images=True)
+            return [r for r, _ in pictures], [picture.end for _, picture in pictures], counts, counts, program
+        goals = [r.next_stop(rows) for r, rows in zip(requests, computed, strict=True)]
         left = [goal - rows for goal, rows in zip(goals, computed, strict=True)]
         best, *others = self.buckets.prefill_by_worth(left, computed)
         least = sum(self.buckets.shared_out(left, computed, *best))
         larger = [bucket for bucket in others if sum(self.buckets.shared_out(left, computed, *bucket)) >= least]
         program = self._at_hand(Prefill(*best, needs), (Prefill(*bucket, needs) for bucket in larger), work)
-        return goals, left, self.buckets.shared_out(left, computed, program.size, program.chunk), program
+        rows = self.buckets.shared_out(left, computed, program.size, program.chunk)
+        return requests[: len(rows)], goals, left, rows, program
 
     def _rounds(self, sequences: int, needs: Needs, shape: RoundShape | None = None, work: int = 0) -> DecodeRounds:
         """What runs rounds of so many sequences. shape: as for `decode`. work: see `_at_hand`."""
@@ -462,7 +482,7 @@ class Runner:
         for request in requests:
             complete = request.status in (decode.STOPPED, decode.FULL_LENGTH) and request.text.found is None
             if request.keep == len(request.prompt) and complete and request.slot >= 0 and request.computed == request.length - 1:
-                self.held.keep(request.slot, request.tokens, writer=request.writer)
+                self.held.keep(request.slot, request.key, writer=request.writer)
         self.held.take_from(requests)
 
     def close(self) -> None:

@@ -246,5 +246,5 @@ class Turns:
                     return
                 raise no_slots(self._slots)
             request = self._read.popleft()
-            kept = {i: runners[i].held.find(request.tokens)[1] if request.keep else 0 for i in usable}
+            kept = {i: runners[i].held.find(request.key)[1] if request.keep and request.seen else 0 for i in usable}
             self._dealt[max(usable, key=lambda i: (kept[i], -self._load(i), runners[i].free_slots))].append(request)

@@ -19,6 +19,7 @@ from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs
 
 AHEAD = 4  # requests that are read before there is a slot for them
+LOOKAHEAD = 4  # images that are computed before their rows are needed
 # While prompts are computed, a step runs one round for every SHARE decoding sequences per unfinished prompt, at least 1 and at most BESIDE.
 # A round takes about as long for few sequences as for many, so while few of them decode, the time is better spent on prompts.
 BESIDE, SHARE = 4, 8
@@ -75,7 +76,7 @@ class Turn:
         self._kinds = dict(kinds or {})
         self.waiting = collections.deque[Request]()  # requests that were read and have no slot
         self.active = list[Request]()  # requests with a slot, oldest first
-        self._expecting = False  # whether a waiting request's automaton is on its way
+        self._expecting = False  # whether a waiting request's automaton or image is on its way
         self._spared = 0  # see `step`
         self._lacking = 0  # how many more slots are to come free before those that are free are given to waiting requests
         self._prompts: Call | None = None  # the call that computes prompts for the next step, if it is under way
@@ -93,6 +94,7 @@ class Turn:
         if not (self.waiting or self.active):
             return False
         self._fill_slots()
+        self._look_ahead()
         if not self.active:
             self._idle(meanwhile)
             return True
@@ -109,7 +111,10 @@ class Turn:
         """Reads requests, as many as slots are free and AHEAD more, and notes who has lost its slot."""
         runner = self._runner
         runner.ready()
-        self.waiting.extend(itertools.islice(self._requests, max(runner.free_slots + AHEAD - len(self.waiting), 0)))
+        fresh = list(itertools.islice(self._requests, max(runner.free_slots + AHEAD - len(self.waiting), 0)))
+        for picture in itertools.chain.from_iterable(request.pictures for request in fresh):
+            picture.decode()
+        self.waiting.extend(fresh)
         runner.ready()
         self._readmit([r for r in self.active if r.slot < 0])  # what gives the requests may have used the LLM, which made room
 
@@ -124,6 +129,16 @@ class Turn:
         self._lacking = max(company - free, 0) if free else 0
         if free >= company:
             self._admit()
+
+    def _look_ahead(self) -> None:
+        """Begins to compute the images that are next, while the device does other work."""
+        find, call = self._runner.held.find, self._prompts
+        under_way = {} if call is None else dict(zip(call.requests, call.rows, strict=True))
+        pictured = [r for r in itertools.chain(self.active, self.waiting) if r.pictures and r.seen]
+        rows = ((r, r.computed + under_way.get(r, 0) if r.slot >= 0 else find(r.key)[1]) for r in pictured)
+        coming = (picture for request, computed in rows for picture in request.pictures if picture.begin >= computed)
+        for picture in itertools.islice(coming, LOOKAHEAD):
+            picture.start()
 
     @property
     def _free(self) -> int:
@@ -213,10 +228,12 @@ class Turn:
 
     @property
     def expected(self) -> list[concurrent.futures.Future[Any]]:
-        """The automata that are being built, if there is nothing to do before one of them is there."""
+        """The automata that are being built and the images that are being decoded, if there is nothing to do before one is there."""
         if self.active or not self._expecting:
             return []
-        return [r.structure.future for r in self.waiting if r.structure and not r.structure.future.done()]
+        found = [r.structure.future for r in self.waiting if r.structure]
+        found += [picture.decode() for r in self.waiting for picture in r.pictures]
+        return [future for future in found if not future.done()]
 
     def end(self) -> list[Request]:
         """Takes out the requests that have ended."""
@@ -294,7 +311,7 @@ class Turn:
         most = max(int(COMPANY * (len(self.active) + runner.free_slots)), 1) if self.active else 1
         rows = 0
         for count, request in enumerate(itertools.islice(self.waiting, most), 1):
-            rows += request.goal - runner.held.find(request.tokens)[1]
+            rows += request.goal - (runner.held.find(request.key)[1] if request.seen else 0)
             if rows >= runner.buckets.prefill_rows:
                 return count
         return min(most, len(self.waiting))
@@ -308,12 +325,14 @@ class Turn:
         full = self._expecting = False
         older = list[Request]()  # structured ones that come first
         for request in list(self.waiting) if free else ():
+            if not self._decoded(request):
+                continue
             if request.structure is not None:
                 offered = self._offered(request, older, full)
                 full |= offered is None
                 if not offered:
                     continue
-            source, rows = runner.held.find(request.tokens)
+            source, rows = runner.held.find(request.key)
             beside = len(self.active) + len(fresh)
             # One page is left over for each sequence beside it, which may soon need one. A sequence alone always finds room.
             own = settings.pages_for(request.length + settings.most_accepted) - rows // settings.page_size
@@ -332,6 +351,21 @@ class Turn:
             self._kinds |= {r.profile: r for r in fresh}
             self.active.sort(key=lambda r: r.order)
 
+    def _decoded(self, request: Request) -> bool:
+        """Whether its images are there. A request with one that cannot be decoded has failed."""
+        if not all(picture.decoded for picture in request.pictures):
+            self._expecting = True
+            return False
+        failure = next((picture.failure for picture in request.pictures if picture.failure is not None), None)
+        if failure is not None:
+            self._refuse(request, failure)
+        return failure is None
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        request.refusal, request.status = reason, decode.FAILED
+        self.waiting.remove(request)
+        self.active.append(request)
+
     def _offered(self, request: Request, older: list[Request], full: bool) -> bool | None:
         """Whether the automaton of a structured text is there; None if it waits for room. older: requests whose automata it may not drive
         out of the pool; it becomes one of them. full: whether one of them waits for room, and should not be overtaken. A request whose
@@ -341,9 +375,7 @@ class Turn:
             self._expecting = True
             return False
         if request.structure.failure is not None:
-            request.refusal, request.status = request.structure.failure, decode.FAILED
-            self.waiting.remove(request)
-            self.active.append(request)
+            self._refuse(request, request.structure.failure)
             return False
         # Others are served meanwhile, or could be.
         busy = any(r.structure is not request.structure for r in [*self.active, *self.waiting])
@@ -370,16 +402,16 @@ class Turn:
         """Whether a prompt that is being computed will be kept at a row that serves this request, and saves it at least a page more than
         the `rows` that are kept now."""
         ahead, least = [r for r in [*self.active, *fresh] if r.goals], rows + self._runner.settings.page_size
-        return any(goal >= least and common(request.tokens, r.prompt) > goal for r in ahead for goal in r.goals)
+        return any(goal >= least and common(request.key, r.prompt_key) > goal for r in ahead for goal in r.goals)
 
     def _plan(self, request: Request, rows: int) -> None:
         """Decides at which rows its prompt is kept: where that saves most work for others, and up to where its conversation may continue
         from it. rows: how many of its rows are kept already."""
         if request.output:
             return
-        prompt, page_size = request.prompt, self._runner.settings.page_size
-        others = [r.prompt for r in self.waiting] + [other for other in self._seen if other is not prompt]
+        prompt, page_size = request.prompt_key, self._runner.settings.page_size
+        others = [r.prompt_key for r in self.waiting if r.seen] + [other for other in self._seen if other is not prompt]
         goal = boundary(prompt, rows, others, page_size)
-        goals = {goal, request.keep - 1}
+        goals = {request.outside(goal), request.outside(request.keep - 1)}
         request.goals[:] = sorted(goal for goal in goals if goal >= rows + page_size)
         self._seen.append(prompt)

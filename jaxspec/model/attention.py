@@ -81,6 +81,7 @@ def attend(
         keys.count,
         keys.weight,
         None if keys.pools is None else keys.pools.scales,
+        causal=not keys.joint,
         window=spec.window,
         scale=scale,
         ancestors=None if keys.tree is None or keys.fresh is None else keys.tree.words,
@@ -102,16 +103,25 @@ def keys_of(
     return Keys(*pages, length, None, count, weight)
 
 
-def keys_for(cache: PagedKV | None, layer: int, spec: LayerSpec, rows: Rows, weight: jax.Array | None = None, *, read_once: bool) -> Keys:
+def keys_for(
+    cache: PagedKV | None,
+    layer: int,
+    spec: LayerSpec,
+    rows: Rows,
+    weight: jax.Array | None = None,
+    *,
+    read_once: bool,
+    joint: bool = False,
+) -> Keys:
     """The keys before these rows of a layer that owns K and V, to which it adds the rows' own. read_once: whether no other layer reads
-    them."""
+    them. joint: see `Keys`."""
     keys, width = keys_of(cache, layer, rows.slots, rows.start, rows.count, weight), rows.ids.shape[1]
     if rows.packing is not None:
         assert cache is not None
         width = rows.packing.width
     store_first = cache is not None and rows.tree is None and paged.has_room(cache, spec, width)
     read_once = read_once and rows.packing is None  # packed rows of a sequence each read its pages
-    return dataclasses.replace(keys, store_first=store_first, packing=rows.packing, tree=rows.tree, read_once=read_once)
+    return dataclasses.replace(keys, store_first=store_first, packing=rows.packing, tree=rows.tree, read_once=read_once, joint=joint)
 
 
 def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str) -> PagedKV:

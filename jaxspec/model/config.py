@@ -91,6 +91,7 @@ class Gemma4Config:
     eos_token_id: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    use_bidirectional_attention: str | None = None  # "vision": in sliding layers all rows of an image see one another
     dtype: str = "bfloat16"
 
     @property
@@ -331,6 +332,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         eos_token_id=_ids(next((c["eos_token_id"] for c in (outer, text) if c.get("eos_token_id") is not None), None)),
         bos_token_id=text.get("bos_token_id"),
         pad_token_id=text.get("pad_token_id"),
+        use_bidirectional_attention=text.get("use_bidirectional_attention", "vision" if text.get("model_type") == TEXT_TYPES[1] else None),
         dtype=float_name(outer, text),
     )
 

@@ -139,8 +139,13 @@ class Gemma4:
         config = self.config
         check_taps(taps, config.num_hidden_layers)
         with jax.named_scope("embed"):
-            x = self.embed(rows.ids)
-            per_layer = self.per_layer_inputs(rows.ids, x, attention)
+            ids = rows.ids
+            if rows.inserted is None:
+                x = self.embed(ids)
+            else:  # the token of such a row is nothing that per-layer embeddings know
+                x, ids = rows.inserted.astype(self.dtype), jnp.full_like(ids, config.pad_token_id or 0)
+            per_layer = self.per_layer_inputs(ids, x, attention)
+        seen_whole = rows.inserted is not None and config.use_bidirectional_attention == "vision"
         positions, last = rows.positions, jnp.maximum(rows.count - 1, 0)
         # Layers that share KV read the rows' K and V of another layer and write none: rows nobody reads can be left out of them.
         cut = config.num_hidden_layers
@@ -163,7 +168,8 @@ class Gemma4:
                 keys = fresh[source]
             else:
                 weight, once = self.layers[source].self_attn.key_weight, source not in shared
-                keys = keys_for(cache, source, spec, rows, weight, read_once=once)
+                joint = seen_whole and spec.window is not None
+                keys = keys_for(cache, source, spec, rows, weight, read_once=once, joint=joint)
             goes_on = i + 1 < len(self.layers) and i + 1 not in (cut, *taps)  # into the next layer alone
             read_by_kernel = goes_on and self.layers[i + 1].enters_kernel(x, attention)
             if goes_on:

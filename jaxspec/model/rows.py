@@ -18,7 +18,8 @@ class Rows:
     count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
     sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0. packing: of rows that `packed` gave,
     else None. tree: whose rows these are, or None; then each row stands as far after `start` as it is deep, and sees of these rows its
-    ancestors and itself, and none of them is written to the cache: see `attention.store_path`.
+    ancestors and itself, and none of them is written to the cache: see `attention.store_path`. inserted: [B, T, H], what stands in place of
+    the embeddings of the ids: then a sequence's rows are those of one image, all of them; None for rows of tokens.
     """
 
     ids: jax.Array
@@ -27,6 +28,7 @@ class Rows:
     slots: jax.Array
     packing: Packing | None = None
     tree: DraftTree | None = struct.field(pytree_node=False, default=None)
+    inserted: jax.Array | None = None
 
     @property
     def positions(self) -> jax.Array:
@@ -111,7 +113,8 @@ class Keys:
     are stored in part (`LayerSpec.key_dims`), else None. store_first: the owner puts its rows into the pages and then reads them
     there, so that none are fresh; it must have places for them beside all that they see. packing: of packed rows, for which B is the
     number of rows; else None. tree: of the fresh rows, None where they are consecutive. read_once: whether only this layer reads the
-    pages. after: what the last layer that read the pages made of them, if the fresh rows are written after that.
+    pages. joint: whether each row sees all rows of its block, those after it among them. after: what the last layer that read the pages
+    made of them, if the fresh rows are written after that.
     """
 
     pools: LayerKV | None
@@ -124,6 +127,7 @@ class Keys:
     packing: Packing | None = None
     tree: DraftTree | None = struct.field(pytree_node=False, default=None)
     read_once: bool = struct.field(pytree_node=False, default=False)
+    joint: bool = struct.field(pytree_node=False, default=False)
     after: jax.Array | None = None
 
 

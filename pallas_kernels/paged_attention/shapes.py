@@ -54,4 +54,6 @@ SHAPES = {
     "e2b-sliding-prefill": Shape(512, 1, 8, 256, window=512),
     "31b-full-prefill": Shape(2048, 4, 8, 512, rotary=128),
     "31b-sliding-prefill": Shape(2048, 16, 2, 256, window=1024),
+    # The rows of an image, which all see one another.
+    "31b-image": Shape(280, 16, 2, 256, window=1024, causal=False),
 }

@@ -237,3 +237,12 @@ def test_families_are_found_by_model_type_and_by_config():
         families.family_named("llama")
     with pytest.raises(TypeError, match="config is of type dict; expected one of Gemma4Config"):
         families.family_of({})
+
+
+def test_in_which_targets_the_rows_of_an_image_see_one_another():
+    for name, raw in TARGETS.items():
+        text = raw["text_config"]
+        expected = None if name in ("E2B", "E4B") else "vision"
+        assert Gemma4Config.from_hf(raw).use_bidirectional_attention == expected
+        left_out = {**raw, "text_config": {field: x for field, x in text.items() if field != "use_bidirectional_attention"}}
+        assert Gemma4Config.from_hf(left_out).use_bidirectional_attention == ("vision" if name == "12B" else None)

@@ -1,0 +1,316 @@
+"""Images in prompts through the whole engine, on a tiny target whose tower is made up: an image is a row of numbers, and its rows are
+drawn by them."""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxspec import SamplingParams
+from jaxspec.drafters.base import NoDraft
+from jaxspec.drafters.ngram import NGram
+from jaxspec.engine.buckets import Buckets
+from jaxspec.engine.llm import LLM
+from jaxspec.engine.pictures import Pictures
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.settings import Settings
+from jaxspec.model import gemma4
+from jaxspec.model import paged_kv as paged
+from jaxspec.model.config import Gemma4Config
+from jaxspec.model.rows import Rows
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+VOCAB, MAX_LEN, PAGE, MOST, HIDDEN = 64, 96, 4, 12, 16
+CONFIG = {
+    **tiny.TEXT,
+    "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size": HIDDEN,
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
+}
+OPENING, IMAGE, CLOSING = 61, 62, 63
+
+
+@dataclasses.dataclass
+class Drawn:
+    """What stands for an image. It has as many rows as it says."""
+
+    number: int
+    size: int = 5
+
+    @property
+    def digest(self):
+        return self.number.to_bytes(8, "little", signed=True)
+
+
+class Tower:
+    """What stands for an image tower."""
+
+    image_token_id = IMAGE
+
+    def opened(self, image):
+        if not isinstance(image, Drawn):
+            raise TypeError(f"an image is of type {type(image).__name__}, expected a Drawn")
+        return image
+
+    def count(self, image):
+        return image.size
+
+    def tokens(self, count):
+        return [OPENING, *[IMAGE] * count, CLOSING]
+
+    def prepared(self, image):
+        if image.number == -2:
+            raise ValueError("Drawn(-2) cannot be read as an image")
+        return image
+
+    def rows(self, image):
+        if image.number < 0:
+            raise RuntimeError("this image has no rows")
+        found = np.full((MOST, HIDDEN), 9.0, np.float32)
+        found[: image.size] = np.random.default_rng(image.number).normal(size=(image.size, HIDDEN))
+        return found
+
+    def warmup(self):
+        self.warm = True
+
+
+@functools.cache
+def target():
+    return jax.tree.map(jnp.asarray, tiny.random_weights(gemma4.abstract(Gemma4Config.from_hf(CONFIG), jnp.float32), 0))
+
+
+@functools.cache
+def llm_of(drafter, pages=None, slots=3, tower=True):
+    sizes = {"max_slots": slots, "max_len": MAX_LEN, "num_draft_tokens": 0 if drafter is NoDraft else 3, "page_size": PAGE}
+    settings = Settings(**sizes, kv_pages=pages, image_rows=MOST if tower else 0, progress=False)
+    return LLM(target(), drafter(), tiny.Letters(), settings, images=Tower() if tower else None)
+
+
+def asked(*parts):
+    """A prompt of token ids and images, one after the other."""
+    ids = [i for part in parts for i in ([IMAGE] if isinstance(part, Drawn) else part)]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": [part for part in parts if isinstance(part, Drawn)]}}
+
+
+def first_token(*parts):
+    """What the target chooses after a prompt, computed part by part without the engine."""
+    model, at, logits = target(), 0, None
+    cache = gemma4.init_cache(model.config, slots=1, max_len=MAX_LEN, num_draft_tokens=0, page_size=PAGE, dtype=jnp.float32)
+    tower, one = Tower(), jnp.ones(1, jnp.int32)
+    pieces = list[tuple[list[int], np.ndarray | None]]()
+    for part in parts:
+        if isinstance(part, Drawn):
+            pieces += [([OPENING], None), ([IMAGE] * part.size, tower.rows(part)[None, : part.size]), ([CLOSING], None)]
+        else:
+            pieces.append((part, None))
+    for ids, rows in pieces:
+        for begin in range(0, len(ids), 4 if rows is None else len(ids)):
+            some = ids[begin : begin + 4] if rows is None else ids
+            cache, _ = paged.reserve(cache, 0 * one, (at + len(some)) * one, len(some))
+            block = Rows(jnp.asarray([some], jnp.int32), at * one, len(some) * one, 0 * one, inserted=rows)
+            out, cache = model(block, cache)
+            logits, at = model.unembed(out.hidden)[0, -1], at + len(some)
+    return int(jnp.argmax(logits))
+
+
+WORDS = [list(np.random.default_rng(i).integers(3, 60, n)) for i, n in enumerate((9, 3, 21, 1, 14))]
+PROMPTS = [
+    (WORDS[0], Drawn(1), WORDS[1]),
+    (WORDS[0], Drawn(2), WORDS[1]),  # as the first, but for what it shows
+    (WORDS[0], Drawn(1), WORDS[4]),
+    (Drawn(3, 11), Drawn(4, 1), WORDS[2]),
+    (WORDS[2], WORDS[0], WORDS[4], Drawn(5, 12)),
+    (WORDS[3], Drawn(1), Drawn(1), WORDS[3]),
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+
+
+@functools.cache
+def answers():
+    """Of each prompt by itself, without drafts."""
+    return [llm_of(NoDraft).generate(asked(*prompt), GREEDY)[0] for prompt in PROMPTS]
+
+
+def test_the_first_token_is_the_targets_own_after_text_and_images():
+    assert [answer.token_ids[0] for answer in answers()] == [first_token(*prompt) for prompt in PROMPTS]
+    assert answers()[0].token_ids != answers()[1].token_ids  # they differ in the image alone
+    ids = answers()[0].prompt_token_ids
+    assert ids == [*WORDS[0], OPENING, *[IMAGE] * 5, CLOSING, *WORDS[1]]
+
+
+@pytest.mark.parametrize("pages", [None, 26])
+def test_texts_do_not_depend_on_drafts_company_room_or_what_is_kept(pages):
+    """Twice each, in two orders, so that prompts find what others have left; and with so few pages that some are computed again."""
+    llm, expected = llm_of(NGram, pages), [answer.token_ids for answer in answers()]
+    order = [0, 1, 2, 3, 4, 5, 3, 1, 0, 5, 2, 4]
+    for some in (order, order[::-1]):
+        found = llm.generate([asked(*PROMPTS[i]) for i in some], GREEDY)
+        assert [answer.token_ids for answer in found] == [expected[i] for i in some]
+    if pages is None:
+        assert llm.stats.cached_tokens > 0
+    else:
+        assert llm.stats.preemptions > 0
+
+
+def test_an_image_for_which_there_are_no_pages_is_computed_before_what_follows_it(monkeypatch):
+    """Those rows are fewer in a call, and there would be pages for them."""
+    monkeypatch.setattr(Buckets, "prefill", [(1, 8)])
+    llm, lacking = llm_of.__wrapped__(NoDraft), []
+    prompts = [asked(WORDS[1], Drawn(6, 12), WORDS[2]), WORDS[0]]
+    expected = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
+    runner, prefill, read = llm._runner, Runner.prefill, Runner.read
+
+    def leave(pages):
+        programs = runner.programs
+        cache = dataclasses.replace(programs.state.cache, free_count=jnp.asarray(pages, jnp.int32))
+        programs.state = dataclasses.replace(programs.state, cache=cache)
+
+    def prefilled(self, requests, *args):
+        if not lacking and requests[0].computed == 4:  # the image is next
+            lacking.append(self.free_pages)
+            leave(2)
+        return prefill(self, requests, *args)
+
+    def read_calls(self, calls):
+        starved = read(self, calls)
+        if starved and len(lacking) == 1:
+            lacking.append(self.free_pages)
+            leave(lacking[0])
+        return starved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "prefill", prefilled)
+        patch.setattr(Runner, "read", read_calls)
+        found = llm.generate(prompts, GREEDY)
+    assert len(lacking) == 2 and llm.stats.preemptions == 1
+    assert [answer.token_ids for answer in found] == expected
+
+
+def test_an_image_of_one_prompt_is_computed_once(monkeypatch):
+    """Also where the call that takes its rows is still under way when images are looked for that come next."""
+    llm, computed, rows = llm_of(NGram), [], Tower.rows
+    monkeypatch.setattr(Tower, "rows", lambda self, image: computed.append(image.number) or rows(self, image))
+    prompts = [asked(WORDS[0], Drawn(200 + i), Drawn(300 + i, 9), WORDS[2], Drawn(400 + i)) for i in range(6)]
+    llm.generate(prompts, GREEDY)
+    assert sorted(computed) == [first + i for first in (200, 300, 400) for i in range(6)]
+
+
+def test_samples_of_a_prompt_with_an_image():
+    llm = llm_of(NGram)
+    params = SamplingParams(temperature=1, seed=5, n=3, max_tokens=6, ignore_eos=True)
+    samples = llm.generate(asked(WORDS[4], Drawn(77), WORDS[1]), params)
+    for i, sample in enumerate(samples):
+        alone = llm_of(NoDraft).generate(asked(WORDS[4], Drawn(77), WORDS[1]), params.replace(n=1, seed=5 + i))[0]
+        assert sample.token_ids == alone.token_ids
+
+
+def test_a_stream_and_calls_beside_it():
+    llm, expected = llm_of(NGram), answers()
+    with contextlib.closing(llm.stream(asked(*PROMPTS[3]), GREEDY, steps=1)) as stream:
+        first = next(stream)
+        assert [a.token_ids for a in llm.generate([asked(*PROMPTS[i]) for i in (0, 1)], GREEDY)] == [expected[i].token_ids for i in (0, 1)]
+        rest = list(stream)
+    assert "".join(chunk.text for chunk in (first, *rest)) == expected[3].text
+
+
+def test_prompts_as_a_processor_writes_them():
+    """With an image's tokens written out, or its opening and closing alone."""
+    llm, image = llm_of(NoDraft), Drawn(1)
+    for middle in ([IMAGE], [OPENING, IMAGE, CLOSING], [OPENING, *[IMAGE] * 5, CLOSING]):
+        prompt = {"prompt_token_ids": [*WORDS[0], *middle, *WORDS[1]], "multi_modal_data": {"image": image}}
+        assert llm.generate(prompt, GREEDY)[0].token_ids == answers()[0].token_ids
+    placed = Pictures(Tower()).placed([5, IMAGE, 7, OPENING, IMAGE, CLOSING, 9], [image, Drawn(2, 3)])
+    assert placed.ids == [5, OPENING, *[IMAGE] * 5, CLOSING, 7, OPENING, *[IMAGE] * 3, CLOSING, 9]
+    assert [(picture.begin, picture.end) for picture in placed.pictures] == [(2, 7), (10, 13)]
+    assert [placed.length_of(n) for n in range(8)] == [0, 1, 8, 9, 10, 13, 14, 15]
+
+
+def test_what_cannot_be_read_is_refused_by_name():
+    llm = llm_of(NoDraft)
+    ids, image = [5, IMAGE, 7], Drawn(1)
+    for data, error, words in (
+        ({"image": [image, image]}, ValueError, "prompt 0: 2 images and 1 image tokens .62. are given; expected one for each image"),
+        ({"image": "cat.png"}, TypeError, "prompt 0: an image is of type str"),
+        ({"audio": [1.0]}, ValueError, "'multi_modal_data' of prompt 0 has 'audio'; only images can be read"),
+        ([image], TypeError, "'multi_modal_data' of prompt 0 is of type list, expected a dict with 'image'"),
+    ):
+        with pytest.raises(error, match=words):
+            llm.generate({"prompt_token_ids": ids, "multi_modal_data": data})
+    with pytest.raises(ValueError, match="1 image and 0 image tokens"):
+        llm.generate({"prompt_token_ids": [5, 7], "multi_modal_data": {"image": image}})
+    with pytest.raises(ValueError, match="prompt 0 has 97 tokens; expected at most 95"):
+        llm.generate({"prompt_token_ids": [5] * 89 + ids[1:], "multi_modal_data": {"image": image}})
+    for logprobs in ({"prompt_logprobs": 1}, {"logprobs": -1}, {"logprobs": 50}):
+        with pytest.raises(ValueError, match="prompt 0 has images, of which prompt_logprobs and more than 20 logprobs cannot be served"):
+            llm.generate(asked(*PROMPTS[0]), SamplingParams(**logprobs))
+    with pytest.raises(ValueError, match="'multi_modal_data', which cannot be served: .*images=True"):
+        llm_of(NoDraft, tower=False).generate(asked(*PROMPTS[0]))
+    with pytest.raises(RuntimeError, match="this image has no rows"):
+        llm.generate([asked(*PROMPTS[0]), asked(WORDS[0], Drawn(-1))], GREEDY)
+    assert llm.generate(asked(*PROMPTS[0]), GREEDY)[0].token_ids == answers()[0].token_ids  # it goes on
+
+
+def test_an_image_that_cannot_be_decoded_fails_alone():
+    llm = llm_of(NGram)
+    first, broken, last = llm.generate([asked(*PROMPTS[0]), asked(WORDS[0], Drawn(-2)), asked(*PROMPTS[3])], GREEDY)
+    assert (broken.finish_reason, broken.error, broken.token_ids) == ("error", "Drawn(-2) cannot be read as an image", [])
+    assert (first.token_ids, last.token_ids) == (answers()[0].token_ids, answers()[3].token_ids)
+    with pytest.raises(StopIteration):
+        stream = llm.stream(asked(WORDS[0], Drawn(-2)), GREEDY)
+        assert next(stream).completion.error == "Drawn(-2) cannot be read as an image"
+        next(stream)
+
+
+def test_others_go_on_while_an_image_is_decoded(monkeypatch):
+    """One that takes long, before and after others."""
+    llm, decoded = llm_of(NGram), threading.Event()
+
+    def prepared(image):
+        if image.number == 9:
+            assert decoded.wait(60)
+        return image
+
+    monkeypatch.setattr(llm._pictures.tower, "prepared", prepared)
+    order = []
+    for answer in llm.as_completed([(asked(WORDS[1], Drawn(9)), GREEDY), (asked(*PROMPTS[0]), GREEDY), (asked(*PROMPTS[3]), GREEDY)]):
+        order.append(answer.prompt_index)
+        decoded.set()
+        if answer.prompt_index == 0:
+            slow = answer
+    assert order[0] != 0 and sorted(order) == [0, 1, 2]
+    assert slow.token_ids == llm_of(NoDraft).generate(asked(WORDS[1], Drawn(9)), GREEDY)[0].token_ids
+
+
+def test_the_tower_is_warmed_up_too(monkeypatch):
+    llm = llm_of(NoDraft)
+    monkeypatch.setattr("jaxspec.engine.llm.warm_up", lambda *_: None)
+    llm.warmup()
+    assert llm._pictures.tower.warm
+
+
+def test_a_thread_that_outlives_the_main_one_reads_images(monkeypatch):
+    """As Python exits, pools take nothing on."""
+
+    def refused(*_):
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    llm = llm_of(NoDraft)
+    for pool in (llm._pictures._decoding, llm._pictures._computing):
+        monkeypatch.setattr(pool, "submit", refused)
+    with pytest.raises(RuntimeError, match="this image has no rows"):
+        llm.generate(asked(WORDS[0], Drawn(-1)), GREEDY)
+    assert llm.generate(asked(*PROMPTS[0]), GREEDY)[0].token_ids == answers()[0].token_ids
+
+
+def test_log_probabilities_of_what_follows_an_image():
+    found = llm_of(NGram).generate(asked(*PROMPTS[0]), GREEDY.replace(logprobs=2))[0]
+    assert found.token_ids == answers()[0].token_ids
+    assert [row[token].rank for token, row in zip(found.token_ids, found.logprobs, strict=True)] == [1] * 9
