@@ -2,7 +2,8 @@
 
 A converted folder holds config.json, generation_config.json and the tokenizer's files of the checkpoint; jaxspec.json with the format's
 version, the sizes of the weights' files and how matrices are quantised; and `weights`, an Orbax checkpoint (OCDBT) of a flat dict from
-our paths to arrays. A drafter that was converted with its target is such a folder too: `drafter` in the target's. A chunk on disk does
+our paths to arrays. A drafter that was converted with its target is such a folder too: `drafter` in the target's. The target's image tower
+lies beside them as a release has it, in `images`. A chunk on disk does
 not cross the borders at which meshes cut, so each process reads only what its devices hold.
 """
 
@@ -12,6 +13,7 @@ import contextlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ import numpy as np
 
 from jaxspec import checkpoint, checks, drafters, targets
 from jaxspec.checkpoint import fused
-from jaxspec.checkpoint.files import CONVERTED, DRAFTER, INDEX_FILE, lock
+from jaxspec.checkpoint.files import CONVERTED, DRAFTER, IMAGES, INDEX_FILE, lock
 from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import Hub
+from jaxspec.checkpoint.peft import read_adapter
 from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.model.families import family_of
 from jaxspec.planning import pair_of
@@ -34,6 +37,9 @@ from jaxspec.sharding import specs
 from jaxspec.sharding.placement import placement_of
 from jaxspec.text import check_files
 from jaxspec.trees import leaves_by_path
+from jaxspec.vision import Images
+from jaxspec.vision.images import refuse_tower
+from jaxspec.vision.preprocessing import FILES, SOFT_TOKENS
 from pallas_kernels.packed import Packed
 
 LOCK = ".lock"  # in a folder that is being written
@@ -98,12 +104,32 @@ def convert(
         more = {} if quantize is None else {"quantization_config": config_of(quantize)}
         _write(unfinished, folder, weights, weights_dtype, more, _about(quantisation, tree, family_of(config).prefixes[0]))
         del weights
+        _write_images(unfinished / IMAGES, folder, weights_dtype, adapter, hub)
         if draft_folder is not None:
             guesser = drafters.load_drafter(draft_folder, config, weights_dtype, quantize=quantize_drafter, place=place, progress=progress)
             planned, quantisation = drafters.planned(draft_folder, config, weights_dtype, quantize_drafter)
             about = _about(quantisation, drafters.checkpoint_part(planned), getattr(planned, "key_prefixes", ("",))[0])
             _write(unfinished / DRAFTER, draft_folder, drafters.checkpoint_part(guesser), weights_dtype, {}, about)
     return final
+
+
+def _write_images(destination: Path, folder: Path, dtype: np.dtype, adapter: str | os.PathLike[str] | None, hub: Hub) -> None:
+    """Writes the image tower of the target in `folder`, if it has one, with what says how images are prepared. Warns of one that cannot be
+    read, or that an adapter would change, and leaves it out."""
+    if not Images.is_in(folder):
+        return
+    try:
+        if adapter is not None:
+            refuse_tower(read_adapter(adapter, hub), os.fspath(adapter))
+        images = Images.load(folder, dtype, SOFT_TOKENS[0])  # any number: weights are those of all
+    except ValueError as error:
+        warnings.warn(f"the converted checkpoint has no image tower: {error}", UserWarning, stacklevel=4)
+        return
+    source = folder / IMAGES if (folder / CONVERTED).exists() else folder
+    checkpoint.save_weights(destination, images.tower, checkpoint.read_config(source), prefix="model.")
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import jax
 
 from jaxspec import checkpoint, drafters, sharding
 from jaxspec.checkpoint.hub import Hub
+from jaxspec.checkpoint.peft import read_adapter
 from jaxspec.checks import expanded, integer, path
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.decode.round import check_tree_rule
@@ -33,6 +34,8 @@ from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.targets import abstract_target, eos_token_ids, load_target, max_len_of, quantisation_of, weights_dtype
 from jaxspec.targets import read_target as read_target  # for those who write their own loop
 from jaxspec.text import load_tokenizer
+from jaxspec.vision import Images
+from jaxspec.vision.images import check_pillow, refuse_tower
 from pallas_kernels import dialect, lm_head
 
 MAX_SLOTS = 8  # where a device does not say how much memory it has
@@ -70,6 +73,7 @@ def load(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     learn: float | Learn | None = None,
+    images: bool | int = False,
     progress: bool | None = None,
 ) -> LLM:
     """Loads a target, and a drafter that guesses for it, and returns an LLM.
@@ -158,6 +162,10 @@ def load(
     settings as a `Learn`; texts stay the same. Slots are planned beside what it takes. See `LLM.learn`, which begins it later. None: the
     drafter stays as it is.
 
+    images: whether prompts may have images: True, or how many tokens of one at most, 70, 140, 280, 560 or 1120 (True takes what the
+    checkpoint says, 280 as a rule). Then the checkpoint's image tower is read beside the text model, in the same dtype, and prompts of
+    `generate` and `chat` may hold images. It needs Pillow.
+
     Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for
     a checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, activations that are to be
     and whose weights are not in fp8, a drafter or an adapter that does not fit, a setting out of range. An argument that vLLM or
@@ -172,6 +180,8 @@ def load(
     seed, progress = integer("seed", seed, 0, MAX_SEED - 1), watched(progress)
     placement, learning = _placement(mesh, tensor), None if learn is None else learn_of(learn)
     grown = None if tree is None else tree_of(tree)
+    if not isinstance(images, bool):
+        integer("images", images, 1)
 
     hub = Hub(revision, token, cache_dir, local_files_only)
     asked = {"quantize": quantize, "quantize_embedding": quantize_embedding, "quantize_activations": quantize_activations}
@@ -200,10 +210,19 @@ def load(
     shards = placement.shards
     wanted = None if max_slots is None else -(-max_slots // shards)
     longest = count if grown is None else max(count, grown.depth)
+    tower = None
+    if images:
+        assert pair.folder is not None
+        check_pillow()
+        tower = Images.read(pair.folder, pair.dtype, None if images is True else images)
+        if adapter is not None:
+            refuse_tower(read_adapter(adapter, hub), os.fspath(adapter))
     sizes = {"max_len": max_len, "num_draft_tokens": longest, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
         kernels = in_kernels(attention)
         room, used = _room(memory_fraction)
+        if tower is not None and room is not None:
+            room -= tower.bytes_needed(dialect.obstacle() is None)
         pays = attention != "xla" and lm_head.guide_pays()
         placement = with_head_guides(placement, pair.target, pair.drafter, head_guide, room, pays=pays)
         sizes |= {"kernels": kernels, "default_slots": MAX_SLOTS, "learn": learning, "used": used}
@@ -220,6 +239,7 @@ def load(
         prefix_bytes=chosen.prefix_bytes,
         adaptive=num_draft_tokens is None if adaptive_verification is None else adaptive_verification,
         tree=grown,
+        image_rows=0 if tower is None else tower.max_soft_tokens,
         seed=seed,
         progress=progress,
     )
@@ -245,6 +265,7 @@ def load(
         placement=placement,
         name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
         origin=Origin(loaded, pair.drafter_folder, config),
+        images=None if tower is None else tower.with_weights(folder),
     )
     if learning is not None:
         try:

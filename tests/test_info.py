@@ -76,6 +76,19 @@ def test_what_learning_takes_is_told(capsys):
     assert "--learn is about a model, and none is named" in refused(capsys, "--memory", "24GB", "--learn")
 
 
+def test_what_images_take_is_told(capsys):
+    """The tower of the release, and rows of images on their way; the rest is left to sequences."""
+    asked = ("31b", "--memory", "H200")
+    plain, seeing = said(capsys, *asked), said(capsys, *asked, "--images")
+    (line,) = [line for line in seeing if line.startswith("images ")]
+    assert line.startswith("images      1.2 GB tower, ") and line.endswith(" for images of 280 tokens")
+    assert [line for line in seeing if line.startswith(("memory", "weights"))] == [x for x in plain if x.startswith(("memory", "weights"))]
+    assert plain[-6:] != seeing[-6:]  # how many sequences of some lengths there is room for
+    assert "max_soft_tokens is 100; expected one of 70, 140" in refused(capsys, *asked, "--images", "100")
+    assert "'step3p5' has no image tower" in refused(capsys, "step3p5", "--memory", "H200", "--images")
+    assert "has no image tower" in refused(capsys, "pocket", "--memory", "H200", "--images")
+
+
 def test_what_a_drafters_config_leaves_open_is_told(capsys):
     """z-lab's configs for Gemma name no scale."""
     line = "            its config.json leaves open input_embedding_scale=1.0 or input_embedding_scale=73.3212: the first rounds try both"

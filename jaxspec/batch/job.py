@@ -328,7 +328,8 @@ class BatchJob:
             if self._seen is not None and (first := self._seen.setdefault(digest_of(name), number)) != number:
                 raise ValueError(f"line {number} has the id {name!r} of line {first}; expected an id of its own for each line")
         except Exception as error:
-            self._put_aside(number, name, reason(error), isinstance(values, dict) and openai.is_line(values))
+            told = reason(error).replace("images=True", "images=True, or with --images")  # the same on the command line
+            self._put_aside(number, name, told, isinstance(values, dict) and openai.is_line(values))
             return None
         self._known.check(line.number, line.name, self.out)
         before = self._asked[number] if number < len(self._asked) else 0

@@ -67,7 +67,7 @@ class LineReader:
         params = dataclasses.replace(self.params, **given)
         ids: Any = next(iter(asked.values()))
         if "messages" in asked:
-            ids = self.llm.chat_prompt(ids, **template)
+            ids = self.llm.chat_input(ids, **template)
         elif isinstance(ids, str):
             ids = self.llm.tokenizer.encode(ids) if ids else []
         self.llm.check(ids, params)
@@ -81,6 +81,8 @@ def _plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     for key in extra:
         if key in PARAM_NAMES:
             raise ValueError(f"found {key!r}, which belongs into params")
+        if key == "multi_modal_data":
+            raise ValueError(f"found {key!r}, which no line has; images belong into the content of messages")
         near = ["params"] if key == "sampling_params" else difflib.get_close_matches(key, ("params", "messages"), 1, 0.8)
         if near:
             raise ValueError(f"found {key!r}; expected {near[0]!r}, or a name less like it for a column that is passed on")

@@ -26,6 +26,7 @@ from jaxspec.planning import KV_DTYPES, Pair, pair_of, plan, released_pair, with
 from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import max_len_of
 from jaxspec.trees import bytes_per_device, leaves_by_path, nbytes, packed_kinds, weight_count
+from jaxspec.vision import Images
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 # Of the table of what fits a card: released targets, and how their weights are quantised.
@@ -56,6 +57,13 @@ def read(target: str, drafter: str | None = None, hub: Hub = HUB, *, adapter: st
     if target.lower() in released.TARGETS and not Path(target).exists():
         raise FileNotFoundError(f"{target!r} is no folder; for the released shape expected {target.lower()!r}")
     return pair_of(target, drafter, hub, adapter=adapter, **asked)
+
+
+def images_of(target: str, pair: Pair, max_soft_tokens: int | None = None) -> Images:
+    """What reads images for a target, under the name that `read` had. Raises as `Images.read` does."""
+    if pair.folder is not None:
+        return Images.read(pair.folder, pair.dtype, max_soft_tokens)
+    return released.images_of(target, pair.dtype, 280 if max_soft_tokens is None else max_soft_tokens)
 
 
 def describe(
@@ -116,11 +124,13 @@ def describe_plan(
     kv_dtype: str = "auto",
     mesh: str | None = None,
     learn: Learn | None = None,
+    images: Images | None = None,
 ) -> Iterator[str]:
     """Yields lines about how `jaxspec.load` would use a device's memory, in the checkpoint's dtype.
 
     card: the device, of whose memory JAX takes jax_fraction; None shows only what each part takes, with kernels. mesh: such as
-    "data=2,tensor=4"; the lines are about one of its devices. All else is as in `jaxspec.load`, errors too.
+    "data=2,tensor=4"; the lines are about one of its devices. images: what `Images.read` gives, None without images. All else is as in
+    `jaxspec.load`, errors too.
     """
     check_limits(memory_fraction, max_slots)
     check_names(kv_dtype=kv_dtype)
@@ -131,6 +141,9 @@ def describe_plan(
     kernels, wanted = card is None or card.kernels, None if max_slots is None else -(-max_slots // placement.shards)
     room = None if card is None else int(memory_fraction * jax_fraction * card.memory)
     pays = card is not None and card.hopper
+    limit = room
+    if images is not None and room is not None:
+        room -= images.bytes_needed(kernels)
     placement = with_head_guides(placement, pair.target, pair.drafter, None, room, pays=pays)
     settings: dict[str, Any] = {"num_draft_tokens": count, "kernels": kernels, "placement": placement, "learn": learn}
     sizes, chosen = plan(pair, room, max_len=max_len, kv_dtype=kv_dtype, slots=wanted, default_slots=MAX_SLOTS, show=show, **settings)
@@ -139,11 +152,14 @@ def describe_plan(
     kept = sizes.kept(slots, pages) + snapshots * sizes.slot
     if card is not None and room is not None:
         taken = f", of which JAX takes {jax_fraction} (XLA_CLIENT_MEM_FRACTION)" if jax_fraction < 1 else ""
-        yield f"memory      {show(card.memory)}{taken}; memory_fraction {memory_fraction} of it is {show(room)}"
+        yield f"memory      {show(card.memory)}{taken}; memory_fraction {memory_fraction} of it is {show(limit or 0)}"
         if not kernels:
             yield f"            no kernels: the {card.name} runs XLA, whose attention takes more memory"
     with_guides = ", with guides of heads" if placement.head_guides else ""
     yield f"weights     {show(sizes.target)} target, {show(sizes.drafter)} drafter{with_guides}"
+    if images is not None:
+        work = images.bytes_needed(kernels) - images.nbytes
+        yield f"images      {show(images.nbytes)} tower, {show(work)} for images of {images.max_soft_tokens} tokens"
     if learn is not None:
         yield f"learning    {show(sizes.learnt)} kept, {show(sizes.learning)} for an update of {learn.batch} texts of {learn.length} tokens"
     yield f"slot        {show(sizes.slot)}: sliding rings {show(sizes.rings)}; all else {show(sizes.slot - sizes.rings)}"

@@ -64,11 +64,11 @@ TUNING = frozenset(
     enable_log_requests enable_logging_iteration_details enable_mfu_metrics enable_mm_embeds enable_mm_processor_stats
     enable_sleep_mode enforce_eager eplb_config expert_placement_strategy fully_sharded_loras gpu_id guided_decoding_backend
     ignore_patterns interleave_mm_strings kv_cache_memory_bytes kv_cache_metrics kv_cache_metrics_sample kv_offloading_backend
-    language_model_only limit_mm_per_prompt load_format logits_processor_pattern long_prefill_token_threshold lora_dtype
+    language_model_only load_format logits_processor_pattern long_prefill_token_threshold lora_dtype
     mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype max_cpu_loras max_cudagraph_capture_size max_logprobs
     max_long_partial_prefills max_lora_rank max_loras max_num_batched_tokens max_num_partial_prefills max_parallel_loading_workers
     max_seq_len_to_capture media_io_kwargs mm_encoder_attn_backend mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type
-    mm_processor_kwargs mm_shm_cache_max_object_size_mb model_impl model_loader_extra_config moe_backend num_gpu_blocks_override
+    mm_shm_cache_max_object_size_mb model_impl model_loader_extra_config moe_backend num_gpu_blocks_override
     num_lookahead_slots num_scheduler_steps observability_config optimization_level otlp_traces_endpoint performance_mode
     preemption_mode prefix_caching_hash_algo profiler_config pt_load_map_location ray_workers_use_nsight reasoning_parser
     reasoning_parser_plugin safetensors_load_strategy scheduler_cls scheduler_delay_factor scheduling_policy served_model_name
@@ -219,6 +219,23 @@ def mesh_of(tensor: Any, data: Any) -> Any:
     return None if tensor == data == 1 else sharding.mesh(data=data, tensor=tensor)
 
 
+def images_of(limits: Any, processing: Any) -> bool | int:
+    """`images` of `load`: prompts have images if `limits`, vLLM's limit_mm_per_prompt, allow any, or if `processing`, its
+    mm_processor_kwargs, says how they are prepared. Raises TypeError or ValueError."""
+    for name, given in (("limit_mm_per_prompt", limits), ("mm_processor_kwargs", processing)):
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"{name} is {given!r}, expected a dict")
+    wanted = dict(processing or {})
+    most = wanted.pop("max_soft_tokens", None)
+    if wanted:
+        raise ValueError(f"mm_processor_kwargs has {sorted(wanted)[0]!r}, which cannot be served; expected 'max_soft_tokens'")
+    count = (limits or {}).get("image", 0 if most is None else 1)
+    count = count.get("count", 1) if isinstance(count, Mapping) else count
+    if not integer("limit_mm_per_prompt['image']", count, 0):
+        return False
+    return True if most is None else integer("mm_processor_kwargs['max_soft_tokens']", most, 1)
+
+
 def structure_of(config: Mapping[str, Any] | None) -> tuple[dict[str, bool], list[str]]:
     """(what StructuredOutputsParams of every request have, by name; the keys that only tune vLLM). Raises TypeError."""
     if config is None:
@@ -292,6 +309,8 @@ def in_their_names() -> Iterator[None]:
     except (TypeError, ValueError) as error:
         ours = {here: theirs for theirs, here in RENAMED.items()}
         told = str(error).replace(f"drafter is {SAME!r}", "speculative_config has no 'model'")
+        told = told.replace("images=True", "limit_mm_per_prompt={'image': 1}")
+        told = told.replace("images=1120", "mm_processor_kwargs={'max_soft_tokens': 1120}")
         told = re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], told)
         if told == str(error):
             raise

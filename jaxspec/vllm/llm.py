@@ -45,7 +45,7 @@ CALLS_REFUSED = {
     "guided_options_request": "SamplingParams(structured_outputs=...) takes their place",
     "prompt_token_ids": "they belong into prompts, as {'prompt_token_ids': [...]}",
     "tokenization_kwargs": "a prompt is read whole; cut its ids before",
-    "mm_processor_kwargs": "only text can be read",
+    "mm_processor_kwargs": "images of all prompts are prepared alike; it belongs into LLM(...)",
 }
 CALLS_TUNING = ("priority",)
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -68,7 +68,9 @@ class LLM:
     generation_config: "auto", by which the checkpoint's generation_config.json has a say where no sampling params are given, or "vllm",
     by which it has none; override_generation_config: a dict that goes before it. structured_outputs_config: a dict of which
     "disable_any_whitespace" and "disable_additional_properties" hold for all requests. chat_template: a template, or a file of one, in
-    place of the checkpoint's. enable_prefix_caching: prompts that begin alike are computed once whatever it says.
+    place of the checkpoint's. limit_mm_per_prompt, mm_processor_kwargs: prompts may have images, any number of them, if the former allows
+    some, as {"image": 1} does; the latter may have "max_soft_tokens". enable_prefix_caching: prompts that begin alike are computed once
+    whatever it says.
 
     others: more arguments of vLLM. Those that only tune it are accepted, and a warning names them. Raises ValueError, with the reason,
     for one that cannot be served; TypeError, with the nearest name, for one that vLLM has not; and what `load` raises.
@@ -98,6 +100,8 @@ class LLM:
         override_generation_config: Mapping[str, Any] | None = None,
         structured_outputs_config: Mapping[str, Any] | None = None,
         chat_template: str | os.PathLike[str] | None = None,
+        limit_mm_per_prompt: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ):
         tuning = arguments.sorted_out(others, inspect.signature(LLM).parameters)
@@ -117,6 +121,7 @@ class LLM:
         self._structure, unread = arguments.structure_of(structured_outputs_config)
         mesh, kv_dtype = arguments.mesh_of(tensor_parallel_size, data_parallel_size), arguments.kv_dtype_of(kv_cache_dtype)
         quantize = arguments.quantize_of(model, quantization, hub)
+        images = arguments.images_of(limit_mm_per_prompt, mm_processor_kwargs)
         unheard = ["enable_prefix_caching"] if enable_prefix_caching is False else []
         unheard += [f"override_generation_config[{name!r}]" for name in overrides if name not in GENERATION]
         arguments.tell_without_effect([*tuning, *ignored, *unread, *unheard])
@@ -134,6 +139,7 @@ class LLM:
                 revision=revision,
                 token=hf_token,
                 cache_dir=download_dir,
+                images=images,
                 **drafting,
             )
         generation = checkpoint.read_generation_config(checkpoint.resolve(model, hub)) if generation_config == "auto" else {}
@@ -154,7 +160,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes prompts and returns a result for each, in order.
 
-        prompts: a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids"; or several of these.
+        prompts: a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids", and with "multi_modal_data" for images; or
+        several of these.
         sampling_params: one for all, or one for each; None takes `get_default_sampling_params()`. use_tqdm: whether to show a progress
         bar, or what makes one. Raises what `jaxspec.LLM.generate` raises, and ValueError for other arguments that cannot be served.
         """

@@ -23,7 +23,7 @@ class FakeLLM:
         if not len(prompt):
             raise ValueError("prompt 0 is empty; expected at least one token")
 
-    def chat_prompt(self, messages, *, enable_thinking=False):
+    def chat_input(self, messages, *, enable_thinking=False):
         return [len(messages), int(enable_thinking)]
 
     def as_completed(self, prompts, params=None):

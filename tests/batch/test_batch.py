@@ -165,6 +165,7 @@ BAD = {
     '{"prompt": "x", "parms": {}}': "found 'parms'; expected 'params', or a name less like it for a column that is passed on",
     '{"prompt": "x", "sampling_params": {}}': "found 'sampling_params'; expected 'params', or a name less like it",
     '{"prompt": "x", "max_tokens": 9}': "found 'max_tokens', which belongs into params",
+    '{"prompt": "x", "multi_modal_data": {}}': "found 'multi_modal_data', which no line has; images belong into the content of messages",
     '{"prompt": "x", "text": "y"}': "found 'text', which results have themselves; name the column otherwise",
     '{"prompt": "x", "params": {"top_q": 1}}': "params has 'top_q'; expected some of allowed_token_ids, bad_words,",
     '{"prompt": "x", "params": [1]}': "params is [1], expected an object",
@@ -247,14 +248,14 @@ def test_what_concerns_the_whole_job_ends_it(raises, poison, requests, whole, tm
 
 
 def test_a_line_whose_request_or_result_raises_is_put_aside(requests, tmp_path, monkeypatch):
-    def chat_prompt(self, messages, *, enable_thinking=False):
+    def chat_input(self, messages, *, enable_thinking=False):
         raise KeyError("a template's own")
 
     def result_of(line, sample, done, **settings):
         return {"text": object()} if line.number == 12 else kept(line, sample, done, **settings)
 
     kept = job.result_of
-    monkeypatch.setattr(FakeLLM, "chat_prompt", chat_prompt)
+    monkeypatch.setattr(FakeLLM, "chat_input", chat_input)
     monkeypatch.setattr(job, "result_of", result_of)
     result = job.run_batch(FakeLLM(), requests, tmp_path / "out.jsonl")
     assert (result.written, result.bad) == (19, 2) and len(read_lines(result.out)) == 19

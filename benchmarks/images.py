@@ -1,0 +1,116 @@
+"""Times prompts with images: `python benchmarks/images.py e2b mtp --k 3`.
+
+Weights are random and of a released model's shape, its image tower's too; images are random pixels, each another one; nothing ends a text
+before its last token, and drafts are accepted at given rates. Everything is compiled and has run before the clock starts. Prints a Markdown
+table: what the tower takes for one image, on the device and with all that the host does; one prompt and its first token, with an image and
+with as many tokens of text; and a job of many prompts in both ways. Medians with the least and the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from PIL import Image
+
+from jaxspec import SamplingParams, checkpoint, released
+from jaxspec.bench.random_weights import random_weights
+from jaxspec.bench.workload import RATES
+from jaxspec.decode.accept import synthetic
+from jaxspec.engine.llm import LLM
+from jaxspec.engine.memory import memory_limit
+from jaxspec.engine.settings import Settings
+from jaxspec.model import gemma4
+from jaxspec.planning import with_head_guides
+from jaxspec.sharding.placement import placement_of
+from jaxspec.targets import DTYPES
+from jaxspec.text import load_tokenizer
+from jaxspec.vision import Images
+from pallas_kernels.lm_head import guide_pays
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", choices=released.IMAGES)
+    parser.add_argument("drafter", help="as for `jaxspec bench`")
+    parser.add_argument("--k", type=int, default=4, help="tokens drafted in each round (default: 4)")
+    parser.add_argument("--soft-tokens", type=int, default=280, help="of an image at most (default: 280)")
+    parser.add_argument("--size", type=int, nargs=2, default=(1024, 768), help="pixels of an image (default: 1024 768)")
+    parser.add_argument("--text", type=int, default=64, help="tokens of text in a prompt (default: 64)")
+    parser.add_argument("--prompts", type=int, default=64, help="of the job (default: 64)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each (default: 128)")
+    parser.add_argument("--slots", type=int, default=16, help="(default: 16)")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
+    args = parser.parse_args()
+    config, dtype = released.target_config(args.config), DTYPES[args.dtype]
+    trees = gemma4.abstract(config, dtype), released.abstract_drafter(args.drafter, args.config, config, dtype)
+    placement = placement_of(None)
+    placement = with_head_guides(placement, *trees, None, memory_limit(jax.devices()[0]), pays=guide_pays())
+    target, drafter = (placement.spread(tree) for tree in random_weights(tuple(placement.place(tree) for tree in trees), 0))
+    images = released.images_of(args.config, dtype, args.soft_tokens)
+    images = Images(images.config, images.preprocessing, random_weights(images.tower, 1))
+    settings = Settings(
+        num_draft_tokens=args.k,
+        max_slots=args.slots,
+        max_len=args.text + args.soft_tokens + args.tokens + 64,
+        accept=synthetic(RATES[: args.k]),
+        image_rows=args.soft_tokens,
+        prefix_bytes=0,
+        progress=False,
+    )
+    llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement, images=images)
+    llm.warmup(SamplingParams(temperature=0))
+    rng = np.random.default_rng(0)
+
+    def picture() -> Image.Image:
+        return Image.fromarray(rng.integers(0, 256, (*args.size[::-1], 3), np.uint8))
+
+    count = images.count(picture())
+
+    def prompt(with_image: bool) -> dict:
+        ids = rng.integers(5, 4000, args.text).tolist()
+        if not with_image:
+            return {"prompt_token_ids": ids + rng.integers(5, 4000, count + 2).tolist()}
+        return {"prompt_token_ids": [*ids, images.image_token_id], "multi_modal_data": {"image": picture()}}
+
+    def generated(with_image: bool, prompts: int, tokens: int) -> Callable[[], None]:
+        def run() -> None:
+            llm.generate(given.pop(), SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
+
+        given = [[prompt(with_image) for _ in range(prompts)] for _ in range(args.repeats + 1)]
+        return run
+
+    def rows() -> None:
+        images.rows(pictures.pop())
+
+    def tower() -> None:
+        jax.block_until_ready(images.computed(*patched))
+
+    pictures = [picture() for _ in range(args.repeats + 1)]
+    patched = images.preprocessing.patched(images.prepared(picture()).pixels)
+    what = {
+        f"the tower alone, an image of {count} tokens, ms": tower,
+        f"an image of {args.size[0]} x {args.size[1]} pixels, ms": rows,
+        "one prompt with an image, to its first token, ms": generated(True, 1, 1),
+        "as many tokens of text, ms": generated(False, 1, 1),
+        f"{args.prompts} prompts with an image each, ms": generated(True, args.prompts, args.tokens),
+        f"{args.prompts} prompts of text, ms": generated(False, args.prompts, args.tokens),
+    }
+    print(f"| {args.config} | median | least | most |\n|---|---|---|---|")
+    for name, run in what.items():
+        run()
+        found = []
+        for _ in range(args.repeats):
+            begun = time.perf_counter()
+            run()
+            found.append(1e3 * (time.perf_counter() - begun))
+        print(f"| {name} | {statistics.median(found):.1f} | {min(found):.1f} | {max(found):.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

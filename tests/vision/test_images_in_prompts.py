@@ -1,0 +1,209 @@
+"""Images in prompts against transformers, in float32, from a saved checkpoint over the tower to the last token."""
+
+import functools
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tiny
+import torch
+import transformers
+import vision_oracle
+from PIL import Image
+from safetensors.numpy import save_file
+from transformers.models.gemma4_unified import modeling_gemma4_unified as unified
+
+import jaxspec
+from jaxspec import SamplingParams
+from jaxspec.vision import Images
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+IMAGE, OPENING, CLOSING = 5, 6, 7  # tokens of the pocket tokenizer that nothing else uses
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|turn>' }}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ '<unused5>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{{ '<turn|>' }}{% endfor %}"
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+
+
+@functools.cache
+def saved(kind):
+    """A tiny random target and its folder, with the pocket tokenizer and a chat template that has images."""
+    config = vision_oracle.config(kind)
+    member = "12B" if kind == "unified" else "E4B"
+    text = oracle.text_config(member, vocab_size=tiny.VOCAB, vocab_size_per_layer_input=tiny.VOCAB)
+    kept = config["text_config"].keys()
+    tokens = {"image_token_id": IMAGE, "boi_token_id": OPENING, "eoi_token_id": CLOSING}
+    config |= {"text_config": {k: v for k, v in text.items() if k in kept}, **tokens}
+    read = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    read._attn_implementation = "eager"
+    model = getattr(transformers, f"{type(read).__name__.removesuffix('Config')}ForConditionalGeneration")(read).eval()
+    with torch.no_grad():
+        oracle.randomise(model, 1)
+    folder = oracle._temporary() / f"prompts-{kind}"
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.POCKET / name, folder / name)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return model, folder
+
+
+@functools.cache
+def loaded(kind):
+    return jaxspec.load(saved(kind)[1], "ngram", num_draft_tokens=3, max_len=256, max_slots=2, images=70, progress=False)
+
+
+def picture(seed, size):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
+
+
+@torch.no_grad()
+def expected(kind, ids, images):
+    """What transformers generates after token ids in which images have all their tokens: new tokens and their log-probabilities."""
+    model, folder = saved(kind)
+    made = Images.load(folder, jnp.float32, 70)
+    found = [made.preprocessing.patched(made.prepared(image).pixels) for image in images]
+    pixels = torch.tensor(np.stack([made.preprocessing.levels[patches] for patches, _ in found]))
+    places = torch.tensor(np.stack([positions for _, positions in found]))
+    ids = torch.tensor(ids)[None]
+    more = {"pixel_values": pixels, "image_position_ids": places.long(), "mm_token_type_ids": (ids == IMAGE).long()}
+    more |= {"do_sample": False, "min_new_tokens": 8, "max_new_tokens": 8, "attention_mask": torch.ones_like(ids)}
+    out = model.generate(ids, **more, output_logits=True, return_dict_in_generate=True)
+    tokens = out.sequences[0, ids.shape[1] :].tolist()
+    return tokens, [torch.log_softmax(row[0], -1)[token].item() for row, token in zip(out.logits, tokens, strict=True)]
+
+
+def logprobs(answer):
+    return [row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+
+
+def same(answer, wanted):
+    tokens, values = wanted
+    assert answer.token_ids == tokens
+    np.testing.assert_allclose(logprobs(answer), values, atol=2e-3)
+
+
+@pytest.fixture(autouse=True)
+def masks_of_the_12b(monkeypatch):
+    """The 12B's own, which transformers 5.24 takes in some calls only: in others images see themselves whole in full layers too, and past
+    the window (transformers issue 46711, mended for the other members)."""
+    made = unified.create_masks_for_generate
+
+    def masks(*args, block_sequence_ids=None, **kwargs):
+        if block_sequence_ids is None:
+            return made(*args, **kwargs)
+        return unified.create_masks_for_vision_model(*args, block_sequence_ids=block_sequence_ids, **kwargs)
+
+    monkeypatch.setattr(unified, "create_masks_for_generate", masks)
+
+
+@pytest.mark.parametrize("kind", ["plain", "unified"])
+def test_tokens_are_those_of_transformers(kind):
+    llm, images = loaded(kind), [picture(1, (30, 50)), picture(2, (64, 20))]
+    prompt = {"prompt": "def <unused5>read(<unused5>path):", "multi_modal_data": {"image": images}}
+    answer = llm.generate(prompt, GREEDY)[0]
+    assert answer.prompt_token_ids.count(IMAGE) == sum(map(llm._pictures.tower.count, images)) > 60
+    same(answer, expected(kind, answer.prompt_token_ids, images))
+    other = llm.generate({**prompt, "multi_modal_data": {"image": images[::-1]}}, GREEDY)[0]
+    assert abs(logprobs(other)[0] - logprobs(answer)[0]) > 1e-2
+    same(other, expected(kind, other.prompt_token_ids, images[::-1]))
+
+
+def test_a_conversation_with_images_in_every_form(tmp_path):
+    llm, image = loaded("plain"), picture(3, (40, 40))
+    path = tmp_path / "image.png"
+    image.save(path)
+    import base64
+
+    data = base64.b64encode(path.read_bytes()).decode()
+    forms = [
+        {"type": "image", "image": image},
+        {"type": "image", "path": str(path)},
+        {"type": "image", "base64": data},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "image_pil", "image_pil": image},
+    ]
+    answers = []
+    for form in forms:
+        messages = [{"role": "user", "content": [form, {"type": "text", "text": "What is it?"}]}]
+        answers.append(llm.chat(messages, GREEDY))
+    first = answers[0]
+    same(first, expected("plain", first.prompt_token_ids, [image]))
+    assert all(answer.token_ids == first.token_ids for answer in answers)
+    assert all(answer.num_cached_tokens > 40 for answer in answers[1:])
+    # The next turn goes on from what was computed.
+    more = [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And now?"}]
+    later = llm.chat(more, GREEDY)
+    assert later.num_cached_tokens >= len(first.prompt_token_ids) - 1
+    same(later, expected("plain", later.prompt_token_ids, [image]))
+    assert "".join(chunk.text for chunk in llm.stream_chat(more, GREEDY)) == later.text
+
+
+def test_what_cannot_be_read_is_refused_at_the_door(tmp_path):
+    llm = loaded("plain")
+    ask = {"type": "text", "text": "?"}
+    for part, words in (
+        ({"type": "image"}, "message 0 holds content of type 'image' without an image; expected it as 'image' or 'url' or 'path'"),
+        ({"type": "audio", "audio": "x"}, "message 0 holds content of type 'audio'; texts and images can be read"),
+        ({"type": "image", "path": str(tmp_path / "none.png")}, "prompt 0: .*none.png.* cannot be read as an image"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llm.chat([{"role": "user", "content": [part, ask]}])
+    for images, error, words in (
+        (100, ValueError, "max_soft_tokens is 100; expected one of 70, 140"),
+        ("yes", TypeError, "images is 'yes' of type str, expected an integer"),
+    ):
+        with pytest.raises(error, match=words):
+            jaxspec.load(saved("plain")[1], images=images)
+    with pytest.raises(ValueError, match="has no image tower"):
+        jaxspec.load("pocket", images=True)
+    with pytest.raises(ValueError, match="message 0 holds content of type 'image'; only text can be read; .*images=True"):
+        jaxspec.load(saved("plain")[1], max_len=64, progress=False).chat([{"role": "user", "content": [{"type": "image", "image": 1}]}])
+
+
+def test_a_batch_of_messages_with_images(tmp_path):
+    from jaxspec.cli import main
+
+    image = picture(3, (40, 40))
+    image.save(tmp_path / "image.png")
+    content = [{"type": "image_url", "image_url": {"url": str(tmp_path / "image.png")}}, {"type": "text", "text": "What is it?"}]
+    lines = [{"messages": [{"role": "user", "content": content}]}, {"messages": [{"role": "user", "content": content[1:]}]}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--target", str(saved("plain")[1]), "--images", "70", "--max-len", "256", "--max-slots", "2"]
+    options += ["--temperature", "0", "--max-tokens", "8", "--ignore-eos", "--token-ids"]
+    assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *options]) == 0
+    found = {line["id"]: line["token_ids"] for line in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert found == {i: loaded("plain").chat(line["messages"], GREEDY).token_ids for i, line in enumerate(lines, 1)}
+    (tmp_path / "in.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "text.jsonl"), *options[:2], "--max-len", "64"]) == 1
+    assert "load with images=True, or with --images" in json.loads((tmp_path / "text.errors.jsonl").read_text())["error"]
+
+
+def test_an_adapter_that_changes_the_tower_is_refused(tmp_path):
+    """It would be left out."""
+    keys = ("language_model.layers.0.self_attn.q_proj", "vision_tower.encoder.layers.0.self_attn.q_proj.linear")
+    tensors = {
+        f"base_model.model.model.{key}.lora_{side}.weight": np.ones((2, 32) if side == "A" else (32, 2), np.float32)
+        for key in keys
+        for side in "AB"
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["layers.0.self_attn.q_proj", "linear"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="adapter .* changes the image tower .*vision_tower.*; expected images=False"):
+        jaxspec.load(saved("plain")[1], adapter=tmp_path, images=70)
+
+
+@pytest.mark.parametrize("kind", ["plain", "unified"])
+def test_a_converted_checkpoint_has_its_tower(kind, tmp_path):
+    image, prompt = picture(1, (30, 50)), {"prompt": "def <unused5>read", "multi_modal_data": {"image": picture(1, (30, 50))}}
+    folder = jaxspec.convert(saved(kind)[1], tmp_path / "converted", progress=False)
+    again = jaxspec.convert(folder, tmp_path / "again", progress=False)
+    for converted in (folder, again):
+        found, original = (Images.load(each, jnp.float32, 70) for each in (converted, saved(kind)[1]))
+        np.testing.assert_array_equal(found.rows(image), original.rows(image))
+    llm = jaxspec.load(folder, "ngram", num_draft_tokens=3, max_len=256, max_slots=2, images=70, progress=False)
+    assert llm.generate(prompt, GREEDY)[0].token_ids == loaded(kind).generate(prompt, GREEDY)[0].token_ids
