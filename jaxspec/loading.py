@@ -217,7 +217,9 @@ def load(
         tower = Images.read(pair.folder, pair.dtype, None if images is True else images)
         if adapter is not None:
             refuse_tower(read_adapter(adapter, hub), os.fspath(adapter))
+    image_rows = 0 if tower is None else tower.max_soft_tokens
     sizes = {"max_len": max_len, "num_draft_tokens": longest, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
+    sizes["image_rows"] = image_rows
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
         kernels = in_kernels(attention)
         room, used = _room(memory_fraction)
@@ -239,7 +241,7 @@ def load(
         prefix_bytes=chosen.prefix_bytes,
         adaptive=num_draft_tokens is None if adaptive_verification is None else adaptive_verification,
         tree=grown,
-        image_rows=0 if tower is None else tower.max_soft_tokens,
+        image_rows=image_rows,
         seed=seed,
         progress=progress,
     )

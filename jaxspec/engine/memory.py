@@ -89,11 +89,13 @@ def sizes_of(
     kernels: bool = True,
     placement: Placement = ONE_DEVICE,
     learn: Learn | None = None,
+    image_rows: int = 0,
 ) -> Sizes:
     """What a target and a drafter need of a device, slots and pages being those of one data shard.
 
     target, drafter: abstract weights, or real ones. kernels: whether attention runs in kernels, which keep their scores to themselves;
-    XLA's attention gathers keys and values of max_len. learn: how the drafter learns, None if it does not.
+    XLA's attention gathers keys and values of max_len. learn: how the drafter learns, None if it does not. image_rows: of an image at
+    most, 0 where prompts have none.
     """
     learnt, learning = (0, 0) if learn is None else learning_bytes(target.config, drafter, learn, num_draft_tokens, max_len, placement)
     packed = any(map(is_packed, weights_of((target, drafter))))  # guides of heads are packed too, but never unpacked
@@ -114,12 +116,13 @@ def sizes_of(
     one = state(1, 1)
     slot, page = state(2, 1) - one, state(1, 2) - one
     config, rows, itemsize = target.config, num_draft_tokens + 1, target.dtype.itemsize
-    largest = prefill_rows(target, kernels)
+    largest = max(prefill_rows(target, kernels), image_rows)
     prefill = _activations(config, largest) * itemsize
     decode = LOGIT * rows * config.vocab_size
     if not kernels:
         decode += _attention(config, 1, rows, max_len, itemsize)
-        prefill += _attention(config, PREFILL_ROWS // PREFILL_CHUNK, PREFILL_CHUNK, max_len, itemsize)
+        calls = (PREFILL_ROWS // PREFILL_CHUNK, PREFILL_CHUNK), (1, image_rows)
+        prefill += max(_attention(config, *call, max_len, itemsize) for call in calls)
     return Sizes(
         target=bytes_per_device(target),
         drafter=bytes_per_device(drafter),

@@ -146,6 +146,7 @@ def describe_plan(
         room -= images.bytes_needed(kernels)
     placement = with_head_guides(placement, pair.target, pair.drafter, None, room, pays=pays)
     settings: dict[str, Any] = {"num_draft_tokens": count, "kernels": kernels, "placement": placement, "learn": learn}
+    settings["image_rows"] = 0 if images is None else images.max_soft_tokens
     sizes, chosen = plan(pair, room, max_len=max_len, kv_dtype=kv_dtype, slots=wanted, default_slots=MAX_SLOTS, show=show, **settings)
     slots, pages = chosen.slots, chosen.pages
     snapshots = min(chosen.prefix_bytes // sizes.slot, slots)  # as Runner takes them
